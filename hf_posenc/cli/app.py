@@ -1,0 +1,61 @@
+"""The command's root, and how its errors look: one line, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from hf_posenc.cli import catalog, inspection, perplexity
+from hf_posenc.cli.console import print_error
+from hf_posenc.errors import PosencError
+
+
+class OneLineErrors(TyperGroup):
+    """Turns what a command raises into one line on stderr."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PosencError as error:
+            print_error(str(error))
+        except KeyboardInterrupt:
+            print_error("interrupted")
+            raise typer.Exit(130) from None
+        except Exception as error:
+            # typer's own usage errors, whose module moved between its versions: wrong option, value or subcommand
+            if not hasattr(error, "format_message"):
+                raise
+            where = getattr(error, "ctx", None) or ctx
+            print_error(f"{error.format_message()} Try: {where.command_path} --help")
+        raise typer.Exit(2)
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    name="hf-posenc",
+    help="Change how a Hugging Face model encodes position, and see what that does to long documents.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+perplexity.register(app)
+catalog.register(app)
+inspection.register(app)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: bool = typer.Option(
+        False, "--version", help="Print the version and exit.", is_eager=True
+    ),
+) -> None:
+    """Options of the command itself."""
+    if version:
+        from hf_posenc import __version__
+
+        Console().print(f"hf-posenc {__version__}", highlight=False)
+        raise typer.Exit

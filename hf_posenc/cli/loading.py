@@ -1,0 +1,134 @@
+"""Models and tokenizers by name, with errors of one line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.cli.console import quiet_transformers
+from hf_posenc.errors import PosencError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
+def embedded_model() -> str:
+    """The model that ships with the package."""
+    from hf_posenc.embedded import model_path
+
+    return str(model_path())
+
+
+def one_thread() -> None:
+    """Keeps torch to one thread, for the embedded model.
+
+    Its matrices are too small to gain much from a second one, and threads that wait for each other on
+    a busy machine cost minutes. Nor do the numbers then depend on how many cores there are.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def check_name(name: str) -> str:
+    """Refuses a path that does not exist before anything asks the hub for it.
+
+    Raises:
+        PosencError: There is no such folder.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if path.exists() or name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2:
+        raise PosencError(
+            f"There is no model folder {name}. Give a folder with a config.json, or a hub name."
+        )
+    return name
+
+
+def load_tokenizer(name: str) -> Any:
+    """A tokenizer that turns text into tokens.
+
+    Raises:
+        PosencError: There is none, or it knows no words.
+    """
+    from transformers import AutoTokenizer
+
+    from hf_posenc.evaluation.documents import one_line
+
+    quiet_transformers()
+    name = check_name(name)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # a family, a missing library or the hub: each raises in its own way
+        raise PosencError(
+            f"{name} has no tokenizer that can be loaded ({one_line(error)}). Pass --tokenizer."
+        ) from error
+    # transformers makes an empty tokenizer from a config.json alone.
+    tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
+    if set(tokens) <= {tokenizer.unk_token_id}:
+        raise PosencError(f"The tokenizer of {name} turns text into nothing. Pass --tokenizer.")
+    return tokenizer
+
+
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str | None = None,
+    device_map: str | None = None,
+    attention: str | None = None,
+) -> Any:
+    """A causal language model, with the patch that it was saved with.
+
+    Args:
+        name: A folder or a hub name.
+        dtype: One of `DTYPES`; `auto` is the checkpoint's own on an accelerator and float32 on a CPU.
+        device: Where to put it; by default the first accelerator, or the CPU.
+        device_map: Passed to transformers instead, e.g. `auto` to spread a large model.
+        attention: transformers' attention implementation.
+
+    Raises:
+        PosencError: It cannot be loaded so.
+    """
+    import torch
+
+    from hf_posenc.evaluation.documents import one_line
+    from hf_posenc.saving import from_pretrained
+
+    quiet_transformers()
+    if dtype not in DTYPES:
+        raise PosencError(f"Unknown dtype {dtype!r}: {', '.join(DTYPES)}.")
+    place = _device(device)
+    on_cpu = place.type == "cpu" and device_map is None
+    precision: Any = getattr(torch, dtype, None) or (torch.float32 if on_cpu else "auto")
+    options: dict[str, Any] = {"dtype": precision}
+    if attention is not None:
+        options["attn_implementation"] = attention
+    if device_map is not None:
+        options["device_map"] = device_map
+    name = check_name(name)
+    try:
+        model = from_pretrained(name, **options)
+        return model if device_map is not None else model.to(place)
+    except PosencError:
+        raise
+    except Exception as error:  # as for the tokenizer
+        raise PosencError(f"The model {name} cannot be loaded: {one_line(error)}") from error
+
+
+def _device(name: str | None) -> Any:
+    import torch
+
+    if name is None:
+        if torch.cuda.is_available():
+            return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cpu")
+    try:
+        place = torch.device(name)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:
+        raise PosencError(
+            f"The device {name!r} cannot be used: {str(error).splitlines()[0]}"
+        ) from error
+    return place

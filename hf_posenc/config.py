@@ -1,0 +1,136 @@
+"""A patch as data: `PatchConfig` and its JSON, and the short form of the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_posenc.errors import PosencError, unknown
+from hf_posenc.methods import Method, get_method
+
+FORMAT = 1
+# What `patch_model` takes beside a method's own knobs.
+_BESIDE = dict.fromkeys(
+    ("target_length", "original_max_position_embeddings", "layers", "compose", "replace")
+)
+Layers = str | tuple[int, ...]
+"""Which layers: `"full"` (full attention), `"all"`, or layer indices."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchConfig:
+    """Everything that determines a patch.
+
+    Attributes:
+        method: The method's canonical name.
+        options: Its knobs other than the scale, where they differ from the defaults.
+        scale: Target context as a multiple of the original one; `None` for methods without a scale.
+        original_max_position_embeddings: The original context length, in tokens; `None`: read from
+            the model.
+        layers: Which layers are patched.
+        compose: On an already scaled checkpoint, start from its scaled table.
+        replace: On an already scaled checkpoint, start from its `rope_theta`.
+    """
+
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    scale: float | None = None
+    original_max_position_embeddings: int | None = None
+    layers: Layers = "full"
+    compose: bool = False
+    replace: bool = False
+
+    def build(self) -> Method:
+        """The method object.
+
+        Raises:
+            PosencError: An unknown method or option, or a value out of range.
+        """
+        scale = {} if self.scale is None else {"scale": self.scale}
+        return get_method(self.method).from_options(**scale, **self.options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON form."""
+        values = {"format": FORMAT, **dataclasses.asdict(self)}
+        values["options"] = {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value in self.options.items()
+        }
+        values["layers"] = self.layers if isinstance(self.layers, str) else list(self.layers)
+        return values
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PatchConfig:
+        """Reads the JSON form; keys that a recipe adds (`recipe`, ...) are left alone.
+
+        Raises:
+            PosencError: A newer format, no method, or an unknown method or option.
+        """
+        if values.get("format") != FORMAT:
+            raise PosencError(
+                f"This patch has format {values.get('format')!r}, but this version of hf_posenc reads format {FORMAT}. "
+                "Install a newer hf_posenc, or save the patch again with this one."
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        given = {key: value for key, value in values.items() if key in known}
+        if "method" not in given:
+            raise PosencError('A patch names its "method".')
+        if isinstance(given.get("layers"), list):
+            given["layers"] = tuple(given["layers"])
+        config = cls(**given)
+        config.build()
+        return config
+
+    def to_json(self) -> str:
+        """The JSON text."""
+        return json.dumps(self.to_dict(), indent=2) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> PatchConfig:
+        """Reads the JSON text.
+
+        Raises:
+            PosencError: Text that is not JSON, or not a patch.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PosencError(f"This is not a patch in JSON: {error}.") from error
+        if not isinstance(values, dict):
+            raise PosencError("A patch in JSON is an object with a method and its options.")
+        return cls.from_dict(values)
+
+
+def parse_method(text: str) -> tuple[str, dict[str, Any]]:
+    """Reads the short form `"yarn:scale=8,beta_fast=16"`.
+
+    Returns:
+        The method's canonical name, and its options: numbers, booleans, `None` or strings.
+
+    Raises:
+        PosencError: An unknown method or option, or a part that is not `option=value`.
+    """
+    name, _, rest = text.partition(":")
+    method = get_method(name.strip())
+    options: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in rest.split(","))):
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise PosencError(
+                f"{text!r}: {part!r} is not option=value, as in yarn:scale=8,beta_fast=16."
+            )
+        possible = {**method.knobs(), **_BESIDE}
+        if option.strip() not in possible:
+            raise unknown(f"option of {method.name}", option.strip(), possible)
+        options[option.strip()] = _value(value.strip())
+    return method.name, options
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text.lower() if text.lower() in ("true", "false") else text)
+    except json.JSONDecodeError:
+        return None if text.lower() == "none" else text

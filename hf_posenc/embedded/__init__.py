@@ -1,0 +1,74 @@
+"""The embedded model and text: a tiny Llama and the long documents that it never saw.
+
+Both are offline. The checkpoint is package data, made by `scripts/train_tiny_llama.py`; its model card
+is the `README.md` beside it. The documents are standard-library modules of the Python that runs, kept
+out of the training corpus by name and by content (`hf_posenc.embedded.corpus`).
+
+Nothing heavy is imported here: no torch, no transformers.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["HELD_OUT", "held_out_documents", "held_out_files", "model_path"]
+
+HELD_OUT = (
+    "_pydecimal", "typing", "argparse", "tarfile", "inspect", "subprocess", "doctest", "turtle",
+    "zipfile", "datetime", "difflib", "mailbox", "ipaddress", "enum", "pickle", "pickletools",
+    "pdb", "optparse", "dataclasses", "threading", "shutil", "configparser", "statistics", "pathlib",
+)  # fmt: skip
+"""Standard-library modules that are evaluation documents, in the order in which they are read."""
+
+_MOVED = {"datetime": "_pydatetime"}  # since 3.12 datetime.py only re-exports this one
+
+
+def model_path() -> Path:
+    """Folder of the embedded checkpoint: configuration, weights, tokenizer, model card, training log."""
+    return Path(__file__).resolve().parent / "tiny_llama"
+
+
+def held_out_files(name: str, stdlib: Path | None = None) -> tuple[Path, ...]:
+    """The source files of one held-out module, sorted.
+
+    A module that is a single file in one Python can be a package in the next (zipfile since 3.12,
+    pathlib since 3.13), and one that moved is found under its new name.
+
+    Args:
+        name: a name of `HELD_OUT`.
+        stdlib: the standard library's folder; by default that of the running Python. Read as files,
+            not imported, so that a file of the same name in the working directory changes nothing.
+
+    Returns:
+        One file, or every `.py` file of the package; empty where this Python does not have the module
+        (turtle is missing from some builds).
+    """
+    folder = Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
+    for form in (_MOVED.get(name), name):
+        if form is None:
+            continue
+        if (folder / form).is_dir():
+            files = (folder / form).rglob("*.py")
+            return tuple(sorted(files, key=lambda file: file.relative_to(folder).as_posix()))
+        if (folder / f"{form}.py").is_file():
+            return (folder / f"{form}.py",)
+    return ()
+
+
+def held_out_documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
+    """The evaluation documents, from the user's own Python.
+
+    Args:
+        stdlib: as in `held_out_files`.
+
+    Yields:
+        `(name, text)` for every module of `HELD_OUT` that this Python has, in that order. A package is
+        the concatenation of its `.py` files in sorted order.
+    """
+    for name in HELD_OUT:
+        files = held_out_files(name, stdlib)
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
+        if text:
+            yield name, text

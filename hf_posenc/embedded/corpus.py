@@ -1,0 +1,252 @@
+"""The training corpus of the embedded model: Python source of the running environment.
+
+Only files come out of here, chosen by rules that a reader can check:
+
+1. the standard library, and every installed distribution with a permissive licence in its metadata;
+2. no tests, no vendored copies (they carry other licences), no generated tables;
+3. no held-out module, and no file that shares more than `HELD_OUT_SHARE` of its distinctive lines with
+   them (backports, forks, type-checker plugins that quote them);
+4. no duplicates: a file is left out when more than `DUPLICATE_SHARE` of its distinctive lines were in
+   the files before it, which covers exact copies as well as near ones;
+5. no more than a given number of bytes of one distribution, so that none sets the tone; the standard
+   library, which the held-out modules are from, is taken whole.
+
+The order is fixed: standard library first, then distributions by name, files by path. Within the limit
+of rule 5, which files of a distribution are taken depends only on a hash of their path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+import sysconfig
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+
+from hf_posenc.embedded import HELD_OUT, held_out_documents, held_out_files
+
+__all__ = ["Corpus", "Source", "distinctive_lines", "environment", "select"]
+
+HELD_OUT_SHARE = 0.10
+DUPLICATE_SHARE = 0.50
+MIN_BYTES, MAX_BYTES = 512, 400_000
+STDLIB = "python"  # the source that holds the standard library
+MIN_LINE = 24  # characters: a shorter line ("return self", "else:") says nothing about its origin
+
+_SKIPPED_FOLDERS = {
+    *("test", "tests", "testing", "idle_test", "__pycache__"),
+    *("_vendor", "vendor", "vendored", "extern", "third_party"),
+    *("site-packages", "dist-packages", "ensurepip", "pydoc_data", "encodings"),
+}
+_TEST_FILE = re.compile(r"(test_.*|.*_tests?|tests?|conftest)\.py")
+_GENERATED = re.compile(
+    r"(?i)(auto-?|automatically |this file (is|was) )generated|generated (by|from|using|with)|do not edit"
+)
+_PERMISSIVE = re.compile(
+    r"(?i)\b(MIT|BSD|0BSD|Apache|PSF|Python Software Foundation|ISC|HPND|Unlicense)"
+)
+_RESTRICTIVE = re.compile(r"(?i)\b([AL]?GPL|MPL|Mozilla|GNU|EPL|CDDL|Proprietary)")
+_IMPORT = re.compile(r"(from\s+\S+\s+)?import\s")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One distribution (or the standard library) that may give files to the corpus.
+
+    Args:
+        name: the distribution's name.
+        version: its version.
+        licence: what its metadata say, shortened to one line.
+        root: folder that `files` are relative to.
+        files: relative paths of its `.py` files.
+    """
+
+    name: str
+    version: str
+    licence: str
+    root: Path
+    files: tuple[str, ...]
+
+
+@dataclass
+class Corpus:
+    """What `select` chose.
+
+    Args:
+        files: `(source name, relative path, text)` in corpus order.
+        composition: one row per source that gave at least one file: name, version, licence, files, bytes.
+        left_out: how many files each rule left out.
+    """
+
+    files: list[tuple[str, str, str]] = field(default_factory=list)
+    composition: list[dict[str, str | int]] = field(default_factory=list)
+    left_out: dict[str, int] = field(default_factory=dict)
+
+
+def environment(exclude: Iterable[str] = ("hf-posenc",)) -> Iterator[Source]:
+    """The standard library and the installed distributions with a permissive licence, by name.
+
+    Args:
+        exclude: distributions to leave out.
+
+    Yields:
+        Sources in corpus order. Distributions that say nothing of their licence are left out.
+    """
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    files = sorted(file.relative_to(stdlib).as_posix() for file in stdlib.rglob("*.py"))
+    yield Source(STDLIB, platform.python_version(), "PSF-2.0", stdlib, tuple(files))
+    found = {_normal(d.metadata["Name"]): d for d in metadata.distributions() if d.metadata["Name"]}
+    for name in sorted(found.keys() - {_normal(name) for name in exclude}):
+        distribution = found[name]
+        licence = _licence(distribution)
+        paths = sorted(path.as_posix() for path in distribution.files or () if path.suffix == ".py")
+        if not paths or not _PERMISSIVE.search(licence) or _RESTRICTIVE.search(licence):
+            continue
+        root = Path(str(distribution.locate_file("")))
+        paths = [path for path in paths if not path.startswith("..")]
+        yield Source(name, distribution.version, licence, root, tuple(paths))
+
+
+def select(
+    sources: Iterable[Source],
+    *,
+    bytes_per_source: int,
+    stdlib: Path | None = None,
+    max_sources: int | None = None,
+) -> Corpus:
+    """Choose the corpus by the rules at the top of this module.
+
+    Args:
+        sources: where files may come from, in corpus order.
+        bytes_per_source: limit of rule 5.
+        stdlib: the standard library whose held-out modules are kept out; by default the running one.
+        max_sources: look at no more than this many sources.
+
+    Returns:
+        The files with their texts, the composition, and how many files each rule left out.
+    """
+    held_out_paths = {file.resolve() for name in HELD_OUT for file in held_out_files(name, stdlib)}
+    held_out_lines: set[bytes] = set()
+    for _, text in held_out_documents(stdlib):
+        held_out_lines |= distinctive_lines(text)
+    seen: set[bytes] = set()
+    corpus = Corpus(left_out=dict.fromkeys(_RULES, 0))
+    for index, source in enumerate(sources):
+        if index == max_sources:
+            break
+        chosen: list[tuple[str, str, str]] = []
+        taken = 0
+        for path in sorted(source.files, key=lambda path: _digest(f"{source.name}/{path}")):
+            if taken >= bytes_per_source and source.name != STDLIB:
+                corpus.left_out["limit of its distribution"] += 1
+                continue
+            text = _read(source.root / path)
+            lines = distinctive_lines(text)
+            reason = _reason(path, text)
+            if reason is None and (source.root / path).resolve() in held_out_paths:
+                reason = "held out"
+            if reason is None and _share(lines, held_out_lines) > HELD_OUT_SHARE:
+                reason = "shares lines with a held-out module"
+            if reason is None and _share(lines, seen) > DUPLICATE_SHARE:
+                reason = "duplicate"
+            if reason is not None:
+                corpus.left_out[reason] += 1
+                continue
+            seen |= lines
+            chosen.append((source.name, path, text))
+            taken += len(text.encode())
+        if chosen:
+            corpus.files += sorted(chosen)
+            corpus.composition.append(
+                {
+                    "name": source.name,
+                    "version": source.version,
+                    "licence": source.licence,
+                    "files": len(chosen),
+                    "bytes": taken,
+                }
+            )
+    return corpus
+
+
+def distinctive_lines(text: str) -> set[bytes]:
+    """Hashes of the lines that say where a text comes from: long enough, and not an import."""
+    lines = {line.strip() for line in text.splitlines()}
+    return {_digest(line) for line in lines if len(line) >= MIN_LINE and not _IMPORT.match(line)}
+
+
+_RULES = (
+    "test or vendored",
+    "too short or too long",
+    "not UTF-8",
+    "generated",
+    "held out",
+    "shares lines with a held-out module",
+    "duplicate",
+    "limit of its distribution",
+)
+
+
+def _reason(path: str, text: str) -> str | None:
+    """The rule that leaves out a file for what it is by itself, or None."""
+    *folders, name = path.split("/")
+    if _SKIPPED_FOLDERS.intersection(folders) or _TEST_FILE.fullmatch(name):
+        return "test or vendored"
+    if "\ufffd" in text:
+        return "not UTF-8"
+    if not MIN_BYTES <= len(text) <= MAX_BYTES:
+        return "too short or too long"
+    return "generated" if _generated(text) else None
+
+
+def _generated(text: str) -> bool:
+    """Whether a file is a table and not prose or code: it says so, or its statistics do."""
+    head = text[:1000]
+    if _GENERATED.search(head):
+        return True
+    letters = sum(map(str.isalpha, text[:50_000])) / len("".join(text[:50_000].split()) or " ")
+    longest = max(map(len, text.splitlines()), default=0)
+    packed = len(zlib.compress(text.encode(), 1)) / len(text.encode())
+    return (
+        letters < 0.5 or longest > 1000 or packed < 0.12 or (not head.isascii() and _foreign(text))
+    )
+
+
+def _foreign(text: str) -> bool:
+    return sum(not char.isascii() for char in text) > 0.1 * len(text)
+
+
+def _share(lines: set[bytes], others: set[bytes]) -> float:
+    return len(lines & others) / len(lines) if lines else 1.0
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return "\ufffd"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _licence(distribution: metadata.Distribution) -> str:
+    """The licence in a distribution's metadata: the expression, else its classifiers, else the field."""
+    about = distribution.metadata
+    classifiers = [
+        line.split(" :: ")[-1]
+        for line in about.get_all("Classifier") or ()
+        if line.startswith("License ::")
+    ]
+    expression = "".join(about.get_all("License-Expression") or ())
+    lines = "".join(about.get_all("License") or ()).strip().splitlines()
+    return expression or ", ".join(classifiers) or "".join(lines[:1])[:60]

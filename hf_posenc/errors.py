@@ -1,0 +1,35 @@
+"""The errors that `hf_posenc` raises: one family, so that one `except` catches it.
+
+Every message says what was given, what is possible and what to do next.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PosencError(ValueError):
+    """A request that cannot be carried out; nothing was changed."""
+
+
+class UnsupportedModelError(PosencError):
+    """This model, or this method on this model, cannot be patched; the message gives the reason."""
+
+
+class VerificationError(PosencError):
+    """What was read back from the model is not what was asked for; the model was restored."""
+
+
+def unknown(kind: str, given: str, possible: Iterable[str]) -> PosencError:
+    """Builds the error for a name that is not in a table, with the closest names first.
+
+    Args:
+        kind: What the name stands for, e.g. `"method"`.
+        given: The name as it was given.
+        possible: Every name that would have been right.
+    """
+    names = sorted(possible)
+    close = difflib.get_close_matches(given, names, n=3)
+    hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return PosencError(f"Unknown {kind} {given!r}.{hint} Available: {', '.join(names)}.")

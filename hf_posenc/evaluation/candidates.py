@@ -1,0 +1,150 @@
+"""What a run compares: the entries of `--patch`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from hf_posenc.config import parse_method
+from hf_posenc.errors import PosencError
+from hf_posenc.methods import get_method
+from hf_posenc.patching import get_patch, patched
+
+UNPATCHED = "none"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method to measure, or the model as it was loaded.
+
+    Attributes:
+        spec: As it was given, e.g. `"yarn:scale=8"`.
+        label: As reports show it, e.g. `"yarn (scale 8)"`.
+        method: The method's name; `None` for the model as loaded.
+        options: Its options.
+        auto_scale: The method takes a scale and was given none: it is `length / original length`, anew at every length.
+        original: The original length that the scale refers to, in tokens; `None` until `checked`.
+    """
+
+    spec: str
+    label: str
+    method: str | None
+    options: dict[str, Any] = field(default_factory=dict)
+    auto_scale: bool = False
+    original: int | None = None
+
+    @classmethod
+    def parse(cls, spec: str) -> Candidate:
+        """Reads `none` or the short form `method:option=value,...`.
+
+        Raises:
+            PosencError: An unknown method or option.
+        """
+        if spec.strip().lower() == UNPATCHED:
+            return cls(spec, UNPATCHED, None)
+        name, options = parse_method(spec)
+        required = get_method(name).knobs().get("scale") is dataclasses.MISSING
+        auto = required and "scale" not in options and "target_length" not in options
+        shown = ["auto"] if auto else []
+        shown += [f"{option} {_short(value)}" for option, value in options.items()]
+        label = f"{name} ({', '.join(shown)})" if shown else name
+        return cls(spec, label, name, options, auto)
+
+    @property
+    def length_dependent(self) -> bool:
+        """Whether the method says that what it computes depends on the length of the text."""
+        return self.method is not None and get_method(self.method).length_dependent
+
+    def scale_at(self, length: int) -> float | None:
+        """The scale of `auto_scale` at a length: at least 1, a shorter text than the original needs none."""
+        if not self.auto_scale:
+            return None
+        assert self.original is not None
+        return max(1.0, length / self.original)
+
+    def checked(self, model: nn.Module) -> Candidate:
+        """Tries the patch on the model and takes it back.
+
+        Returns:
+            The candidate with its `original` length.
+
+        Raises:
+            PosencError: This model cannot be patched so; the message names the candidate.
+        """
+        if self.method is None:
+            return self
+        if get_patch(model) is not None:
+            raise PosencError(
+                f"--patch {self.spec}: this model carries a saved patch ({_headline(get_patch(model))}); it is "
+                "measured as it is, with --patch none only."
+            )
+        trial = dataclasses.replace(self, original=1)
+        try:
+            with trial.applied(model, 1):
+                patch = get_patch(model)
+        except PosencError as error:
+            raise PosencError(f"--patch {self.spec}: {error}") from error
+        assert patch is not None
+        return dataclasses.replace(self, original=patch.original_max_position_embeddings)
+
+    @contextlib.contextmanager
+    def applied(self, model: nn.Module, length: int) -> Iterator[None]:
+        """Patches the model for this length, and unpatches it."""
+        if self.method is None:
+            yield
+            return
+        scale = {"scale": self.scale_at(length)} if self.auto_scale else {}
+        with patched(model, self.method, **scale, **self.options):
+            yield
+
+    def to_dict(self, lengths: Sequence[int]) -> dict[str, Any]:
+        """What a result stores of it, the scale in force at every length included."""
+        scales: Any = self.options.get("scale")
+        if self.auto_scale:
+            scales = {str(length): self.scale_at(length) for length in lengths}
+        return {
+            "label": self.label,
+            "spec": self.spec,
+            "method": self.method,
+            "options": self.options,
+            "scale": scales,
+            "auto_scale": self.auto_scale,
+            "original_max_position_embeddings": self.original,
+        }
+
+
+def parse_candidates(specs: Sequence[str]) -> list[Candidate]:
+    """Reads a list of specs, each method once.
+
+    Raises:
+        PosencError: An unknown method or option, or the same entry twice.
+    """
+    candidates = [Candidate.parse(spec) for spec in specs]
+    labels = [candidate.label for candidate in candidates]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise PosencError(f"--patch {twice} is given twice.")
+    return candidates
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _headline(patch: Any) -> str:
+    return str(patch).splitlines()[0]
+
+
+def original_length(model: nn.Module, candidates: Sequence[Candidate]) -> int | None:
+    """The context length that the model was trained on: what the first patch starts from, or what the config says."""
+    known = next((c.original for c in candidates if c.original is not None), None)
+    patch = get_patch(model)
+    if known is None and patch is not None:
+        known = patch.original_max_position_embeddings
+    config: Any = model.config
+    return known or getattr(config.get_text_config(), "max_position_embeddings", None)

@@ -1,0 +1,116 @@
+"""Partial NTK: linear, NTK-aware and unscaled frequencies blended by two ramps."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.methods.base import (
+    Length,
+    LengthDependent,
+    RopeScaling,
+    Scaled,
+    check_range,
+    running_scale,
+)
+from hf_posenc.methods.ntk import rebased
+from hf_posenc.rope import RopeSpec
+
+
+def index_ramp(rope: RopeSpec, fast: float, slow: float, *, truncate: bool = True) -> Tensor:
+    """The ramp over the pair index from 0 at `fast` turns to 1 at `slow` turns, shape (d/2,).
+
+    Linear in the index, as in jquesnelle/yarn and transformers. The ends are clamped to [0, d-1],
+    as there, and not to the last pair d/2-1.
+
+    Args:
+        rope: The table; `L`, `b` and `d` place the ramp.
+        fast: Turns over `L` tokens at which the ramp leaves 0.
+        slow: Turns at which it reaches 1.
+        truncate: Round the ends outwards to whole pairs.
+    """
+    low, high = rope.pair_index(fast), rope.pair_index(slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    if low == high:
+        high += 0.001  # the authors' guard against a division by zero
+    index = torch.arange(rope.dim // 2, dtype=torch.float64)
+    return ((index - low) / (high - low)).clamp(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PartialNTK(RopeScaling):
+    """The knobs and the blend that the static and the dynamic form share."""
+
+    ntk_factor: float = 1.0
+    extrapolation_factor: float = 1.0
+    beta_0: float = 1.25
+    beta_1: float = 0.75
+    gamma_0: float = 16.0
+    gamma_1: float = 2.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for knob in ("ntk_factor", "extrapolation_factor"):
+            check_range(self, knob, 0)
+        for knob in ("beta_0", "beta_1", "gamma_0", "gamma_1"):
+            check_range(self, knob, 0, exclusive=True)
+
+    def _blend(self, rope: RopeSpec, scale: float | Tensor) -> Tensor:
+        default = rope.default_inv_freq()
+        ntk = (1 - index_ramp(rope, self.beta_0, self.beta_1)) * self.ntk_factor
+        kept = (1 - index_ramp(rope, self.gamma_0, self.gamma_1)) * self.extrapolation_factor
+        if isinstance(scale, Tensor):
+            default, ntk, kept = (table.to(scale.device) for table in (default, ntk, kept))
+        interpolated = default / scale * (1 - ntk) + rebased(default, rope.dim, scale) * ntk
+        return interpolated * (1 - kept) + default * kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialNTK(_PartialNTK, Scaled):
+    """Partial NTK: two ramps over the pair index (jquesnelle/yarn, bloc97 2023).
+
+    First NTK-aware frequencies are blended into linear ones between `beta_0` and `beta_1` turns
+    over the original context, then the unscaled ones into that between `gamma_0` and `gamma_1`
+    turns.
+
+    Args:
+        scale: Target context as a multiple `s` of the original one.
+        ntk_factor: Weight of the NTK-aware part, 0 to 1.
+        extrapolation_factor: Weight of the unscaled part, 0 to 1.
+        beta_0: Turns above which the NTK-aware table counts in full.
+        beta_1: Turns below which the linear table counts in full.
+        gamma_0: Turns above which the unscaled table counts in full.
+        gamma_1: Turns below which it does not count.
+    """
+
+    name: ClassVar[str] = "partial_ntk"
+    summary: ClassVar[str] = "linear, NTK and unscaled frequencies blended by two ramps"
+    source: ClassVar[str] = "bloc97 2023; jquesnelle/yarn"
+    needs: ClassVar[str] = "nothing"
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        return self._blend(rope, self.scale)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicPartialNTK(_PartialNTK, LengthDependent):
+    """Partial NTK with `s = max(1, N / L)` (jquesnelle/yarn); the other knobs as in `partial_ntk`.
+
+    Args:
+        update: What `N` is: `"sequence"`, the longest row of the batch.
+    """
+
+    name: ClassVar[str] = "dynamic_partial_ntk"
+    summary: ClassVar[str] = "partial NTK with s = max(1, N/L)"
+    source: ClassVar[str] = "jquesnelle/yarn"
+    needs: ClassVar[str] = "nothing"
+    follows_text: ClassVar[bool] = True
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        return self._blend(rope, running_scale(rope, length))

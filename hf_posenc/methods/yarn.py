@@ -1,0 +1,187 @@
+"""NTK-by-parts and YaRN: fast pairs kept, slow pairs interpolated, a ramp between; YaRN adds a temperature."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import PosencError, unknown
+from hf_posenc.methods.base import (
+    Length,
+    LengthDependent,
+    RopeScaling,
+    Scaled,
+    check_range,
+    running_scale,
+)
+from hf_posenc.methods.partial_ntk import index_ramp
+from hf_posenc.rope import RopeSpec
+
+
+def mscale(scale: float | Tensor, weight: float = 1.0) -> float | Tensor:
+    """YaRN's temperature `0.1 * weight * ln s + 1` (arXiv 2309.00071, sec. 3.4); 1 up to a scale of 1."""
+    if isinstance(scale, Tensor):
+        return 0.1 * weight * torch.log(scale) + 1.0
+    return 0.1 * weight * math.log(scale) + 1.0 if scale > 1 else 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ByParts(RopeScaling):
+    """The ramp that NTK-by-parts, YaRN and dynamic YaRN share."""
+
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    ramp: str = "index"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for knob in ("beta_fast", "beta_slow"):
+            check_range(self, knob, 0, exclusive=True)
+        if self.beta_fast <= self.beta_slow:
+            raise PosencError(
+                f"{self.name}: beta_fast ({self.beta_fast:g}) is above beta_slow ({self.beta_slow:g})."
+            )
+        if not isinstance(self.truncate, bool):
+            raise PosencError(f"{self.name}: truncate is True or False, not {self.truncate!r}.")
+        if self.ramp not in ("index", "rotations"):
+            raise unknown(f"ramp of {self.name}", self.ramp, ["index", "rotations"])
+
+    def _by_parts(self, rope: RopeSpec, scale: float | Tensor) -> Tensor:
+        default = rope.default_inv_freq()
+        if self.ramp == "index":
+            interpolated = index_ramp(rope, self.beta_fast, self.beta_slow, truncate=self.truncate)
+        else:
+            turns = rope.original_max_position_embeddings * default / (2 * math.pi)
+            interpolated = 1 - ((turns - self.beta_slow) / (self.beta_fast - self.beta_slow)).clamp(
+                0, 1
+            )
+        if isinstance(scale, Tensor):
+            default, interpolated = default.to(scale.device), interpolated.to(scale.device)
+        return default / scale * interpolated + default * (1 - interpolated)
+
+    def _parameters(self, rope: RopeSpec, scale: float) -> dict[str, Any] | None:
+        if self.ramp != "index":
+            return None
+        return {
+            "rope_type": "yarn",
+            "factor": float(scale),
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+            "beta_fast": float(self.beta_fast),
+            "beta_slow": float(self.beta_slow),
+            "truncate": self.truncate,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NTKByParts(_ByParts, Scaled):
+    """NTK-by-parts interpolation (Peng et al. 2023, arXiv 2309.00071, sec. 3.2).
+
+    YaRN without its temperature.
+
+    Pairs that make more than `beta_fast` turns over the original context keep their frequency,
+    those that make fewer than `beta_slow` get `f_i / s`, and a ramp leads from the one to the
+    other.
+
+    Args:
+        scale: Target context as a multiple `s` of the original one.
+        beta_fast: Turns above which a pair is kept.
+        beta_slow: Turns below which it is interpolated in full.
+        truncate: Round the ends of the ramp outwards to whole pairs.
+        ramp: `"index"`, linear in the pair index, as in the authors' code and transformers;
+            `"rotations"`, linear in the number of turns, as in the paper's text (eq. 18).
+    """
+
+    name: ClassVar[str] = "ntk_by_parts"
+    summary: ClassVar[str] = "fast pairs kept, slow ones divided by s, a ramp between"
+    source: ClassVar[str] = "Peng et al. 2023, arXiv 2309.00071, sec. 3.2"
+    needs: ClassVar[str] = "nothing"
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        return self._by_parts(rope, self.scale)
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
+        parameters = self._parameters(rope, self.scale)
+        return parameters and {**parameters, "attention_factor": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class YaRN(_ByParts, Scaled):
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): NTK-by-parts and a temperature.
+
+    cos and sin are multiplied by `t = 0.1 ln s + 1` (sec. 3.4), the scores thus by `t ** 2`.
+
+    Args:
+        scale: Target context as a multiple `s` of the original one.
+        beta_fast: Turns above which a pair is kept.
+        beta_slow: Turns below which it is interpolated in full.
+        truncate: Round the ends of the ramp outwards to whole pairs.
+        ramp: `"index"` or `"rotations"`, as in `ntk_by_parts`.
+        attention_factor: The factor on cos and sin, given outright.
+        mscale: DeepSeek's weight of the logarithm in the numerator; counts together with
+            `mscale_all_dim` only.
+        mscale_all_dim: The same in the denominator. DeepSeek's attention multiplies its scores by
+            this temperature.
+    """
+
+    name: ClassVar[str] = "yarn"
+    summary: ClassVar[str] = "NTK-by-parts, and cos and sin times 0.1 ln s + 1"
+    source: ClassVar[str] = "Peng et al. 2023, arXiv 2309.00071"
+    needs: ClassVar[str] = "nothing (fine-tuning helps)"
+
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for knob in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, knob) is not None:
+                check_range(self, knob, 0, exclusive=knob == "attention_factor")
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        return self._by_parts(rope, self.scale)
+
+    def cos_sin_factor(self, rope: RopeSpec, length: Length = None) -> float | Tensor:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            return mscale(self.scale, self.mscale) / mscale(self.scale, self.mscale_all_dim)
+        return mscale(self.scale)
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
+        parameters = self._parameters(rope, self.scale)
+        knobs = {
+            knob: getattr(self, knob) for knob in ("attention_factor", "mscale", "mscale_all_dim")
+        }
+        return parameters and {
+            **parameters,
+            **{knob: value for knob, value in knobs.items() if value is not None},
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicYaRN(_ByParts, LengthDependent):
+    """YaRN with `s = max(1, N / L)`, its temperature included (jquesnelle/yarn).
+
+    The other knobs are those of `yarn`.
+
+    Args:
+        update: What `N` is: `"sequence"`, the longest row of the batch.
+    """
+
+    name: ClassVar[str] = "dynamic_yarn"
+    summary: ClassVar[str] = "YaRN with s = max(1, N/L), its temperature included"
+    source: ClassVar[str] = "jquesnelle/yarn"
+    needs: ClassVar[str] = "nothing"
+    follows_text: ClassVar[bool] = True
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        return self._by_parts(rope, running_scale(rope, length))
+
+    def cos_sin_factor(self, rope: RopeSpec, length: Length = None) -> float | Tensor:
+        return mscale(running_scale(rope, length))

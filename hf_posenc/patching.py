@@ -1,0 +1,195 @@
+"""`patch_model` and its companions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import replace as replaced
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from hf_posenc.config import Layers, PatchConfig
+from hf_posenc.errors import PosencError
+from hf_posenc.install import STATE, State, install_rotary, install_sincos, own_config, undo
+from hf_posenc.patch import EffectiveTable, Patch
+from hf_posenc.resolve import (
+    MethodLike,
+    adapter_of,
+    check_scaled,
+    resolve_method,
+    tables_of,
+    unwrap,
+)
+from hf_posenc.seams.discovery import original_length
+from hf_posenc.seams.layers import select
+from hf_posenc.seams.rotary import PosencRotary
+from hf_posenc.seams.sincos import SinCosTable
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def patch_model(
+    model: ModelT,
+    method: MethodLike,
+    *,
+    scale: float | None = None,
+    target_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    layers: Layers | Sequence[int] = "full",
+    compose: bool = False,
+    replace: bool = False,
+    **options: Any,
+) -> ModelT:
+    """Changes how a live model encodes position, in place and reversibly.
+
+    The call ends by reading back what is in force; where anything fails, the model is left as it
+    was.
+
+    Args:
+        model: A transformers model, also wrapped by PEFT, DDP or `torch.compile`, also on the meta
+            device.
+        method: A name or alias (`available_methods()`), a Method object, or a list of them on
+            different seams.
+        scale: Target context as a multiple of the original one.
+        target_length: Target context in tokens, instead of `scale`.
+        original_max_position_embeddings: The context that the model was trained on, in tokens. By
+            default the first of `config.original_max_position_embeddings`, the key of that name in
+            `rope_parameters`, and `config.max_position_embeddings`.
+        layers: `"full"` (all but sliding-window layers, where these have a rotary table of their
+            own), `"all"`, or a list of layer indices.
+        compose: On a checkpoint that is scaled already: start from its scaled frequencies.
+        replace: On a checkpoint that is scaled already: drop its scaling, start from `rope_theta`.
+        **options: The method's own knobs (`get_method(name).knobs()`).
+
+    Returns:
+        The same object.
+
+    Raises:
+        UnsupportedModelError: A model that cannot be patched, with the reason.
+        VerificationError: The model does not compute what was asked for; it was restored.
+        PosencError: Any other request that cannot be met.
+    """
+    inner: Any = unwrap(model)
+    if getattr(inner, STATE, None) is not None:
+        raise PosencError(
+            f"This model is already patched with {getattr(inner, STATE).config.method}. Call "
+            "unpatch_model(model) first."
+        )
+    if compose and replace:
+        raise PosencError(
+            "compose=True and replace=True exclude each other: scale what is there, or drop it first."
+        )
+    with torch.device("cpu"):  # inside `with torch.device("meta")` too, tables and probes are real
+        adapter = adapter_of(inner)
+        tables = select(tables_of(inner, adapter), layers)
+        check_scaled(tables, compose=compose, replace=replace)
+        original = original_max_position_embeddings
+        if original is None:
+            original = original_length(tables[0], compose=compose)
+        scaling, reach = resolve_method(
+            method, scale=scale, target_length=target_length, original=original, options=options
+        )
+        config = PatchConfig(
+            method=scaling.name,
+            options={knob: value for knob, value in scaling.options().items() if knob != "scale"},
+            scale=getattr(scaling, "scale", None),
+            original_max_position_embeddings=original,
+            layers=layers if isinstance(layers, str) else tuple(layers),
+            compose=compose,
+            replace=replace,
+        )
+        state = State(config, original, reach)
+        setattr(inner, STATE, state)
+        try:
+            own_config(model)
+            tables = select(tables_of(inner, adapter), layers)  # with the model's own configs
+            sincos = [table for table in tables if isinstance(table, SinCosTable)]
+            if sincos:
+                install_sincos(inner, state, sincos, scaling)
+            else:
+                install_rotary(inner, state, adapter, tables, scaling)
+        except BaseException:
+            undo(inner, state)
+            raise
+    return model
+
+
+def unpatch_model(model: ModelT) -> ModelT:
+    """Takes a patch back: modules, attributes and config are what they were, bit for bit.
+
+    Args:
+        model: A model that `patch_model` has patched.
+
+    Returns:
+        The same object.
+
+    Raises:
+        PosencError: The model is not patched.
+    """
+    inner = unwrap(model)
+    state: State | None = getattr(inner, STATE, None)
+    if state is None:
+        raise PosencError("This model is not patched; there is nothing to undo.")
+    undo(inner, state)
+    return model
+
+
+@contextlib.contextmanager
+def patched(model: ModelT, method: MethodLike, **kwargs: Any) -> Iterator[ModelT]:
+    """Patches a model for the length of a `with` block; undone on exit, also by an exception.
+
+    Args:
+        model: As for `patch_model`.
+        method: As for `patch_model`.
+        **kwargs: As for `patch_model`.
+    """
+    patch_model(model, method, **kwargs)
+    try:
+        yield model
+    finally:
+        if getattr(unwrap(model), STATE, None) is not None:  # else it was unpatched in the block
+            unpatch_model(model)
+
+
+def get_patch(model: nn.Module) -> Patch | None:
+    """What is in force in a model, read back from its modules; `None` where it is not patched."""
+    inner = unwrap(model)
+    state: State | None = getattr(inner, STATE, None)
+    if state is None:
+        return None
+    return Patch(state.config, inspect_rope(inner), state.original, state.extended, state.export)
+
+
+def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
+    """Every rotary table of a model's text decoder as it is in force, patched or not.
+
+    Equal tables are listed once; length-dependent ones as for a text within the original length.
+
+    Raises:
+        UnsupportedModelError: A model without rotary embedding.
+    """
+    inner = unwrap(model)
+    state: State | None = getattr(inner, STATE, None)
+    wrappers = {id(m.base): m for m in inner.modules() if isinstance(m, PosencRotary)}
+    found: list[EffectiveTable] = []
+    for table in tables_of(inner, adapter_of(inner)):
+        wrapper = wrappers.get(id(table.module))
+        (inv_freq, factor), kind = table.live(), table.rope_type
+        theta = table.parameters.get("rope_theta")
+        if wrapper is not None and table.label in wrapper.specs:
+            inv_freq, live_factor = wrapper.table(table.label)
+            factor, kind = float(live_factor), wrapper.method.name
+            theta = wrapper.specs[table.label].theta
+        elif state is not None and isinstance(table, SinCosTable):
+            kind = state.config.method
+        label = table.label or None
+        entry = EffectiveTable(label, (table.name,), kind, theta, inv_freq.detach(), factor)
+        for index, other in enumerate(found):
+            if entry.same_as(other):
+                found[index] = replaced(other, modules=(*other.modules, table.name))
+                break
+        else:
+            found.append(entry)
+    return tuple(found)

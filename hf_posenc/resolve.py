@@ -1,0 +1,158 @@
+"""From a request to what will be done: which model, tables and method, from which length to which."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+
+from hf_posenc.adapters import ArchAdapter, get_adapter
+from hf_posenc.errors import PosencError, UnsupportedModelError
+from hf_posenc.methods import Method, RopeScaling, get_method
+from hf_posenc.seams.discovery import RotaryTable, rotary_tables
+from hf_posenc.seams.sincos import sincos_tables
+
+MethodLike = str | Method | Sequence["str | Method"]
+"""A name or alias, a Method object, or a list of them on different seams."""
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The transformers model inside `torch.compile`, DDP, DataParallel and PEFT."""
+    while True:
+        inner: Any = getattr(model, "_orig_mod", None)
+        if inner is None and isinstance(
+            model, nn.parallel.DistributedDataParallel | nn.DataParallel
+        ):
+            inner = model.module
+        if inner is None and hasattr(model, "get_base_model"):
+            inner = model.get_base_model()  # type: ignore[operator]
+        if inner is None or inner is model:
+            return model
+        model = inner
+
+
+def adapter_of(model: nn.Module) -> ArchAdapter:
+    """The adapter of a model's text decoder.
+
+    Raises:
+        UnsupportedModelError: Not a transformers model, or a family that cannot be patched.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no transformers config. patch_model takes a transformers "
+            "model (PreTrainedModel), or one wrapped by PEFT, DDP or torch.compile."
+        )
+    text = config.get_text_config(decoder=True)
+    adapter = get_adapter(text.model_type)
+    adapter.check(text)
+    return adapter
+
+
+def tables_of(model: nn.Module, adapter: ArchAdapter) -> tuple[RotaryTable, ...]:
+    """Every rotary table of a model's text decoder.
+
+    Raises:
+        UnsupportedModelError: The model has none.
+    """
+    name = adapter.sincos_table
+    tables = rotary_tables(model) if name is None else sincos_tables(model, name)
+    if not tables:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. The "
+            "methods of this version change rotary frequencies (RoPE) and nothing else."
+        )
+    return tables
+
+
+def check_scaled(tables: Sequence[RotaryTable], *, compose: bool, replace: bool) -> None:
+    """Refuses a checkpoint that is scaled already, unless the request says what to do with that.
+
+    Raises:
+        PosencError: With the scaling that is there and the two ways on.
+    """
+    for table in tables:
+        if not table.scaled or replace:
+            continue
+        if not compose:
+            raise PosencError(
+                f"This checkpoint is already scaled: {table.name} has rope_type="
+                f"{table.rope_type!r} ({_summary(table)}). Pass replace=True to start from its "
+                "rope_theta and original length, or compose=True to scale the frequencies in force "
+                "once more."
+            )
+        if table.rope_type in ("dynamic", "longrope"):
+            raise PosencError(
+                f"compose=True needs one table, but {table.name} has rope_type={table.rope_type!r}, "
+                "whose table depends on the length. Pass replace=True."
+            )
+
+
+def resolve_method(
+    method: MethodLike,
+    *,
+    scale: float | None,
+    target_length: int | None,
+    original: int,
+    options: dict[str, Any],
+) -> tuple[RopeScaling, int | None]:
+    """The method object, and the context length that it reaches in tokens.
+
+    The length is `None` for methods that follow the text, and for those that name neither scale nor
+    target.
+
+    Raises:
+        PosencError: An unknown method or option, a value out of range, or numbers that disagree.
+    """
+    if not isinstance(method, str | Method):
+        method = _only(method)
+    kind = get_method(method) if isinstance(method, str) else type(method)
+    if target_length is not None:
+        if target_length < original:
+            raise PosencError(
+                f"target_length={target_length} is below the original {original} tokens: nothing to "
+                "extend."
+            )
+        if kind.follows_text:
+            raise PosencError(f"{kind.name} follows the length of the text: no target_length.")
+    wanted = None if target_length is None or not kind.takes_scale() else target_length / original
+
+    if isinstance(method, Method):
+        if scale is not None or options:
+            raise PosencError(f"Give the knobs to {kind.__name__}(...) itself, not beside it.")
+        found, scale = method, getattr(method, "scale", None)
+    if scale is not None and wanted is not None and not math.isclose(scale, wanted):
+        raise PosencError(
+            f"scale={scale:g} and target_length={target_length} disagree: {original} tokens times "
+            f"{scale:g} is {original * scale:g}. Give one of them."
+        )
+    if isinstance(method, str):
+        scale = wanted if scale is None else scale
+        if scale is not None and not kind.takes_scale():
+            knobs = ", ".join(kind.knobs()) or "none"
+            raise PosencError(f"{kind.name} takes no scale: {kind.summary}. Its knobs: {knobs}.")
+        found = kind.from_options(**({} if scale is None else {"scale": scale}), **options)
+    if not isinstance(found, RopeScaling):
+        raise PosencError(
+            f"{found.name} is not a frequency method; this version has no other seam."
+        )
+    if target_length is None and scale is not None and not kind.follows_text:
+        target_length = math.ceil(original * scale)
+    return found, target_length
+
+
+def _only(methods: Sequence[str | Method]) -> str | Method:
+    if len(methods) == 1:
+        return methods[0]
+    if not methods:
+        raise PosencError("An empty list of methods: name at least one.")
+    kinds = [get_method(part) if isinstance(part, str) else type(part) for part in methods]
+    seams = ", ".join(f"{kind.name} ({kind.seam})" for kind in kinds)
+    raise PosencError(f"Two methods on one seam exclude each other: {seams}. Pick one of them.")
+
+
+def _summary(table: RotaryTable) -> str:
+    shown = {k: v for k, v in table.parameters.items() if not isinstance(v, list | dict)}
+    return ", ".join(f"{k}={v}" for k, v in shown.items() if k not in ("rope_type", "type"))

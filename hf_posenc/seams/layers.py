@@ -1,0 +1,68 @@
+"""Which rotary tables a choice of layers means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hf_posenc.errors import PosencError, UnsupportedModelError
+from hf_posenc.seams.discovery import RotaryTable
+
+_LOCAL = ("sliding", "chunked", "local")
+_LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
+
+
+def select(tables: Sequence[RotaryTable], layers: str | Sequence[int]) -> tuple[RotaryTable, ...]:
+    """The tables that serve the chosen layers.
+
+    Args:
+        tables: Every table of the model.
+        layers: `"full"`: every table but those of sliding-window and chunked layers; `"all"`; or
+            layer indices, which must be exactly the layers of one or more tables, since a table
+            cannot be patched for some of its layers only.
+
+    Raises:
+        PosencError: A choice that is no choice, or that cuts through a table.
+        UnsupportedModelError: A model whose full-attention layers do not rotate.
+    """
+    if layers == "all":
+        return tuple(tables)
+    if layers == "full":
+        chosen = tuple(table for table in tables if not table.label.startswith(_LOCAL))
+        if not chosen:
+            raise UnsupportedModelError(
+                f"Only the layers of type {', '.join(table.label for table in tables)} of this model "
+                'rotate, and they never look past their window. Pass layers="all" to patch them all the same.'
+            )
+        return chosen
+    if isinstance(layers, str) or not all(isinstance(layer, int) for layer in layers):
+        raise PosencError(f'layers is "full", "all" or a list of layer indices, not {layers!r}.')
+    wanted = set(layers)
+    groups = {index: _layers_of(table) for index, table in enumerate(tables)}
+    chosen = tuple(tables[index] for index, served in groups.items() if served and served <= wanted)
+    covered = set().union(*(_layers_of(table) for table in chosen)) if chosen else set()
+    if not wanted or covered != wanted:
+        listing = "; ".join(
+            f"{table.label or table.name}: {_span(groups[index])}"
+            for index, table in enumerate(tables)
+        )
+        raise PosencError(
+            f"layers={sorted(wanted)} cuts through a rotary table. The tables of this model serve these "
+            f"layers: {listing}. Choose all layers of one or more tables."
+        )
+    return chosen
+
+
+def _layers_of(table: RotaryTable) -> frozenset[int]:
+    own = _LAYER_INDEX.search(f"{table.name}.")
+    if own:
+        return frozenset({int(own[1])})
+    count = range(getattr(table.config, "num_hidden_layers", 0))
+    if not table.label:
+        return frozenset(count)
+    types = getattr(table.config, "layer_types", None) or []
+    return frozenset(layer for layer in count if layer < len(types) and types[layer] == table.label)
+
+
+def _span(layers: frozenset[int]) -> str:
+    return ", ".join(map(str, sorted(layers))) or "unknown"

@@ -1,0 +1,1 @@
+"""Model families and published checkpoints; no mathematics. Found by `hf_posenc.adapters`, never imported by name."""

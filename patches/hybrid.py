@@ -1,0 +1,20 @@
+"""Models that mix attention with state-space, convolution or recurrent layers; only attention rotates."""
+
+from __future__ import annotations
+
+from hf_posenc.adapters import ArchAdapter
+
+ADAPTER = ArchAdapter(
+    family="hybrid",
+    model_types=(
+        "bamba",
+        "jetmoe",
+        "lfm2",
+        "lfm2_moe",
+        "lfm3",
+        "nemotron",
+        "recurrent_gemma",
+        "zamba2",
+        "zaya",
+    ),
+)

@@ -1,0 +1,26 @@
+"""Text decoders of multimodal models that no other family covers."""
+
+from __future__ import annotations
+
+from hf_posenc.adapters import ArchAdapter
+
+ADAPTER = ArchAdapter(
+    family="multimodal",
+    model_types=(
+        "aria_text",
+        "chameleon",
+        "cosmos3_edge_text",
+        "emu3_text_model",
+        "evolla",
+        "idefics",
+        "kyutai_speech_to_text",
+        "mllama_text_model",
+        "molmo2_text",
+        "moshi",
+        "muse_glimmer_text",
+        "muse_spark_text",
+        "paddleocr_vl_text",
+        "unlimited_ocr_text",
+        "voxtral_realtime_text",
+    ),
+)

@@ -1,0 +1,396 @@
+"""Makes the embedded model, start to finish: corpus, tokenizer, training, held-out perplexity, model card.
+
+    python scripts/train_tiny_llama.py --preset cpu --output hf_posenc/embedded/tiny_llama
+    python scripts/train_tiny_llama.py --preset gpu --device cuda --output ...   # a larger model
+    python scripts/train_tiny_llama.py --preset smoke --output smoke             # a test of the pipeline
+
+The number of steps is fixed, every random choice follows from the seed, and what a step reads is a function
+of its number, so a run that was killed and started again with the same arguments goes on from its last
+checkpoint (in `--work`) and gives the losses that it would have given. The corpus is the Python source of the
+running environment (`hf_posenc.embedded.corpus`); `training_log.json` says which packages that was.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import platform
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+import typer
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_posenc.embedded import HELD_OUT, held_out_documents
+from hf_posenc.embedded.card import model_card
+from hf_posenc.embedded.corpus import environment, select
+from hf_posenc.embedded.tokens import END_OF_TEXT, Batches, token_stream, train_tokenizer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that decides the result, apart from the environment that the corpus comes from.
+
+    Args:
+        vocab_size: byte-level BPE vocabulary.
+        hidden, layers, heads, kv_heads, mlp: the Llama's shape.
+        context: trained length, which is `max_position_embeddings`.
+        rope_theta: base of the rotary frequencies.
+        batch: sequences per step.
+        steps: optimizer steps.
+        warmup: steps of linear warm-up; the rate then falls linearly to zero.
+        muon_lr, adamw_lr: peak rates of the matrices and of the embedding and norms.
+        weight_decay: of the matrices.
+        bytes_per_source: limit per installed distribution, see `hf_posenc.embedded.corpus`.
+        max_sources: look at no more than this many sources.
+        tokenizer_bytes: about how much text the tokenizer is trained on.
+        log_every, checkpoint_every, evaluate_every: in steps.
+        windows: held-out windows of the running evaluation.
+        seed: of everything.
+    """
+
+    vocab_size: int = 2048
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 2
+    mlp: int = 384
+    context: int = 256
+    rope_theta: float = 10_000.0
+    batch: int = 16
+    steps: int = 7000
+    warmup: int = 100
+    muon_lr: float = 0.02
+    adamw_lr: float = 0.01
+    weight_decay: float = 0.01
+    bytes_per_source: int = 4_000_000
+    max_sources: int | None = None
+    tokenizer_bytes: int = 20_000_000
+    log_every: int = 50
+    checkpoint_every: int = 250
+    evaluate_every: int = 500
+    windows: int = 48
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_every % self.log_every or self.evaluate_every % self.log_every:
+            raise ValueError("checkpoint_every and evaluate_every must be multiples of log_every.")
+
+
+PRESETS = {
+    "cpu": Settings(),
+    "gpu": Settings(
+        vocab_size=4096, hidden=256, layers=8, heads=8, kv_heads=4, mlp=704, context=512, batch=128,
+        steps=6000, warmup=200, bytes_per_source=12_000_000,
+    ),
+    "smoke": Settings(
+        vocab_size=384, hidden=32, layers=2, heads=2, kv_heads=1, mlp=64, context=64, batch=4, steps=20,
+        warmup=2, bytes_per_source=100_000, max_sources=1, tokenizer_bytes=100_000, log_every=2,
+        checkpoint_every=6, evaluate_every=10, windows=4,
+    ),
+}  # fmt: skip
+
+
+def prepare(settings: Settings, work: Path) -> tuple[Batches, PreTrainedTokenizerFast]:
+    """The batches and the tokenizer, from a corpus that is selected once per work folder."""
+    if not (work / "corpus.json").exists():
+        corpus = select(
+            environment(),
+            bytes_per_source=settings.bytes_per_source,
+            max_sources=settings.max_sources,
+        )
+        tokenizer = train_tokenizer(corpus, settings.vocab_size, settings.tokenizer_bytes)
+        tokenizer.save_pretrained(work / "tokenizer")
+        stream = token_stream(corpus, tokenizer)
+        np.save(work / "tokens.npy", stream)
+        summary = {
+            "sources": corpus.composition,
+            "files": len(corpus.files),
+            "bytes": sum(int(row["bytes"]) for row in corpus.composition),
+            "tokens": len(stream),
+            "left_out": corpus.left_out,
+            "held_out": list(HELD_OUT),
+        }
+        _write(
+            work / "corpus.json", json.dumps(summary, indent=1)
+        )  # last: it says that all is there
+    stream = np.load(work / "tokens.npy")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
+    return Batches(stream, settings.context, settings.batch, settings.seed), tokenizer
+
+
+def build(settings: Settings) -> LlamaForCausalLM:
+    """The Llama, randomly initialized from the seed."""
+    torch.manual_seed(settings.seed)
+    config = LlamaConfig(
+        vocab_size=settings.vocab_size,
+        hidden_size=settings.hidden,
+        num_hidden_layers=settings.layers,
+        num_attention_heads=settings.heads,
+        num_key_value_heads=settings.kv_heads,
+        intermediate_size=settings.mlp,
+        max_position_embeddings=settings.context,
+        rope_parameters={"rope_type": "default", "rope_theta": settings.rope_theta},
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=None,
+    )
+    return LlamaForCausalLM(config)
+
+
+def build_optimizers(model: nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW for the embedding (tied to the head) and the norms."""
+    named = list(model.named_parameters())
+    matrices = [p for name, p in named if p.ndim == 2 and "embed" not in name]
+    rest = [p for name, p in named if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=settings.muon_lr, weight_decay=settings.weight_decay),
+        torch.optim.AdamW(rest, lr=settings.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def rate(step: int, settings: Settings) -> float:
+    """Factor of both learning rates: linear warm-up, then linear to zero."""
+    if step < settings.warmup:
+        return (step + 1) / settings.warmup
+    return (settings.steps - step) / (settings.steps - settings.warmup)
+
+
+def held_out_windows(
+    tokenizer: PreTrainedTokenizerFast, count: int, longest: int, target: int
+) -> tuple[Tensor, int]:
+    """Windows of held-out text whose last `target` tokens are scored.
+
+    Args:
+        tokenizer: of the model.
+        count: how many windows, spread evenly over the documents and within each.
+        longest: tokens per window.
+        target: scored tokens per window.
+
+    Returns:
+        Token ids, shape (n, longest), and the number of UTF-8 bytes of all targets.
+    """
+    texts = [text for _, text in held_out_documents()]
+    texts = texts[:: max(1, len(texts) // count)]
+    documents = [tokenizer.backend_tokenizer.encode(text).ids for text in texts]
+    documents = [ids for ids in documents if len(ids) > longest]
+    each = math.ceil(count / len(documents))
+    windows = [
+        ids[start : start + longest]
+        for ids in documents
+        for start in np.linspace(0, len(ids) - longest, each).astype(int)
+    ]
+    windows = [windows[i] for i in np.linspace(0, len(windows) - 1, count).astype(int)]
+    scored = (tokenizer.convert_ids_to_tokens(window[-target:]) for window in windows)
+    # A byte-level token has one character per byte.
+    return torch.tensor(windows), sum(len(token) for tokens in scored for token in tokens)
+
+
+@torch.no_grad()
+def perplexity(
+    model: LlamaForCausalLM, windows: Tensor, length: int, target: int, batch: int = 8
+) -> float:
+    """Perplexity of each window's last `target` tokens, seen with `length` tokens in all.
+
+    Args:
+        model: any causal model; it is put in eval mode and left in train mode.
+        windows: shape (n, longest).
+        length: tokens given to the model, the targets among them; positions start at 0.
+        target: scored tokens per window, less than `length`.
+        batch: windows per forward.
+    """
+    model.eval()
+    total = 0.0
+    for chunk in windows[:, -length:].split(batch):
+        chunk = chunk.to(model.device)
+        logits = model(input_ids=chunk, use_cache=False, logits_to_keep=target + 1).logits
+        logits = logits[:, :-1].float().flatten(0, 1)
+        total += float(F.cross_entropy(logits, chunk[:, -target:].flatten(), reduction="sum"))
+    model.train()
+    return math.exp(total / (len(windows) * target))
+
+
+def train(
+    settings: Settings, work: Path, device: torch.device, *, compile_model: bool = False
+) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast, dict[str, Any]]:
+    """Trains from the last checkpoint in `work`, or from the start.
+
+    Args:
+        settings: of the run; must be those of the checkpoint.
+        work: folder of the corpus, the tokenizer and the checkpoint.
+        device: where to train.
+        compile_model: whether to use torch.compile (needs a C++ compiler on a CPU; about 1.5 times faster).
+
+    Returns:
+        The trained model, the tokenizer and the record of the run.
+
+    Raises:
+        typer.BadParameter: the checkpoint in `work` is of other settings.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    described = dataclasses.asdict(settings)
+    checkpoint = work / "checkpoint.pt"
+    state = torch.load(checkpoint, map_location="cpu") if checkpoint.exists() else None
+    if state is not None and state["settings"] != described:
+        raise typer.BadParameter(f"{checkpoint} is of another run; give an empty --work folder.")
+    batches, tokenizer = prepare(settings, work)
+    target = settings.context // 2
+    windows, _ = held_out_windows(tokenizer, settings.windows, settings.context, target)
+    model = build(settings)
+    nn.Module.to(model, device)
+    optimizers = build_optimizers(model, settings)
+    first, spent, curve = 0, 0.0, []
+    if state is not None:
+        model.load_state_dict(state["model"])
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        first, spent, curve = state["step"], state["seconds"], state["curve"]
+        print(f"resumed at step {first}", flush=True)
+
+    def loss_of(ids: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16):
+            logits = model(input_ids=ids[:, :-1], use_cache=False).logits
+        return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
+
+    compute = torch.compile(loss_of) if compile_model else loss_of
+    peaks = [settings.muon_lr, settings.adamw_lr]
+    began, running = time.monotonic(), []
+    for step in range(first, settings.steps):
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * rate(step, settings)
+        loss = compute(torch.from_numpy(batches[step]).to(device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        running.append(loss.detach())
+        done = step + 1
+        if done % settings.log_every == 0 or done == settings.steps:
+            row = {"step": done, "loss": round(float(torch.stack(running).mean()), 5)}
+            running = []
+            if done % settings.evaluate_every == 0 or done == settings.steps:
+                row["held_out_perplexity"] = round(
+                    perplexity(model, windows, settings.context, target), 4
+                )
+            curve.append(row)
+            seconds = time.monotonic() - began
+            left = seconds / (done - first) * (settings.steps - done) / 60
+            print(f"{row}  {spent + seconds:.0f} s, {left:.0f} min left", flush=True)
+        if done % settings.checkpoint_every == 0 or done == settings.steps:
+            saved = {
+                "settings": described,
+                "model": model.state_dict(),
+                "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+                "step": done,
+                "seconds": spent + time.monotonic() - began,
+                "curve": curve,
+            }
+            torch.save(saved, checkpoint.with_suffix(".new"))
+            checkpoint.with_suffix(".new").replace(checkpoint)
+    record = {
+        "settings": described,
+        "curve": curve,
+        "tokens": settings.steps * settings.batch * settings.context,
+        "seconds": round(spent + time.monotonic() - began),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "compiled": compile_model,
+    }
+    return model, tokenizer, record
+
+
+def export(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    record: dict[str, Any],
+    work: Path,
+    output: Path,
+) -> None:
+    """Writes the checkpoint, measures what was written, and writes the log and the model card.
+
+    Args:
+        model: the trained model; left in bfloat16 on the CPU.
+        tokenizer: its tokenizer.
+        record: of the run, from `train` and `main`.
+        work: the run's work folder.
+        output: the checkpoint's folder.
+    """
+    settings = record["settings"]
+    nn.Module.to(model, device="cpu", dtype=torch.bfloat16)
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    (output / "model.safetensors").chmod(0o644)  # safetensors makes it private, a package is not
+    saved = LlamaForCausalLM.from_pretrained(output, dtype=torch.float32)
+    target, lengths = settings["context"] // 2, [settings["context"] * 2**i for i in range(5)]
+    windows, target_bytes = held_out_windows(tokenizer, settings["windows"], lengths[-1], target)
+    results = []
+    for length in lengths:
+        value = perplexity(saved, windows, length, target, batch=2)
+        bits = math.log2(value) * len(windows) * target / target_bytes
+        results.append({"length": length, "perplexity": value, "bits_per_byte": bits})
+    log = {
+        **record,
+        "parameters": saved.num_parameters(),
+        "weight_bytes": (output / "model.safetensors").stat().st_size,
+        "special_token": END_OF_TEXT,
+        "held_out": {"windows": len(windows), "target": target, "results": results},
+        "versions": {
+            "Python": platform.python_version(),
+            **{name: metadata.version(name) for name in ("torch", "transformers", "tokenizers")},
+        },
+        "corpus": json.loads((work / "corpus.json").read_text(encoding="utf-8")),
+    }
+    _write(output / "training_log.json", json.dumps(log, indent=1))
+    _write(output / "README.md", model_card(log))
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    file.with_suffix(".new").write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+    file.with_suffix(".new").replace(file)
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Folder of the finished checkpoint.")],
+    preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = "cpu",
+    work: Annotated[Path | None, typer.Option(help="Corpus and checkpoints; OUTPUT.work.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads; 1 is reproducible to the bit.")] = 1,
+    steps: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
+    compile_model: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
+) -> None:
+    """Makes the embedded model."""
+    if preset not in PRESETS:
+        raise typer.BadParameter(f"Unknown preset {preset!r}. Available: {', '.join(PRESETS)}.")
+    if not hasattr(torch.optim, "Muon"):
+        raise typer.BadParameter(
+            f"torch {torch.__version__} has no Muon; training needs torch 2.9+."
+        )
+    changes = {k: v for k, v in {"steps": steps, "seed": seed}.items() if v is not None}
+    settings = dataclasses.replace(PRESETS[preset], **changes)
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(True)
+    folder = work or output.with_name(output.name + ".work")
+    model, tokenizer, record = train(
+        settings, folder, torch.device(device), compile_model=compile_model
+    )
+    given = {"steps": steps, "seed": seed, "device": device if device != "cpu" else None}
+    flags = "".join(f" --{name} {value}" for name, value in given.items() if value is not None)
+    record |= {"preset": preset, "flags": flags + " --compile" * compile_model}
+    export(model, tokenizer, record, folder, output)
+    print(f"wrote {output}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,151 @@
+"""Who may import whom (read from the source by `ast`), and what importing the package must not do."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the bottom up; a unit imports from lower layers and from itself, never from its own layer's others or from above.
+LAYERS = (
+    ("errors",),
+    ("rope", "embedded"),
+    ("methods",),
+    ("config",),
+    ("patch",),
+    ("attention", "seams"),
+    ("adapters", "export"),
+    ("install", "resolve"),
+    ("patching",),
+    ("saving",),
+    ("evaluation", "training"),
+    ("cli",),
+)
+HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """The dotted names that a file imports, wherever in it: at the top, in a function, under TYPE_CHECKING."""
+    package = ".".join(path.relative_to(ROOT).parent.parts)
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = package.split(".")
+                base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
+            # `from hf_posenc import errors` names a unit; `from hf_posenc import patch_model` the package itself
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def _unit(path: Path) -> str:
+    return path.relative_to(ROOT / "hf_posenc").parts[0].removesuffix(".py")
+
+
+PACKAGE = sorted((ROOT / "hf_posenc").rglob("*.py"))
+ADAPTERS = sorted((ROOT / "patches").rglob("*.py"))
+
+
+def _label(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PACKAGE if _unit(path) != "__init__"], ids=_label
+)
+def test_imports_go_one_way(path: Path) -> None:
+    unit = _unit(path)
+    assert unit in HEIGHT, f"{unit} has no place in the layers of this test (and of the design)"
+    for name in _imports(path):
+        package, _, rest = name.partition(".")
+        other = rest.split(".")[0]
+        if package != "hf_posenc" or other == unit:
+            continue
+        if other not in HEIGHT and unit == "cli":
+            continue  # the command line uses the public names, as any program does
+        assert other in HEIGHT, f"{name}: import from the module that defines it, not the package"
+        assert HEIGHT[other] < HEIGHT[unit], f"{unit} stands below {other} and may not import it"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in PACKAGE if _unit(path) in ("methods", "rope", "errors")], ids=_label
+)
+def test_the_mathematics_does_not_know_transformers(path: Path) -> None:
+    assert not [name for name in _imports(path) if name.split(".")[0] == "transformers"]
+
+
+@pytest.mark.parametrize("path", ADAPTERS, ids=_label)
+def test_adapters_import_only_what_describes_an_architecture(path: Path) -> None:
+    units = {name.split(".")[1] for name in _imports(path) if name.startswith("hf_posenc.")}
+    assert units <= {"adapters", "errors"}
+    roots = {name.split(".")[0] for name in _imports(path)}
+    assert not roots & {"math", "numpy", "torch"}, "patches/ contains no mathematics"
+
+
+def test_nobody_imports_the_adapters_by_name() -> None:
+    scripts = sorted((ROOT / "scripts").glob("*.py"))
+    for path in [*PACKAGE, *ADAPTERS, *scripts]:
+        for name in _imports(path):
+            assert not f"{name}.".startswith(("patches.", "hf_posenc.patches.")), (path, name)
+
+
+# What importing a Llama of transformers already costs is not ours; the rest of the process must stay as it was.
+_PROBE = """
+import json, logging, random, sys, warnings
+import torch
+import transformers.models.llama.modeling_llama as llama
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_utils import AttentionInterface
+
+def state():
+    return [
+        sorted(ROPE_INIT_FUNCTIONS),
+        sorted(AttentionInterface()),
+        sorted(AttentionMaskInterface()),
+        {name: id(value) for name, value in vars(llama).items()},
+        {name: id(value) for name, value in vars(llama.LlamaAttention).items()},
+        {name: id(value) for name, value in vars(llama.LlamaRotaryEmbedding).items()},
+        {name: id(value) for name, value in vars(transformers.PreTrainedModel).items()},
+        str(torch.get_default_dtype()), torch.get_num_threads(), torch.is_grad_enabled(),
+        torch.get_rng_state().sum().item(), hash(random.getstate()),
+        len(warnings.filters), logging.getLogger().level, len(logging.getLogger().handlers),
+    ]
+
+import transformers
+transformers.PreTrainedModel
+before, loaded = state(), set(sys.modules)
+import hf_posenc
+unchanged = [a == b for a, b in zip(before, state(), strict=True)]
+print(json.dumps({"unchanged": unchanged, "new": sorted(set(sys.modules) - loaded)}))
+"""
+
+
+@pytest.fixture(scope="module")
+def probe() -> dict[str, list[object]]:
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    result: dict[str, list[object]] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def test_importing_the_package_changes_nothing_anywhere(probe: dict[str, list[object]]) -> None:
+    assert all(probe["unchanged"]), probe["unchanged"]
+
+
+def test_importing_the_package_loads_no_optional_library(probe: dict[str, list[object]]) -> None:
+    roots = {str(name).split(".")[0] for name in probe["new"]}
+    heavy = {"datasets", "matplotlib", "pandas", "peft", "pyarrow", "rich", "typer", "accelerate"}
+    assert not roots & heavy
+    ours = {str(name).split(".")[1] for name in probe["new"] if str(name).startswith("hf_posenc.")}
+    assert not ours & {"cli", "evaluation", "training", "embedded"}, "these load on first use"

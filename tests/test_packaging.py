@@ -1,0 +1,159 @@
+"""What is shipped, and whether pyproject.toml, constraints.txt, README.md and the tree still tell the same story."""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+import hf_posenc
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    tomllib = pytest.importorskip("tomli")
+
+ROOT = Path(__file__).parents[1]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+SETUPTOOLS = PROJECT["tool"]["setuptools"]
+
+
+def _folder(package: str) -> Path:
+    for name, folder in SETUPTOOLS["package-dir"].items():
+        if f"{package}.".startswith(f"{name}."):
+            return ROOT.joinpath(folder, *package.removeprefix(name).split(".")[1:])
+    return ROOT.joinpath(*package.split("."))
+
+
+FOLDERS = {package: _folder(package) for package in SETUPTOOLS["packages"]}
+
+
+def _shipped(folder: Path) -> list[Path]:
+    """The files under a folder that somebody wrote, no caches and nothing that an editor left."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    ]
+
+
+def test_every_package_is_listed() -> None:
+    with_code = {
+        path.parent for top in ("hf_posenc", "patches") for path in (ROOT / top).rglob("*.py")
+    }
+    listed = set(FOLDERS.values())
+    assert with_code <= listed, "add these to packages in pyproject.toml"
+    assert all(folder.is_dir() for folder in listed), "pyproject.toml lists a package that is gone"
+
+
+def test_every_data_file_is_shipped() -> None:
+    data = SETUPTOOLS["package-data"]
+    for top in ("hf_posenc", "patches"):
+        for path in _shipped(ROOT / top):
+            if path.suffix == ".py":
+                continue
+            owners = [name for name, folder in FOLDERS.items() if path.is_relative_to(folder)]
+            patterns = [
+                (FOLDERS[name], pattern) for name in owners for pattern in data.get(name, [])
+            ]
+            relative = [
+                (str(path.relative_to(folder)), pattern.removeprefix("**/"))
+                for folder, pattern in patterns
+            ]
+            assert any(fnmatch.fnmatch(name, pattern) for name, pattern in relative), path
+
+
+def test_the_oldest_supported_python_can_read_every_file() -> None:
+    oldest = PROJECT["project"]["requires-python"].removeprefix(">=")
+    version = tuple(int(part) for part in oldest.split("."))
+    for top in ("hf_posenc", "patches", "scripts", "tests"):
+        for path in (ROOT / top).rglob("*.py"):
+            ast.parse(path.read_text(encoding="utf-8"), feature_version=(version[0], version[1]))
+
+
+def test_the_constraints_pin_every_dependency_within_its_bounds() -> None:
+    pins = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            name, version = line.split("==")
+            pins[canonicalize_name(name)] = Version(version)
+    project = PROJECT["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    asked = [*project["dependencies"], *itertools.chain.from_iterable(extras.values())]
+    for requirement in map(Requirement, asked):
+        name = canonicalize_name(requirement.name)
+        if name == canonicalize_name(project["name"]):
+            assert requirement.extras <= set(project["optional-dependencies"])
+        elif requirement.marker is None or requirement.marker.evaluate():
+            assert requirement.specifier.contains(pins[name]), f"{requirement} against {pins[name]}"
+
+
+def test_every_library_that_is_imported_is_declared() -> None:
+    project = PROJECT["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    asked = [*project["dependencies"], *itertools.chain.from_iterable(extras.values())]
+    declared = {Requirement(line).name.replace("-", "_") for line in asked}
+    for top in ("hf_posenc", "patches", "scripts"):
+        for path in (ROOT / top).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+                if isinstance(node, ast.ImportFrom) and not node.level:
+                    names = [node.module or ""]
+                roots = {name.split(".")[0] for name in names}
+                assert roots <= sys.stdlib_module_names | declared | {"tests"}, path
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\nversion: {hf_posenc.__version__}\n" in citation
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert Version(hf_posenc.__version__).base_version in changelog
+
+
+def test_the_linter_refuses_an_adapter_imported_by_name(tmp_path: Path) -> None:
+    ruff = shutil.which("ruff") or pytest.skip("ruff is not installed; .ci/run has it")
+    for source in ("import patches.llama\n", "from hf_posenc.patches.llama import ADAPTER\n"):
+        done = subprocess.run(
+            [ruff, "check", "--select", "TID251", "--stdin-filename", "hf_posenc/x.py", "-"],
+            input=source,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1, done.stdout + done.stderr
+        assert "TID251" in done.stdout
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8") if (ROOT / "README.md").exists() else ""
+
+
+def test_the_readme_is_short() -> None:
+    assert 0 < len(README.splitlines()) <= 200
+
+
+@pytest.mark.parametrize("name", ["demo", "tests"])
+def test_the_readme_marks_the_commands_that_ci_runs(name: str) -> None:
+    block = rf"^<!-- command: {name} -->\n```\w*\n.+?\n```$"
+    assert re.search(block, README, re.MULTILINE | re.DOTALL), name
+
+
+def test_links_between_the_projects_own_pages_lead_somewhere() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
+            if "://" not in target and not target.startswith("mailto:"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"

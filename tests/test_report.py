@@ -1,0 +1,292 @@
+"""What a run shows and writes."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import plot, report
+from hf_posenc.evaluation.candidates import Candidate
+from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
+from hf_posenc.evaluation.perplexity import Failure, Measurement
+from hf_posenc.evaluation.protocols import Settings
+from hf_posenc.evaluation.result import COLUMNS, PerplexityResult
+from hf_posenc.evaluation.statistics import Record
+
+LENGTHS = (256, 512, 1024)
+
+
+def example(
+    curves: Mapping[str, tuple[float, ...]],
+    *,
+    documents: int = 6,
+    failures: list[Failure] | None = None,
+) -> PerplexityResult:
+    """A result with these perplexities under both protocols; documents scatter around them."""
+    candidates = [dataclasses.replace(Candidate.parse(spec), original=256) for spec in curves]
+    failed = {(failure.method, failure.protocol, failure.length) for failure in failures or []}
+    records = [
+        Record(candidate.label, protocol, length, f"d{index}", nats, 100, 400)
+        for candidate, curve in zip(candidates, curves.values(), strict=True)
+        for protocol in ("prefix", "tail")
+        for length, value in zip(LENGTHS, curve, strict=True)
+        if (candidate.label, protocol, length) not in failed
+        for index in range(documents)
+        for nats in [100 * (math.log(value) + (index - (documents - 1) / 2) / 10)]
+    ]
+    shares = [
+        Measurement(
+            [record for record in records if int(record.document[1:]) % 2 == rank],
+            failures or [],
+            {candidate.label: not candidate.auto_scale for candidate in candidates},
+            "bit-exact",
+        )
+        for rank in (0, 1)
+    ]
+    return PerplexityResult.merge(
+        [*shares, Measurement()],  # the third process of three had no document
+        model={"name": "tiny"},
+        source={"kind": "text"},
+        settings=Settings(lengths=LENGTHS),
+        original=256,
+        candidates=candidates,
+        documents=[TokenizedDocument(f"d{n}", torch.arange(9), None, "") for n in range(documents)],
+        skipped=[Skipped("bad.txt", "not UTF-8")],
+    )
+
+
+CURVES = {
+    "none": (14.55, 46.46, 12345.6),
+    "yarn": (14.55, 14.21, 15.66),
+    "pi:scale=4": (20.0, 19.5, 17.25),
+}
+
+
+def shown(result: PerplexityResult, protocol: str = "tail", width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report.table(result, protocol))
+    file: Any = console.file
+    return str(file.getvalue())
+
+
+def test_the_table_has_every_number_its_range_and_the_tokens() -> None:
+    result = example(CURVES)
+    text = shown(result)
+    assert "tail: the same last 128 tokens of each document" in " ".join(text.split())
+    rows = {line.split("  ")[0].strip(): line.split() for line in text.splitlines() if line.strip()}
+    assert rows["none"][-4:-1] == ["14.55", "46.46", "1.2e4"]
+    assert rows["yarn (auto)"][-4:-1] == ["14.55", "14.21", "15.66"]
+    assert rows["yarn (auto)"][-1] == f"{math.log2(15.66) / 4:.4g}"  # 4 bytes a token
+    assert rows["pi (scale 4)"][-2] == "17.25"
+    assert rows["tokens scored"][-3:] == ["600", "600", "600"]
+    assert rows["method"][1:4] == ["x1", "x2", "x4"]
+    cell = result.cell("yarn (auto)", "tail", 512)
+    assert cell is not None
+    low, high = cell.interval or (0, 0)
+    # the mean of 6 documents, whose losses spread by 0.17: a standard error of 7 %
+    assert math.log(high / low) == pytest.approx(4 * 0.17 / math.sqrt(6), rel=0.1)
+    assert f"{low:.3g}-{high:.3g}" in text
+    assert max(map(len, shown(result, width=60).splitlines())) <= 60
+
+
+def test_the_lowest_number_of_a_column_is_bold() -> None:
+    made = report.table(example(CURVES), "tail")
+    cells = [list(column.cells) for column in made.columns]
+    bold = [[str(getattr(cell, "style", "")) == "bold" for cell in column] for column in cells[1:4]]
+    assert bold == [[True, True, False], [False, True, False], [False, True, False]]
+
+
+def test_documents_that_few_processes_measured_are_put_together_in_order() -> None:
+    result = example(CURVES)
+    assert [record.document for record in result.records[:6]] == [
+        "d0",
+        "d1",
+        "d2",
+        "d3",
+        "d4",
+        "d5",
+    ]
+    assert [cell.method for cell in result.cells[::6]] == ["none", "yarn (auto)", "pi (scale 4)"]
+    cell = result.cell("yarn (auto)", "tail", 512)
+    assert cell is not None
+    assert cell.perplexity == pytest.approx(14.21)
+    assert cell.ratio == pytest.approx(14.21 / 46.46)
+    assert cell.documents == 6
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((14.554, "14.55"), (3.0, "3.000"), (999.96, "1000"), (1361.4, "1361"), (9999.4, "9999")),
+        *(
+            (12345.6, "1.2e4"),
+            (3.2e12, "3.2e12"),
+            (math.nan, "nan"),
+            (math.inf, "inf"),
+            (None, "-"),
+        ),
+    ],
+)
+def test_numbers_have_four_digits(value: float | None, text: str) -> None:
+    assert report.number(value) == text
+
+
+def test_missing_numbers_are_shown_and_explained() -> None:
+    failures = [
+        Failure("none", "tail", 1024, "out of memory"),
+        Failure("yarn (auto)", "tail", 512, "IndexError: index out of range"),
+    ]
+    curves = {**CURVES, "pi:scale=4": (20.0, math.nan, math.nan)}
+    result = example(curves, failures=failures)
+    text = shown(result)
+    assert "OOM" in text
+    assert "failed" in text
+    assert "nan" in text
+    assert list(report.problems(result)) == [
+        "none: failed at length 1,024: out of memory",
+        "yarn (auto): failed at length 512: IndexError: index out of range",
+        "pi (scale 4): the loss is not a finite number at length 512, 1,024; try --dtype float32.",
+    ]
+    assert not list(report.problems(example(CURVES)))
+
+
+def test_notes_and_guide() -> None:
+    notes = " ".join(report.notes(example(CURVES, documents=4)))
+    assert "4 documents, 1 skipped" in notes
+    assert "Fewer than 5 documents" in notes
+    assert "(auto): scale = length / 256" in notes
+    assert "Fewer" not in " ".join(report.notes(example(CURVES)))
+    baseline, protocol = report.reading_guide(example(CURVES))
+    assert baseline.startswith(
+        "Baseline: the unpatched model at 256 tokens, the length it was trained at (14.55)."
+    )
+    assert "prefix averages" in protocol
+    assert "tail scores the same tokens" in protocol
+
+
+def test_json_has_everything_and_no_nan(tmp_path: Path) -> None:
+    curves = {**CURVES, "pi:scale=4": (20.0, 19.0, math.nan)}
+    result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
+    result.write_json(tmp_path / "r.json")
+    text = (tmp_path / "r.json").read_text()
+    values = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert values["protocols"]["tail"].startswith("the same last 128 tokens")
+    assert values["settings"]["tail_tokens"] == 128
+    assert values["head_replay"] == "bit-exact"
+    assert values["skipped"] == [{"name": "bad.txt", "reason": "not UTF-8"}]
+    assert values["failures"][0]["reason"] == "out of memory"
+    assert {"torch", "transformers", "python"} <= set(values["environment"])
+    assert [method["prefix_from_one_forward"] for method in values["methods"]] == [
+        True,
+        False,
+        True,
+    ]
+    assert values["methods"][1]["scale"] == {"256": 1.0, "512": 2.0, "1024": 4.0}
+    assert len(values["records"]) == 6 * (3 * 3 * 2 - 1)
+    assert values["records"][-1]["nats"] is None
+    assert values["summary"][-1]["perplexity"] is None
+    assert len(values["documents"]) == 6
+
+
+def test_csv_has_a_row_for_every_cell(tmp_path: Path) -> None:
+    result = example(CURVES, failures=[Failure("none", "tail", 1024, "out of memory")])
+    result.write_csv(tmp_path / "r.csv")
+    with (tmp_path / "r.csv").open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = {(row["method"], row["protocol"], int(row["length"])): row for row in reader}
+    assert tuple(reader.fieldnames or ()) == COLUMNS
+    assert len(rows) == 3 * 2 * 3
+    row = rows["yarn (auto)", "prefix", 512]
+    assert float(row["perplexity"]) == pytest.approx(14.21)
+    assert float(row["perplexity_low"]) < 14.21 < float(row["perplexity_high"])
+    assert float(row["ratio_low"]) == pytest.approx(
+        14.21 / 46.46
+    )  # the documents differ alike under both
+    assert (row["scale"], row["tokens"], row["bytes"], row["documents"], row["status"]) == (
+        *("2.0", "600", "2400", "6"),
+        "ok",
+    )
+    failed = rows["none", "tail", 1024]
+    assert (failed["perplexity"], failed["status"]) == ("", "out of memory")
+
+
+def test_the_plot_is_drawn_in_both_formats_and_is_reproducible(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    curves = {**CURVES, "ntk": (14.55, math.nan, 30.0)}
+    result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
+    for name in ("a", "b"):
+        plot.write_plot(result, tmp_path / f"{name}.png", tmp_path / f"{name}.svg")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "a.svg").read_text()
+    for text in (
+        "none",
+        "yarn (auto)",
+        "trained length",
+        "perplexity",
+        "context length L (tokens)",
+        ">1k<",
+    ):
+        assert text in svg
+    assert svg == (tmp_path / "b.svg").read_text()
+
+
+def test_panels_lines_and_axes() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    drawn = plot.figure(
+        example({**CURVES, "ntk": (14.55, math.nan, 30.0), "yarn:scale=4": (16.0, 15.0, 14.0)})
+    )
+    prefix, tail = drawn.axes
+    assert [panel.get_title(loc="left").split()[0] for panel in (prefix, tail)] == [
+        "prefix",
+        "tail",
+    ]
+    assert (prefix.get_xscale(), prefix.get_yscale()) == ("log", "log")
+    assert prefix.get_ylim() == tail.get_ylim()
+    lines: dict[str, Any] = {str(line.get_label()): line for line in tail.get_lines()}
+    assert list(lines["yarn (auto)"].get_ydata()) == pytest.approx([14.55, 14.21, 15.66])
+    assert list(lines["ntk (auto)"].get_xdata()) == [256, 1024]  # nan is no point
+    assert lines["yarn (scale 4)"].get_color() == lines["yarn (auto)"].get_color()
+    assert lines["yarn (scale 4)"].get_linestyle() != lines["yarn (auto)"].get_linestyle()
+    assert (
+        len(
+            {
+                lines[label].get_color()
+                for label in ("none", "yarn (auto)", "pi (scale 4)", "ntk (auto)")
+            }
+        )
+        == 4
+    )
+    assert 256 in [line.get_xdata()[0] for label, line in lines.items() if label.startswith("_")]
+    low, high = prefix.get_ylim()
+    assert 3 <= len([tick for tick in prefix.get_yticks() if low <= tick <= high]) <= 8
+    (legend,) = drawn.legends
+    canvas: Any = FigureCanvasAgg(drawn)
+    canvas.draw()
+    assert [text.get_text() for text in legend.get_texts()] == list(lines)[1:]
+    box = legend.get_window_extent()
+    assert not any(
+        box.overlaps(panel.get_window_extent()) for panel in drawn.axes
+    )  # outside the data
+
+
+def test_without_matplotlib_the_plot_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PosencError, match=r"pip install 'hf-posenc\[plot\]'"):
+        plot.write_plot(example(CURVES), tmp_path / "a.png")
