@@ -252,7 +252,7 @@ def perplexity(
             live, usable[rank::processes], candidates, settings, special=special, progress=progress
         )
     shares = gather(share)
-    if rank:
+    if shares is None:
         return
     result = PerplexityResult.merge(
         shares,
