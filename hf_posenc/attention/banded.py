@@ -1,0 +1,161 @@
+"""Causal attention whose pairs have rotary positions by band: two bands by distance, or three by chunk.
+
+Nothing but plain attention calls on slices, so the cost is that of one causal attention: the far band of two is
+causal attention between the rows from the window on and the keys shifted by it, without a mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.flash_cpu import accumulation_dtype
+from hf_posenc.attention.parts import Part, attend_parts
+
+NEAR_ROWS = 128
+"""Rows of one block of the near band: a block of C rows computes C + window keys for each, of which C are wasted."""
+
+
+def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, *, offset: int = 0) -> Tensor:
+    """Plain causal attention, exact.
+
+    Args:
+        query: Shape (B, H, Q, D).
+        key: Shape (B, HK, offset + Q, D), H a multiple of HK.
+        value: Shape (B, HK, offset + Q, DV).
+        scaling: Factor on the scores.
+        offset: Tokens in the cache: row i has position offset + i.
+
+    Returns:
+        Shape (B, H, Q, DV).
+    """
+    parts = _causal_parts((0, query.shape[2]), 0, offset)
+    return attend_parts(parts, (query,), (key,), value, scaling)
+
+
+def two_bands(
+    near: tuple[Tensor, Tensor],
+    far: tuple[Tensor, Tensor],
+    value: Tensor,
+    window: int,
+    scaling: float,
+    *,
+    offset: int = 0,
+    far_keys: int | None = None,
+) -> Tensor:
+    """Causal attention with one rotation for near and another for far pairs (ReRoPE, Self-Extend, sinks, ...), exact.
+
+    Args:
+        near: Query (B, H, Q, D) and key (B, HK, offset + Q, D) of pairs at a distance below `window`.
+        far: The same for the others; the key may be the same tensor.
+        value: Shape (B, HK, offset + Q, DV).
+        window: Width of the near band in tokens, at least 1.
+        scaling: Factor on the scores.
+        offset: Tokens in the cache: row i has position offset + i.
+        far_keys: Of the far pairs, only those with the first `far_keys` keys; 0: a sliding window alone.
+
+    Returns:
+        Shape (B, H, Q, DV).
+    """
+    rows = near[0].shape[2]
+    start = min(rows, max(0, window - offset))  # the rows before it have near keys only
+    parts = _causal_parts((0, start), 0, offset) if start else []
+    if start < rows:
+        # The first of these rows sees the far keys up to `shift`, each next row one more.
+        shift = offset + start - window
+        far_parts = _causal_parts((start, rows), 0, shift, keys=far_keys, band=1)
+        parts += far_parts
+        mask = _band_mask(min(NEAR_ROWS, rows - start), window, value)
+        for first in range(start, rows, NEAR_ROWS):
+            end = min(rows, first + NEAR_ROWS)
+            count = end - first
+            parts.append(
+                Part(
+                    (first, end),
+                    (offset + first - window, offset + end),
+                    mask=mask[:count, : window + count],
+                    merge=bool(far_parts),
+                )
+            )
+    return attend_parts(parts, (near[0], far[0]), (near[1], far[1]), value, scaling)
+
+
+def three_chunks(
+    queries: tuple[Tensor, Tensor, Tensor],
+    key: Tensor,
+    value: Tensor,
+    chunk: int,
+    scaling: float,
+    *,
+    offset: int = 0,
+) -> Tensor:
+    """Dual chunk attention (An et al. 2024, arXiv 2402.17463, sec. 3), exact.
+
+    The pair of positions (m, n) uses `queries[min(m // chunk - n // chunk, 2)]`. Between two chunks every pair is
+    visible, so no part needs a mask.
+
+    Args:
+        queries: For keys of the same chunk, of the chunk before and of older ones, each of shape (B, H, Q, D).
+        key: Shape (B, HK, offset + Q, D).
+        value: Shape (B, HK, offset + Q, DV).
+        chunk: Chunk size in tokens, at least 1.
+        scaling: Factor on the scores.
+        offset: Tokens in the cache: row i has position offset + i.
+
+    Returns:
+        Shape (B, H, Q, DV).
+    """
+    rows = queries[0].shape[2]
+    parts: list[Part] = []
+    first = 0
+    while first < rows:
+        border = (offset + first) // chunk * chunk
+        end = min(rows, border + chunk - offset)
+        parts += _causal_parts((first, end), border, offset + first)
+        if border:
+            before = (border - chunk, border)
+            parts.append(Part((first, end), before, query=1, merge=True))
+        if border > chunk:
+            parts.append(Part((first, end), (0, border - chunk), query=2, merge=True))
+        first = end
+    return attend_parts(parts, queries, (key,), value, scaling)
+
+
+def _causal_parts(
+    rows: tuple[int, int], least: int, before: int, *, keys: int | None = None, band: int = 0
+) -> list[Part]:
+    """Rows of which the first sees the keys `least` to `before`, both included, and each next row one more.
+
+    Args:
+        rows: First row and end.
+        least: First key.
+        before: Last key of the first row.
+        keys: Only keys below it; `None`: all.
+        band: Which query and key.
+
+    Returns:
+        The keys that all rows see, and the triangle; either may be missing.
+    """
+    first, end = rows
+    last = before + end - first
+    known = last if keys is None else min(keys, last)
+    # A single row has no triangle.
+    shared = min(known, last if end - first == 1 else before)
+    parts = []
+    if shared > least:
+        parts.append(Part(rows, (least, shared), query=band, key=band))
+    if known > shared and known > least:
+        merge = bool(parts)
+        parts.append(Part(rows, (shared, known), query=band, key=band, causal=True, merge=merge))
+    return parts
+
+
+def _band_mask(rows: int, window: int, like: Tensor) -> Tensor:
+    """Shape (rows, rows + window): row t sees the `window` keys up to its own, which is column t + window."""
+    row = torch.arange(rows, device=like.device)[:, None]
+    column = torch.arange(rows + window, device=like.device)
+    hidden = (column <= row) | (column > row + window)
+    mask = torch.zeros(
+        rows, rows + window, dtype=accumulation_dtype(like.dtype), device=like.device
+    )
+    return mask.masked_fill_(hidden, -torch.inf)
