@@ -6,13 +6,36 @@ To add one, write its dataclass in a file here and name it in `METHODS`.
 from __future__ import annotations
 
 from hf_posenc.errors import unknown
-from hf_posenc.methods.base import Length, LengthDependent, Method, RopeScaling, Scaled
+from hf_posenc.methods.alibi import ALiBi
+from hf_posenc.methods.bands import Band, RotaryBands
+from hf_posenc.methods.base import (
+    Length,
+    LengthDependent,
+    Method,
+    RopeScaling,
+    Scaled,
+    bucket_length,
+)
 from hf_posenc.methods.base_change import ABF, NoPE
+from hf_posenc.methods.bias import DistanceBias, RelativeKeys
+from hf_posenc.methods.dual_chunk import DualChunk
+from hf_posenc.methods.fire import FIRE
 from hf_posenc.methods.interpolation import DynamicPI, PositionInterpolation
+from hf_posenc.methods.kerple import KerpleLog, KerplePower
 from hf_posenc.methods.llama3 import Llama3
+from hf_posenc.methods.log_n import LogN
 from hf_posenc.methods.longrope import LongRoPE
 from hf_posenc.methods.ntk import DynamicNTK, NTKAware, NTKMixed
 from hf_posenc.methods.partial_ntk import DynamicPartialNTK, PartialNTK
+from hf_posenc.methods.relative_keys import Shaw, TransformerXL
+from hf_posenc.methods.rerope import LeakyReRoPE, ReRoPE
+from hf_posenc.methods.rope_bias import RopeBias
+from hf_posenc.methods.sandwich import Sandwich
+from hf_posenc.methods.self_extend import SelfExtend
+from hf_posenc.methods.string_rope import STRING
+from hf_posenc.methods.t5 import T5
+from hf_posenc.methods.windows import AttentionSinks, LMInfinite, SlidingWindow
+from hf_posenc.methods.xpos import XPos
 from hf_posenc.methods.yarn import DynamicYaRN, NTKByParts, YaRN
 
 METHODS: tuple[type[Method], ...] = (
@@ -30,6 +53,25 @@ METHODS: tuple[type[Method], ...] = (
     LongRoPE,
     ABF,
     NoPE,
+    ReRoPE,
+    LeakyReRoPE,
+    SelfExtend,
+    DualChunk,
+    STRING,
+    LMInfinite,
+    AttentionSinks,
+    SlidingWindow,
+    LogN,
+    ALiBi,
+    KerpleLog,
+    KerplePower,
+    Sandwich,
+    T5,
+    FIRE,
+    Shaw,
+    TransformerXL,
+    XPos,
+    RopeBias,
 )
 
 _BY_NAME: dict[str, type[Method]] = {
@@ -56,14 +98,27 @@ def get_method(name: str) -> type[Method]:
 
 __all__ = [
     "ABF",
+    "FIRE",
     "METHODS",
+    "STRING",
+    "T5",
+    "ALiBi",
+    "AttentionSinks",
+    "Band",
+    "DistanceBias",
+    "DualChunk",
     "DynamicNTK",
     "DynamicPI",
     "DynamicPartialNTK",
     "DynamicYaRN",
+    "KerpleLog",
+    "KerplePower",
+    "LMInfinite",
+    "LeakyReRoPE",
     "Length",
     "LengthDependent",
     "Llama3",
+    "LogN",
     "LongRoPE",
     "Method",
     "NTKAware",
@@ -72,9 +127,20 @@ __all__ = [
     "NoPE",
     "PartialNTK",
     "PositionInterpolation",
+    "ReRoPE",
+    "RelativeKeys",
+    "RopeBias",
     "RopeScaling",
+    "RotaryBands",
+    "Sandwich",
     "Scaled",
+    "SelfExtend",
+    "Shaw",
+    "SlidingWindow",
+    "TransformerXL",
+    "XPos",
     "YaRN",
     "available_methods",
+    "bucket_length",
     "get_method",
 ]

@@ -17,6 +17,10 @@ Length = int | Tensor | None
 """A number of tokens: an int, or a 0-dim tensor (a forward then needs no host sync). `None`: not known yet."""
 
 
+UPDATES = ("sequence", "request", "row")
+"""What the length of a length-dependent method can be."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """The base of every method.
@@ -31,6 +35,7 @@ class Method:
         length_dependent: Whether what it computes depends on the length of the running sequence.
         follows_text: Whether it scales just as far as the text needs, so that it takes no target
             length.
+        trainable: Whether it brings parameters of its own to train.
     """
 
     name: ClassVar[str]
@@ -41,6 +46,7 @@ class Method:
     seam: ClassVar[str]
     length_dependent: ClassVar[bool] = False
     follows_text: ClassVar[bool] = False
+    trainable: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Checks the knobs; the end of the chain of `super()` calls."""
@@ -137,23 +143,23 @@ class LengthDependent(RopeScaling):
     """A frequency method whose table moves with the length of the running sequence.
 
     Args:
-        update: What that length is: `"sequence"`, the longest row of the batch.
+        update: What that length is. `"sequence"`: the longest row of the batch, as published and as
+            transformers does it. `"request"`: each batch row's own length, pinned while its cache
+            lives. `"row"`: `bucket_length` of each query's own position, so that a prefix never
+            changes and every way to run a text agrees.
+        bucket: By how many tokens at once the length moves on in the modes `"row"` and `"request"`.
     """
 
     length_dependent: ClassVar[bool] = True
 
     update: str = "sequence"
+    bucket: int = 256
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.update in ("row", "request"):
-            raise PosencError(
-                f'{self.name}: update="{self.update}" needs unrotated keys in the cache and comes with '
-                'the attention engine; this version has update="sequence" (the batch\'s longest row, as '
-                "transformers does it)."
-            )
-        if self.update != "sequence":
-            raise unknown(f"update mode of {self.name}", self.update, ["sequence"])
+        if self.update not in UPDATES:
+            raise unknown(f"update mode of {self.name}", str(self.update), UPDATES)
+        check_count(self, "bucket")
 
 
 def check_range(method: Method, knob: str, low: float, *, exclusive: bool = False) -> None:
@@ -168,6 +174,39 @@ def check_range(method: Method, knob: str, low: float, *, exclusive: bool = Fals
     if not good:
         bound = "above" if exclusive else "of at least"
         raise PosencError(f"{method.name}: {knob} is a number {bound} {low:g}, not {value!r}.")
+
+
+def check_count(method: Method, knob: str, low: int = 1, *, optional: bool = False) -> None:
+    """Refuses a knob that is not a whole number of at least `low` (or `None`, if `optional`)."""
+    value = getattr(method, knob)
+    if optional and value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise PosencError(
+            f"{method.name}: {knob} is a whole number of at least {low}, not {value!r}."
+        )
+
+
+def check_switch(method: Method, knob: str) -> None:
+    """Refuses a knob that is neither `True` nor `False`."""
+    value = getattr(method, knob)
+    if not isinstance(value, bool):
+        raise PosencError(f"{method.name}: {knob} is True or False, not {value!r}.")
+
+
+def bucket_length(m: Tensor, original: int, bucket: int) -> Tensor:
+    """The length in force for a query at position m with `update="row"`, of m's shape, int64.
+
+    `L` for the positions up to the original length `L`; past it `L` and as many whole buckets as
+    hold the position, `L + ceil((m + 1 - L) / bucket) * bucket`, so that it depends on nothing else.
+
+    Args:
+        m: Positions, an integer tensor of any shape.
+        original: The original context length L, in tokens.
+        bucket: Tokens a bucket.
+    """
+    past = (m.to(torch.int64) + 1 - original).clamp(min=0)
+    return original + (past + bucket - 1) // bucket * bucket
 
 
 def running_scale(rope: RopeSpec, length: Length) -> Tensor:

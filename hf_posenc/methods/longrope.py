@@ -31,7 +31,9 @@ class LongRoPE(LengthDependent):
         attention_factor: The factor on cos and sin, given outright.
         short_mscale: The factor up to `L` (Phi-3.5-MoE); wins over `attention_factor`.
         long_mscale: The factor past `L`; wins over `attention_factor`.
-        update: What the length is: `"sequence"`, the longest row of the batch.
+        update: What the length is: `"sequence"`, the longest row of the batch; `"request"`, each row's
+            own; `"row"`, that of each query's position.
+        bucket: By how many tokens at once it moves on in the latter two.
     """
 
     name: ClassVar[str] = "longrope"

@@ -1,0 +1,142 @@
+"""Rotary bands: methods that choose, pair by pair, which rotary positions a query and a key have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_posenc.errors import PosencError
+from hf_posenc.methods.base import Method, check_count, check_switch
+from hf_posenc.methods.log_n import log_n_factor
+
+PositionMap = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Band:
+    """The pairs of a query at position m and a key at position n that are rotated by one rule.
+
+    A causal pair belongs to the band if its distance, `m - n` or with `chunk` the number of chunk borders
+    `m // chunk - n // chunk` between the two, is at least `least` and less than `below`, and if `n < keys`.
+
+    Attributes:
+        query_position: From m, an integer tensor of any shape, to the rotary position of the query; may be fractional.
+        key_position: The same for n and the key.
+        least: The least distance.
+        below: The bound above; `None`: no bound.
+        keys: Only that many first keys; `None`: all.
+        chunk: Count distances in chunks of this size; `None`: in tokens.
+    """
+
+    query_position: PositionMap
+    key_position: PositionMap
+    least: int = 0
+    below: int | None = None
+    keys: int | None = None
+    chunk: int | None = None
+
+    def contains(self, m: Tensor, n: Tensor) -> Tensor:
+        """Which pairs belong to the band, for positions that broadcast."""
+        distance = m - n if self.chunk is None else m // self.chunk - n // self.chunk
+        inside = (n <= m) & (distance >= self.least)
+        if self.below is not None:
+            inside = inside & (distance < self.below)
+        return inside if self.keys is None else inside & (n < self.keys)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotaryBands(Method):
+    """A method with a near band of ordinary RoPE and a far band with positions of its own.
+
+    To write one, give it a `window` and override `query_position` and `key_position`; or override `bands`. The keys
+    are cached as rotated to the last band's key position, so that must not depend on the query or on the length of the
+    text; integer positions give integers or float64, so that none is rounded.
+
+    Args:
+        window: Width of the near band in tokens; half of the original context by default.
+        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`, as the method `log_n` does.
+    """
+
+    seam: ClassVar[str] = "attention"
+    needs: ClassVar[str] = "nothing"
+
+    window: int | None = None
+    log_n: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self, "window", optional=True)
+        check_switch(self, "log_n")
+
+    def query_position(self, m: Tensor, original: int) -> Tensor:
+        """The rotary position of a query at m in the far band.
+
+        Args:
+            m: Positions, an integer tensor of any shape.
+            original: The original context length L, in tokens.
+        """
+        raise NotImplementedError
+
+    def key_position(self, n: Tensor, original: int) -> Tensor:
+        """The rotary position of a key at n in the far band."""
+        raise NotImplementedError
+
+    def bands(self, original: int) -> tuple[Band, ...]:
+        """The bands, the far one last; no pair is in two of them, and a pair that is in none is masked.
+
+        Args:
+            original: The original context length L, in tokens.
+
+        Raises:
+            PosencError: A knob that does not fit this length.
+        """
+        far = Band(
+            query_position=lambda m: self.query_position(m, original),
+            key_position=lambda n: self.key_position(n, original),
+            least=self.near_window(original),
+        )
+        return self.near(original), far
+
+    def near(self, original: int) -> Band:
+        """The band of ordinary RoPE: the pairs less than `near_window` apart."""
+        return Band(query_position=same, key_position=same, below=self.near_window(original))
+
+    def near_window(self, original: int) -> int:
+        """The width of the near band in tokens; a text of no more tokens is read as unpatched."""
+        return max(1, original // 2) if self.window is None else self.window
+
+    def cached_position(self, n: Tensor, original: int) -> Tensor:
+        """The rotary position to which the key at n is rotated in the cache: that of the last band.
+
+        The keys of the other bands are turned from there, which takes work only where they differ.
+        """
+        return self.bands(original)[-1].key_position(n)
+
+    def query_factor(self, m: Tensor, original: int) -> Tensor | None:
+        """The factor on the query at m, of m's shape; `None`: no factor."""
+        return log_n_factor(m, original) if self.log_n else None
+
+
+def same(position: Tensor) -> Tensor:
+    """The position map of ordinary RoPE."""
+    return position
+
+
+def compression(method: RotaryBands, scale: float, original: int) -> float:
+    """How much slower far positions must run for `scale * L` tokens to fit: `(s L - w) / (L - w)`.
+
+    The first w of the L positions are the near band's and are not compressed.
+
+    Raises:
+        PosencError: A window that leaves no position to the far band.
+    """
+    window = method.near_window(original)
+    if window >= original:
+        raise PosencError(
+            f"{method.name}: with scale={scale:g} the window ({window}) is below the original context "
+            f"of {original} tokens, so that positions are left for the far band."
+        )
+    return (scale * original - window) / (original - window)

@@ -1,0 +1,139 @@
+"""Biases: methods that add to the attention scores what depends on the distance of query and key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from hf_posenc.methods.base import Method, check_switch
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bias(Method):
+    """What lands in the scores, and takes the place of the model's rotation unless `keep_rope`."""
+
+    seam: ClassVar[str] = "bias"
+    needs: ClassVar[str] = "training"
+    follows_text: ClassVar[bool] = True
+
+    keep_rope: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_switch(self, "keep_rope")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistanceBias(_Bias):
+    """A bias per head, added to `q.k * scaling` before the softmax; the model's rotation is dropped.
+
+    To write one, override `bias`, and `initial` if there is something to train.
+
+    Class attributes:
+        trainable: Whether `initial` gives parameters to train.
+        of_query: Whether the bias depends on the query's position too, and not on the distance alone.
+
+    Args:
+        keep_rope: Keep the model's rotation beside the bias.
+    """
+
+    of_query: ClassVar[bool] = False
+
+    def initial(self, heads: int, original: int) -> dict[str, Tensor]:
+        """The parameters to train, float32, at the paper's own initial values; none by default.
+
+        Random ones come from torch's global generator, as those of `torch.nn` do.
+
+        Args:
+            heads: Query heads H.
+            original: The original context length L, in tokens.
+        """
+        return {}
+
+    def bias(
+        self,
+        distance: Tensor,
+        heads: int,
+        parameters: Mapping[str, Tensor],
+        query_position: Tensor | None = None,
+    ) -> Tensor:
+        """The bias, shape (heads, *distance.shape), of the dtype of `distance` or of the parameters.
+
+        Args:
+            distance: `m - n >= 0`, a floating tensor of any shape.
+            heads: Query heads H.
+            parameters: What `initial` made, trained or not.
+            query_position: The position m, of a shape that broadcasts with `distance`; only where `of_query`.
+        """
+        raise NotImplementedError
+
+    def horizon(
+        self, drop: Tensor, heads: int, parameters: Mapping[str, Tensor] | None = None
+    ) -> Tensor | None:
+        """The distance beyond which the bias lies below `-drop`, per head; `None` where nobody knows.
+
+        Lets the engine leave out keys whose share of the softmax is provably nothing.
+
+        Args:
+            drop: Shape (heads,), at least 0.
+            heads: Query heads H.
+            parameters: Those of `bias`; `None` for a method that has none.
+        """
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeKeys(_Bias):
+    """A learned embedding `E_r` per distance, beside the keys: `((q + u).k + (q + v).E_r) * scaling`.
+
+    Unlike a `DistanceBias` it depends on the query's content. To write one, override `initial` and
+    `relative`, and `content_bias` and `position_bias` where there are u and v.
+
+    Args:
+        keep_rope: Keep the model's rotation beside the embeddings.
+    """
+
+    trainable: ClassVar[bool] = True
+
+    def initial(self, heads: int, head_dim: int, original: int) -> dict[str, Tensor]:
+        """The parameters to train, float32; at their initial values they add nothing to the scores.
+
+        Args:
+            heads: Query heads H.
+            head_dim: Width of a head, in features.
+            original: The original context length L, in tokens.
+        """
+        raise NotImplementedError
+
+    def relative(
+        self, distance: Tensor, heads: int, head_dim: int, parameters: Mapping[str, Tensor]
+    ) -> Tensor:
+        """The embeddings `E_r`, shape (heads, *distance.shape, head_dim), or 1 for heads that share.
+
+        Args:
+            distance: `r = m - n >= 0`, a floating tensor of any shape.
+            heads: Query heads H.
+            head_dim: Width of a head, in features.
+            parameters: What `initial` made, trained or not.
+        """
+        raise NotImplementedError
+
+    def content_bias(self, parameters: Mapping[str, Tensor]) -> Tensor | None:
+        """What is added to the query that meets the key: u, shape (heads, head_dim), or `None`."""
+        return None
+
+    def position_bias(self, parameters: Mapping[str, Tensor]) -> Tensor | None:
+        """What is added to the query that meets `E_r`: v, shape (heads, head_dim), or `None`."""
+        return None
+
+    def constant_from(self) -> int | None:
+        """The distance from which all embeddings are the same; `None`: there is none."""
+        return None
+
+
+def per_head(values: Tensor, like: Tensor) -> Tensor:
+    """One value per head, shape (heads,), as (heads, 1, ..., 1) to broadcast with (heads, *like.shape)."""
+    return values.reshape(-1, *(1,) * like.dim())

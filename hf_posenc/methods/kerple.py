@@ -1,0 +1,112 @@
+"""KERPLE: learned kernels of the distance, logarithmic or a power."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.methods.bias import DistanceBias, per_head
+
+LEAST = 0.01
+"""The authors' lower bound of r1 and r2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Kerple(DistanceBias):
+    """What both kernels share: r1 and r2 per head, kept positive."""
+
+    source: ClassVar[str] = "Chi et al. 2022, arXiv 2205.09921; chijames/KERPLE"
+    trainable: ClassVar[bool] = True
+
+    def initial(self, heads: int, original: int) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, kw_only=True)
+class KerpleLog(_Kerple):
+    """KERPLE with the logarithmic kernel (Chi et al. 2022, arXiv 2205.09921): `-r1 ln(1 + r2 (m - n))`.
+
+    r1 and r2 are learned per head, from uniform draws between 0 and 2, and 0 and 1, as in the
+    authors' code, and are held at 0.01 or more; below that they count as 0.01 and keep their gradient.
+
+    Args:
+        keep_rope: Keep the model's rotation beside the bias.
+    """
+
+    name: ClassVar[str] = "kerple_log"
+    aliases: ClassVar[tuple[str, ...]] = ("kerple",)
+    summary: ClassVar[str] = "a learned logarithmic penalty on the distance"
+
+    def initial(self, heads: int, original: int) -> dict[str, Tensor]:
+        return {"r1": 2 * torch.rand(heads), "r2": torch.rand(heads)}
+
+    def bias(
+        self,
+        distance: Tensor,
+        heads: int,
+        parameters: Mapping[str, Tensor],
+        query_position: Tensor | None = None,
+    ) -> Tensor:
+        r1 = per_head(bounded(parameters["r1"]), distance)
+        r2 = per_head(bounded(parameters["r2"]), distance)
+        return -r1 * torch.log1p(r2 * distance)
+
+    def horizon(
+        self, drop: Tensor, heads: int, parameters: Mapping[str, Tensor] | None = None
+    ) -> Tensor | None:
+        if parameters is None:
+            return None
+        r1, r2 = (bounded(parameters[name].detach()) for name in ("r1", "r2"))
+        return torch.expm1(drop / r1) / r2
+
+
+@dataclass(frozen=True, kw_only=True)
+class KerplePower(_Kerple):
+    """KERPLE with the power kernel (Chi et al. 2022, arXiv 2205.09921): `-r1 (m - n)^r2`.
+
+    r1 and r2 are learned per head, from uniform draws between 0 and 1, and 0 and 2, as in the
+    authors' code. r1 is held at 0.01 or more, r2 between 0.01 and 2; beyond these bounds they count
+    as the bound and keep their gradient.
+
+    Args:
+        keep_rope: Keep the model's rotation beside the bias.
+    """
+
+    name: ClassVar[str] = "kerple_power"
+    summary: ClassVar[str] = "a learned power of the distance as penalty"
+
+    def initial(self, heads: int, original: int) -> dict[str, Tensor]:
+        return {"r1": torch.rand(heads), "r2": 2 * torch.rand(heads)}
+
+    def bias(
+        self,
+        distance: Tensor,
+        heads: int,
+        parameters: Mapping[str, Tensor],
+        query_position: Tensor | None = None,
+    ) -> Tensor:
+        r1 = per_head(bounded(parameters["r1"]), distance)
+        r2 = per_head(bounded(parameters["r2"], most=2.0), distance)
+        return -r1 * torch.pow(distance, r2)
+
+    def horizon(
+        self, drop: Tensor, heads: int, parameters: Mapping[str, Tensor] | None = None
+    ) -> Tensor | None:
+        if parameters is None:
+            return None
+        r1 = bounded(parameters["r1"].detach())
+        r2 = bounded(parameters["r2"].detach(), most=2.0)
+        return (drop / r1) ** (1 / r2)
+
+
+def bounded(values: Tensor, least: float = LEAST, most: float | None = None) -> Tensor:
+    """The values held within bounds, with the gradient of the values themselves.
+
+    The authors' code clamps the parameters in place in every forward; this reads the same and
+    changes nothing, and a plain clamp would leave a value that went astray without a gradient.
+    """
+    return values + (values.clamp(min=least, max=most) - values).detach()

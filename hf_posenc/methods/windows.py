@@ -1,0 +1,142 @@
+"""Windows: only near keys are read, and perhaps the first few of the text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_posenc.errors import PosencError
+from hf_posenc.methods.bands import Band, RotaryBands
+from hf_posenc.methods.base import check_count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithSinks(RotaryBands):
+    """A window, and the first keys of the text beside it."""
+
+    follows_text: ClassVar[bool] = True
+
+    def first_keys(self) -> int:
+        """How many first keys every query reads."""
+        raise NotImplementedError
+
+    def bands(self, original: int) -> tuple[Band, ...]:
+        far = Band(
+            query_position=lambda m: self.query_position(m, original),
+            key_position=lambda n: self.key_position(n, original),
+            least=self.near_window(original),
+            keys=self.first_keys(),
+        )
+        return self.near(original), far
+
+
+@dataclass(frozen=True, kw_only=True)
+class LMInfinite(_WithSinks):
+    """LM-Infinite (Han et al. 2023, arXiv 2308.16137): a window and the first keys, at a bounded distance.
+
+    A key is read if it is less than the window away, at its distance, or if it is one of the
+    first few, at the distance `min(m - n, w)`.
+
+    Args:
+        window: Tokens w that are read as usual; the original context by default.
+        sinks: First keys that every query reads.
+        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`.
+    """
+
+    name: ClassVar[str] = "lm_infinite"
+    summary: ClassVar[str] = "a window, and the first keys at the window's distance"
+    source: ClassVar[str] = "Han et al. 2023, arXiv 2308.16137"
+
+    sinks: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self, "sinks")
+
+    def first_keys(self) -> int:
+        return self.sinks
+
+    def near_window(self, original: int) -> int:
+        return original if self.window is None else self.window
+
+    def query_position(self, m: Tensor, original: int) -> Tensor:
+        return torch.full_like(m, self.near_window(original))
+
+    def key_position(self, n: Tensor, original: int) -> Tensor:
+        return torch.zeros_like(n)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSinks(_WithSinks):
+    """Attention sinks, StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): positions inside the cache.
+
+    The text counts as its first keys followed by the last `window` ones: a near key lies at its
+    distance, the first key n at the distance `min(m, sinks + window - 1) - n`.
+
+    Args:
+        window: Last keys that are read, the query's own among them; `L - sinks` by default.
+        sinks: First keys that every query reads.
+        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`.
+    """
+
+    name: ClassVar[str] = "attention_sinks"
+    aliases: ClassVar[tuple[str, ...]] = ("sinks", "streaming_llm")
+    summary: ClassVar[str] = "a window, and the first keys just before it"
+    source: ClassVar[str] = "Xiao et al. 2023, arXiv 2309.17453"
+
+    sinks: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_count(self, "sinks")
+
+    def first_keys(self) -> int:
+        return self.sinks
+
+    def near_window(self, original: int) -> int:
+        """The window in tokens.
+
+        Raises:
+            PosencError: As many sinks as the context has tokens, and no window given.
+        """
+        if self.window is not None:
+            return self.window
+        if self.sinks >= original:
+            raise PosencError(
+                f"{self.name}: sinks ({self.sinks}) leaves no window in the original context of "
+                f"{original} tokens. Give fewer, or window=."
+            )
+        return original - self.sinks
+
+    def query_position(self, m: Tensor, original: int) -> Tensor:
+        return m.clamp(max=self.sinks + self.near_window(original) - 1)
+
+    def key_position(self, n: Tensor, original: int) -> Tensor:
+        return n
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlidingWindow(RotaryBands):
+    """Plain attention to the last keys only: the control that every other method has to beat.
+
+    Reads as far as the model was trained and forgets the rest, so its perplexity does not rise with
+    the length, and it can use nothing that lies farther back.
+
+    Args:
+        window: Last keys that are read, the query's own among them; the original context by default.
+        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`.
+    """
+
+    name: ClassVar[str] = "sliding_window"
+    summary: ClassVar[str] = "only the last keys are read"
+    source: ClassVar[str] = "Beltagy et al. 2020, arXiv 2004.05150"
+    follows_text: ClassVar[bool] = True
+
+    def near_window(self, original: int) -> int:
+        return original if self.window is None else self.window
+
+    def bands(self, original: int) -> tuple[Band, ...]:
+        return (self.near(original),)
