@@ -18,9 +18,12 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import hf_posenc.methods as methods
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import RopeScaling, available_methods, get_method
+from hf_posenc.methods import RopeScaling, available_methods, bucket_length, get_method
 from hf_posenc.rope import RopeSpec
 from tests.references import REFERENCES, default
+
+FREQUENCY = tuple(m.name for m in methods.METHODS if issubclass(m, RopeScaling))
+"""The methods that this file is about; those on other seams: tests/test_attention_methods.py."""
 
 DYNAMIC = {
     "dynamic_pi": "pi",
@@ -85,7 +88,7 @@ scales = st.floats(1.0, 128.0)
 
 
 def test_every_method_has_a_reference() -> None:
-    assert set(REFERENCES) == set(available_methods())
+    assert set(REFERENCES) == set(FREQUENCY)
 
 
 @pytest.mark.parametrize("name", sorted(REFERENCES))
@@ -181,7 +184,7 @@ def test_equals_transformers(
     assert float(method.cos_sin_factor(rope, length)) == pytest.approx(want_factor, rel=1e-6)
 
 
-@pytest.mark.parametrize("name", available_methods())
+@pytest.mark.parametrize("name", FREQUENCY)
 def test_native_parameters_say_the_same(name: str) -> None:
     """What a method writes into ``rope_parameters`` makes transformers compute the same table."""
     method = example(name)
@@ -212,7 +215,7 @@ def trained_tables() -> list[Tensor]:
     return [1.0 / 1e4**exponents, (1.0 / 5e5**exponents), proportional]
 
 
-@pytest.mark.parametrize("name", sorted(set(available_methods()) - {"abf", "nope", "longrope"}))
+@pytest.mark.parametrize("name", sorted(set(FREQUENCY) - {"abf", "nope", "longrope"}))
 @pytest.mark.parametrize("table", trained_tables(), ids=["1e4", "5e5", "proportional"])
 def test_scale_one_changes_no_bit(name: str, table: Tensor) -> None:
     """Given the model's own float32 table, a scale of 1 gives back the same float32 bits."""
@@ -236,7 +239,7 @@ def test_neutral_options_change_no_bit(name: str) -> None:
         assert float(method.cos_sin_factor(rope, 9000)) == 1.0
 
 
-@pytest.mark.parametrize("name", available_methods())
+@pytest.mark.parametrize("name", FREQUENCY)
 def test_pairs_that_do_not_rotate_stay_so(name: str) -> None:
     """A proportional table (Gemma 4) has zeros at its end; no method may make them turn."""
     table = trained_tables()[-1]
@@ -261,7 +264,7 @@ def test_dynamic_equals_static_at_the_needed_scale(
         assert float(factor) == pytest.approx(float(still.cos_sin_factor(rope)))
 
 
-@pytest.mark.parametrize("name", available_methods())
+@pytest.mark.parametrize("name", FREQUENCY)
 def test_only_length_dependent_methods_look_at_the_length(name: str) -> None:
     method = example(name)
     rope = RopeSpec(64, 1e4, 2048)
@@ -269,7 +272,7 @@ def test_only_length_dependent_methods_look_at_the_length(name: str) -> None:
     assert same is not get_method(name).length_dependent
 
 
-@pytest.mark.parametrize("name", sorted(set(available_methods()) - {"nope", "longrope"}))
+@pytest.mark.parametrize("name", sorted(set(FREQUENCY) - {"nope", "longrope"}))
 @given(scale=st.floats(1.01, 64.0), theta=thetas, dim=dims)
 def test_frequencies_stay_in_order_and_are_only_lowered(
     name: str, scale: float, theta: float, dim: int
@@ -284,7 +287,7 @@ def test_frequencies_stay_in_order_and_are_only_lowered(
     assert torch.all(table >= unscaled / longest * (1 - 1e-9))
 
 
-@pytest.mark.parametrize("name", sorted(set(available_methods()) - {"nope", "abf", "longrope"}))
+@pytest.mark.parametrize("name", sorted(set(FREQUENCY) - {"nope", "abf", "longrope"}))
 def test_more_scale_lowers_more(name: str) -> None:
     rope = RopeSpec(64, 1e4, 2048)
     little, much = (example(name, scale=s).inv_freq(rope, int(2048 * s)) for s in (2.0, 8.0))
@@ -340,7 +343,7 @@ def test_an_unknown_name_suggests_the_nearest() -> None:
         get_method("yarm")
 
 
-@pytest.mark.parametrize("name", available_methods())
+@pytest.mark.parametrize("name", FREQUENCY)
 def test_unknown_options_are_refused(name: str) -> None:
     options = example(name).options()
     with pytest.raises(PosencError, match="sclae"):
@@ -371,7 +374,11 @@ def test_unknown_options_are_refused(name: str) -> None:
         ("partial_ntk", {"scale": 8, "ntk_factor": -1}, "ntk_factor"),
         ("dynamic_pi", {"scale": 4}, "scale"),
         ("dynamic_ntk", {"scale": 0.5}, "scale"),
-        ("dynamic_ntk", {"update": "row"}, "update"),
+        ("dynamic_ntk", {"update": "rows"}, "update"),
+        ("dynamic_ntk", {"update": None}, "update"),
+        ("dynamic_ntk", {"update": "row", "bucket": 0}, "bucket"),
+        ("dynamic_pi", {"bucket": 256.5}, "bucket"),
+        ("longrope", {"short_factor": [1.0], "long_factor": [1.0], "update": "batch"}, "update"),
         ("dynamic_yarn", {"update": "batch"}, "update"),
         ("ntk_mixed", {"scale": 8, "q": 0}, "q"),
         ("llama3", {"scale": 8, "low_freq_factor": 0}, "low_freq_factor"),
@@ -390,6 +397,31 @@ def test_unknown_options_are_refused(name: str) -> None:
 def test_bad_values_are_refused_by_name(name: str, options: dict[str, Any], named: str) -> None:
     with pytest.raises(PosencError, match=named):
         get_method(name).from_options(**options)
+
+
+@pytest.mark.parametrize("name", [name for name in FREQUENCY if get_method(name).length_dependent])
+@pytest.mark.parametrize("update", ["sequence", "request", "row"])
+def test_every_length_dependent_method_has_three_modes(name: str, update: str) -> None:
+    options = example(name).options() | {"update": update, "bucket": 64}
+    method = build(name, **options)
+    assert method.options() == {
+        k: v for k, v in options.items() if (k, v) != ("update", "sequence")
+    }
+
+
+def test_the_length_in_force_moves_on_by_buckets() -> None:
+    m = torch.arange(12)
+    assert bucket_length(m, 4, 3).tolist() == [4, 4, 4, 4, 7, 7, 7, 10, 10, 10, 13, 13]
+    assert bucket_length(m, 4, 1).tolist() == [4, 4, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+
+
+@given(m=st.integers(0, 1 << 40), trained=st.integers(1, 1 << 20), bucket=st.integers(1, 1 << 16))
+def test_a_bucket_holds_its_positions(m: int, trained: int, bucket: int) -> None:
+    length = int(bucket_length(torch.tensor(m), trained, bucket))
+    assert (length == trained) == (m < trained)
+    assert length >= m + 1 or m < trained
+    assert (length - trained) % bucket == 0
+    assert length - bucket < m + 1 or length == trained
 
 
 def test_longrope_lists_must_fit_the_model() -> None:

@@ -74,7 +74,10 @@ class FIRE(DistanceBias):
         threshold = (parameters["multiplier"] * self.threshold).abs()
         longest = torch.maximum(query_position.to(distance.dtype), threshold.to(distance.dtype))
         # |c x|, as in the authors' code: a c that training made negative must not end in a logarithm of less than 0.
-        fraction = torch.log1p((c * distance).abs()) / torch.log1p((c * longest).abs())
+        whole = torch.log1p((c * longest).abs())
+        fraction = torch.log1p((c * distance).abs()) / whole.clamp(
+            min=torch.finfo(whole.dtype).tiny
+        )
         weight_in, weight_out = parameters["weight_in"], parameters["weight_out"]
         hidden = F.linear(fraction[..., None].to(weight_in.dtype), weight_in, parameters["bias_in"])
         return F.linear(hidden.relu(), weight_out, parameters["bias_out"]).movedim(-1, 0)
