@@ -1,0 +1,115 @@
+"""Attention of few queries over all cached keys: the step of a generation, one matrix product per key head."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.flash_cpu import accumulation_dtype
+
+Near = tuple[Tensor, Tensor, Tensor]
+
+
+@overload
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    *,
+    near: Near | None = ...,
+    bias: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    weights: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    *,
+    near: Near | None = ...,
+    bias: Tensor | None = ...,
+    mask: Tensor | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    weights: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float,
+    *,
+    near: Near | None = None,
+    bias: Tensor | None = None,
+    mask: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    weights: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention with all scores of a few rows at hand, exact, differentiable; on any device, traceable.
+
+    Grouped query heads are rows of one product, so that each key is read once and not once per query head. Keys are
+    never sliced: a product with a slice of a cache falls off the fast path.
+
+    Args:
+        query: Shape (B, H, Q, D), of the far band where there are two.
+        key: Shape (B, HK, KV, D), H a multiple of HK.
+        value: Shape (B, HK, KV, DV).
+        scaling: Factor on the scores.
+        near: The near band's query (B, H, Q, D), the last W keys as that band rotates them (B, HK, W, D), and which
+            of these pairs are near, (B or 1, 1, Q, W), bool: their scores replace the far band's.
+        bias: Added to the scores; broadcasts to (B, H, Q, KV).
+        mask: Which keys are visible, broadcasts to (B, 1, Q, KV), bool; a row without any gives zeros.
+        softcap: Scores become `softcap * tanh(scores / softcap)` before bias and mask (Gemma 2, arXiv 2408.00118).
+        sinks: A logit per query head, shape (H,), that takes part in the softmax and has no value (gpt-oss).
+        weights: Return the weights as well.
+
+    Returns:
+        Shape (B, H, Q, DV); with `weights` also the softmax, (B, H, Q, KV), float32 (float64 for float64).
+    """
+    scores = _scores(query, key, scaling)
+    if near is not None:
+        near_query, near_key, is_near = near
+        width = near_key.shape[2]
+        tail = scores[..., -width:]
+        near_scores = _scores(near_query, near_key, scaling)
+        scores[..., -width:] = torch.where(is_near, near_scores, tail)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if mask is not None:
+        # Finite, since a row of nothing but -inf has no softmax; it is emptied below.
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        probabilities = scores.softmax(-1)
+    else:
+        sink = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        probabilities = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    out = _folded(probabilities.to(value.dtype), value.shape[1]) @ value
+    out = out.view(*probabilities.shape[:-1], value.shape[-1])
+    if mask is not None:
+        empty = ~mask.any(-1, keepdim=True)
+        out = out.masked_fill(empty, 0.0)
+        probabilities = probabilities.masked_fill(empty, 0.0) if weights else probabilities
+    return (out, probabilities) if weights else out
+
+
+def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """`query . key * scaling`, shape (B, H, Q, KV), float32 (float64 for float64)."""
+    scores = _folded(query, key.shape[1]) @ key.transpose(-1, -2)
+    scores = scores.view(*query.shape[:-1], key.shape[2])
+    return scores.to(accumulation_dtype(query.dtype)) * scaling
+
+
+def _folded(rows: Tensor, key_heads: int) -> Tensor:
+    """From (B, H, Q, N) to (B, HK, H / HK * Q, N): the rows of all query heads that share a key head."""
+    batch, heads, length, features = rows.shape
+    return rows.reshape(batch, key_heads, heads // key_heads * length, features)
