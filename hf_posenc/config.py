@@ -33,6 +33,7 @@ class PatchConfig:
         layers: Which layers are patched.
         compose: On an already scaled checkpoint, start from its scaled table.
         replace: On an already scaled checkpoint, start from its `rope_theta`.
+        others: Further methods on other seams: the name of each, and its options, the scale among them.
     """
 
     method: str
@@ -42,23 +43,28 @@ class PatchConfig:
     layers: Layers = "full"
     compose: bool = False
     replace: bool = False
+    others: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
-    def build(self) -> Method:
-        """The method object.
+    def build(self) -> tuple[Method, ...]:
+        """The method objects, each on a seam of its own.
 
         Raises:
             PosencError: An unknown method or option, or a value out of range.
         """
         scale = {} if self.scale is None else {"scale": self.scale}
-        return get_method(self.method).from_options(**scale, **self.options)
+        first = get_method(self.method).from_options(**scale, **self.options)
+        more = (get_method(name).from_options(**options) for name, options in self.others)
+        return (first, *more)
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON form."""
         values = {"format": FORMAT, **dataclasses.asdict(self)}
-        values["options"] = {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in self.options.items()
-        }
+        values["options"] = _plain(self.options)
+        del values["others"]
+        if self.others:
+            values["others"] = [
+                {"method": name, "options": _plain(options)} for name, options in self.others
+            ]
         values["layers"] = self.layers if isinstance(self.layers, str) else list(self.layers)
         return values
 
@@ -80,6 +86,9 @@ class PatchConfig:
             raise PosencError('A patch names its "method".')
         if isinstance(given.get("layers"), list):
             given["layers"] = tuple(given["layers"])
+        given["others"] = tuple(
+            (other["method"], other["options"]) for other in given.get("others", ())
+        )
         config = cls(**given)
         config.build()
         return config
@@ -127,6 +136,10 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
             raise unknown(f"option of {method.name}", option.strip(), possible)
         options[option.strip()] = _value(value.strip())
     return method.name, options
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
 
 
 def _value(text: str) -> Any:

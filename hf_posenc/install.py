@@ -15,7 +15,8 @@ from hf_posenc import export
 from hf_posenc.adapters import ArchAdapter
 from hf_posenc.config import PatchConfig
 from hf_posenc.errors import UnsupportedModelError, VerificationError
-from hf_posenc.methods import RopeScaling, YaRN
+from hf_posenc.install_attention import AttentionSeam, install_attention, remove_attention
+from hf_posenc.methods import Method, RopeScaling, YaRN, seam_of
 from hf_posenc.methods.yarn import mscale
 from hf_posenc.seams.discovery import RotaryTable, read_spec, rotary_tables
 from hf_posenc.seams.probe import computes, is_half_split, probed_length, rotary_output
@@ -34,19 +35,23 @@ class State:
         config: What was asked for, with everything resolved.
         original: The original context length, in tokens.
         extended: The context length that the patch reaches; `None` where it follows the text.
+        methods: The methods, the first of which is `config.method`.
         export: How plain transformers computes the patch (`export.ConfigEdit.form`).
         configs: Every config that was written to, with what it said before.
         scalings: The attention modules whose `scaling` was changed, by path, with the old value.
         tensors: The sin-cos tables that were swapped, by path and attribute.
+        attention: What was changed in attention.
     """
 
     config: PatchConfig
     original: int
     extended: int | None
+    methods: tuple[Method, ...]
     export: str | None = None
     configs: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     scalings: dict[str, float] = field(default_factory=dict)
     tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    attention: AttentionSeam | None = None
 
 
 def own_config(model: nn.Module) -> None:
@@ -59,6 +64,43 @@ def own_config(model: nn.Module) -> None:
         config = vars(module).get("config")
         if hasattr(config, "get_text_config"):
             vars(module)["config"] = copy.deepcopy(config, memo)
+
+
+def install(
+    model: nn.Module, state: State, adapter: ArchAdapter, tables: Sequence[RotaryTable]
+) -> None:
+    """Puts every method of a patch where it lands: frequencies first, since attention rotates by them.
+
+    Raises:
+        UnsupportedModelError: A model in which a method cannot land, with the reason.
+        VerificationError: The patched model does not compute what was asked for.
+    """
+    config = state.config
+    scaling = next((m for m in state.methods if seam_of(m) == "rotary"), None)
+    others = [method for method in state.methods if method is not scaling]
+    sincos = [table for table in tables if isinstance(table, SinCosTable)]
+    if sincos and others:
+        raise UnsupportedModelError(
+            f"{others[0].name} computes attention itself, but {type(model).__name__} rotates and attends in code of its "
+            "own. Frequency methods (yarn, ntk_by_parts, ...) work on this model."
+        )
+    if isinstance(scaling, RopeScaling):
+        if sincos:
+            install_sincos(model, state, sincos, scaling)
+        else:
+            install_rotary(model, state, adapter, tables, scaling)
+    if others:
+        state.attention = install_attention(
+            model,
+            tables,
+            others,
+            original=state.original,
+            layers=config.layers,
+            compose=config.compose,
+        )
+        state.export = None
+        if scaling is None:
+            _write_config(model, state, [])
 
 
 def install_rotary(
@@ -125,6 +167,8 @@ def install_sincos(
 
 def undo(model: nn.Module, state: State) -> None:
     """Takes a patch out, whole or half done: modules, tensors, attributes and config as before."""
+    if state.attention is not None:
+        remove_attention(model, state.attention)
     put_in_place(
         model,
         {id(module): module.base for module in model.modules() if isinstance(module, PosencRotary)},

@@ -12,13 +12,13 @@ from torch import nn
 
 from hf_posenc.config import Layers, PatchConfig
 from hf_posenc.errors import PosencError
-from hf_posenc.install import STATE, State, install_rotary, install_sincos, own_config, undo
+from hf_posenc.install import STATE, State, install, own_config, undo
 from hf_posenc.patch import EffectiveTable, Patch
 from hf_posenc.resolve import (
     MethodLike,
     adapter_of,
     check_scaled,
-    resolve_method,
+    resolve_methods,
     tables_of,
     unwrap,
 )
@@ -88,28 +88,27 @@ def patch_model(
         original = original_max_position_embeddings
         if original is None:
             original = original_length(tables[0], compose=compose)
-        scaling, reach = resolve_method(
+        methods, reach = resolve_methods(
             method, scale=scale, target_length=target_length, original=original, options=options
         )
         config = PatchConfig(
-            method=scaling.name,
-            options={knob: value for knob, value in scaling.options().items() if knob != "scale"},
-            scale=getattr(scaling, "scale", None),
+            method=methods[0].name,
+            options={
+                knob: value for knob, value in methods[0].options().items() if knob != "scale"
+            },
+            scale=getattr(methods[0], "scale", None),
             original_max_position_embeddings=original,
             layers=layers if isinstance(layers, str) else tuple(layers),
             compose=compose,
             replace=replace,
+            others=tuple((other.name, other.options()) for other in methods[1:]),
         )
-        state = State(config, original, reach)
+        state = State(config, original, reach, methods)
         setattr(inner, STATE, state)
         try:
             own_config(model)
             tables = select(tables_of(inner, adapter), layers)  # with the model's own configs
-            sincos = [table for table in tables if isinstance(table, SinCosTable)]
-            if sincos:
-                install_sincos(inner, state, sincos, scaling)
-            else:
-                install_rotary(inner, state, adapter, tables, scaling)
+            install(inner, state, adapter, tables)
         except BaseException:
             undo(inner, state)
             raise

@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_posenc.adapters import ArchAdapter, get_adapter
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.methods import Method, RopeScaling, get_method
+from hf_posenc.methods import Method, get_method, seam_of
 from hf_posenc.seams.discovery import RotaryTable, rotary_tables
 from hf_posenc.seams.sincos import sincos_tables
 
@@ -90,24 +90,71 @@ def check_scaled(tables: Sequence[RotaryTable], *, compose: bool, replace: bool)
             )
 
 
-def resolve_method(
+def resolve_methods(
     method: MethodLike,
     *,
     scale: float | None,
     target_length: int | None,
     original: int,
     options: dict[str, Any],
-) -> tuple[RopeScaling, int | None]:
-    """The method object, and the context length that it reaches in tokens.
+) -> tuple[tuple[Method, ...], int | None]:
+    """The method objects, and the context length that they reach in tokens.
 
     The length is `None` for methods that follow the text, and for those that name neither scale nor
     target.
 
     Raises:
-        PosencError: An unknown method or option, a value out of range, or numbers that disagree.
+        PosencError: An unknown method or option, a value out of range, numbers that disagree, or two
+            methods on one seam.
     """
-    if not isinstance(method, str | Method):
-        method = _only(method)
+    if isinstance(method, str | Method):
+        found, reach = _resolved(
+            method, scale=scale, target_length=target_length, original=original, options=options
+        )
+        return (found,), reach
+    if not method:
+        raise PosencError("An empty list of methods: name at least one.")
+    if options:
+        raise PosencError(
+            f"Options ({', '.join(options)}) belong to one method: in a list, give method objects, as "
+            "in [YaRN(scale=4), LogN()]."
+        )
+    kinds = [get_method(part) if isinstance(part, str) else type(part) for part in method]
+    scaled = [kind.name for kind in kinds if kind.takes_scale()]
+    if len(scaled) > 1 and scale is not None:
+        raise PosencError(
+            f"scale= could be that of {' or '.join(scaled)}: give method objects, as in [YaRN(scale=4), "
+            "LogN()]."
+        )
+    parts, reaches = [], []
+    for part, kind in zip(method, kinds, strict=True):
+        found, reach = _resolved(
+            part,
+            scale=scale if kind.takes_scale() else None,
+            target_length=target_length if kind.takes_scale() and not kind.follows_text else None,
+            original=original,
+            options={},
+        )
+        parts.append(found)
+        reaches.append(reach)
+    seams = [seam_of(part) for part in parts]
+    twice = next((seam for seam in seams if seams.count(seam) > 1), None)
+    if twice is not None:
+        names = [part.name for part, seam in zip(parts, seams, strict=True) if seam == twice]
+        raise PosencError(
+            f"Two methods on one seam exclude each other: {', '.join(names)} ({twice}). Pick one of them."
+        )
+    return tuple(parts), next((reach for reach in reaches if reach is not None), None)
+
+
+def _resolved(
+    method: str | Method,
+    *,
+    scale: float | None,
+    target_length: int | None,
+    original: int,
+    options: dict[str, Any],
+) -> tuple[Method, int | None]:
     kind = get_method(method) if isinstance(method, str) else type(method)
     if target_length is not None:
         if target_length < original:
@@ -134,23 +181,9 @@ def resolve_method(
             knobs = ", ".join(kind.knobs()) or "none"
             raise PosencError(f"{kind.name} takes no scale: {kind.summary}. Its knobs: {knobs}.")
         found = kind.from_options(**({} if scale is None else {"scale": scale}), **options)
-    if not isinstance(found, RopeScaling):
-        raise PosencError(
-            f"{found.name} is not a frequency method; this version has no other seam."
-        )
     if target_length is None and scale is not None and not kind.follows_text:
         target_length = math.ceil(original * scale)
     return found, target_length
-
-
-def _only(methods: Sequence[str | Method]) -> str | Method:
-    if len(methods) == 1:
-        return methods[0]
-    if not methods:
-        raise PosencError("An empty list of methods: name at least one.")
-    kinds = [get_method(part) if isinstance(part, str) else type(part) for part in methods]
-    seams = ", ".join(f"{kind.name} ({kind.seam})" for kind in kinds)
-    raise PosencError(f"Two methods on one seam exclude each other: {seams}. Pick one of them.")
 
 
 def _summary(table: RotaryTable) -> str:

@@ -102,13 +102,13 @@ def apply_config(model: nn.Module, config: PatchConfig) -> nn.Module:
     """Patches a model as a `PatchConfig` says; the same model."""
     return patch_model(
         model,
-        config.method,
-        scale=config.scale,
+        config.build() if config.others else config.method,
+        scale=None if config.others else config.scale,
         original_max_position_embeddings=config.original_max_position_embeddings,
         layers=config.layers,
         compose=config.compose,
         replace=config.replace,
-        **config.options,
+        **({} if config.others else config.options),
     )
 
 

@@ -21,7 +21,7 @@ LAYERS = (
     ("config",),
     ("patch",),
     ("attention", "seams"),
-    ("adapters", "export"),
+    ("adapters", "export", "install_attention"),
     ("install", "resolve"),
     ("patching",),
     ("saving",),

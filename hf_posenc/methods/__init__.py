@@ -15,6 +15,7 @@ from hf_posenc.methods.base import (
     RopeScaling,
     Scaled,
     bucket_length,
+    seam_of,
 )
 from hf_posenc.methods.base_change import ABF, NoPE
 from hf_posenc.methods.bias import DistanceBias, RelativeKeys
@@ -143,4 +144,5 @@ __all__ = [
     "available_methods",
     "bucket_length",
     "get_method",
+    "seam_of",
 ]

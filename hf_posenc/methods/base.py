@@ -209,6 +209,13 @@ def bucket_length(m: Tensor, original: int, bucket: int) -> Tensor:
     return original + (past + bucket - 1) // bucket * bucket
 
 
+def seam_of(method: Method) -> str:
+    """Where a method lands: `"rotary"`, `"attention"`, `"bias"` or `"query"`."""
+    if isinstance(method, LengthDependent) and method.update != "sequence":
+        return "attention"  # each query, or each row of the batch, has frequencies of its own
+    return method.seam
+
+
 def running_scale(rope: RopeSpec, length: Length) -> Tensor:
     """`s = max(1, N / L)` of the dynamic methods, as a 0-dim float64 tensor."""
     trained = rope.original_max_position_embeddings

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.rope import RopeSpec
-from hf_posenc.seams.rotary import FREQUENCIES, PosencRotary, attribute, table_labels
+from hf_posenc.seams.rotary import FREQUENCIES, attribute, table_labels
+from hf_posenc.seams.wrapper import RotaryWrapper, unwrapped
 
 # rope_type values whose table is plain `theta ** (-2i/d)`, `proportional` with zeros at its end
 UNSCALED = ("default", "proportional")
@@ -177,9 +178,9 @@ def _rotaries_of_text(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
             owners[name] = module
         if any(name.startswith(f"{outer}.") for outer in wrapped):
             continue
-        if isinstance(module, PosencRotary):
+        if isinstance(module, RotaryWrapper):
             wrapped.append(name)
-            module = module.base
+            module = unwrapped(module)
         if not table_labels(module):
             continue
         around = [path for path in owners if not path or name.startswith(f"{path}.")]

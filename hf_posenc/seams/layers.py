@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.seams.discovery import RotaryTable
@@ -66,3 +69,26 @@ def _layers_of(table: RotaryTable) -> frozenset[int]:
 
 def _span(layers: frozenset[int]) -> str:
     return ", ".join(map(str, sorted(layers))) or "unknown"
+
+
+def attends_locally(module: nn.Module, config: Any) -> bool:
+    """Whether an attention module is of a sliding-window or chunked layer in a model that has others too."""
+    kinds = {*(getattr(config, "layer_types", None) or [])}
+    return len(kinds) > 1 and layer_type(module, config).startswith(_LOCAL)
+
+
+def layer_type(module: nn.Module, config: Any) -> str:
+    """The type of the layer that an attention module is of, as the config names it; `""` where it does not."""
+    kinds = getattr(config, "layer_types", None) or []
+    index = layer_index("", module)
+    own = getattr(module, "layer_type", None)
+    return str(own or (kinds[index] if index is not None and index < len(kinds) else ""))
+
+
+def layer_index(name: str, module: nn.Module) -> int | None:
+    """Which layer an attention module belongs to."""
+    own = getattr(module, "layer_idx", None)
+    if isinstance(own, int):
+        return own
+    found = _LAYER_INDEX.search(f"{name}.")
+    return int(found[1]) if found else None

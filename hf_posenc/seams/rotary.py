@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_posenc.methods import RopeScaling
 from hf_posenc.rope import RopeSpec
+from hf_posenc.seams.wrapper import RotaryWrapper
 
 FREQUENCIES = "inv_freq"
 _MODULE_INTERNALS = frozenset(vars(nn.Module()))
@@ -39,7 +40,7 @@ def attribute(label: str, name: str) -> str:
     return f"{label}_{name}" if label else name
 
 
-class PosencRotary(nn.Module):
+class PosencRotary(RotaryWrapper):
     """Calls the wrapped rotary's own forward, whatever its layout, with other frequencies.
 
     The original stays untouched as the child `base`; tables of other layer types than the patched
@@ -61,17 +62,13 @@ class PosencRotary(nn.Module):
         specs: Mapping[str, RopeSpec],
         base_factors: Mapping[str, float] | None = None,
     ) -> None:
-        super().__init__()
-        self.base = base
+        super().__init__(base)
         self.method = method
         self.specs = dict(specs)
         self.base_factors = dict(base_factors or {})
         self.own_forward = True
         self._warned = False
         self._engines: dict[torch.device, nn.Module] = {}
-        # Saved and loaded under the names that the checkpoint has.
-        self.register_state_dict_post_hook(_without_base)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_with_base)  # type: ignore[no-untyped-call]
         self._prepare_device()
 
     def table(
@@ -124,16 +121,6 @@ class PosencRotary(nn.Module):
         layers = "" if "" in self.specs else f" in {', '.join(self.specs)}"
         return f"{self.method.name}({knobs}){layers}"
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            # Model code reads `rotary_emb.config`, `.layer_types`, `.mrope_section` of the module it
-            # built. Private names are somebody's hooks on the base, which are not the wrapper's.
-            if name == "base" or name.startswith("_"):
-                raise
-            return getattr(self.base, name)
-
     def _apply(self, fn: Any, recurse: bool = True) -> PosencRotary:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._engines.clear()
@@ -169,18 +156,6 @@ class PosencRotary(nn.Module):
                 "method (yarn, ntk_by_parts, ...) or use_cache=False.",
                 stacklevel=4,
             )
-
-
-def _without_base(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
-) -> None:
-    for key in [key for key in state_dict if key.startswith(f"{prefix}base.")]:
-        state_dict[prefix + key.removeprefix(f"{prefix}base.")] = state_dict.pop(key)
-
-
-def _with_base(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    for key in [key for key in state_dict if key.startswith(prefix)]:
-        state_dict[f"{prefix}base.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
 
 def _engine_of(base: nn.Module) -> nn.Module:

@@ -1,0 +1,138 @@
+"""The general path: any encoding under any mask, a block of queries at a time.
+
+Right for everything, on every device, and differentiable. Scratch memory is a block of queries times the keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.encoding import Branch, Encoding
+from hf_posenc.attention.softmax import grouped_scores, weighted_values
+from hf_posenc.methods import DistanceBias
+
+SCRATCH = 1 << 24
+"""Elements of the scores that are in memory at a time, at the most."""
+
+
+def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
+    """Attention with an encoding.
+
+    Returns:
+        The output, shape (batch, heads, queries, value_dim), and the attention weights, shape (batch, heads,
+        queries, keys), where they are asked for.
+    """
+    if not encoding.shares_keys and len(call.query_position) > 1:
+        rows = [exact(row, encoding) for row in call.by_row()]
+        weights = [weight for _, weight in rows if weight is not None]
+        return torch.cat([out for out, _ in rows]), torch.cat(weights) if weights else None
+    branches = encoding.branches()
+    keys = [branch.key(call.key, call.key_position, 0) for branch in branches]
+    outs, weights = [], []
+    needs_grad = torch.is_grad_enabled() and any(
+        part.requires_grad for part in (call.query, call.key, call.value)
+    )
+    for start, stop in _blocks(call, encoding):
+        arguments = (call, encoding, branches, keys, start, stop)
+        if needs_grad and stop - start < call.query.shape[2]:
+            # Kept for the backward, the scores of all blocks would be a matrix of queries times keys.
+            out, weight = checkpoint(_block, *arguments, use_reentrant=False)
+        else:
+            out, weight = _block(*arguments)
+        outs.append(out)
+        weights.append(weight)
+    together = torch.cat(weights, 2) if call.weights else None
+    return torch.cat(outs, 2), together
+
+
+def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
+    """Ranges of queries that read the same keys and whose scores fit into the scratch memory."""
+    batch, heads, queries, _ = call.query.shape
+    size = max(16, min(queries, SCRATCH // (batch * heads * max(1, call.key.shape[2]))))
+    borders = [0, queries]
+    if not encoding.shares_keys:
+        bucket = encoding.bucket(call.query_position[0])
+        changes = (bucket[1:] != bucket[:-1]).nonzero()[:, 0] + 1
+        borders = [0, *changes.tolist(), queries]
+    for start, stop in zip(borders, borders[1:], strict=False):
+        for begin in range(start, stop, size):
+            yield begin, min(begin + size, stop)
+
+
+def _block(
+    call: Call,
+    encoding: Encoding,
+    branches: tuple[Branch, ...],
+    keys: list[Tensor],
+    start: int,
+    stop: int,
+) -> tuple[Tensor, Tensor | None]:
+    m, n = call.query_position[:, start:stop], call.key_position
+    query, key = call.query[:, :, start:stop], call.key
+    factor = encoding.query_factor(m)
+    if factor is not None:
+        query = query * factor[:, None, :, None].to(query.dtype)
+    origin = 0
+    if not encoding.shares_keys:
+        origin = encoding.origin(m)
+    pairs = (m[:, None, :, None], n[:, None, None, :])
+    scores: Tensor | None = None
+    covered: Tensor | None = None
+    for branch, shared in zip(branches, keys, strict=True):
+        turned = shared if encoding.shares_keys else branch.key(key, n, origin)
+        part = grouped_scores(branch.query(query, m, origin), turned) * call.scaling
+        inside = branch.contains(*pairs)
+        if inside is None or scores is None:
+            scores = part
+        else:
+            scores = torch.where(inside, part, scores)
+        if inside is not None:
+            covered = inside if covered is None else covered | inside
+    assert scores is not None
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if encoding.bias is not None:
+        scores = scores + _bias(encoding, query, key, m, n, call.scaling)
+    visible = call.mask.rows(start, stop)
+    if covered is not None:
+        visible = covered if visible is None else visible & covered
+    out, weights = weighted_values(
+        scores, call.value, visible, sinks=call.sinks, dropout=call.dropout
+    )
+    return out, weights if call.weights else None
+
+
+def _bias(
+    encoding: Encoding, query: Tensor, key: Tensor, m: Tensor, n: Tensor, scaling: float
+) -> Tensor:
+    """What is added to the scores, shape (batch or 1, heads, queries, keys)."""
+    method, parameters = encoding.bias, encoding.parameters or {}
+    distance = (m[:, :, None] - n[:, None, :]).clamp(min=0)
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    if isinstance(method, DistanceBias):
+        position = m[:, :, None].to(dtype) if method.of_query else None
+        bias = method.bias(distance.to(dtype), encoding.heads, parameters, position)
+        return bias.transpose(0, 1)
+    assert method is not None
+    # Content meets distance: one embedding per distance that occurs, then each pair picks its own.
+    span = int(distance.max()) + 1
+    every = torch.arange(span, device=query.device, dtype=dtype)
+    head_dim = query.shape[-1]
+    relative = method.relative(every, encoding.heads, head_dim, parameters).to(dtype)
+    asking = query.to(dtype)
+    for_position = method.position_bias(parameters)
+    if for_position is not None:
+        asking = asking + for_position[None, :, None].to(dtype)
+    by_distance = asking @ relative.transpose(-1, -2) * scaling
+    picked = distance[:, None].expand(-1, encoding.heads, -1, -1)
+    bias = by_distance.gather(-1, picked.expand(len(query), -1, -1, -1))
+    for_content = method.content_bias(parameters)
+    if for_content is not None:
+        u = for_content[None, :, None].to(dtype)
+        bias = bias + grouped_scores(u.expand(len(query), -1, -1, -1), key.to(dtype)) * scaling
+    return bias
