@@ -1,0 +1,228 @@
+"""The attention-path methods written once more, naively, from the papers: float64, pair by pair.
+
+Nothing here is shared with the package. A relative position is a function of one query at m and one
+key at n <= m, `None` where the pair is masked; a bias the same with a number for every head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Relative = Callable[..., "float | None"]
+
+
+def rerope(m: int, n: int, window: int) -> float:
+    return min(m - n, window)
+
+
+def leaky_rerope(m: int, n: int, window: int, k: float) -> float:
+    return m - n if m - n < window else window + (m - n - window) / k
+
+
+def self_extend(m: int, n: int, window: int, group: int) -> float:
+    if m - n < window:
+        return m - n
+    grouped_query, grouped_key = math.floor(m / group), math.floor(n / group)
+    return grouped_query + window - math.floor(window / group) - grouped_key
+
+
+def dual_chunk(m: int, n: int, chunk: int, window: int) -> float:
+    """Equations 2 to 6 of the paper: intra, successive and inter chunk attention."""
+    intra = list(range(chunk))
+    successive = [min(chunk + i, chunk + window - 1) for i in range(chunk)]
+    key = intra[n % chunk]
+    if m // chunk == n // chunk:
+        return intra[m % chunk] - key
+    if m // chunk - n // chunk == 1:
+        return successive[m % chunk] - key
+    return chunk + window - 1 - key
+
+
+def string(m: int, n: int, shift: int, window: int) -> float:
+    return m - n if m - n < shift else m - n - shift + window
+
+
+def lm_infinite(m: int, n: int, window: int, sinks: int) -> float | None:
+    return min(m - n, window) if m - n < window or n < sinks else None
+
+
+def attention_sinks(m: int, n: int, window: int, sinks: int) -> float | None:
+    """What StreamingLLM's cache holds when the token at m has come in, and where in it n stands."""
+    text = list(range(m + 1))
+    cache = text if len(text) <= sinks + window else text[:sinks] + text[-window:]
+    return cache.index(m) - cache.index(n) if n in cache else None
+
+
+def sliding_window(m: int, n: int, window: int) -> float | None:
+    return m - n if m - n < window else None
+
+
+RELATIVE: dict[str, Relative] = {
+    f.__name__: f
+    for f in (
+        *(rerope, leaky_rerope, self_extend, dual_chunk, string),
+        *(lm_infinite, attention_sinks, sliding_window),
+    )
+}
+"""By the method's name, with every knob given."""
+
+
+def position_map(name: str, length: int, **knobs: Any) -> Tensor:
+    """`P[m, n]`, shape (length, length), float64, NaN where the pair is masked."""
+    rows = torch.full((length, length), math.nan, dtype=torch.float64)
+    for m in range(length):
+        for n in range(m + 1):
+            relative = RELATIVE[name](m, n, **knobs)
+            if relative is not None:
+                rows[m, n] = relative
+    return rows
+
+
+# ------------------------------------------------------------------------------------------
+# Biases: a list with a number for every head
+
+
+def alibi(r: int, m: int, heads: int, scale: float = 1.0) -> list[float]:
+    def slopes(count: int) -> list[float]:
+        if math.log2(count).is_integer():
+            first = 2 ** (-8 / count)
+            return [first ** (h + 1) for h in range(count)]
+        power = 2 ** int(math.log2(count))
+        return slopes(power) + slopes(2 * power)[0::2][: count - power]
+
+    return [-slope * r / scale for slope in slopes(heads)]
+
+
+def kerple_log(r: int, m: int, heads: int, r1: Sequence[float], r2: Sequence[float]) -> list[float]:
+    return [-a * math.log(1 + b * r) for a, b in zip(r1, r2, strict=True)]
+
+
+def kerple_power(
+    r: int, m: int, heads: int, r1: Sequence[float], r2: Sequence[float]
+) -> list[float]:
+    return [-a * r**b for a, b in zip(r1, r2, strict=True)]
+
+
+def sandwich(r: int, m: int, heads: int, dim: int) -> list[float]:
+    """From the embeddings of two positions r apart themselves, sine and cosine."""
+
+    def embedding(position: int) -> list[float]:
+        angles = [position / 10_000 ** (2 * i / dim) for i in range(1, dim // 2 + 1)]
+        return [*map(math.sin, angles), *map(math.cos, angles)]
+
+    inner = sum(a * b for a, b in zip(embedding(m), embedding(m - r), strict=True))
+    return [(inner - dim / 2) / (8 * h / heads) for h in range(1, heads + 1)]
+
+
+def t5(
+    r: int,
+    m: int,
+    heads: int,
+    table: Sequence[Sequence[float]],
+    buckets: int = 32,
+    max_distance: int = 128,
+) -> list[float]:
+    exact = buckets // 2
+    bucket = r
+    if r >= exact:
+        bucket = exact + int(
+            math.log(r / exact) / math.log(max_distance / exact) * (buckets - exact)
+        )
+    return list(table[min(bucket, buckets - 1)])
+
+
+def fire(
+    r: int,
+    m: int,
+    heads: int,
+    c: float,
+    threshold: float,
+    weight_in: Sequence[Sequence[float]],
+    bias_in: Sequence[float],
+    weight_out: Sequence[Sequence[float]],
+    bias_out: Sequence[float],
+) -> list[float]:
+    def psi(x: float) -> float:
+        return math.log(c * x + 1)
+
+    x = psi(r) / psi(max(m, threshold))
+    hidden = [max(0.0, w[0] * x + b) for w, b in zip(weight_in, bias_in, strict=True)]
+    return [
+        sum(w * a for w, a in zip(row, hidden, strict=True)) + b
+        for row, b in zip(weight_out, bias_out, strict=True)
+    ]
+
+
+BIAS: dict[str, Callable[..., list[float]]] = {
+    f.__name__: f for f in (alibi, kerple_log, kerple_power, sandwich, t5, fire)
+}
+"""By the method's name; the knobs and the parameters as plain numbers."""
+
+
+def bias_matrix(name: str, length: int, heads: int, **values: Any) -> Tensor:
+    """Shape (heads, length, length), float64, `-inf` above the diagonal."""
+    matrix = torch.full((heads, length, length), -math.inf, dtype=torch.float64)
+    for m in range(length):
+        for n in range(m + 1):
+            bias = BIAS[name](m - n, m, heads, **values)
+            matrix[:, m, n] = torch.tensor(bias, dtype=torch.float64)
+    return matrix
+
+
+# ------------------------------------------------------------------------------------------
+# Scores of one head: q and k of shape (length, d), unrotated, float64
+
+
+def rotation(angle: float) -> Tensor:
+    cos, sin = math.cos(angle), math.sin(angle)
+    return torch.tensor([[cos, -sin], [sin, cos]], dtype=torch.float64)
+
+
+def pair(x: Tensor, i: int) -> Tensor:
+    """Features i and i + d/2: the half-split layout."""
+    return torch.stack((x[i], x[i + x.shape[0] // 2]))
+
+
+def rope_score(q: Tensor, k: Tensor, relative: float, frequencies: Sequence[float]) -> float:
+    """`q.R(-relative) k`: the relative form of RoPE."""
+    return sum(
+        float(pair(q, i) @ rotation(-relative * f) @ pair(k, i)) for i, f in enumerate(frequencies)
+    )
+
+
+def xpos_score(
+    q: Tensor, k: Tensor, r: int, frequencies: Sequence[float], base: float = 512
+) -> float:
+    """RoPE in complex numbers, each pair with its decay (torchscale's gamma is 0.4)."""
+    dim = q.shape[0]
+    total = 0.0
+    for i, f in enumerate(frequencies):
+        x, y = complex(*pair(q, i).tolist()), complex(*pair(k, i).tolist())
+        decay = ((2 * i + 0.4 * dim) / (1.4 * dim)) ** (r / base)
+        turned = x * y.conjugate() * complex(math.cos(r * f), math.sin(r * f))
+        total += turned.real * decay
+    return total
+
+
+def shaw_score(q: Tensor, k: Tensor, r: int, table: Tensor) -> float:
+    return float(q @ (k + table[min(r, table.shape[0] - 1)]))
+
+
+def transformer_xl_score(
+    q: Tensor, k: Tensor, r: int, u: Tensor, v: Tensor, weight: Tensor
+) -> float:
+    """Terms (a) to (d) of the paper, one after the other."""
+    half = q.shape[0] // 2
+    angles = [r * 10_000 ** (-i / half) for i in range(half)]
+    sinusoid = torch.tensor([*map(math.sin, angles), *map(math.cos, angles)], dtype=torch.float64)
+    embedded = weight @ sinusoid
+    return float(q @ k + q @ embedded + u @ k + v @ embedded)
+
+
+def as_numbers(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {name: value.detach().double().tolist() for name, value in parameters.items()}
