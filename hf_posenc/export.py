@@ -252,7 +252,7 @@ def _proven(
     try:
         trial = copy.deepcopy(config)
         write(trial, values)
-        with _quiet():
+        with quiet():
             loaded = type(trial).from_dict(trial.to_dict())
             if any(loaded.rope_parameters.get(key) != value for key, value in expected.items()):
                 return False
@@ -265,7 +265,7 @@ def _proven(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keeps transformers from talking about configs that are only tried."""
     logger = logging.getLogger("transformers")
     level = logger.level

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
+from hf_posenc.export import config_parts, quiet
 from hf_posenc.methods import (
     DistanceBias,
     LengthDependent,
@@ -41,6 +42,7 @@ from hf_posenc.seams.calibration import (
 from hf_posenc.seams.discovery import RotaryTable, read_spec, rotary_tables
 from hf_posenc.seams.layers import attends_locally, layer_index, layer_type
 from hf_posenc.seams.parameters import MethodParameters
+from hf_posenc.seams.pinned import PinnedLengths
 from hf_posenc.seams.repositioned import ENGINE, RepositionedRotary
 from hf_posenc.seams.rotary import PosencRotary
 from hf_posenc.seams.wrapper import RotaryWrapper
@@ -57,11 +59,16 @@ class AttentionSeam:
 
     Attributes:
         owner: The path of the transformers model that holds the text decoder.
-        before: The attention implementation that it had.
+        before: The attention implementations that its config and the configs inside it named, by path.
     """
 
     owner: str
-    before: str
+    before: Mapping[str, Any]
+
+    @property
+    def replaced(self) -> str:
+        """The attention implementation in whose place the engine computes."""
+        return str(self.before[""])
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,8 +79,9 @@ class _Found:
         name: Its path in the model.
         module: The module.
         seen: What it handed over.
-        rotation: What it rotates by, and `table` which of the model's tables; `None`: it does not, or need not be known.
-        table: See `rotation`.
+        rotation: What it rotates by; `None`: it does not, or that need not be known.
+        table: Which of the model's tables that is of; `None`: it does not rotate.
+        rotary: The rotary module inside it.
     """
 
     name: str
@@ -81,6 +89,7 @@ class _Found:
     seen: Seen
     rotation: Any
     table: RotaryTable | None
+    rotary: RepositionedRotary | None
 
 
 def install_attention(
@@ -110,22 +119,17 @@ def install_attention(
     _refuse(model, owner, tables)
     with trial(model):
         ids = trial_tokens(owner)
-        expected = _hidden(owner, ids)
-    seam = AttentionSeam(owner_path, owner.config._attn_implementation)
-    register()
-    owner.set_attn_implementation(ENGINE)
-    if owner.config._attn_implementation != ENGINE:
-        raise UnsupportedModelError(
-            f"{type(owner).__name__} computes attention in its own code, where no other function can be put in its "
-            "place. Frequency methods (yarn, ntk_by_parts, ...) work on this model."
-        )
-    every = rotary_tables(model)
-    wrappers = _reposition(model, owner, every)
+        expected = _tried(owner, ids)
+    seam = AttentionSeam(owner_path, _implementations(owner.config))
     try:
+        _choose_engine(owner, seam)
+        every = rotary_tables(model)
+        wrappers = _reposition(model, owner, every)
         with trial(model):
             found = _calibrated(model, owner, ids, every, wrappers, methods)
             _verify(owner, ids, expected, found, wrappers)
             _give_encodings(found, tables, wrappers, methods, original, layers, compose)
+            _pin_lengths(owner, found, original)
             _hidden(owner, ids)  # it runs
     except BaseException:
         remove_attention(model, seam)
@@ -146,14 +150,15 @@ def remove_attention(model: nn.Module, seam: AttentionSeam) -> None:
         module.__dict__.pop(LAYER, None)
         module._modules.pop(PARAMETERS, None)
         for number, hook in list(module._forward_pre_hooks.items()):
-            if hook is catch_positions:
+            if hook is catch_positions or isinstance(hook, PinnedLengths):
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
         for name, child in list(module._modules.items()):
             if isinstance(child, RepositionedRotary):
                 setattr(module, name, child.base)
     owner: Any = model.get_submodule(seam.owner)
-    owner.set_attn_implementation(seam.before)
+    for path, config in config_parts(owner.config):
+        vars(config)[_IMPLEMENTATION] = seam.before[path]
 
 
 def patched_layers(model: nn.Module) -> Iterator[tuple[str, Encoding]]:
@@ -162,6 +167,28 @@ def patched_layers(model: nn.Module) -> Iterator[tuple[str, Encoding]]:
         layer: Layer | None = module.__dict__.get(LAYER)
         if layer is not None and layer.patched:
             yield name, layer.encoding
+
+
+_IMPLEMENTATION = "_attn_implementation_internal"
+
+
+def _implementations(config: Any) -> dict[str, Any]:
+    return {path: vars(part).get(_IMPLEMENTATION) for path, part in config_parts(config)}
+
+
+def _choose_engine(owner: Any, seam: AttentionSeam) -> None:
+    """Sets the attention implementation of the decoder, and of nothing that it contains (an audio codec)."""
+    register()
+    with quiet():
+        owner.set_attn_implementation(ENGINE)
+    for path, config in config_parts(owner.config):
+        if path and config is not owner.config.get_text_config(decoder=True):
+            vars(config)[_IMPLEMENTATION] = seam.before[path]
+    if owner.config._attn_implementation != ENGINE:
+        raise UnsupportedModelError(
+            f"{type(owner).__name__} computes attention in its own code, where no other function can be put in its "
+            "place. Frequency methods (yarn, ntk_by_parts, ...) work on this model."
+        )
 
 
 def _owner(model: nn.Module, table: RotaryTable) -> tuple[str, Any]:
@@ -201,6 +228,16 @@ def _refuse(model: nn.Module, owner: nn.Module, tables: Sequence[RotaryTable]) -
 
 def _peft_configs(model: nn.Module) -> list[Any]:
     return list((getattr(model, "peft_config", None) or {}).values())
+
+
+def _tried(owner: Any, ids: Tensor) -> Tensor:
+    try:
+        return _hidden(owner, ids)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(owner).__name__} cannot be run on a few tokens alone ({error}), on which a method that computes "
+            "attention itself is tried. Frequency methods (yarn, ntk_by_parts, ...) work on this model."
+        ) from error
 
 
 def _hidden(owner: Any, ids: Tensor) -> Tensor:
@@ -250,6 +287,15 @@ def _calibrated(
         )
     names = {module: name for name, module in model.named_modules()}
     needed = any(not _without_rotation(method) for method in methods)
+    for table in tables:
+        rotary = wrappers[id(table.module)].base
+        dynamic = isinstance(rotary, PosencRotary) and rotary.method.length_dependent
+        if needed and (dynamic or table.rope_type in ("dynamic", "longrope")):
+            raise PosencError(
+                f"The frequencies of {table.name} move with the length of the text, so no rotation can be added to "
+                "them. Replace them by a static method in a list, as in [YaRN(scale=4), ReRoPE()] with replace=True, or "
+                'use a dynamic method with update="row" alone.'
+            )
     found = []
     for module, calls in native.seen.items():
         for seen in calls:
@@ -274,10 +320,13 @@ def _calibrated(
                 if needed:
                     raise
                 index = 0  # it rotates, in a way that nobody needs to know
-        if calls[0].kwargs.get("position_ids") is None:
+        inner = next((m for m in module.modules() if isinstance(m, RepositionedRotary)), None)
+        if inner is not None:
+            inner.inside_attention = True
+        elif calls[0].kwargs.get("position_ids") is None:
             module.register_forward_pre_hook(catch_positions, with_kwargs=True)
         table = None if index is None else candidates[index]
-        found.append(_Found(names[module], module, calls[0], rotation, table))
+        found.append(_Found(names[module], module, calls[0], rotation, table, inner))
     return found
 
 
@@ -324,7 +373,7 @@ def _verify(
         encoding = Encoding(original=1, heads=entry.seen.query.shape[1], rotation=entry.rotation)
         if known and entry.rotation is not None:
             encoding = replace(encoding, cached_by=_UNROTATED)
-        setattr(entry.module, LAYER, Layer(encoding))
+        setattr(entry.module, LAYER, Layer(encoding, rotary=entry.rotary))
     with _everything_at_zero(wrappers) if known else contextlib.nullcontext():
         computed = _hidden(owner, ids)
     tolerance = _TOLERANCE.get(next(owner.parameters()).dtype, _TOLERANCE_HALF)
@@ -353,7 +402,9 @@ def _give_encodings(
         raise UnsupportedModelError(f"No layer that rotates is among layers={layers!r}.")
     for entry in found:
         heads, key_heads = entry.seen.query.shape[1], entry.seen.key.shape[1]
-        layer = Layer(Encoding(original=original, heads=heads, rotation=entry.rotation))
+        layer = Layer(
+            Encoding(original=original, heads=heads, rotation=entry.rotation), rotary=entry.rotary
+        )
         repositioned = (
             entry.table is not None
             and (
@@ -376,14 +427,24 @@ def _give_encodings(
             encoding = replace(
                 base, heads=heads, rotation=entry.rotation, spec=spec, parameters=parameters
             )
-            layer = Layer(encoding, patched=True)
+            layer = Layer(encoding, patched=True, rotary=entry.rotary)
         elif repositioned:
-            layer = Layer(replace(layer.encoding, cached_by=base))
+            layer = replace(layer, encoding=replace(layer.encoding, cached_by=base))
         setattr(entry.module, LAYER, layer)
     for wrapper in wrappers.values():
         labels = {table.label for table in tables if table.module is _own(wrapper)}
         wrapper.labels = frozenset(labels)
         wrapper.encoding = base if labels else None
+
+
+def _pin_lengths(owner: nn.Module, found: Sequence[_Found], original: int) -> None:
+    layers: list[Layer] = [getattr(entry.module, LAYER) for entry in found]
+    moving = next((m for layer in layers if (m := layer.encoding.moving) is not None), None)
+    if moving is not None and moving.update == "request":
+        lengths = PinnedLengths(original, moving.bucket)
+        owner.register_forward_pre_hook(lengths, with_kwargs=True)
+        for layer in layers:
+            layer.lengths = lengths if layer.encoding.moving is not None else None
 
 
 def _own(wrapper: RepositionedRotary) -> nn.Module:

@@ -17,6 +17,7 @@ from hf_posenc.patch import EffectiveTable, Patch
 from hf_posenc.resolve import (
     MethodLike,
     adapter_of,
+    changes_frequencies,
     check_scaled,
     resolve_methods,
     tables_of,
@@ -84,7 +85,14 @@ def patch_model(
     with torch.device("cpu"):  # inside `with torch.device("meta")` too, tables and probes are real
         adapter = adapter_of(inner)
         tables = select(tables_of(inner, adapter), layers)
-        check_scaled(tables, compose=compose, replace=replace)
+        as_is = not changes_frequencies(method)  # attention then goes on from what is there
+        if as_is and replace:
+            raise PosencError(
+                "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name one in a "
+                "list, as in [YaRN(scale=4), ReRoPE()], or leave replace out."
+            )
+        compose = compose or (as_is and any(table.scaled for table in tables))
+        check_scaled(tables, compose=compose, replace=replace, attention_only=as_is)
         original = original_max_position_embeddings
         if original is None:
             original = original_length(tables[0], compose=compose)

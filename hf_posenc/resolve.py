@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_posenc.adapters import ArchAdapter, get_adapter
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.methods import Method, get_method, seam_of
+from hf_posenc.methods import Method, RopeScaling, get_method, seam_of
 from hf_posenc.seams.discovery import RotaryTable, rotary_tables
 from hf_posenc.seams.sincos import sincos_tables
 
@@ -67,14 +67,23 @@ def tables_of(model: nn.Module, adapter: ArchAdapter) -> tuple[RotaryTable, ...]
     return tables
 
 
-def check_scaled(tables: Sequence[RotaryTable], *, compose: bool, replace: bool) -> None:
+def changes_frequencies(method: MethodLike) -> bool:
+    """Whether a request names a frequency method."""
+    parts = [method] if isinstance(method, str | Method) else method
+    kinds = [get_method(part) if isinstance(part, str) else type(part) for part in parts]
+    return any(issubclass(kind, RopeScaling) for kind in kinds)
+
+
+def check_scaled(
+    tables: Sequence[RotaryTable], *, compose: bool, replace: bool, attention_only: bool
+) -> None:
     """Refuses a checkpoint that is scaled already, unless the request says what to do with that.
 
     Raises:
         PosencError: With the scaling that is there and the two ways on.
     """
     for table in tables:
-        if not table.scaled or replace:
+        if not table.scaled or replace or attention_only:
             continue
         if not compose:
             raise PosencError(

@@ -33,6 +33,9 @@ class Mask(Protocol):
     def rows(self, start: int, stop: int) -> Tensor | None:
         """Visible keys of some queries: bool, shape (batch or 1, 1, stop - start, keys); `None`: all."""
 
+    def added(self, start: int, stop: int) -> Tensor | None:
+        """What a mask adds to visible scores, of a shape as `rows` has; `None`: nothing."""
+
     def seen(self) -> Tensor | None:
         """Keys that any query sees: bool, shape (batch or 1, keys); `None`: all."""
 
@@ -59,6 +62,7 @@ class Call:
         sinks: One logit per head that takes part in the softmax and has no value (GPT-OSS), shape (heads,).
         dropout: Probability of leaving out an attention weight.
         weights: Whether the attention weights are asked for.
+        lengths: The length in force for each row of the batch with `update="request"`, shape (batch,).
     """
 
     query: Tensor
@@ -72,6 +76,7 @@ class Call:
     sinks: Tensor | None = None
     dropout: float = 0.0
     weights: bool = False
+    lengths: Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -103,6 +108,7 @@ class Call:
                 query_position=_rows(self.query_position, part),
                 key_position=_rows(self.key_position, part),
                 mask=RowOf(self.mask, row),
+                lengths=None if self.lengths is None else self.lengths[part],
             )
 
 
@@ -115,9 +121,11 @@ class RowOf:
 
     def rows(self, start: int, stop: int) -> Tensor | None:
         visible = self.mask.rows(start, stop)
-        if visible is None or len(visible) == 1:
-            return visible
-        return visible[self.row : self.row + 1]
+        return visible if visible is None or len(visible) == 1 else visible[self.row][None]
+
+    def added(self, start: int, stop: int) -> Tensor | None:
+        added = self.mask.added(start, stop)
+        return added if added is None or len(added) == 1 else added[self.row][None]
 
     def seen(self) -> Tensor | None:
         visible = self.mask.seen()

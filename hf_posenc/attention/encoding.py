@@ -39,6 +39,10 @@ class Branch(Protocol):
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         """The pairs it scores, for positions that broadcast; `None`: all."""
 
+    @property
+    def shares_cache(self) -> bool:
+        """Whether keys are read as they are cached."""
+
 
 @dataclass(frozen=True, eq=False)
 class Encoding:
@@ -84,12 +88,12 @@ class Encoding:
         if self.cached_by is not None:
             assert self.rotation is not None
             own = Band(query_position=_same, key_position=_same)
-            return (_BandBranch(self.rotation, own, self.cached_by.cached_position),)
+            return (BandBranch(self.rotation, own, self.cached_by.cached_position),)
         if self.bands is not None and self.rotates:
             assert self.rotation is not None
             cached = self.cached_position
             bands = self.bands.bands(self.original)
-            return tuple(_BandBranch(self.rotation, band, cached) for band in bands)
+            return tuple(BandBranch(self.rotation, band, cached) for band in bands)
         if self.moving is not None:
             assert self.rotation is not None
             assert self.spec is not None
@@ -118,11 +122,21 @@ class Encoding:
             return m // self.pairs.scale_base
         return torch.zeros_like(m)
 
-    def origin(self, m: Tensor) -> int:
-        """The `origin` for queries at m, which are all of one bucket."""
-        if self.moving is not None and self.moving.update == "row":
+    def origin(self, m: Tensor, lengths: Tensor | None) -> int:
+        """The `origin` for queries at m, which are all of one bucket and one row of the batch.
+
+        Args:
+            m: Positions, shape (1, queries).
+            lengths: `Call.lengths` of that row.
+        """
+        if isinstance(self.pairs, XPos):
+            return int(m.min())
+        if self.moving is None:
+            return 0
+        if self.moving.update == "row":
             return int(self.bucket(m.flatten()[0]))
-        return int(m.max()) + 1 if self.moving is not None else int(m.min())
+        assert lengths is not None
+        return int(lengths[0])
 
     @property
     def shares_keys(self) -> bool:
@@ -143,9 +157,13 @@ class _PlainBranch:
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         return None
 
+    @property
+    def shares_cache(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True, eq=False)
-class _BandBranch:
+class BandBranch:
     """The positions of one band."""
 
     rotation: Rotation
@@ -162,11 +180,15 @@ class _BandBranch:
         return self.band.contains(m, n)
 
     def _turned(self, x: Tensor, positions: Tensor, wanted: Positions) -> Tensor:
-        if self.keeps(wanted):
+        if self._keeps(wanted):
             return x
         return self.rotation.turn(x, wanted(positions) - self.cached(positions))
 
-    def keeps(self, wanted: Positions) -> bool:
+    @property
+    def shares_cache(self) -> bool:
+        return self._keeps(self.band.key_position)
+
+    def _keeps(self, wanted: Positions) -> bool:
         """Whether this is where keys are cached anyway."""
         probe = torch.tensor([0, 1, 2, 3, 5, 17, 100, 1001, 65537])
         return torch.equal(wanted(probe).double(), self.cached(probe).double())
@@ -197,6 +219,10 @@ class _MovingBranch:
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         return None
 
+    @property
+    def shares_cache(self) -> bool:
+        return False
+
 
 @dataclass(frozen=True, eq=False)
 class _XPosBranch:
@@ -213,6 +239,10 @@ class _XPosBranch:
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         return None
+
+    @property
+    def shares_cache(self) -> bool:
+        return False
 
     def _scaled(self, x: Tensor, factor: Tensor) -> Tensor:
         factor = factor[:, None].to(torch.promote_types(x.dtype, torch.float32))
@@ -235,6 +265,10 @@ class _OffsetBranch:
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         return None
+
+    @property
+    def shares_cache(self) -> bool:
+        return False
 
     def _shifted(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
         offset = self.parameters[name].to(torch.promote_types(x.dtype, torch.float32))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hf_posenc.attention import few, prefill
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
@@ -29,7 +30,11 @@ class Backend:
     run: Callable[[Call, Encoding], Result]
 
 
-BACKENDS: tuple[Backend, ...] = (Backend("exact", lambda call, encoding: True, exact),)
+BACKENDS: tuple[Backend, ...] = (
+    Backend("prefill", prefill.accepts, prefill.prefill),
+    Backend("few", few.accepts, few.few),
+    Backend("exact", lambda call, encoding: True, exact),
+)
 """Tried in this order; a faster kernel joins ahead of the general path."""
 
 

@@ -5,6 +5,7 @@ Right for everything, on every device, and differentiable. Scratch memory is a b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -27,7 +28,8 @@ def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
         The output, shape (batch, heads, queries, value_dim), and the attention weights, shape (batch, heads,
         queries, keys), where they are asked for.
     """
-    if not encoding.shares_keys and len(call.query_position) > 1:
+    several = len(call.query_position) > 1 or (call.lengths is not None and len(call.lengths) > 1)
+    if several and not encoding.shares_keys:
         rows = [exact(row, encoding) for row in call.by_row()]
         weights = [weight for _, weight in rows if weight is not None]
         return torch.cat([out for out, _ in rows]), torch.cat(weights) if weights else None
@@ -59,7 +61,7 @@ def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
         bucket = encoding.bucket(call.query_position[0])
         changes = (bucket[1:] != bucket[:-1]).nonzero()[:, 0] + 1
         borders = [0, *changes.tolist(), queries]
-    for start, stop in zip(borders, borders[1:], strict=False):
+    for start, stop in itertools.pairwise(borders):
         for begin in range(start, stop, size):
             yield begin, min(begin + size, stop)
 
@@ -77,9 +79,7 @@ def _block(
     factor = encoding.query_factor(m)
     if factor is not None:
         query = query * factor[:, None, :, None].to(query.dtype)
-    origin = 0
-    if not encoding.shares_keys:
-        origin = encoding.origin(m)
+    origin = encoding.origin(m, call.lengths)
     pairs = (m[:, None, :, None], n[:, None, None, :])
     scores: Tensor | None = None
     covered: Tensor | None = None
@@ -87,17 +87,17 @@ def _block(
         turned = shared if encoding.shares_keys else branch.key(key, n, origin)
         part = grouped_scores(branch.query(query, m, origin), turned) * call.scaling
         inside = branch.contains(*pairs)
-        if inside is None or scores is None:
-            scores = part
-        else:
-            scores = torch.where(inside, part, scores)
+        scores = part if inside is None or scores is None else torch.where(inside, part, scores)
         if inside is not None:
             covered = inside if covered is None else covered | inside
     assert scores is not None
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if encoding.bias is not None:
-        scores = scores + _bias(encoding, query, key, m, n, call.scaling)
+        scores = scores + score_bias(encoding, query, key, m, n, call.scaling)
+    added = call.mask.added(start, stop)
+    if added is not None:
+        scores = scores + added
     visible = call.mask.rows(start, stop)
     if covered is not None:
         visible = covered if visible is None else visible & covered
@@ -107,7 +107,7 @@ def _block(
     return out, weights if call.weights else None
 
 
-def _bias(
+def score_bias(
     encoding: Encoding, query: Tensor, key: Tensor, m: Tensor, n: Tensor, scaling: float
 ) -> Tensor:
     """What is added to the scores, shape (batch or 1, heads, queries, keys)."""

@@ -75,10 +75,8 @@ class Rotation:
     def joined(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Puts pairs back between the features of x that are not rotated."""
         layout = self.layout
-        if layout.interleaved:
-            rotated = torch.stack((first, second), -1).flatten(-2)
-        else:
-            rotated = torch.cat((first, second), -1)
+        pairs = torch.stack((first, second), -1) if layout.interleaved else None
+        rotated = torch.cat((first, second), -1) if pairs is None else pairs.flatten(-2)
         rotated = rotated.to(x.dtype)
         if layout.dim == x.shape[-1]:
             return rotated

@@ -24,7 +24,13 @@ from hf_posenc.seams.masks import (
     described,
     posenc_mask,
 )
-from hf_posenc.seams.repositioned import ENGINE, carried_positions, text_positions
+from hf_posenc.seams.pinned import PinnedLengths
+from hf_posenc.seams.repositioned import (
+    ENGINE,
+    RepositionedRotary,
+    carried_positions,
+    text_positions,
+)
 
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""
@@ -46,11 +52,15 @@ class Layer:
     Attributes:
         encoding: The methods in force.
         patched: Whether a method is in force here; else the layer computes what it did before.
+        rotary: The rotary module inside the attention module, where it has one of its own.
+        lengths: What `update="request"` has pinned for the current forward.
         positions: Those of the current call, where the module does not hand them on itself.
     """
 
     encoding: Encoding
     patched: bool = False
+    rotary: RepositionedRotary | None = None
+    lengths: PinnedLengths | None = None
     positions: Tensor | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,7 +132,7 @@ def posenc_attention(
         return _unpatched(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
     positions = kwargs.get("position_ids")
     if positions is None:
-        positions = layer.positions
+        positions = layer.positions if layer.rotary is None else layer.rotary.latest
     if positions is None:
         raise PosencError(
             f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model."
@@ -149,6 +159,7 @@ def posenc_attention(
         sinks=kwargs.get("s_aux"),
         dropout=dropout if module.training else 0.0,
         weights=bool(kwargs.get("output_attentions")),
+        lengths=None if layer.lengths is None else layer.lengths.of(query_position, len(query)),
     )
     out, weights = attend(call, layer.encoding)
     return out.transpose(1, 2).contiguous(), weights
@@ -168,10 +179,7 @@ def _mask(
         return CausalMask(queries, keys, device)
     if attention_mask.dtype == torch.int64:
         return PositionedMask(described(attention_mask), positions)
-    if attention_mask.dtype != torch.bool:
-        # Anything but 0 and "minus infinity" would be a bias, of which nobody says what it means.
-        attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min / 2
-    return WrittenMask(attention_mask[..., :keys])
+    return WrittenMask.read(attention_mask[..., :keys])
 
 
 def _key_position(query_position: Tensor, mask: Mask, queries: int, keys: int) -> Tensor:

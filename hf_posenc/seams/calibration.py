@@ -76,10 +76,10 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 def trial_tokens(model: Any) -> Tensor:
     """A few different token ids, shape (1, tokens), on the device of the embedding."""
-    embedding = model.get_input_embeddings()
     count = min(100, model.config.get_text_config(decoder=True).vocab_size)
     ids = torch.arange(TOKENS) * 13 % max(1, count - 3) + 3
-    return ids[None].to(embedding.weight.device)
+    device: torch.device = next(model.parameters()).device
+    return ids[None].to(device)
 
 
 def rotation_of(

@@ -106,7 +106,7 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
     if short or kwargs.get("use_vmap") or torch.compiler.is_compiling():
         return sdpa_mask(**kwargs)
     if kwargs.get("allow_is_causal_skip", True):
-        with contextlib.suppress(_NeedsMask):
+        with contextlib.suppress(_NeedsMaskError):
             return sdpa_mask(**{**kwargs, "mask_function": _refuse})
     mask = LazyMask(kwargs)
     number = next(_numbers)
@@ -135,13 +135,13 @@ def described(handle: Tensor) -> LazyMask:
     return mask
 
 
-class _NeedsMask(Exception):
+class _NeedsMaskError(Exception):
     """No shortcut: transformers wants the mask function evaluated."""
 
 
 def _refuse(*indices: Tensor) -> Tensor:
     """A mask function that says that it was needed."""
-    raise _NeedsMask
+    raise _NeedsMaskError
 
 
 def _enclosed(function: Any, name: str) -> Any:
@@ -154,10 +154,20 @@ class WrittenMask:
     """A mask that is there as a tensor.
 
     Attributes:
-        visible: Bool, shape (batch or 1, 1, queries, keys).
+        visible: Bool, shape (batch or 1, heads or 1, queries, keys).
+        addition: What is added to visible scores, of the same shape (Doge); `None`: nothing.
     """
 
     visible: Tensor
+    addition: Tensor | None = None
+
+    @classmethod
+    def read(cls, mask: Tensor) -> WrittenMask:
+        """A bool mask, or an additive one, whose hidden pairs are the least finite number or less."""
+        if mask.dtype == torch.bool:
+            return cls(mask)
+        visible = mask > torch.finfo(mask.dtype).min / 2
+        return cls(visible, mask.masked_fill(~visible, 0.0))
 
     def rows(self, start: int, stop: int) -> Tensor | None:
         """Visible keys of some queries."""
@@ -165,7 +175,11 @@ class WrittenMask:
 
     def seen(self) -> Tensor | None:
         """Keys that any query sees."""
-        return self.visible[:, 0].any(-2)
+        return self.visible.any(1).any(-2)
+
+    def added(self, start: int, stop: int) -> Tensor | None:
+        """What is added to visible scores."""
+        return None if self.addition is None else self.addition[:, :, start:stop]
 
     def runs(self) -> tuple[Run, ...] | None:
         """Not looked for."""
@@ -197,6 +211,10 @@ class CausalMask:
         """Keys that any query sees."""
         return None
 
+    def added(self, start: int, stop: int) -> Tensor | None:
+        """Nothing."""
+        return None
+
     def runs(self) -> tuple[Run, ...] | None:
         """One, over everything."""
         everything = slice(None)
@@ -222,6 +240,10 @@ class PositionedMask:
     def seen(self) -> Tensor | None:
         """Keys that any query sees."""
         return self.mask.seen()
+
+    def added(self, start: int, stop: int) -> Tensor | None:
+        """Nothing."""
+        return None
 
     def runs(self) -> tuple[Run, ...] | None:
         """One for each row without its padding, or for each packed document."""

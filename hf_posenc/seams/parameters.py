@@ -26,5 +26,5 @@ class MethodParameters(nn.ParameterDict):
             target: Tensor = fn(tensor)
             return tensor.to(target.device) if target.dtype != torch.float32 else target
 
-        super()._apply(moved, recurse)
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self

@@ -37,6 +37,8 @@ class RepositionedRotary(RotaryWrapper):
         self.seam_config = config
         self.encoding = encoding
         self.labels = frozenset(labels)
+        self.inside_attention = False
+        self.latest: Tensor | None = None
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the base gives for the positions at which keys are cached.
@@ -60,6 +62,8 @@ class RepositionedRotary(RotaryWrapper):
         where = position_ids
         if label in self.labels and self.encoding is not None:
             where = self.encoding.cached_position(position_ids)
+        if self.inside_attention:  # called by the very layer that needs them
+            self.latest = position_ids
         output = self.base(x, where, *args, **kwargs)
         carrier = output[0] if isinstance(output, tuple) else output
         setattr(carrier, _POSITIONS, position_ids)
