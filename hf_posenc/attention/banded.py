@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.flash_cpu import accumulation_dtype
-from hf_posenc.attention.parts import Part, attend_parts
+from hf_posenc.attention.parts import Part, attend_parts, check_shapes
+from hf_posenc.errors import PosencError
 
-NEAR_ROWS = 128
-"""Rows of one block of the near band: a block of C rows computes C + window keys for each, of which C are wasted."""
+NEAR_ROWS = (64, 256)
+"""Rows of one block of the near band, for narrow and for wide windows: in a block of C rows each computes C keys too
+many, but tall blocks make better matrix products."""
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, *, offset: int = 0) -> Tensor:
@@ -28,7 +30,11 @@ def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, *, offset:
 
     Returns:
         Shape (B, H, Q, DV).
+
+    Raises:
+        PosencError: The tensors do not belong together.
     """
+    check_shapes(query, key, value, offset)
     parts = _causal_parts((0, query.shape[2]), 0, offset)
     return attend_parts(parts, (query,), (key,), value, scaling)
 
@@ -56,7 +62,16 @@ def two_bands(
 
     Returns:
         Shape (B, H, Q, DV).
+
+    Raises:
+        PosencError: The window is below 1. The tensors do not belong together.
     """
+    if window < 1:
+        raise PosencError(
+            f"A window of {window} tokens leaves a query without itself; give 1 or more."
+        )
+    for query, key in (near, far):
+        check_shapes(query, key, value, offset)
     rows = near[0].shape[2]
     start = min(rows, max(0, window - offset))  # the rows before it have near keys only
     parts = _causal_parts((0, start), 0, offset) if start else []
@@ -65,9 +80,11 @@ def two_bands(
         shift = offset + start - window
         far_parts = _causal_parts((start, rows), 0, shift, keys=far_keys, band=1)
         parts += far_parts
-        mask = _band_mask(min(NEAR_ROWS, rows - start), window, value)
-        for first in range(start, rows, NEAR_ROWS):
-            end = min(rows, first + NEAR_ROWS)
+        least, most = NEAR_ROWS
+        block = max(least, min(most, window // 8 // least * least))
+        mask = _band_mask(min(block, rows - start), window, value)
+        for first in range(start, rows, block):
+            end = min(rows, first + block)
             count = end - first
             parts.append(
                 Part(
@@ -104,7 +121,14 @@ def three_chunks(
 
     Returns:
         Shape (B, H, Q, DV).
+
+    Raises:
+        PosencError: The chunk is below 1. The tensors do not belong together.
     """
+    if chunk < 1:
+        raise PosencError(f"A chunk has 1 token or more, not {chunk}.")
+    for query in queries:
+        check_shapes(query, key, value, offset)
     rows = queries[0].shape[2]
     parts: list[Part] = []
     first = 0

@@ -78,9 +78,9 @@ def decode(
     if near is not None:
         near_query, near_key, is_near = near
         width = near_key.shape[2]
-        tail = scores[..., -width:]
+        tail = scores[..., key.shape[2] - width :]
         near_scores = _scores(near_query, near_key, scaling)
-        scores[..., -width:] = torch.where(is_near, near_scores, tail)
+        tail.copy_(torch.where(is_near, near_scores, tail))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:

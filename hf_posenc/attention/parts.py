@@ -16,6 +16,7 @@ from hf_posenc.attention.flash_cpu import (
     attend_backward,
     pad_features,
 )
+from hf_posenc.errors import PosencError
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,25 @@ class Part:
     def ordered(self, x: Tensor) -> Tensor:
         """Turns rows into the order that the part wants, and back."""
         return x.flip(2) if self.reverse else x
+
+
+def check_shapes(query: Tensor, key: Tensor, value: Tensor, offset: int) -> None:
+    """Refuses tensors that do not belong together.
+
+    Raises:
+        PosencError: Too few keys for the queries' positions, or heads that do not form groups.
+    """
+    needed = offset + query.shape[2]
+    if min(key.shape[2], value.shape[2]) < needed:
+        raise PosencError(
+            f"{query.shape[2]} queries after {offset} cached tokens need {needed} keys and values; there are "
+            f"{key.shape[2]} and {value.shape[2]}. Hand over the whole cache, or the right offset."
+        )
+    if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
+        raise PosencError(
+            f"{query.shape[1]} query heads do not share {key.shape[1]} key and {value.shape[1]} value heads "
+            "evenly; every key head serves the same number of query heads."
+        )
 
 
 def attend_parts(
