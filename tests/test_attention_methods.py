@@ -785,6 +785,28 @@ def test_a_method_of_ones_own_from_the_page() -> None:
             assert bias.shape == (4, 9)
 
 
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_method_has_its_picture(name: str) -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    section = (docs / "methods.md").read_text(encoding="utf-8").partition(f"\n## `{name}`\n")[2]
+    picture = re.search(r"!\[.+?\]\((.+?)\)", section.partition("\n## ")[0])
+    assert picture is not None
+    assert picture[1] == f"methods/{name}.png"
+    assert 5_000 < (docs / picture[1]).stat().st_size < 100_000
+
+
+def test_pictures_are_drawn_from_the_methods(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from scripts.draw_methods import PICTURES, draw, position_map
+
+    assert set(OTHERS) < set(PICTURES)
+    written = draw(["rerope", "shaw"], tmp_path)
+    assert [path.name for path in written] == ["rerope.png", "shaw.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    drawn = position_map(bands("self_extend", window=32, group=4))
+    assert_same(drawn, naive.position_map("self_extend", len(drawn), window=32, group=4))
+
+
 def test_bases_say_what_is_missing() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Unfinished(RotaryBands):

@@ -1,0 +1,269 @@
+"""Draws the pictures of docs/methods.md from the methods themselves: docs/methods/*.png.
+
+    python scripts/draw_methods.py                 # all of them
+    python scripts/draw_methods.py rerope alibi    # some
+
+Needs matplotlib (`pip install 'hf-posenc[plot]'`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib import colormaps, rc_context
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from hf_posenc.evaluation.plot import COLOURS, STYLE
+from hf_posenc.methods import (
+    FIRE,
+    METHODS,
+    T5,
+    DistanceBias,
+    LogN,
+    RopeBias,
+    RotaryBands,
+    Shaw,
+    TransformerXL,
+    XPos,
+    get_method,
+)
+from hf_posenc.rope import RopeSpec
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "methods"
+TEXT, ORIGINAL = 192, 96  # tokens of the maps: a text of twice the original context
+HEADS, REACH = 8, 512
+
+# Knobs that show what a method does at the size of a picture.
+SHOWN: dict[str, dict[str, Any]] = {
+    "rerope": {"window": 32},
+    "leaky_rerope": {"window": 32, "k": 4.0},
+    "self_extend": {"window": 32, "group": 4},
+    "string": {"shift": 48, "window": 8},
+    "lm_infinite": {"window": 64, "sinks": 10},
+    "attention_sinks": {"window": 60, "sinks": 4},
+    "sliding_window": {"window": 64},
+}
+STATIC = ("pi", "ntk", "partial_ntk", "ntk_by_parts", "ntk_mixed", "llama3", "abf")
+
+
+def position_map(method: RotaryBands) -> Tensor:
+    """`P[m, n]`, shape (TEXT, TEXT), NaN where the pair is masked."""
+    position = torch.arange(TEXT)
+    relative = torch.full((TEXT, TEXT), math.nan, dtype=torch.float64)
+    for band in method.bands(ORIGINAL):
+        inside = band.contains(position[:, None], position)
+        distance = band.query_position(position)[:, None] - band.key_position(position)
+        relative[inside] = distance.double()[inside]
+    return relative
+
+
+def bands(figure: Figure, name: str) -> None:
+    """Left the map of relative positions, right what the last query sees."""
+    method = get_method(name).from_options(**SHOWN.get(name, {}))
+    assert isinstance(method, RotaryBands)
+    relative = position_map(method)
+    field, row = figure.subplots(1, 2, width_ratios=(1.15, 1))
+    field.grid(visible=False)
+    colours = colormaps["viridis"].with_extremes(over=COLOURS[1])
+    image = field.imshow(relative, cmap=colours, vmin=0, vmax=ORIGINAL - 1, interpolation="nearest")
+    bar = figure.colorbar(image, ax=field, ticks=[0, ORIGINAL - 1], extend="max", fraction=0.046)
+    bar.ax.set_yticklabels(["0", "L - 1"])
+    marks = ([0, ORIGINAL, TEXT - 1], ["0", "L", "2L"])
+    field.set_xticks(*marks)
+    field.set_yticks(*marks)
+    field.set(xlabel="key n", ylabel="query m", title=f"relative position, L = {ORIGINAL}")
+    distance = torch.arange(TEXT).flip(0)
+    row.plot(distance, distance, color="#b0b0b0", linewidth=1, linestyle=":", label="unpatched")
+    row.plot(distance, relative[-1], color=COLOURS[0], label="of the last query")
+    row.axhline(ORIGINAL - 1, color=COLOURS[1], linewidth=0.8, linestyle="--", label="L - 1")
+    row.set_xticks(*marks)
+    row.set_yticks(*marks)
+    knobs = ", ".join(f"{knob}={value}" for knob, value in method.options().items())
+    row.set(xlabel="distance m - n", title=knobs or "by default", ylim=(-5, TEXT))
+    row.legend(frameon=False, fontsize=7.5, loc="upper left")
+
+
+def biases(figure: Figure, name: str) -> None:
+    """The bias against the distance, a line for every head."""
+    method = get_method(name).from_options()
+    assert isinstance(method, DistanceBias)
+    distance = torch.arange(REACH, dtype=torch.float64)
+    # Trained values differ: evenly spread over the range of the initial ones.
+    spread = (torch.arange(HEADS, dtype=torch.float64) + 0.5) / HEADS
+    parameters = {
+        key: most * (spread if key == "r1" else spread.flip(0))
+        for key, most in _initial_range(name).items()
+    }
+    values = method.bias(distance, HEADS, parameters)
+    panel = figure.subplots()
+    for head, line in enumerate(values):
+        panel.plot(distance, line, color=_shade(head, HEADS), label=f"head {head}")
+    lowest = max(-40.0, 1.05 * float(values.min()))
+    panel.set(xlabel="distance m - n", ylabel="added to the score", ylim=(lowest, -lowest / 40))
+    figure.legend(frameon=False, fontsize=7.5, loc="outside right center")
+
+
+def _initial_range(name: str) -> dict[str, float]:
+    return {"kerple_log": {"r1": 2.0, "r2": 1.0}, "kerple_power": {"r1": 1.0, "r2": 2.0}}.get(
+        name, {}
+    )
+
+
+def t5(figure: Figure) -> None:
+    """The bucket of each distance."""
+    distance = torch.arange(1, 300)
+    panel = figure.subplots()
+    panel.step(distance, T5().bucket(distance), where="post", color=COLOURS[0])
+    panel.axvline(16, color=COLOURS[1], linewidth=0.8, linestyle="--")
+    panel.axvline(128, color=COLOURS[1], linewidth=0.8, linestyle="--")
+    panel.set_xscale("log", base=2)
+    panel.set_xticks([1, 4, 16, 64, 128, 256], ["1", "4", "16", "64", "128", "256"])
+    panel.set(xlabel="distance m - n", ylabel="bucket (row of the table)")
+
+
+def fire(figure: Figure) -> None:
+    """What the network reads: its identity on a positive input shows it."""
+    method, one = FIRE(hidden=1), torch.ones(1, 1, dtype=torch.float64)
+    parameters = {
+        "c": torch.tensor(method.c).double(),
+        "multiplier": torch.tensor(1.0).double(),
+        "weight_in": one,
+        "weight_out": one,
+        "bias_in": 0 * one[0],
+        "bias_out": 0 * one[0],
+    }
+    panel = figure.subplots()
+    for index, m in enumerate((64, 512, 2048, 8192)):
+        distance = torch.arange(m + 1, dtype=torch.float64)
+        read = method.bias(distance, 1, parameters, torch.tensor(m))[0]
+        width = 4 if m < method.threshold else 1.5  # the next one runs over it
+        panel.plot(distance, read, color=COLOURS[index], linewidth=width, label=f"query at {m:,}")
+    panel.set(xlabel="distance m - n", ylabel="input of the network", xscale="symlog")
+    panel.legend(frameon=False, fontsize=7.5)
+
+
+def shaw(figure: Figure) -> None:
+    """The row of the table that each distance reads."""
+    distance = torch.arange(48.0)
+    rows = torch.arange(17.0)[:, None]  # a table whose rows are their own numbers
+    panel = figure.subplots()
+    read = Shaw().relative(distance, 1, 1, {"table": rows})[0, :, 0]
+    panel.step(distance, read, where="post", color=COLOURS[0])
+    panel.set(xlabel="distance m - n", ylabel="row of the table E")
+
+
+def transformer_xl(figure: Figure) -> None:
+    """The sinusoidal embeddings, before the learned map."""
+    dim = 64
+    identity = {"weight": torch.eye(dim, dtype=torch.float64)[None]}
+    embedded = TransformerXL().relative(torch.arange(256.0), 1, dim, identity)[0]
+    panel = figure.subplots()
+    panel.grid(visible=False)
+    image = panel.imshow(embedded.T, cmap="RdBu", aspect="auto", interpolation="nearest")
+    figure.colorbar(image, ax=panel)
+    panel.set(xlabel="distance m - n", ylabel="feature of R", title="with W the identity")
+
+
+def xpos(figure: Figure) -> None:
+    """The decay of a few pairs of features."""
+    dim, distance = 64, torch.arange(2049)
+    decay = XPos().query_scale(distance, dim, 0)
+    panel = figure.subplots()
+    for index, i in enumerate((0, 7, 15, 23, 31)):
+        panel.plot(distance, decay[:, i], color=COLOURS[index], label=f"pair {i}")
+    panel.set(xlabel="distance m - n", ylabel="factor on the pair", ylim=(0, 1.02))
+    panel.legend(frameon=False, fontsize=7.5)
+
+
+def rope_bias(figure: Figure) -> None:
+    """`a R b` with all of a and b one: what the biases alone add to a score."""
+    dim, distance = 64, torch.arange(REACH, dtype=torch.float64)
+    start = RopeBias().initial(1, 1, dim)
+    a, b = (start[name].double()[0] + 1 for name in ("a", "b"))
+    angles = distance[:, None] * RopeSpec(dim, 1e4, REACH).default_inv_freq()
+    panel = figure.subplots()
+    half = dim // 2
+    products = a[:half] * b[:half] + a[half:] * b[half:]
+    panel.plot(distance, (angles.cos() * products).sum(-1) / math.sqrt(dim), color=COLOURS[0])
+    panel.set(xlabel="distance m - n", ylabel="a R b / sqrt(d)")
+
+
+def log_n(figure: Figure) -> None:
+    """The factor for three original contexts."""
+    m = torch.arange(0, 65_536, 64)
+    panel = figure.subplots()
+    for index, original in enumerate((2048, 4096, 8192)):
+        factor = LogN().query_factor(m, original)
+        panel.plot(m, factor, color=COLOURS[index], label=f"L = {original:,}")
+    panel.set(xlabel="query m", ylabel="factor on the query")
+    panel.legend(frameon=False, fontsize=7.5)
+
+
+def frequencies(figure: Figure) -> None:
+    """What each static method divides a pair's frequency by, at a scale of 8."""
+    rope, panel = RopeSpec(128, 1e4, 4096), figure.subplots()
+    for index, name in enumerate(STATIC):
+        method = get_method(name)
+        made: Any = method.from_options(**({"rope_theta": 8e4} if name == "abf" else {"scale": 8}))
+        panel.plot(
+            rope.default_inv_freq() / made.inv_freq(rope),
+            color=COLOURS[index % len(COLOURS)],
+            label="abf, 80,000" if name == "abf" else name,
+        )
+    panel.set(xlabel="pair of features, the fastest first", ylabel="frequency divided by")
+    figure.legend(frameon=False, fontsize=7.5, loc="outside right center")
+
+
+def _shade(index: int, count: int) -> tuple[float, float, float]:
+    """From the field's blue to light, for lines in an order."""
+    blue, share = (0.0, 0.447, 0.698), 0.75 * index / (count - 1)
+    red, green, high = (value + (1 - value) * share for value in blue)
+    return red, green, high
+
+
+MAPS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands))
+Draw = Callable[[Figure], None]
+PICTURES: dict[str, Draw] = {
+    "frequencies": frequencies,
+    **{name: partial(bands, name=name) for name in MAPS},
+    **{n: partial(biases, name=n) for n in ("alibi", "kerple_log", "kerple_power", "sandwich")},
+    **{f.__name__: f for f in (log_n, t5, fire, shaw, transformer_xl, xpos, rope_bias)},
+}
+
+
+def draw(names: list[str], folder: Path) -> list[Path]:
+    """Writes `NAME.png` for every name."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    with rc_context(STYLE):
+        for name in names:
+            figure = Figure(figsize=(6.4 if name in MAPS else 4.4, 2.7), layout="constrained")
+            PICTURES[name](figure)
+            written.append(folder / f"{name}.png")
+            figure.savefig(written[-1], dpi=110, metadata={"Software": None})
+    return written
+
+
+def main() -> None:
+    """Draws what the command line names."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
+    parser.add_argument("--folder", type=Path, default=FOLDER)
+    given = parser.parse_args()
+    wrong = [name for name in given.names if name not in PICTURES]
+    if wrong:
+        sys.exit(f"No picture {wrong[0]!r}. There are: {', '.join(PICTURES)}.")
+    for path in draw(given.names or list(PICTURES), given.folder):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
