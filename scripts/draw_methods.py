@@ -167,7 +167,7 @@ def transformer_xl(figure: Figure) -> None:
     embedded = TransformerXL().relative(torch.arange(256.0), 1, dim, identity)[0]
     panel = figure.subplots()
     panel.grid(visible=False)
-    image = panel.imshow(embedded.T, cmap="RdBu", aspect="auto", interpolation="nearest")
+    image = panel.imshow(embedded.T.numpy(), cmap="RdBu", aspect="auto", interpolation="nearest")
     figure.colorbar(image, ax=panel)
     panel.set(xlabel="distance m - n", ylabel="feature of R", title="with W the identity")
 
