@@ -96,6 +96,14 @@ def test_decode_in_halves_keeps_the_bias_in_float32() -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[torch.bfloat16])
 
 
+def test_the_softmax_of_halves_is_taken_in_float32() -> None:
+    q, k, v = (torch.randn(1, 2, length, 16).bfloat16() for length in (1, 300, 300))
+    out, weights = decode(q, k, v, SCALING, weights=True)
+    assert out.dtype == torch.bfloat16
+    assert weights.dtype == torch.float32
+    torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 1), rtol=0, atol=1e-6)
+
+
 def test_decode_compiles_in_one_graph() -> None:
     q, k, v, tail = (torch.randn(2, heads, n, 8) for heads, n in ((4, 1), (2, 40), (2, 40), (2, 9)))
     is_near, mask = torch.rand(1, 1, 1, 9) < 0.5, torch.rand(2, 1, 1, 40) < 0.7

@@ -60,7 +60,8 @@ def test_three_chunks(sizes: Sizes, chunk: int) -> None:
     check(*chunks_case(sizes, chunk))
 
 
-REACHES = st.one_of(st.none(), st.lists(st.integers(0, 190), min_size=1, max_size=6))
+LIKE_AND_UNLIKE = st.sampled_from([20, 22, 25]) | st.integers(0, 190)  # like windows share calls
+REACHES = st.none() | st.lists(LIKE_AND_UNLIKE, min_size=1, max_size=6)
 
 
 @given(SIZES, st.booleans(), REACHES, st.booleans())
@@ -109,13 +110,29 @@ def test_any_strides_and_a_cache_that_is_longer_than_the_text(name: str) -> None
     torch.testing.assert_close(kernel(*kernels_own), naive(*inputs), rtol=0, atol=1e-12)
 
 
-@given(SIZES, st.sampled_from([0.3, 1.0, 3.0]), st.sampled_from([1e-2, 1e-8]), st.booleans())
+@pytest.mark.parametrize("heads", [[20, 25], [25, 20], [25, 22, 20, 25], [25, 21, 25, 90]])
+def test_heads_that_share_calls_have_the_widest_window(heads: list[int]) -> None:
+    for group in (1, 2):
+        sizes = Sizes(1, group, len(heads) // group, 90, 0, features=8, value_features=8)
+        check(*bias_case(sizes, trained=False, reaches=heads, hint=True))
+
+
+@given(
+    SIZES,
+    st.sampled_from([0.3, 1.0, 3.0]),
+    st.sampled_from([1e-2, 1e-8]),
+    st.booleans(),
+    st.integers(0, 50),
+)
 def test_windows_leave_out_nothing_that_counts(
-    sizes: Sizes, size: float, eps: float, as_table: bool
+    sizes: Sizes, size: float, eps: float, as_table: bool, sink: int
 ) -> None:
     slopes = 2.0 ** -torch.arange(sizes.heads, dtype=torch.float64)
     table = -4 * slopes[:, None] * torch.arange(sizes.known)
     q, k = sizes.query().detach() * size, sizes.key().detach()
+    if sink < sizes.known:  # a key far behind that queries look for, as models have
+        k[:, -1, sink] = 20
+        q[:] = q.abs()
     given_bias = table if as_table else lambda drop: drop / (4 * slopes)
     windows = provable_windows(q, k, given_bias, SCALING, eps)
     m, n = sizes.positions()
@@ -124,6 +141,13 @@ def test_windows_leave_out_nothing_that_counts(
     dropped = (shares * (m - n > windows[:, None, None])).sum(-1)
     assert windows.dtype == torch.int64
     assert float(dropped.max()) <= eps
+
+
+def test_many_keys_with_a_little_each_are_not_left_out() -> None:
+    table = torch.full((1, 200), math.log(1e-4) - 0.1)
+    table[:, 0] = 0
+    q = k = torch.zeros(1, 1, 200, 4)
+    assert int(provable_windows(q, k, table, SCALING, 1e-4)) == 199
 
 
 def test_windows_are_narrow_where_the_bias_is_steep() -> None:
