@@ -1,4 +1,4 @@
-"""A Llama in float64, written from its formulas, whose attention scores come from the papers: the naive L x L reference.
+"""A Llama in float64, written from its formulas, with attention scores from the papers: the naive L x L reference.
 
 Nothing of the package is used. `CASES` names every method of the attention path with knobs that matter on short
 texts; `reference` evaluates a patched model's own weights, and the parameters its method trains, the slow way.
@@ -183,10 +183,8 @@ def _scores(
     if case.relative is not None:
         relative = _relative(case.method, length, tuple(case.relative.items()))
     content = query + trained["u"][:, None] if "u" in trained else query
-    if case.rotates:
-        scores = _rotated(case, content, key, relative, theta)
-    else:
-        scores = content @ key.transpose(1, 2)
+    plain = content @ key.transpose(1, 2)
+    scores = _rotated(case, content, key, relative, theta) if case.rotates else plain
     distance = (position[:, None] - position[None]).clamp(min=0)
     if case.method == "shaw":
         rows = trained["table"][distance.long().clamp(max=len(trained["table"]) - 1)]
