@@ -6,7 +6,7 @@ import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,15 @@ from hf_posenc import export
 from hf_posenc.adapters import ArchAdapter
 from hf_posenc.config import PatchConfig
 from hf_posenc.errors import UnsupportedModelError, VerificationError
-from hf_posenc.install_attention import AttentionSeam, install_attention, remove_attention
 from hf_posenc.methods import Method, RopeScaling, YaRN, seam_of
 from hf_posenc.methods.yarn import mscale
 from hf_posenc.seams.discovery import RotaryTable, read_spec, rotary_tables
 from hf_posenc.seams.probe import computes, is_half_split, probed_length, rotary_output
 from hf_posenc.seams.rotary import PosencRotary
 from hf_posenc.seams.sincos import SinCosTable, sincos_table
+
+if TYPE_CHECKING:
+    from hf_posenc.install_attention import AttentionSeam
 
 STATE = "_hf_posenc"
 """The attribute of a patched model that holds its `State`."""
@@ -90,6 +92,8 @@ def install(
         else:
             install_rotary(model, state, adapter, tables, scaling)
     if others:
+        from hf_posenc.install_attention import install_attention  # needs transformers at once
+
         state.attention = install_attention(
             model,
             tables,
@@ -168,6 +172,8 @@ def install_sincos(
 def undo(model: nn.Module, state: State) -> None:
     """Takes a patch out, whole or half done: modules, tensors, attributes and config as before."""
     if state.attention is not None:
+        from hf_posenc.install_attention import remove_attention
+
         remove_attention(model, state.attention)
     put_in_place(
         model,

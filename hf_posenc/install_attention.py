@@ -336,14 +336,20 @@ def _moves(native: Seen, still: Seen) -> bool:
 
 def _without_rotation(method: Method) -> bool:
     """Whether a method needs no knowledge of how a layer rotates."""
-    return isinstance(method, LogN | DistanceBias | RelativeKeys)
+    if isinstance(method, RelativeKeys):
+        return not method.keep_rope
+    return isinstance(method, LogN | DistanceBias)
 
 
-def _in_force(table: RotaryTable, wrappers: dict[int, RepositionedRotary]) -> Tensor:
+def _in_force(
+    table: RotaryTable, wrappers: dict[int, RepositionedRotary]
+) -> tuple[Tensor, float]:
     rotary: Any = wrappers[id(table.module)].base
     if isinstance(rotary, PosencRotary) and table.label in rotary.specs:
-        return rotary.table(table.label)[0].detach()
-    return table.live()[0].detach().float()
+        inv_freq, factor = rotary.table(table.label)
+    else:
+        inv_freq, factor = table.live()
+    return inv_freq.detach().float(), float(factor)
 
 
 @contextlib.contextmanager
@@ -480,6 +486,10 @@ def _encoding(methods: Sequence[Method], original: int) -> Encoding:
         else:
             raise PosencError(f"{method.name} has no place in the attention engine.")
     bias = values.get("bias")
+    if isinstance(bias, RelativeKeys) and len(values) > 1 and bias.keep_rope:
+        raise PosencError(
+            f"{bias.name} is defined beside the model's own rotation or none, not beside another method's."
+        )
     if bias is not None and not bias.keep_rope:
         others = [
             m.name

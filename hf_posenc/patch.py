@@ -77,6 +77,8 @@ class Patch:
         export: How plain transformers computes the patch after `save_pretrained`: by
             `"rope_parameters"`, as a `"longrope"` list, from the `"weights"`, or `None` where only
             hf_posenc can (`from_pretrained`, `load_patch`).
+        layers: The attention layers in which a method computes attention itself, by path.
+        attention: The attention implementation in whose place it does; `None` where none does.
     """
 
     config: PatchConfig
@@ -84,11 +86,18 @@ class Patch:
     original_max_position_embeddings: int
     extended_length: int | None
     export: str | None
+    layers: tuple[str, ...] = ()
+    attention: str | None = None
 
     @property
     def method(self) -> str:
         """The method's canonical name."""
         return self.config.method
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names of all methods, where several are composed."""
+        return (self.method, *(name for name, _ in self.config.others))
 
     @property
     def options(self) -> dict[str, Any]:
@@ -117,10 +126,10 @@ class Patch:
         return f"{title}<table><thead>{cells('th', COLUMNS)}</thead><tbody>{body}</tbody></table>"
 
     def _title(self) -> str:
-        knobs = {} if self.config.scale is None else {"scale": f"{self.config.scale:g}"}
-        shown = {**knobs, **{key: _short(value) for key, value in self.config.options.items()}}
-        return (
-            f"{self.config.method}({', '.join(f'{key}={value}' for key, value in shown.items())})"
+        named = ((self.config.method, self.options), *self.config.others)
+        return " + ".join(
+            f"{name}({', '.join(f'{key}={_short(value)}' for key, value in options.items())})"
+            for name, options in named
         )
 
     def _notes(self) -> str:
@@ -135,7 +144,12 @@ class Patch:
             "weights": "saves in the weights, that plain transformers loads",
             None: "saves for hf_posenc.from_pretrained only",
         }[self.export]
-        return f"{self.original_max_position_embeddings} -> {reach}; {saved}"
+        engine = (
+            ""
+            if self.attention is None
+            else f"; attention of {len(self.layers)} layers by hf_posenc in the place of {self.attention}"
+        )
+        return f"{self.original_max_position_embeddings} -> {reach}; {saved}{engine}"
 
 
 def _short(value: object) -> str:

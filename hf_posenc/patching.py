@@ -166,7 +166,20 @@ def get_patch(model: nn.Module) -> Patch | None:
     state: State | None = getattr(inner, STATE, None)
     if state is None:
         return None
-    return Patch(state.config, inspect_rope(inner), state.original, state.extended, state.export)
+    layers: tuple[str, ...] = ()
+    if state.attention is not None:
+        from hf_posenc.install_attention import patched_layers
+
+        layers = tuple(name for name, _ in patched_layers(inner))
+    return Patch(
+        state.config,
+        inspect_rope(inner),
+        state.original,
+        state.extended,
+        state.export,
+        layers=layers,
+        attention=None if state.attention is None else state.attention.replaced,
+    )
 
 
 def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:

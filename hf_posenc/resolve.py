@@ -61,8 +61,8 @@ def tables_of(model: nn.Module, adapter: ArchAdapter) -> tuple[RotaryTable, ...]
     tables = rotary_tables(model) if name is None else sincos_tables(model, name)
     if not tables:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. The "
-            "methods of this version change rotary frequencies (RoPE) and nothing else."
+            f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. This "
+            "version patches models with RoPE and no others."
         )
     return tables
 

@@ -7,19 +7,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
 from hf_posenc import export
 from hf_posenc.adapters import patches_folder
 from hf_posenc.config import PatchConfig
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.methods import available_methods
 from hf_posenc.patching import get_patch, patch_model
+from hf_posenc.resolve import unwrap
+from hf_posenc.seams.parameters import trained_parameters
 
 FILE = "posenc_config.json"
+PARAMETERS = "posenc.safetensors"
 
 
 def save_patch(model: nn.Module, directory: str | Path) -> Path:
-    """Writes what is in force in a model to `posenc_config.json`.
+    """Writes what is in force in a model to `posenc_config.json`, and what it trains to `posenc.safetensors`.
 
     Args:
         model: A patched model.
@@ -29,16 +35,25 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
         The file.
 
     Raises:
-        PosencError: The model is not patched.
+        PosencError: The model is not patched, or with a method of the user's own, which no name finds again.
     """
     patch = get_patch(model)
     if patch is None:
         raise PosencError(
             "This model is not patched; there is nothing to save. Call patch_model first."
         )
+    for method in patch.methods:
+        if method not in available_methods():
+            raise PosencError(
+                f"{method!r} is a method of your own, which load_patch cannot find by its name. Keep its code, and save "
+                "what it trains with model.save_pretrained."
+            )
     path = Path(directory) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(patch.config.to_json(), encoding="utf-8")
+    trained = trained_parameters(unwrap(model))
+    if trained:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in trained.items()}, path.parent / PARAMETERS)
     return path
 
 
@@ -56,7 +71,12 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
     Raises:
         PosencError: No such recipe or file, or a patch that the model cannot take.
     """
-    return apply_config(model, read_patch(source))
+    apply_config(model, read_patch(source))
+    beside = Path(source) / PARAMETERS
+    trained = trained_parameters(unwrap(model))
+    if trained and beside.is_file():
+        _fill(trained, load_file(beside), beside)
+    return model
 
 
 def read_patch(source: str | Path) -> PatchConfig:
@@ -140,7 +160,42 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
         patch = read_patch(beside) if beside.is_file() else None
     loader = AutoModelForCausalLM if auto_class is None else auto_class
     model = loader.from_pretrained(path_or_id, config=config, **kwargs)
-    return model if patch is None else apply_config(model, patch)
+    if patch is None:
+        return model
+    apply_config(model, patch)
+    trained = trained_parameters(model)
+    if trained:
+        _fill_from_checkpoint(trained, path_or_id, _hub_options(kwargs))
+    return model
+
+
+def _fill_from_checkpoint(
+    trained: Mapping[str, Tensor], path_or_id: str | Path, options: Mapping[str, Any]
+) -> None:
+    """Reads what a method trained from a checkpoint's own weights, in one file or in several."""
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+
+    optional = {**options, "_raise_exceptions_for_missing_entries": False}
+    index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **optional)
+    names = [SAFE_WEIGHTS_NAME]
+    if index is not None:
+        places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        names = sorted({places[name] for name in trained if name in places})
+    found: dict[str, Tensor] = {}
+    for name in names:
+        with safe_open(cached_file(path_or_id, name, **options), "pt") as weights:
+            found |= {key: weights.get_tensor(key) for key in weights.keys() if key in trained}  # noqa: SIM118
+    _fill(trained, found, path_or_id)
+
+
+def _fill(trained: Mapping[str, Tensor], found: Mapping[str, Tensor], source: str | Path) -> None:
+    missing = sorted(set(trained) - set(found))
+    if missing:
+        raise PosencError(
+            f"{source} has no {missing[0]} ({len(missing)} of {len(trained)} parameters of the patch are missing)."
+        )
+    for name, parameter in trained.items():
+        parameter.data.copy_(found[name])
 
 
 def _restore_before(config: Any, block: Mapping[str, Any]) -> None:

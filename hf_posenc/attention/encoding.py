@@ -203,18 +203,17 @@ class _MovingBranch:
     spec: RopeSpec
 
     def query(self, x: Tensor, m: Tensor, origin: int) -> Tensor:
-        factor = float(self.method.cos_sin_factor(self.spec, origin)) ** 2
-        factor /= float(self.method.cos_sin_factor(self.spec)) ** 2
+        # Cos and sin of both sides carry the factor; all of it lands on the query.
+        factor = (float(self.method.cos_sin_factor(self.spec, origin)) / self.rotation.factor) ** 2
         turned = self.key(x, m, origin)
         return turned if factor == 1.0 else turned * factor
 
     def key(self, x: Tensor, n: Tensor, origin: int) -> Tensor:
-        moved = self.method.inv_freq(self.spec, origin) - self.method.inv_freq(self.spec)
-        if not moved.any():
-            return x
+        wanted = self.method.inv_freq(self.spec, origin).float()
         if self.spec.order is not None:
-            moved = moved[self.spec.order]
-        return self.rotation.turn(x, n, moved)
+            wanted = wanted[self.spec.order]
+        moved = wanted - self.rotation.inv_freq.cpu()
+        return self.rotation.turn(x, n, moved) if moved.any() else x
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         return None

@@ -124,7 +124,9 @@ def score_bias(
     every = torch.arange(span, device=query.device, dtype=dtype)
     head_dim = query.shape[-1]
     relative = method.relative(every, encoding.heads, head_dim, parameters).to(dtype)
-    asking = query.to(dtype)
+    # The embeddings meet the query as it was before the rotation, and u is rotated as the query is.
+    rotation = encoding.rotation if encoding.rotates else None
+    asking = query.to(dtype) if rotation is None else rotation.turn(query.to(dtype), -m)
     for_position = method.position_bias(parameters)
     if for_position is not None:
         asking = asking + for_position[None, :, None].to(dtype)
@@ -133,6 +135,7 @@ def score_bias(
     bias = by_distance.gather(-1, picked.expand(len(query), -1, -1, -1))
     for_content = method.content_bias(parameters)
     if for_content is not None:
-        u = for_content[None, :, None].to(dtype)
-        bias = bias + grouped_scores(u.expand(len(query), -1, -1, -1), key.to(dtype)) * scaling
+        u = for_content[None, :, None].to(dtype).expand(len(query), -1, query.shape[2], -1)
+        u = u if rotation is None else rotation.turn(u, m)
+        bias = bias + grouped_scores(u, key.to(dtype)) * scaling
     return bias

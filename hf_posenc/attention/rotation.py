@@ -32,10 +32,12 @@ class Rotation:
     Attributes:
         inv_freq: The frequencies in force, shape (d/2,), float32, radians per token.
         layout: Where the pairs lie.
+        factor: What cos and sin are multiplied by (`attention_scaling` in transformers).
     """
 
     inv_freq: Tensor
     layout: Layout
+    factor: float = 1.0
 
     def turn(self, x: Tensor, positions: Tensor, inv_freq: Tensor | None = None) -> Tensor:
         """Rotates by so many tokens, on top of what x has been rotated by.

@@ -83,14 +83,14 @@ def trial_tokens(model: Any) -> Tensor:
 
 
 def rotation_of(
-    native: Seen, still: Seen, tables: Sequence[Tensor], name: str
+    native: Seen, still: Seen, tables: Sequence[tuple[Tensor, float]], name: str
 ) -> tuple[Rotation | None, int | None]:
     """The rotation that a layer applies.
 
     Args:
         native: What the layer handed over for tokens at their own positions.
         still: The same, all at position 0.
-        tables: The frequencies of the model's rotary tables, each of shape (d/2,).
+        tables: The model's rotary tables in force: frequencies of shape (d/2,), and the factor on cos and sin.
         name: The layer, for the error.
 
     Returns:
@@ -104,9 +104,9 @@ def rotation_of(
     if all(_close(moved, rest, tolerance / 10) for moved, rest in pairs):
         return None, None
     positions = torch.arange(native.query.shape[2], device=native.query.device)[None]
-    for index, table in enumerate(tables):
+    for index, (table, factor) in enumerate(tables):
         for layout in _layouts(native.query.shape[-1], 2 * len(table)):
-            rotation = Rotation(table, layout)
+            rotation = Rotation(table, layout, factor)
             if all(
                 _close(moved, rotation.turn(rest, positions), tolerance) for moved, rest in pairs
             ):

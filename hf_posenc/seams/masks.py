@@ -53,7 +53,7 @@ class LazyMask:
 
     def rows(self, start: int, stop: int) -> Tensor | None:
         """Visible keys of some queries: bool, shape (batch or 1, 1, stop - start, keys)."""
-        offset = self.arguments.get("q_offset", 0) + start
+        offset = self.arguments["q_offset"] + start
         values = {**self.arguments, "q_length": stop - start, "q_offset": offset}
         return sdpa_mask(**{**values, "allow_is_causal_skip": False})
 
@@ -105,6 +105,8 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
     short = kwargs["q_length"] * kwargs["kv_length"] <= DENSE
     if short or kwargs.get("use_vmap") or torch.compiler.is_compiling():
         return sdpa_mask(**kwargs)
+    # A static cache counts in a tensor, which it moves on before the layers read the mask.
+    kwargs["q_offset"] = int(kwargs.get("q_offset", 0))
     if kwargs.get("allow_is_causal_skip", True):
         with contextlib.suppress(_NeedsMaskError):
             return sdpa_mask(**{**kwargs, "mask_function": _refuse})
@@ -248,8 +250,8 @@ class PositionedMask:
     def runs(self) -> tuple[Run, ...] | None:
         """One for each row without its padding, or for each packed document."""
         batch, queries, keys = self.mask.shape
-        offset = self.mask.arguments.get("q_offset", 0) - self.mask.arguments.get("kv_offset", 0)
-        if isinstance(offset, Tensor) or offset + queries != keys:
+        offset = self.mask.arguments["q_offset"] - self.mask.arguments.get("kv_offset", 0)
+        if offset + queries != keys:
             return None
         if self.mask.causal:
             return _unpadded(self.mask.padding(), batch, queries, keys)

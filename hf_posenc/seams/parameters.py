@@ -28,3 +28,13 @@ class MethodParameters(nn.ParameterDict):
 
         super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
         return self
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Everything in a model that a method trains, by its name in the model's state dict."""
+    return {
+        f"{path}.{name}": parameter
+        for path, module in model.named_modules()
+        if isinstance(module, MethodParameters)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
