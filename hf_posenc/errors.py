@@ -33,3 +33,7 @@ def unknown(kind: str, given: str, possible: Iterable[str]) -> PosencError:
     close = difflib.get_close_matches(given, names, n=3)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return PosencError(f"Unknown {kind} {given!r}.{hint} Available: {', '.join(names)}.")
+
+
+FREQUENCY_METHODS_WORK = "Frequency methods (yarn, ntk_by_parts, ...) work on this model."
+"""What to do where a method that computes attention itself cannot."""

@@ -88,8 +88,8 @@ def patch_model(
         as_is = not changes_frequencies(method)  # attention then goes on from what is there
         if as_is and replace:
             raise PosencError(
-                "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name one in a "
-                "list, as in [YaRN(scale=4), ReRoPE()], or leave replace out."
+                "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
+                "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out."
             )
         compose = compose or (as_is and any(table.scaled for table in tables))
         check_scaled(tables, compose=compose, replace=replace, attention_only=as_is)
@@ -168,7 +168,7 @@ def get_patch(model: nn.Module) -> Patch | None:
         return None
     layers: tuple[str, ...] = ()
     if state.attention is not None:
-        from hf_posenc.install_attention import patched_layers
+        from hf_posenc.install.attention import patched_layers
 
         layers = tuple(name for name, _ in patched_layers(inner))
     return Patch(

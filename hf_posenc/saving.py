@@ -45,15 +45,18 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
     for method in patch.methods:
         if method not in available_methods():
             raise PosencError(
-                f"{method!r} is a method of your own, which load_patch cannot find by its name. Keep its code, and save "
-                "what it trains with model.save_pretrained."
+                f"{method!r} is a method of your own, which load_patch cannot find by its name. Keep its code, "
+                "and save what it trains with model.save_pretrained."
             )
     path = Path(directory) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(patch.config.to_json(), encoding="utf-8")
     trained = trained_parameters(unwrap(model))
     if trained:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in trained.items()}, path.parent / PARAMETERS)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in trained.items()},
+            path.parent / PARAMETERS,
+        )
     return path
 
 
@@ -173,7 +176,8 @@ def _fill_from_checkpoint(
     trained: Mapping[str, Tensor], path_or_id: str | Path, options: Mapping[str, Any]
 ) -> None:
     """Reads what a method trained from a checkpoint's own weights, in one file or in several."""
-    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file
 
     optional = {**options, "_raise_exceptions_for_missing_entries": False}
     index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **optional)

@@ -124,7 +124,7 @@ def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
     def fail(*args: object) -> None:
         raise RuntimeError("after the modules were put in place")
 
-    monkeypatch.setattr("hf_posenc.install._rescale_attention", fail)
+    monkeypatch.setattr("hf_posenc.install.rotary._rescale_attention", fail)
     with pytest.raises(RuntimeError, match="after the modules"):
         patch_model(model, "yarn", scale=4)
     assert get_patch(model) is None

@@ -124,9 +124,13 @@ def _biased(
     table = method.bias(distance, heads, encoding.parameters or {}).to(exact)
     windows = None
     if not table.requires_grad and method.horizon(torch.ones(heads), heads) is not None:
-        windows = provable_windows(
-            query, key, lambda drop: method.horizon(drop, heads), scaling, DROPPED
-        )
+
+        def horizon(drop: Tensor) -> Tensor:
+            reach = method.horizon(drop, heads)
+            assert reach is not None
+            return reach
+
+        windows = provable_windows(query, key, horizon, scaling, DROPPED)
     return toeplitz(query, key, value, table, scaling, offset=offset, windows=windows)
 
 

@@ -1,9 +1,9 @@
 """Finds out what every attention layer of a live model does with positions, by trying it.
 
 Two forwards over a few tokens, one with the model's own rotation and one with every token at position 0, in which
-attention itself is replaced by something that does not read queries and keys. So the hidden states are the same in both,
-in every layer, and the queries and keys that reach the attention function differ by the rotation alone: whichever of
-the known layouts turns the one into the other is the layer's. No table of architectures is needed.
+attention itself is replaced by something that does not read queries and keys. So the hidden states are the same in
+both, in every layer, and the queries and keys that reach the attention function differ by the rotation alone: whichever
+of the known layouts turns the one into the other is the layer's. No table of architectures is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.rotation import Layout, Rotation
-from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 _TOLERANCE_HALF = 0.03
@@ -79,7 +79,8 @@ def trial_tokens(model: Any) -> Tensor:
     count = min(100, model.config.get_text_config(decoder=True).vocab_size)
     ids = torch.arange(TOKENS) * 13 % max(1, count - 3) + 3
     device: torch.device = next(model.parameters()).device
-    return ids[None].to(device)
+    on_device: Tensor = ids[None].to(device)
+    return on_device
 
 
 def rotation_of(
@@ -113,7 +114,7 @@ def rotation_of(
                 return rotation, index
     raise UnsupportedModelError(
         f"{name}: what its queries and keys go through between position 0 and others is not a rotation in a known "
-        "layout (a weighted norm after the rotation, say). Frequency methods (yarn, ntk_by_parts, ...) work on this model."
+        f"layout (a weighted norm after the rotation, say). {FREQUENCY_METHODS_WORK}"
     )
 
 
