@@ -116,6 +116,8 @@ def resolve_methods(
         PosencError: An unknown method or option, a value out of range, numbers that disagree, or two
             methods on one seam.
     """
+    if not isinstance(method, str | Method) and len(method) == 1:
+        (method,) = method
     if isinstance(method, str | Method):
         found, reach = _resolved(
             method, scale=scale, target_length=target_length, original=original, options=options
@@ -129,6 +131,15 @@ def resolve_methods(
             "in [YaRN(scale=4), LogN()]."
         )
     kinds = [get_method(part) if isinstance(part, str) else type(part) for part in method]
+    seams = [
+        seam_of(part) if isinstance(part, Method) else get_method(part).seam for part in method
+    ]
+    twice = next((seam for seam in seams if seams.count(seam) > 1), None)
+    if twice is not None:
+        names = [kind.name for kind, seam in zip(kinds, seams, strict=True) if seam == twice]
+        raise PosencError(
+            f"Two methods on one seam exclude each other: {', '.join(names)} ({twice}). Pick one of them."
+        )
     scaled = [kind.name for kind in kinds if kind.takes_scale()]
     if len(scaled) > 1 and scale is not None:
         raise PosencError(
@@ -146,13 +157,6 @@ def resolve_methods(
         )
         parts.append(found)
         reaches.append(reach)
-    seams = [seam_of(part) for part in parts]
-    twice = next((seam for seam in seams if seams.count(seam) > 1), None)
-    if twice is not None:
-        names = [part.name for part, seam in zip(parts, seams, strict=True) if seam == twice]
-        raise PosencError(
-            f"Two methods on one seam exclude each other: {', '.join(names)} ({twice}). Pick one of them."
-        )
     return tuple(parts), next((reach for reach in reaches if reach is not None), None)
 
 

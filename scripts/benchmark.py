@@ -1,6 +1,7 @@
 """Measures what hf_posenc costs, and writes JSON with versions and hardware.
 
     python scripts/benchmark.py core --output docs/benchmarks/core.json
+    python scripts/benchmark.py attention --output docs/benchmarks/attention.json
 
 Everything that is compared runs in one process, interleaved in an order that is shuffled anew in every round, and is
 reported as a median and a ratio, since the machines that it runs on are shared. On a CPU the forward runs on one
@@ -45,11 +46,6 @@ _IMPORTS = {
 }
 
 
-@app.callback()
-def _root() -> None:
-    """Keeps `core` a subcommand while it is the only one."""
-
-
 @app.command()
 def core(
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
@@ -63,11 +59,52 @@ def core(
         "patch_model_32_layers": _patching(rounds),
         "import": _import(max(3, rounds // 4)),
     }
-    document = {"machine": _machine(device), "threads": torch.get_num_threads(), "results": results}
     _show(results)
+    _write(output, device, results)
+
+
+@app.command()
+def attention(
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file to write; a plot goes beside it, as PNG and SVG.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; slow cases get fewer.")] = 9,
+    only: Annotated[str, typer.Option(help="Only situations with this word in the title.")] = "",
+) -> None:
+    """The attention engine on a CPU against plain causal attention and others' formulations: time and peak memory."""
+    sys.path.insert(
+        0, str(Path(__file__).resolve().parents[1])
+    )  # when run as a file, not as a module
+    from scripts import benchmark_attention, benchmark_plot
+
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    with torch.no_grad():
+        for group in benchmark_attention.groups():
+            if only not in group.title:
+                continue
+            results[group.title] = _interleaved(group.timed(), max(3, round(rounds * group.share)))
+            for name, values in results[group.title].items():
+                peak = benchmark_attention.peak_mebibytes(group.cases[name])
+                if peak is not None and group.repeats == 1:  # a decode step takes next to none
+                    first = next(iter(results[group.title].values()))
+                    values["peak_mib"] = peak
+                    values["peak_ratio"] = peak / first["peak_mib"]
+            _show({group.title: results[group.title]})
+    _write(output, "cpu", results)
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        benchmark_plot.write(results, output.with_suffix(".png"), output.with_suffix(".svg"))
+
+
+def _write(
+    output: Path | None, device: str, results: dict[str, dict[str, dict[str, float]]]
+) -> None:
+    """Writes the results with versions and hardware."""
+    if output is None:
+        return
+    document = {"machine": _machine(device), "threads": torch.get_num_threads(), "results": results}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def _llama(layers: int, device: torch.device, hidden: int = 256) -> LlamaForCausalLM:
@@ -210,11 +247,12 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def _show(results: dict[str, dict[str, dict[str, float]]]) -> None:
-    table = Table("measurement", "case", "median", "ratio")
+    table = Table("measurement", "case", "median", "ratio", "peak")
     for measurement, cases in results.items():
         for case, values in cases.items():
             ratio = f"{values['ratio']:.3f}" if "ratio" in values else ""
-            table.add_row(measurement, case, f"{values['seconds'] * 1e3:.3g} ms", ratio)
+            peak = f"{values['peak_mib']:.1f} MiB" if "peak_mib" in values else ""
+            table.add_row(measurement, case, f"{values['seconds'] * 1e3:.3g} ms", ratio, peak)
     Console().print(table)
 
 

@@ -17,7 +17,6 @@ import hf_posenc
 from hf_posenc import (
     PosencError,
     UnsupportedModelError,
-    available_methods,
     get_method,
     get_patch,
     inspect_rope,
@@ -32,7 +31,7 @@ LENGTH = 96  # half as many again as the tiny models' 64
 
 # Every method with options that change something at LENGTH tokens of a model with 8 pairs.
 OPTIONS: dict[str, dict[str, Any]] = {
-    **{name: {"scale": 4.0} for name in available_methods() if get_method(name).takes_scale()},
+    **{name: {"scale": 4.0} for name in zoo.frequency_methods() if get_method(name).takes_scale()},
     **{name: {} for name in ("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn", "nope")},
     "longrope": {"scale": 4.0, "short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
     "abf": {"rope_theta": 500_000.0},
@@ -49,7 +48,7 @@ def logits(model: nn.Module, length: int = LENGTH) -> Tensor:
         return model(input_ids=zoo.tokens(length), use_cache=False).logits
 
 
-@pytest.mark.parametrize("method", available_methods())
+@pytest.mark.parametrize("method", zoo.frequency_methods())
 def test_patch_changes_the_output_and_unpatch_restores_every_bit(
     model: PreTrainedModel, method: str
 ) -> None:
@@ -67,7 +66,7 @@ def test_patch_changes_the_output_and_unpatch_restores_every_bit(
 
 
 @pytest.mark.parametrize(
-    "method", [name for name in available_methods() if get_method(name).takes_scale()]
+    "method", [name for name in zoo.frequency_methods() if get_method(name).takes_scale()]
 )
 def test_scale_one_is_the_unpatched_model_bit_for_bit(model: PreTrainedModel, method: str) -> None:
     options = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8} if method == "longrope" else {}
@@ -147,7 +146,7 @@ def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
         ("yarn", {"target_length": 32}, "nothing to extend"),
         ("dynamic_yarn", {"scale": 4}, "takes no scale"),
         ("dynamic_yarn", {"target_length": 512}, "follows the length"),
-        ("dynamic_ntk", {"update": "row"}, "attention engine"),
+        ("dynamic_ntk", {"update": "rows"}, "update mode"),
         ("yarn", {"scale": 4, "layers": "some"}, "layers is"),
         ("yarn", {"scale": 4, "layers": [0, 1]}, "cuts through"),
         ("yarn", {"scale": 4, "compose": True, "replace": True}, "exclude each other"),

@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hf_posenc import (
     PatchConfig,
     PosencError,
-    available_methods,
     available_recipes,
     from_pretrained,
     get_method,
@@ -30,7 +29,7 @@ from hf_posenc.config import parse_method
 from tests import zoo
 from tests.test_patching import OPTIONS, logits
 
-STATIC = [name for name in available_methods() if not get_method(name).length_dependent]
+STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
 
 # Only in hf_posenc: their tables follow the length, and transformers has no such rope_type.
 NOT_NATIVE = ("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn")
@@ -75,7 +74,7 @@ def test_what_transformers_cannot_express_is_said_and_loads_unpatched(
     assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
 
 
-@pytest.mark.parametrize("method", available_methods())
+@pytest.mark.parametrize("method", zoo.frequency_methods())
 def test_from_pretrained_gives_the_patched_model_and_its_undo(
     model: PreTrainedModel, method: str, tmp_path: Path
 ) -> None:

@@ -28,6 +28,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from hf_posenc import available_methods, get_method
+from hf_posenc.methods import RopeScaling
 from tests.zoo_registry import (
     NOT_BUILT,
     TABLE_TYPES,
@@ -51,6 +53,7 @@ __all__ = [
     "build",
     "composite_types",
     "decoder_types",
+    "frequency_methods",
     "from_config",
     "is_plain",
     "length_of",
@@ -190,6 +193,11 @@ def load(model_class: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
     loaded.eval()
     assert isinstance(loaded, PreTrainedModel)
     return loaded
+
+
+def frequency_methods() -> tuple[str, ...]:
+    """The methods that change rotary frequencies; the others compute attention themselves."""
+    return tuple(n for n in available_methods() if issubclass(get_method(n), RopeScaling))
 
 
 def length_of(config: PretrainedConfig) -> int | None:

@@ -1,4 +1,4 @@
-"""The command's root, and how its errors look: one line, exit status 2, no traceback."""
+"""The command's root, and how its errors look: one line, exit status 2, no traceback; warnings too are one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from hf_posenc.cli import catalog, inspection, perplexity
-from hf_posenc.cli.console import print_error
+from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.errors import PosencError
 
 
@@ -18,7 +18,8 @@ class OneLineErrors(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with one_line_warnings():
+                return super().invoke(ctx)
         except PosencError as error:
             print_error(str(error))
         except KeyboardInterrupt:

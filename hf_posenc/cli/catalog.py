@@ -5,22 +5,52 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 
 from hf_posenc.cli.console import out
 
+if TYPE_CHECKING:
+    from hf_posenc.methods import Method
+
+
+def kinds() -> dict[str, list[type[Method]]]:
+    """The methods by what they change, each kind with the sentence that says so."""
+    from hf_posenc.methods import METHODS, DistanceBias, RelativeKeys, RopeScaling, RotaryBands
+
+    said: dict[str, tuple[type[Method], ...]] = {
+        "Frequencies: the rotary table is changed, attention stays the model's own": (RopeScaling,),
+        "Rotary bands: near and far keys are rotated by different positions": (RotaryBands,),
+        "Biases: added to the scores; the rotation is dropped unless keep_rope is set": (
+            DistanceBias,
+            RelativeKeys,
+        ),
+    }
+    found = {title: [m for m in METHODS if issubclass(m, bases)] for title, bases in said.items()}
+    rest = [m for m in METHODS if not any(m in group for group in found.values())]
+    return {**found, "Others: they change the queries and keys themselves": rest}
+
 
 def methods() -> None:
-    """List the methods: name, what it does, what it needs, where it comes from."""
-    from hf_posenc.methods import METHODS
+    """List the methods by kind: name and aliases, what it does, what it needs, where it comes from."""
+    from rich.table import Table
 
-    table = _table("method", "what it does", "needs", "source")
-    for method in METHODS:
-        names = method.name + "".join(f"\n= {alias}" for alias in method.aliases)
-        table.add_row(names, method.summary, method.needs, method.source)
-    out().print(table)
+    console = out()
+    groups = kinds()
+    width = max(len(method.name) for group in groups.values() for method in group)
+    for title, group in groups.items():
+        table = Table.grid(padding=(0, 2))
+        table.add_column(min_width=width, no_wrap=True)
+        table.add_column(overflow="fold")
+        for method in group:
+            also = f" Also {', '.join(method.aliases)}." if method.aliases else ""
+            table.add_row(method.name, escape(method.summary))
+            about = escape(f"Needs: {method.needs}. {method.source}.{also}")
+            table.add_row("", f"[dim]{about}[/dim]")
+        console.print(f"\n[bold]{title}[/bold]")
+        console.print(table)
 
 
 def show(name: Annotated[str, typer.Argument(help="A method or one of its aliases.")]) -> None:
@@ -41,7 +71,13 @@ def show(name: Annotated[str, typer.Argument(help="A method or one of its aliase
     if table.rows:
         console.print(table)
     console.print(f"Source: {method.source}\nNeeds: {method.needs}", markup=False)
-    example = f"{method.name}:scale=8" if method.takes_scale() else method.name
+    required = [k for k, v in method.knobs().items() if v is dataclasses.MISSING and k != "scale"]
+    if required:  # lists among them, which the short form of --patch has no place for
+        shown = ", ".join(f"{knob}=..." for knob in required)
+        console.print(f"Try: patch_model(model, {method.name!r}, {shown})", markup=False)
+        return
+    needs_scale = method.knobs().get("scale") is dataclasses.MISSING
+    example = f"{method.name}:scale=8" if needs_scale else method.name
     console.print(f"Try: hf-posenc perplexity --patch none --patch {example}", markup=False)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -27,6 +29,22 @@ def print_error(message: str) -> None:
 def print_warning(message: str) -> None:
     """One line."""
     typer.echo(f"warning: {' '.join(message.split())}", err=True)
+
+
+@contextlib.contextmanager
+def one_line_warnings() -> Iterator[None]:
+    """Shows each of Python's warnings once and as one line, without the place in the code."""
+    seen: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in seen:
+            seen.add(str(message))
+            print_warning(str(message))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = show
+        yield
 
 
 def quiet_transformers() -> None:

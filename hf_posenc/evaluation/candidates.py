@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from hf_posenc.config import parse_method
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import get_method
+from hf_posenc.evaluation.requests import Request
 from hf_posenc.patching import get_patch, patched
 
 UNPATCHED = "none"
@@ -20,45 +19,54 @@ UNPATCHED = "none"
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method to measure, or the model as it was loaded.
+    """A method, or several at once, to measure, or the model as it was loaded.
 
     Attributes:
         spec: As it was given, e.g. `"yarn:scale=8"`.
         label: As reports show it, e.g. `"yarn (scale 8)"`.
-        method: The method's name; `None` for the model as loaded.
-        options: Its options.
-        auto_scale: The method takes a scale and was given none: it is `length / original length`, anew at every length.
+        request: What it asks for; `None` for the model as loaded.
         original: The original length that the scale refers to, in tokens; `None` until `checked`.
     """
 
     spec: str
     label: str
-    method: str | None
-    options: dict[str, Any] = field(default_factory=dict)
-    auto_scale: bool = False
+    request: Request | None
     original: int | None = None
 
     @classmethod
     def parse(cls, spec: str) -> Candidate:
-        """Reads `none` or the short form `method:option=value,...`.
+        """Reads `none`, the short form `method:option=value,...`, or several of these joined by `+`.
 
         Raises:
             PosencError: An unknown method or option.
         """
         if spec.strip().lower() == UNPATCHED:
             return cls(spec, UNPATCHED, None)
-        name, options = parse_method(spec)
-        required = get_method(name).knobs().get("scale") is dataclasses.MISSING
-        auto = required and "scale" not in options and "target_length" not in options
-        shown = ["auto"] if auto else []
-        shown += [f"{option} {_short(value)}" for option, value in options.items()]
-        label = f"{name} ({', '.join(shown)})" if shown else name
-        return cls(spec, label, name, options, auto)
+        request = Request.parse(spec)
+        return cls(spec, request.label, request)
+
+    @property
+    def method(self) -> str | None:
+        """The method's name, several joined by `+`; `None` for the model as loaded."""
+        if self.request is None:
+            return None
+        return "+".join(part.method for part in self.request.parts)
+
+    @property
+    def auto_scale(self) -> bool:
+        """A method takes a scale and was given none: it is `length / original length`, anew at every length."""
+        return self.request is not None and self.request.auto
 
     @property
     def length_dependent(self) -> bool:
-        """Whether the method says that what it computes depends on the length of the text."""
-        return self.method is not None and get_method(self.method).length_dependent
+        """Whether what is computed for a token depends on how much text follows it."""
+        return self.request is not None and any(p.length_dependent for p in self.request.parts)
+
+    @property
+    def scale(self) -> float | None:
+        """The scale that was given; `None` for none, or an automatic one."""
+        parts = () if self.request is None else self.request.parts
+        return next((p.options["scale"] for p in parts if "scale" in p.options), None)
 
     def scale_at(self, length: int) -> float | None:
         """The scale of `auto_scale` at a length: at least 1, a shorter text than the original needs none."""
@@ -76,7 +84,7 @@ class Candidate:
         Raises:
             PosencError: This model cannot be patched so; the message names the candidate.
         """
-        if self.method is None:
+        if self.request is None:
             return self
         if get_patch(model) is not None:
             raise PosencError(
@@ -95,23 +103,25 @@ class Candidate:
     @contextlib.contextmanager
     def applied(self, model: nn.Module, length: int) -> Iterator[None]:
         """Patches the model for this length, and unpatches it."""
-        if self.method is None:
+        if self.request is None:
             yield
             return
-        scale = {"scale": self.scale_at(length)} if self.auto_scale else {}
-        with patched(model, self.method, **scale, **self.options):
+        method, options = self.request.arguments(self.scale_at(length) or 1.0)
+        with patched(model, method, **options):
             yield
 
     def to_dict(self, lengths: Sequence[int]) -> dict[str, Any]:
         """What a result stores of it, the scale in force at every length included."""
-        scales: Any = self.options.get("scale")
+        scales: Any = self.scale
         if self.auto_scale:
             scales = {str(length): self.scale_at(length) for length in lengths}
+        parts = () if self.request is None else self.request.parts
         return {
             "label": self.label,
             "spec": self.spec,
             "method": self.method,
-            "options": self.options,
+            "parts": [{"method": part.method, "options": part.options} for part in parts],
+            "beside": {} if self.request is None else self.request.beside,
             "scale": scales,
             "auto_scale": self.auto_scale,
             "original_max_position_embeddings": self.original,
@@ -130,10 +140,6 @@ def parse_candidates(specs: Sequence[str]) -> list[Candidate]:
     if twice is not None:
         raise PosencError(f"--patch {twice} is given twice.")
     return candidates
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _headline(patch: Any) -> str:

@@ -161,7 +161,7 @@ class PerplexityResult:
                         writer.writerow(self._row(candidate, protocol, length))
 
     def _row(self, candidate: Candidate, protocol: str, length: int) -> dict[str, Any]:
-        scale = candidate.scale_at(length) or candidate.options.get("scale")
+        scale = candidate.scale_at(length) or candidate.scale
         row = {"method": candidate.label, "protocol": protocol, "length": length, "scale": scale}
         cell = self.cell(candidate.label, protocol, length)
         if cell is None:
