@@ -13,12 +13,14 @@ from torch import nn
 from hf_posenc.config import Layers, PatchConfig
 from hf_posenc.errors import PosencError
 from hf_posenc.install import STATE, State, install, own_config, undo
+from hf_posenc.methods import seam_of
 from hf_posenc.patch import EffectiveTable, Patch
 from hf_posenc.resolve import (
     MethodLike,
     adapter_of,
     changes_frequencies,
     check_scaled,
+    check_wrappers,
     resolve_methods,
     tables_of,
     unwrap,
@@ -99,6 +101,8 @@ def patch_model(
         methods, reach = resolve_methods(
             method, scale=scale, target_length=target_length, original=original, options=options
         )
+        if any(seam_of(part) != "rotary" for part in methods):
+            check_wrappers(model)
         config = PatchConfig(
             method=methods[0].name,
             options={

@@ -33,6 +33,20 @@ def unwrap(model: nn.Module) -> nn.Module:
         model = inner
 
 
+def check_wrappers(model: Any) -> None:
+    """Refuses a model whose cache PEFT fills with keys that stand at no position.
+
+    Raises:
+        UnsupportedModelError: Prefix tuning, and prompts learned in other ways.
+    """
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"{config.peft_type} puts learned keys or tokens before the text, which stand at no position. Patch the "
+                "model without that adapter."
+            )
+
+
 def adapter_of(model: nn.Module) -> ArchAdapter:
     """The adapter of a model's text decoder.
 

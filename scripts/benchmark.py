@@ -68,7 +68,7 @@ def attention(
     output: Annotated[
         Path | None, typer.Option(help="JSON file to write; a plot goes beside it, as PNG and SVG.")
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds; slow cases get fewer.")] = 9,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds; slow situations get fewer.")] = 7,
     only: Annotated[str, typer.Option(help="Only situations with this word in the title.")] = "",
 ) -> None:
     """The attention engine on a CPU against plain causal attention and others' formulations: time and peak memory."""

@@ -84,10 +84,10 @@ def decode(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
-        scores = scores + bias
+        scores.add_(bias)
     if mask is not None:
         # Finite, since a row of nothing but -inf has no softmax; it is emptied below.
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
     if sinks is None:
         probabilities = scores.softmax(-1)
     else:
@@ -104,9 +104,13 @@ def decode(
 
 def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """`query . key * scaling`, shape (B, H, Q, KV), float32 (float64 for float64)."""
-    scores = _folded(query, key.shape[1]) @ key.transpose(-1, -2)
-    scores = scores.view(*query.shape[:-1], key.shape[2])
-    return scores.to(accumulation_dtype(query.dtype)) * scaling
+    # Scores of many keys are the largest thing in memory here: as few copies as can be, in `decode` too. A half is
+    # scaled after the product, so that it is rounded once.
+    dtype = accumulation_dtype(query.dtype)
+    early, late = (scaling, 1.0) if query.dtype == dtype else (1.0, scaling)
+    scores = _folded(query * early, key.shape[1]) @ key.transpose(-1, -2)
+    scores = scores.view(*query.shape[:-1], key.shape[2]).to(dtype)
+    return scores if late == 1.0 else scores.mul_(late)
 
 
 def _folded(rows: Tensor, key_heads: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -30,10 +30,10 @@ Positions = Callable[[Tensor], Tensor]
 class Branch(Protocol):
     """One way in which pairs of a query and a key are scored."""
 
-    def query(self, x: Tensor, m: Tensor, origin: int) -> Tensor:
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
         """The queries, shape (batch, heads, queries, head_dim), at positions m, (batch or 1, queries)."""
 
-    def key(self, x: Tensor, n: Tensor, origin: int) -> Tensor:
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
         """The same for keys at positions n."""
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
@@ -62,6 +62,7 @@ class Encoding:
         rotates: Whether the layer's own rotation is in force at all; a bias drops it.
         cached_by: The encoding whose positions the keys have, for a layer that is left alone but shares its rotary
             table with patched ones.
+        keeps: For each band, whether its queries and its keys stand where keys are cached anyway.
     """
 
     original: int
@@ -76,6 +77,21 @@ class Encoding:
     parameters: Mapping[str, Tensor] | None = None
     rotates: bool = True
     cached_by: Encoding | None = None
+    keeps: tuple[tuple[bool, bool], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        bands = () if self.bands is None else self.bands.bands(self.original)
+        # Found out once: a value that decides would stop torch.compile.
+        probe = torch.tensor([0, 1, 2, 3, 5, 17, 100, 1001, 65537])
+        cached = self.cached_position(probe).double()
+        keeps = tuple(
+            (
+                torch.equal(band.query_position(probe).double(), cached),
+                torch.equal(band.key_position(probe).double(), cached),
+            )
+            for band in bands
+        )
+        object.__setattr__(self, "keeps", keeps)
 
     def cached_position(self, n: Tensor) -> Tensor:
         """The rotary position at which a key at n is cached."""
@@ -88,12 +104,15 @@ class Encoding:
         if self.cached_by is not None:
             assert self.rotation is not None
             own = Band(query_position=_same, key_position=_same)
-            return (BandBranch(self.rotation, own, self.cached_by.cached_position),)
+            return (BandBranch(self.rotation, own, self.cached_by.cached_position, False, False),)
         if self.bands is not None and self.rotates:
             assert self.rotation is not None
             cached = self.cached_position
             bands = self.bands.bands(self.original)
-            return tuple(BandBranch(self.rotation, band, cached) for band in bands)
+            return tuple(
+                BandBranch(self.rotation, band, cached, *keeps)
+                for band, keeps in zip(bands, self.keeps, strict=True)
+            )
         if self.moving is not None:
             assert self.rotation is not None
             assert self.spec is not None
@@ -122,21 +141,19 @@ class Encoding:
             return m // self.pairs.scale_base
         return torch.zeros_like(m)
 
-    def origin(self, m: Tensor, lengths: Tensor | None) -> int:
-        """The `origin` for queries at m, which are all of one bucket and one row of the batch.
+    def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
+        """The `origin` for queries at m, which are all of one bucket and one row of the batch; a 0-dim tensor.
 
         Args:
             m: Positions, shape (1, queries).
             lengths: `Call.lengths` of that row.
         """
         if isinstance(self.pairs, XPos):
-            return int(m.min())
-        if self.moving is None:
-            return 0
-        if self.moving.update == "row":
-            return int(self.bucket(m.flatten()[0]))
+            return m.min()
+        if self.moving is None or self.moving.update == "row":
+            return self.bucket(m[0, 0])
         assert lengths is not None
-        return int(lengths[0])
+        return lengths[0]
 
     @property
     def shares_keys(self) -> bool:
@@ -148,10 +165,10 @@ class Encoding:
 class _PlainBranch:
     """Queries and keys as they come."""
 
-    def query(self, x: Tensor, m: Tensor, origin: int) -> Tensor:
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
         return x
 
-    def key(self, x: Tensor, n: Tensor, origin: int) -> Tensor:
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
         return x
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
@@ -169,29 +186,24 @@ class BandBranch:
     rotation: Rotation
     band: Band
     cached: Positions
+    keeps_query: bool
+    keeps_key: bool
 
-    def query(self, x: Tensor, m: Tensor, origin: int) -> Tensor:
-        return self._turned(x, m, self.band.query_position)
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
+        return x if self.keeps_query else self._turned(x, m, self.band.query_position)
 
-    def key(self, x: Tensor, n: Tensor, origin: int) -> Tensor:
-        return self._turned(x, n, self.band.key_position)
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
+        return x if self.keeps_key else self._turned(x, n, self.band.key_position)
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         return self.band.contains(m, n)
 
     def _turned(self, x: Tensor, positions: Tensor, wanted: Positions) -> Tensor:
-        if self._keeps(wanted):
-            return x
         return self.rotation.turn(x, wanted(positions) - self.cached(positions))
 
     @property
     def shares_cache(self) -> bool:
-        return self._keeps(self.band.key_position)
-
-    def _keeps(self, wanted: Positions) -> bool:
-        """Whether this is where keys are cached anyway."""
-        probe = torch.tensor([0, 1, 2, 3, 5, 17, 100, 1001, 65537])
-        return torch.equal(wanted(probe).double(), self.cached(probe).double())
+        return self.keeps_key
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,18 +214,22 @@ class _MovingBranch:
     method: LengthDependent
     spec: RopeSpec
 
-    def query(self, x: Tensor, m: Tensor, origin: int) -> Tensor:
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
         # Cos and sin of both sides carry the factor; all of it lands on the query.
-        factor = (float(self.method.cos_sin_factor(self.spec, origin)) / self.rotation.factor) ** 2
+        factor = (self.method.cos_sin_factor(self.spec, origin) / self.rotation.factor) ** 2
         turned = self.key(x, m, origin)
-        return turned if factor == 1.0 else turned * factor
+        if isinstance(factor, Tensor):
+            factor = factor.to(torch.promote_types(x.dtype, torch.float32))
+        return (turned * factor).to(x.dtype)
 
-    def key(self, x: Tensor, n: Tensor, origin: int) -> Tensor:
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
         wanted = self.method.inv_freq(self.spec, origin).float()
         if self.spec.order is not None:
-            wanted = wanted[self.spec.order]
-        moved = wanted - self.rotation.inv_freq.cpu()
-        return self.rotation.turn(x, n, moved) if moved.any() else x
+            wanted = wanted[self.spec.order.to(wanted.device)]
+        moved = wanted - self.rotation.inv_freq.to(wanted.device)
+        if not torch.compiler.is_compiling() and not moved.any():
+            return x
+        return self.rotation.turn(x, n, moved)
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         return None
@@ -230,10 +246,10 @@ class _XPosBranch:
     rotation: Rotation
     method: XPos
 
-    def query(self, x: Tensor, m: Tensor, origin: int) -> Tensor:
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
         return self._scaled(x, self.method.query_scale(m, self.rotation.layout.dim, origin))
 
-    def key(self, x: Tensor, n: Tensor, origin: int) -> Tensor:
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
         return self._scaled(x, self.method.key_scale(n, self.rotation.layout.dim, origin))
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
@@ -256,10 +272,10 @@ class _OffsetBranch:
     rotation: Rotation
     parameters: Mapping[str, Tensor]
 
-    def query(self, x: Tensor, m: Tensor, origin: int) -> Tensor:
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
         return self._shifted(x, m, "a")
 
-    def key(self, x: Tensor, n: Tensor, origin: int) -> Tensor:
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
         return self._shifted(x, n, "b")
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:

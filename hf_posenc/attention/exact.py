@@ -34,13 +34,14 @@ def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
         weights = [weight for _, weight in rows if weight is not None]
         return torch.cat([out for out, _ in rows]), torch.cat(weights) if weights else None
     branches = encoding.branches()
-    keys = [branch.key(call.key, call.key_position, 0) for branch in branches]
+    shared: list[Tensor] | None = None
+    if encoding.shares_keys:
+        nowhere = call.key_position.new_zeros(())
+        shared = [branch.key(call.key, call.key_position, nowhere) for branch in branches]
     outs, weights = [], []
-    needs_grad = torch.is_grad_enabled() and any(
-        part.requires_grad for part in (call.query, call.key, call.value)
-    )
+    needs_grad = torch.is_grad_enabled() and call.query.requires_grad
     for start, stop in _blocks(call, encoding):
-        arguments = (call, encoding, branches, keys, start, stop)
+        arguments = (call, encoding, branches, shared, start, stop)
         if needs_grad and stop - start < call.query.shape[2]:
             # Kept for the backward, the scores of all blocks would be a matrix of queries times keys.
             out, weight = checkpoint(_block, *arguments, use_reentrant=False)
@@ -57,7 +58,7 @@ def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
     batch, heads, queries, _ = call.query.shape
     size = max(16, min(queries, SCRATCH // (batch * heads * max(1, call.key.shape[2]))))
     borders = [0, queries]
-    if not encoding.shares_keys:
+    if not encoding.shares_keys and queries > 1:
         bucket = encoding.bucket(call.query_position[0])
         changes = (bucket[1:] != bucket[:-1]).nonzero()[:, 0] + 1
         borders = [0, *changes.tolist(), queries]
@@ -70,7 +71,7 @@ def _block(
     call: Call,
     encoding: Encoding,
     branches: tuple[Branch, ...],
-    keys: list[Tensor],
+    shared: list[Tensor] | None,
     start: int,
     stop: int,
 ) -> tuple[Tensor, Tensor | None]:
@@ -83,8 +84,8 @@ def _block(
     pairs = (m[:, None, :, None], n[:, None, None, :])
     scores: Tensor | None = None
     covered: Tensor | None = None
-    for branch, shared in zip(branches, keys, strict=True):
-        turned = shared if encoding.shares_keys else branch.key(key, n, origin)
+    for index, branch in enumerate(branches):
+        turned = branch.key(key, n, origin) if shared is None else shared[index]
         part = grouped_scores(branch.query(query, m, origin), turned) * call.scaling
         inside = branch.contains(*pairs)
         scores = part if inside is None or scores is None else torch.where(inside, part, scores)

@@ -36,7 +36,7 @@ def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     factor = encoding.query_factor(m)
     if factor is not None:
         query = query * factor[:, None, :, None].to(query.dtype)
-    branches = encoding.branches()
+    branches, nowhere = encoding.branches(), m.new_zeros(())
     pairs = m[:, None, :, None], n[:, None, None, :]
     visible = call.mask.rows(0, query.shape[2])
     near = None
@@ -45,10 +45,10 @@ def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
         assert window is not None
         width = min(call.key.shape[2], window + query.shape[2] - 1)
         tail = n[:, n.shape[1] - width :]
-        near_key = branches[0].key(call.key[:, :, call.key.shape[2] - width :], tail, 0)
+        near_key = branches[0].key(call.key[:, :, call.key.shape[2] - width :], tail, nowhere)
         inside = branches[0].contains(pairs[0], tail[:, None, None, :])
         assert inside is not None
-        near = branches[0].query(query, m, 0), near_key, inside
+        near = branches[0].query(query, m, nowhere), near_key, inside
     covered = [branch.contains(*pairs) for branch in branches]
     if covered[0] is not None:
         inside = torch.stack([part for part in covered if part is not None]).any(0)
@@ -58,7 +58,7 @@ def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
         own = score_bias(encoding, query, call.key, m, n, call.scaling)
         bias = own if bias is None else bias + own
     out, weights = decode(
-        branches[-1].query(query, m, 0),
+        branches[-1].query(query, m, nowhere),
         call.key,
         call.value,
         call.scaling,

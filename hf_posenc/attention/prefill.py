@@ -90,12 +90,12 @@ def _one(call: Call, encoding: Encoding, run: Run) -> Tensor:
     if encoding.moving is not None:
         lengths = None if call.lengths is None else call.lengths[run.batch]
         return _by_bucket(encoding, query, key, value, scaling, offset, lengths)
-    branches = encoding.branches()
-    queries = [branch.query(query, m, 0) for branch in branches]
+    branches, nowhere = encoding.branches(), n.new_zeros(())
+    queries = [branch.query(query, m, nowhere) for branch in branches]
     if encoding.bands is None:
-        return causal(queries[0], branches[0].key(key, n, 0), value, scaling, offset=offset)
+        return causal(queries[0], branches[0].key(key, n, nowhere), value, scaling, offset=offset)
     bands = encoding.bands.bands(encoding.original)
-    keys = [branch.key(key, n, 0) for branch in branches]
+    keys = [branch.key(key, n, nowhere) for branch in branches]
     if len(bands) == 3:
         assert bands[0].chunk is not None
         first, second, third = queries

@@ -159,14 +159,6 @@ def _refuse(model: nn.Module, owner: nn.Module, tables: Sequence[RotaryTable]) -
             "keys of its own, so a method that computes attention itself has no meaning there. "
             f"{FREQUENCY_METHODS_WORK}"
         )
-    if any(getattr(config, "is_prompt_learning", False) for config in _peft_configs(model)):
-        raise UnsupportedModelError(
-            "Prefix tuning puts keys into the cache that stand at no position. Merge or remove the adapter first."
-        )
-
-
-def _peft_configs(model: nn.Module) -> list[Any]:
-    return list((getattr(model, "peft_config", None) or {}).values())
 
 
 def _tried(owner: Any, ids: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ class XPos(Method):
         """
         return (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
 
-    def query_scale(self, m: Tensor, dim: int, origin: int) -> Tensor:
+    def query_scale(self, m: Tensor, dim: int, origin: int | Tensor) -> Tensor:
         """The factor on each pair of the query at m, `z_i ** ((m - origin) / scale_base)`.
 
         Shape (*m.shape, dim/2), float64. Only the product with `key_scale` of the same origin means
@@ -60,6 +60,6 @@ class XPos(Method):
         exponents = real(m - origin)[..., None] / self.scale_base
         return self.pair_scale(dim).to(exponents) ** exponents
 
-    def key_scale(self, n: Tensor, dim: int, origin: int) -> Tensor:
+    def key_scale(self, n: Tensor, dim: int, origin: int | Tensor) -> Tensor:
         """The factor on each pair of the key at n, `z_i ** ((origin - n) / scale_base)`; see `query_scale`."""
         return self.query_scale(2 * origin - n, dim, origin)

@@ -18,6 +18,7 @@ from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
 from hf_posenc.seams.calibration import Recorder
 from hf_posenc.seams.masks import (
+    HANDLE,
     CausalMask,
     PositionedMask,
     WrittenMask,
@@ -177,7 +178,7 @@ def _mask(
 ) -> Mask:
     if attention_mask is None:
         return CausalMask(queries, keys, device)
-    if attention_mask.dtype == torch.int64:
+    if attention_mask.dtype == HANDLE:
         return PositionedMask(described(attention_mask), positions)
     return WrittenMask.read(attention_mask[..., :keys])
 
@@ -209,7 +210,7 @@ def _unpatched(
     dropout: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if attention_mask is not None and attention_mask.dtype == torch.int64:
+    if attention_mask is not None and attention_mask.dtype == HANDLE:
         attention_mask = described(attention_mask).rows(0, query.shape[2])
     found: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 import itertools
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +29,12 @@ from hf_posenc.errors import PosencError
 DENSE = 1 << 18
 """Up to so many pairs of a query and a key a mask is simply written out."""
 
-_described: weakref.WeakValueDictionary[int, LazyMask] = weakref.WeakValueDictionary()
-_numbers = itertools.count(1)
+_NUMBERS = 255
+_KEPT = 16
+_latest: dict[int, LazyMask] = {}
+_count = itertools.count()
+HANDLE = torch.uint8
+"""The dtype of a mask's handle, which no mask has."""
 _ATTRIBUTE = "_hf_posenc_mask"
 
 
@@ -111,9 +114,12 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
         with contextlib.suppress(_NeedsMaskError):
             return sdpa_mask(**{**kwargs, "mask_function": _refuse})
     mask = LazyMask(kwargs)
-    number = next(_numbers)
-    _described[number] = mask
-    handle = torch.full((1, 1, 1, 1), number, dtype=torch.int64, device=kwargs.get("device"))
+    # transformers clones what generate() passes to a compileable cache: the attribute is lost, and what was one
+    # byte becomes as many as a bool mask has. The byte still says which mask it was.
+    number = next(_count) % _NUMBERS + 1
+    _latest[number] = mask
+    _latest.pop((number - 1 - _KEPT) % _NUMBERS + 1, None)
+    handle = torch.full((1, 1, 1, 1), number, dtype=HANDLE, device=kwargs.get("device"))
     batch, queries, keys = mask.shape
     handle = handle.expand(batch, 1, queries, keys)
     setattr(handle, _ATTRIBUTE, mask)
@@ -128,7 +134,7 @@ def described(handle: Tensor) -> LazyMask:
     """
     mask: LazyMask | None = getattr(handle, _ATTRIBUTE, None)
     if mask is None:
-        mask = _described.get(int(handle.flatten()[0]))
+        mask = _latest.get(int(handle[0, 0, 0, 0]))
     if mask is None or (handle.shape[0], *handle.shape[2:]) != mask.shape:
         raise PosencError(
             "The model changed the attention mask on its way to the attention layers in a way that hf_posenc cannot "
