@@ -19,6 +19,7 @@ from transformers.masking_utils import eager_mask
 
 from tests import attention_references as naive
 from tests import zoo
+from tests.zoo_registry import quiet
 
 NAME = "pair_by_pair"
 WINDOW, GROUP = 6, 3
@@ -80,7 +81,7 @@ def reference(model: PreTrainedModel, ids: Tensor, method: str) -> Tensor | None
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, eager_mask)
     state = _state = _State(RULES[method][1])
-    with zoo.quiet():
+    with quiet():
         model.set_attn_implementation(NAME)
     for module in list(model.modules()):
         if type(module).__name__.endswith("RotaryEmbedding"):
@@ -125,7 +126,8 @@ def _ask_several_times(module: nn.Module, state: _State) -> None:
         for positions in (state.rule.near, state.rule.query, state.rule.key):
             state.recording = []
             embeddings = _rotary_at(rotary, rotary_args, rotary_kwargs, positions)
-            original(**{**kwargs, "position_embeddings": embeddings})
+            alone = {"past_key_values": None} if "past_key_values" in kwargs else {}
+            original(**{**kwargs, **alone, "position_embeddings": embeddings})
             state.bands.append(state.recording)
         state.recording = None
         return original(**kwargs)
