@@ -237,6 +237,7 @@ def _interleaved(runs: dict[str, Callable[[], float]], rounds: int) -> dict[str,
 def _machine(device: str) -> dict[str, Any]:
     return {
         "processor": platform.machine(),
+        "processor_model": _processor_model(),
         "cores": os.cpu_count(),
         "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
         "python": platform.python_version(),
@@ -244,6 +245,16 @@ def _machine(device: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         "hf_posenc": hf_posenc.__version__,
     }
+
+
+def _processor_model() -> str | None:
+    """The processor's name and widest vector unit, which decide between plain attention's code paths; Linux only."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]}, {torch.backends.cpu.get_cpu_capability()}" if names else None
 
 
 def _show(results: dict[str, dict[str, dict[str, float]]]) -> None:
