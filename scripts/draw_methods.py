@@ -73,7 +73,9 @@ def bands(figure: Figure, name: str) -> None:
     field, row = figure.subplots(1, 2, width_ratios=(1.15, 1))
     field.grid(visible=False)
     colours = colormaps["viridis"].with_extremes(over=COLOURS[1])
-    image = field.imshow(relative, cmap=colours, vmin=0, vmax=ORIGINAL - 1, interpolation="nearest")
+    image = field.imshow(
+        relative.numpy(), cmap=colours, vmin=0, vmax=ORIGINAL - 1, interpolation="nearest"
+    )
     bar = figure.colorbar(image, ax=field, ticks=[0, ORIGINAL - 1], extend="max", fraction=0.046)
     bar.ax.set_yticklabels(["0", "L - 1"])
     marks = ([0, ORIGINAL, TEXT - 1], ["0", "L", "2L"])

@@ -23,7 +23,7 @@ from hf_posenc.rope import RopeSpec
 from tests.references import REFERENCES, default
 
 FREQUENCY = tuple(m.name for m in methods.METHODS if issubclass(m, RopeScaling))
-"""The methods that this file is about; those on other seams: tests/test_attention_methods.py."""
+"""The methods that this file is about; those on other seams: tests/test_rotary_bands.py and its like."""
 
 DYNAMIC = {
     "dynamic_pi": "pi",
