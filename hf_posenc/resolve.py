@@ -42,8 +42,8 @@ def check_wrappers(model: Any) -> None:
     for config in (getattr(model, "peft_config", None) or {}).values():
         if getattr(config, "is_prompt_learning", False):
             raise UnsupportedModelError(
-                f"{config.peft_type} puts learned keys or tokens before the text, which stand at no position. Patch the "
-                "model without that adapter."
+                f"{config.peft_type} puts learned keys or tokens before the text, which stand at no position. Patch "
+                "the model without that adapter."
             )
 
 

@@ -41,7 +41,7 @@ def position_map(method: RotaryBands, length: int, original: int) -> Tensor:
     for band in method.bands(original):
         query, key = band.query_position(m[:, 0]), band.key_position(n[0])
         assert all(p.dtype in (torch.int64, torch.float64) for p in (query, key))
-        inside = band.contains(m, n)
+        inside = band.contains(m, n) & (n <= m)  # a causal mask hides the rest
         times += inside
         relative[inside] = (query[:, None] - key[None]).double()[inside]
     assert times.max() <= 1, "a pair is in two bands"

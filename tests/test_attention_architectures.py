@@ -7,7 +7,6 @@ representative types run always, all others with `-m slow`.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc import PosencError, UnsupportedModelError, get_patch, patch_model, unpatch_model
+from hf_posenc import UnsupportedModelError, patch_model, unpatch_model
 from tests import zoo
 from tests.attention_llama import CASES, ORIGINAL, randomise
-from tests.attention_native import RULES, reference
+from tests.zoo_registry import quiet
 
 DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
 TYPES = [
@@ -48,7 +47,7 @@ def patch(model: PreTrainedModel, method: str, options: dict[str, Any]) -> PreTr
 @torch.no_grad()
 def hidden(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> tuple[Tensor, Any]:
     """Logits or hidden states in float64, and the cache."""
-    with zoo.quiet(), torch.random.fork_rng(devices=[]):
+    with quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         out = model(**zoo._required_inputs(model.config, ids), **kwargs)
     values = getattr(out, "logits", None)
@@ -59,7 +58,7 @@ def cached(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The text as a prefill, single steps and chunks."""
     parts, cache, start = [], None, 0
     for size in (11, 1, 1, 4, LENGTH - 17):
-        more = {} if cache is None else {"past_key_values": cache}
+        more: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
         part, cache = hidden(model, ids[:, start : start + size], use_cache=True, **more)
         parts.append(part)
         start += size
@@ -112,12 +111,18 @@ def reasons(model_type: str, names: Iterable[str]) -> dict[str, str]:
             full = zoo.logits(model, ids)
             acted = zoo.relative_difference(full, before)
             assert acted > 10 * noise + 1e-4, f"{name}: nothing happened ({acted:.1e})"
-            for way, error in native.items():
+            for way, natively in native.items():
                 off = zoo.relative_difference(WAYS[way](model, ids), full)
-                assert off < max(1e-4, 10 * error), f"{name}, {way}: {off:.1e}, native {error:.1e}"
+                assert off < max(1e-4, 10 * natively), f"{name}, {way}: {off:.1e}"
             unpatch_model(model)
         assert zoo.relative_difference(zoo.logits(model, ids), before) <= noise, name
         assert model.config.to_dict() == config, name
         assert [n for n, _ in model.named_modules()] == modules, name
         assert list(model.state_dict()) == weights, name
     return found
+
+
+SPARSE = "chooses by a .* which keys a query sees"
+OWN_CODE = "in its own code|in code of its own"
+NOT_A_ROTATION = "is not a rotation in a known layout"
+ALONE = "cannot be run on a few tokens alone"

@@ -264,5 +264,5 @@ def test_prefix_tuning_is_refused(model: PreTrainedModel) -> None:
     peft = pytest.importorskip("peft")
     config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(model, config)
-    with pytest.raises(UnsupportedModelError, match="Prefix tuning"):
+    with pytest.raises(UnsupportedModelError, match="PREFIX_TUNING"):
         patch_model(wrapped, "rerope")

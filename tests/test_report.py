@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import itertools
 import json
 import math
 import sys
@@ -245,6 +246,7 @@ def test_the_plot_is_drawn_in_both_formats_and_is_reproducible(tmp_path: Path) -
 def test_panels_lines_and_axes() -> None:
     pytest.importorskip("matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
 
     drawn = plot.figure(
         example({**CURVES, "ntk": (14.55, math.nan, 30.0), "yarn:scale=4": (16.0, 15.0, 14.0)})
@@ -273,14 +275,51 @@ def test_panels_lines_and_axes() -> None:
     assert 256 in [line.get_xdata()[0] for label, line in lines.items() if label.startswith("_")]
     low, high = prefix.get_ylim()
     assert 3 <= len([tick for tick in prefix.get_yticks() if low <= tick <= high]) <= 8
-    (legend,) = drawn.legends
     canvas: Any = FigureCanvasAgg(drawn)
     canvas.draw()
-    assert [text.get_text() for text in legend.get_texts()] == list(lines)[1:]
-    box = legend.get_window_extent()
-    assert not any(
-        box.overlaps(panel.get_window_extent()) for panel in drawn.axes
-    )  # outside the data
+    names = {text.get_text(): text for text in tail.texts if text.get_text() != "trained length"}
+    assert set(names) == {label for label in lines if not label.startswith("_")}
+    assert len(names) == 5
+    boxes = [Text.get_window_extent(text) for text in names.values()]  # without the leading line
+    assert all(box.x0 >= tail.get_window_extent().x1 for box in boxes)  # outside the data
+    assert not any(one.overlaps(two) for one, two in itertools.combinations(boxes, 2))
+    below = sorted(names, key=lambda label: boxes[list(names).index(label)].y0)
+    assert below == sorted(names, key=lambda label: lines[label].get_ydata()[-1])
+    assert all(names[label].get_color() == lines[label].get_color() for label in names)
+
+
+def test_the_control_is_grey_and_a_dynamic_method_has_the_colour_of_its_static_form() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_rgb
+
+    curves = dict.fromkeys(("none", "sliding_window", "yarn", "dynamic_yarn", "rerope"), (9.0,) * 3)
+    lines = {
+        str(line.get_label()): line for line in plot.figure(example(curves)).axes[0].get_lines()
+    }
+    assert lines["dynamic_yarn"].get_color() == lines["yarn (auto)"].get_color()
+    assert lines["dynamic_yarn"].get_linestyle() != lines["yarn (auto)"].get_linestyle()
+    red, green, blue = to_rgb(lines["sliding_window"].get_color())
+    assert red == green == blue
+    assert (
+        len({line.get_color() for label, line in lines.items() if not label.startswith("_")}) == 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([], []),
+        ([0.5, 0.1], [0.5, 0.1]),
+        ([0.5, 0.5], [0.45, 0.55]),
+        ([0.9, 0.3, 0.32, 0.34], [0.9, 0.22, 0.32, 0.42]),
+        ([0.5, 0.5, 0.56], [0.42, 0.52, 0.62]),  # two that moved apart push the third
+    ],
+)
+def test_labels_are_moved_apart_as_little_as_it_takes(
+    places: list[float], expected: list[float]
+) -> None:
+    moved = plot.spread(places, 0.1)
+    assert moved == pytest.approx(expected)
 
 
 def test_without_matplotlib_the_plot_says_what_to_install(

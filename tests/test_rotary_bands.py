@@ -231,7 +231,7 @@ def test_rotating_to_the_positions_gives_the_relative_scores(name: str) -> None:
         turned_q = turn(q, band.query_position(m[:, 0]), frequencies)
         turned_k = turn(k, band.key_position(n[0]), frequencies)
         scores = turned_q @ turned_k.T
-        pairs = band.contains(m, n).nonzero().tolist()
+        pairs = (band.contains(m, n) & (n <= m)).nonzero().tolist()
         assert pairs
         for i, j in pairs[:: max(1, len(pairs) // 40)]:
             expected = naive.rope_score(q[i], k[j], float(want[i, j]), frequencies)

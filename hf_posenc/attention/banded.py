@@ -73,12 +73,15 @@ def two_bands(
     for query, key in (near, far):
         check_shapes(query, key, value, offset)
     rows = near[0].shape[2]
+    keys = (near[1],) if near[1] is far[1] else (near[1], far[1])
     start = min(rows, max(0, window - offset))  # the rows before it have near keys only
     parts = _causal_parts((0, start), 0, offset) if start else []
     if start < rows:
         # The first of these rows sees the far keys up to `shift`, each next row one more.
         shift = offset + start - window
-        far_parts = _causal_parts((start, rows), 0, shift, keys=far_keys, band=1)
+        far_parts = _causal_parts(
+            (start, rows), 0, shift, keys=far_keys, query=1, key=len(keys) - 1
+        )
         parts += far_parts
         least, most = NEAR_ROWS
         block = max(least, min(most, window // 8 // least * least))
@@ -94,7 +97,7 @@ def two_bands(
                     merge=bool(far_parts),
                 )
             )
-    return attend_parts(parts, (near[0], far[0]), (near[1], far[1]), value, scaling)
+    return attend_parts(parts, (near[0], far[0]), keys, value, scaling)
 
 
 def three_chunks(
@@ -146,7 +149,13 @@ def three_chunks(
 
 
 def _causal_parts(
-    rows: tuple[int, int], least: int, before: int, *, keys: int | None = None, band: int = 0
+    rows: tuple[int, int],
+    least: int,
+    before: int,
+    *,
+    keys: int | None = None,
+    query: int = 0,
+    key: int = 0,
 ) -> list[Part]:
     """Rows of which the first sees the keys `least` to `before`, both included, and each next row one more.
 
@@ -155,7 +164,8 @@ def _causal_parts(
         least: First key.
         before: Last key of the first row.
         keys: Only keys below it; `None`: all.
-        band: Which query and key.
+        query: Which of the queries.
+        key: Which of the keys.
 
     Returns:
         The keys that all rows see, and the triangle; either may be missing.
@@ -167,10 +177,10 @@ def _causal_parts(
     shared = min(known, last if end - first == 1 else before)
     parts = []
     if shared > least:
-        parts.append(Part(rows, (least, shared), query=band, key=band))
+        parts.append(Part(rows, (least, shared), query=query, key=key))
     if known > shared and known > least:
         merge = bool(parts)
-        parts.append(Part(rows, (shared, known), query=band, key=band, causal=True, merge=merge))
+        parts.append(Part(rows, (shared, known), query=query, key=key, causal=True, merge=merge))
     return parts
 
 

@@ -82,7 +82,7 @@ class Encoding:
     def __post_init__(self) -> None:
         bands = () if self.bands is None else self.bands.bands(self.original)
         # Found out once: a value that decides would stop torch.compile.
-        probe = torch.tensor([0, 1, 2, 3, 5, 17, 100, 1001, 65537])
+        probe = torch.tensor([0, 1, 2, 3, 5, 17, 1001, 65537, 1 << 20, (1 << 26) + 1, 1 << 30])
         cached = self.cached_position(probe).double()
         keeps = tuple(
             (

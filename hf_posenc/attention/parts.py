@@ -137,7 +137,7 @@ def forward_parts(
         if part.merge:
             share = torch.sigmoid(part_lse - lse_rows).unsqueeze(-1)
             out_rows.lerp_(part_out, share.to(out.dtype))
-            torch.logaddexp(part_lse, lse_rows, out=lse_rows)
+            lse_rows.copy_(torch.logaddexp(part_lse, lse_rows))
         else:
             out_rows.copy_(part_out)
             lse_rows.copy_(part_lse)

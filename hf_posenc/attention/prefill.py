@@ -121,12 +121,13 @@ def _biased(
     assert isinstance(method, DistanceBias)
     exact = torch.promote_types(query.dtype, torch.float32)
     distance = torch.arange(key.shape[2], device=key.device, dtype=exact)
-    table = method.bias(distance, heads, encoding.parameters or {}).to(exact)
+    parameters = encoding.parameters or {}
+    table = method.bias(distance, heads, parameters).to(exact)
     windows = None
-    if not table.requires_grad and method.horizon(torch.ones(heads), heads) is not None:
+    if not table.requires_grad and method.horizon(torch.ones(heads), heads, parameters) is not None:
 
         def horizon(drop: Tensor) -> Tensor:
-            reach = method.horizon(drop, heads)
+            reach = method.horizon(drop, heads, parameters)
             assert reach is not None
             return reach
 

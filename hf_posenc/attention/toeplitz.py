@@ -146,7 +146,7 @@ def _part(
     merge: bool = False,
 ) -> Part:
     """A part with its bias: row t (from the last on) and key n of the part read entry `start + t + n`."""
-    start = flipped.storage_offset() + length - rows[1] + keys[0] + heads[0] * flipped.stride(0)
+    start = length - rows[1] + keys[0] + heads[0] * flipped.stride(0)
     shape = (1, heads[1] - heads[0], rows[1] - rows[0], keys[1] - keys[0])
     mask = flipped.as_strided(shape, (0, flipped.stride(0), 1, 1), start)
     every = heads == (0, flipped.shape[0])

@@ -16,10 +16,10 @@ from hf_posenc.cli.inputs import (
 )
 from hf_posenc.cli.presentation import announce, finish, progress_bar, reading
 
-# On whole windows, a dynamic method does what its static form does at an automatic scale, so one of the two is enough.
+# The second is the control: plain attention to as many tokens as the model was trained at.
 DEFAULT_PATCHES = (
-    *("none", "pi", "ntk", "dynamic_ntk:scale=2", "ntk_mixed", "ntk_by_parts", "llama3"),
-    *("yarn", "yarn:scale=16"),
+    *("none", "sliding_window", "pi", "ntk", "ntk_mixed", "ntk_by_parts", "llama3"),
+    *("yarn", "yarn:scale=16", "dynamic_ntk:scale=2", "dynamic_yarn", "rerope", "self_extend"),
 )
 DEMO_DOCUMENTS = 12
 EMBEDDED = "hf_posenc's embedded model"
@@ -41,8 +41,9 @@ def perplexity(
         list[str] | None,
         typer.Option(
             metavar="METHOD",
-            help="none, or method:option=value,... such as yarn:scale=8; may be given several times. Without a "
-            "scale, a method that takes one gets length / original length, anew at every length.",
+            help="none, or method:option=value,... such as yarn:scale=8, or several joined by +, such as "
+            "yarn:scale=4+log_n; may be given several times. Without a scale, a method that scales to a target gets "
+            "length / original length, anew at every length.",
             show_default=" ".join(DEFAULT_PATCHES),
             rich_help_panel=_MEASURE,
         ),

@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by every common kind of colour blindness; a violet instead of their pale yellow.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D")
+# Okabe and Ito's colours, told apart by every common kind of colour blindness; a violet and an olive instead of
+# their pale yellow.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#999933")
+CONTROL = "sliding_window"
 MARKERS = "osD^vP*X<>"
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)))
 MAX_BANDS = 4
+LABEL_SIZE = 7.5
+LINE = 1.25  # from one label to the next, as a multiple of their size
 TITLES = {"prefix": "prefix (first L tokens)", "tail": "tail (same last {tail} tokens)"}
 STYLE: Any = {
     "font.size": 9,
@@ -56,12 +60,14 @@ def write_plot(result: PerplexityResult, *paths: Path) -> None:
 
 
 def figure(result: PerplexityResult) -> Figure:
-    """One panel per protocol with a shared vertical axis, and the legend below."""
+    """One panel per protocol with a shared vertical axis; each line's name stands at its end in the last one."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
     protocols = result.settings.protocols
-    drawn = Figure(figsize=(3.5 * len(protocols) + 0.2, 3.1), layout="constrained")
+    height = 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72
+    size = (3.3 * len(protocols) + 1.5, max(3.1, height))
+    drawn = Figure(figsize=size, layout="constrained")
     panels = drawn.subplots(1, len(protocols), sharey=True, squeeze=False)[0]
     for panel, protocol in zip(panels, protocols, strict=True):
         _panel(panel, result, protocol)
@@ -69,10 +75,65 @@ def figure(result: PerplexityResult) -> Figure:
     ticks = _value_ticks(*panels[0].get_ylim())
     panels[0].set_yticks(ticks, [f"{tick:g}" for tick in ticks])
     panels[0].yaxis.set_minor_locator(NullLocator())
-    handles, labels = panels[0].get_legend_handles_labels()
-    columns = min(len(labels), 4 if len(protocols) > 1 else 2)
-    drawn.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
+    _name_lines(panels[-1], result, (size[1] - 1.0) * 72)
     return drawn
+
+
+def _name_lines(panel: Axes, result: PerplexityResult, height: float) -> None:
+    """Writes the name of each line beside its end, moved apart where ends are close.
+
+    Args:
+        panel: The last panel, with its lines drawn.
+        result: What they show.
+        height: About how high the panel is, in points.
+    """
+    low, high = (math.log(limit) for limit in panel.get_ylim())
+    wanted = {candidate.label for candidate in result.candidates}
+    lines: list[Any] = [line for line in panel.get_lines() if line.get_label() in wanted]
+    ends = {
+        line: (math.log(line.get_ydata()[-1]) - low) / (high - low)
+        for line in lines
+        if len(line.get_ydata())
+    }
+    gap = LABEL_SIZE * LINE / height
+    for (line, end), place in zip(ends.items(), spread(list(ends.values()), gap), strict=True):
+        panel.annotate(
+            str(line.get_label()),
+            (line.get_xdata()[-1], math.exp(low + end * (high - low))),
+            xytext=(1.07, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=LABEL_SIZE,
+            color=line.get_color(),
+            arrowprops={
+                "arrowstyle": "-",
+                "color": line.get_color(),
+                "linewidth": 0.5,
+                "shrinkA": 1,
+                "shrinkB": 3,
+            },
+            annotation_clip=False,
+        )
+
+
+def spread(places: list[float], gap: float) -> list[float]:
+    """Moves places apart as little as it takes for `gap` between neighbours, their order kept.
+
+    Places that are too close become a block around their mean; blocks that then touch become one.
+    """
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    blocks: list[tuple[float, list[int]]] = []  # the middle of each, and who is in it
+    for index in order:
+        middle, members = places[index], [index]
+        while blocks and middle - blocks[-1][0] < gap * (len(members) + len(blocks[-1][1])) / 2:
+            members = blocks.pop()[1] + members
+            middle = sum(places[member] for member in members) / len(members)
+        blocks.append((middle, members))
+    moved = list(places)
+    for middle, members in blocks:
+        for rank, member in enumerate(members):
+            moved[member] = middle + (rank - (len(members) - 1) / 2) * gap
+    return moved
 
 
 def _panel(panel: Axes, result: PerplexityResult, protocol: str) -> None:
@@ -104,16 +165,19 @@ def _panel(panel: Axes, result: PerplexityResult, protocol: str) -> None:
 
 
 def _looks(result: PerplexityResult) -> list[dict[str, Any]]:
-    """How each line is drawn: a colour per method, dashes for the same method with other options."""
-    methods = list(dict.fromkeys(c.method for c in result.candidates if c.method is not None))
-    looks, seen = [], dict.fromkeys(methods, 0)
+    """How each line is drawn: a colour per method, dashes where it comes again or is dynamic, the control grey."""
+    seen: dict[str, int] = {}
+    looks = []
     for index, candidate in enumerate(result.candidates):
         look: dict[str, Any] = {"color": "#222222", "linestyle": "-"}
-        if candidate.method is not None:
-            place, again = methods.index(candidate.method), seen[candidate.method]
+        if candidate.method == CONTROL:
+            look["color"] = "#888888"
+        elif candidate.method is not None:
+            name = candidate.method.removeprefix("dynamic_")
+            again = seen[name] = seen.get(name, -1) + 1
+            place = list(seen).index(name)
             look["color"] = COLOURS[place % len(COLOURS)]
             look["linestyle"] = DASHES[(place // len(COLOURS) + again) % len(DASHES)]
-            seen[candidate.method] += 1
         looks.append({**look, "marker": MARKERS[index % len(MARKERS)]})
     return looks
 

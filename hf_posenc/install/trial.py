@@ -99,6 +99,11 @@ def calibrated(
             )
     found = []
     for module, calls in native.seen.items():
+        if getattr(module, "is_causal", True) is False:
+            raise UnsupportedModelError(
+                f"{names[module]} sees the text in both directions, and the methods that compute attention "
+                f"themselves are defined for keys that come before the query. {FREQUENCY_METHODS_WORK}"
+            )
         for seen in calls:
             unknown = unknown_arguments(dict(seen.kwargs))
             if unknown:

@@ -19,7 +19,7 @@ PositionMap = Callable[[Tensor], Tensor]
 class Band:
     """The pairs of a query at position m and a key at position n that are rotated by one rule.
 
-    A causal pair belongs to the band if its distance, `m - n` or with `chunk` the number of chunk borders
+    A pair belongs to the band if its distance, `m - n` or with `chunk` the number of chunk borders
     `m // chunk - n // chunk` between the two, is at least `least` and less than `below`, and if `n < keys`.
 
     Attributes:
@@ -39,9 +39,14 @@ class Band:
     chunk: int | None = None
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor:
-        """Which pairs belong to the band, for positions that broadcast."""
+        """Which pairs belong to the band, for positions that broadcast.
+
+        A key that comes after the query, which a causal mask hides and a block of image tokens shows, belongs to the
+        band of distance 0, since RoPE goes on there.
+        """
         distance = m - n if self.chunk is None else m // self.chunk - n // self.chunk
-        inside = (n <= m) & (distance >= self.least)
+        distance = distance.clamp(min=0)
+        inside = distance >= self.least
         if self.below is not None:
             inside = inside & (distance < self.below)
         return inside if self.keys is None else inside & (n < self.keys)
