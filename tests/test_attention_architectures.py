@@ -7,6 +7,7 @@ representative types run always, all others with `-m slow`.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,9 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc import UnsupportedModelError, patch_model, unpatch_model
+from hf_posenc import UnsupportedModelError, inspect_rope, patch_model, unpatch_model
 from tests import zoo
 from tests.attention_llama import CASES, ORIGINAL, randomise
+from tests.attention_native import RULES, reference
 from tests.zoo_registry import quiet
 
 DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
@@ -28,16 +30,30 @@ TYPES = [
 LENGTH = 24
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
+FEW = ("rerope", "self_extend", "dual_chunk", "alibi", "log_n", "dynamic_ntk_row")
+MORE = (
+    *("rerope", "dual_chunk", "attention_sinks", "alibi_keep_rope", "t5", "shaw"),
+    *("transformer_xl_keep_rope", "xpos", "rope_bias", "log_n", "dynamic_ntk_row"),
+)
+"""A case for every path through the engine."""
 
-def patch(model: PreTrainedModel, method: str, options: dict[str, Any]) -> PreTrainedModel:
+
+def patch(model: PreTrainedModel, name: str) -> PreTrainedModel:
     """Patches every layer, also of a checkpoint that comes scaled."""
-    replace = method.startswith(("dynamic", "longrope"))
+    method, options = CASES[name].method, dict(CASES[name].options)
+    if options.get("window", 0) > 5 and method != "dual_chunk":
+        options["window"] = 5  # the sliding windows of the tiny models are of 8 tokens
+    if method == "string":
+        options = {"shift": 6, "window": 3}
+    if method == "longrope":
+        pairs = inspect_rope(model)[0].dim // 2
+        options |= {key: options[key][:pairs] for key in ("short_factor", "long_factor")}
     patch_model(
         model,
         method,
         layers="all",
         original_max_position_embeddings=ORIGINAL,
-        replace=replace,
+        replace=options.get("update") == "row",
         **options,
     )
     randomise(model)
@@ -101,9 +117,8 @@ def reasons(model_type: str, names: Iterable[str]) -> dict[str, str]:
     native = compared(model_type)
     found = {}
     for name in names:
-        case = CASES[name]
         try:
-            patch(model, case.method, dict(case.options))
+            patch(model, name)
         except UnsupportedModelError as error:
             found[name] = str(error)
         else:
@@ -122,7 +137,122 @@ def reasons(model_type: str, names: Iterable[str]) -> dict[str, str]:
     return found
 
 
+# ------------------------------------------------------------------------------------------
+# Refusals
+
 SPARSE = "chooses by a .* which keys a query sees"
-OWN_CODE = "in its own code|in code of its own"
+OWN_CODE = "computes attention in its own code|rotates and attends in code of its own"
 NOT_A_ROTATION = "is not a rotation in a known layout"
-ALONE = "cannot be run on a few tokens alone"
+NOT_ALONE = "cannot be run on a few tokens alone"
+REFUSED = {
+    **dict.fromkeys(
+        (
+            *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text"),
+            *("glm_moe_dsa", "hy_v4", "mistral_large4_text", "qwen4_exp", "qwen4_exp_text"),
+        ),
+        SPARSE,
+    ),
+    **dict.fromkeys(("codegen", "falcon", "gpt_neox_japanese", "gptj", "roformer"), OWN_CODE),
+    **dict.fromkeys(
+        ("blt", "idefics", "kyutai_speech_to_text", "voxtral_realtime_text"), NOT_ALONE
+    ),
+}
+"""Types that are refused, whatever the method, with what the message says."""
+UNKNOWN_ROTATION = (
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"),  # a weighted norm after it
+    "ernie4_5_vl_moe_text",  # the axes of M-RoPE in turns
+)
+"""Types that only take methods which need not know how the layers rotate."""
+WITHOUT_ROTATION = {
+    name
+    for name, case in CASES.items()
+    if case.method == "log_n" or case.bias is not None or case.method in ("shaw", "transformer_xl")
+}
+
+
+def expected_reason(model_type: str, name: str) -> str:
+    if model_type in UNKNOWN_ROTATION and name not in WITHOUT_ROTATION:
+        return NOT_A_ROTATION
+    return REFUSED.get(model_type, "^$")
+
+
+def check(model_type: str, names: Iterable[str]) -> None:
+    for name, reason in reasons(model_type, names).items():
+        assert re.search(expected_reason(model_type, name), reason), f"{name}: {reason}"
+
+
+@pytest.mark.parametrize("model_type", zoo.REPRESENTATIVE)
+def test_works_or_is_refused(model_type: str) -> None:
+    check(model_type, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_every_path_in_every_type(model_type: str) -> None:
+    check(model_type, MORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", zoo.REPRESENTATIVE)
+def test_every_method_in_representative_types(model_type: str) -> None:
+    check(model_type, [name for name in CASES if name not in (*FEW, *MORE)])
+
+
+def test_refused_types_exist() -> None:
+    assert {*REFUSED, *UNKNOWN_ROTATION} <= {*DECODERS}
+
+
+# ------------------------------------------------------------------------------------------
+# The numbers
+
+OWN_ROTARY = ("moshi", "recurrent_gemma")
+"""Types whose attention modules make their own rotation, which nobody can ask for other positions."""
+TOLERANCE = {"hrm_text": 1e-2, "zamba2": 1e-2}
+"""Types that amplify rounding."""
+
+
+@pytest.mark.parametrize("method", RULES)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_equals_scores_made_pair_by_pair_with_the_models_own_rotary(
+    model_type: str, method: str
+) -> None:
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    other, (options, _) = zoo.twin(model), RULES[method]
+    kwargs = {"layers": "all", "original_max_position_embeddings": ORIGINAL, **options}
+    reason = expected_reason(model_type, method)
+    if reason != "^$":
+        with pytest.raises(UnsupportedModelError, match=reason):
+            patch_model(model, method, **kwargs)
+        return
+    patch_model(model, method, **kwargs)
+    got, want = zoo.logits(model, ids), reference(other, ids, method)
+    if model_type in OWN_ROTARY:
+        assert want is None
+        return
+    assert want is not None
+    assert zoo.relative_difference(got, want) < TOLERANCE.get(model_type, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["rerope", "alibi", "dual_chunk", "rope_bias", "dynamic_ntk_row"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gemma2"])
+def test_sliding_layers_compute_what_they_did(model_type: str, name: str) -> None:
+    """Also in Gemma 2, where they share the rotary with the full layers, and so its keys."""
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    first = model.config.layer_types.index("full_attention")
+    assert first > 0
+    before, states = zoo.logits(model, ids), layer_inputs(model, ids)
+    case = CASES[name]
+    patch_model(model, case.method, original_max_position_embeddings=ORIGINAL, **case.options)
+    randomise(model)
+    for layer, (got, want) in enumerate(zip(layer_inputs(model, ids), states, strict=True)):
+        difference = zoo.relative_difference(got, want)
+        assert difference < 2e-6 if layer <= first else difference > 1e-4, layer
+    assert zoo.relative_difference(cached(model, ids), zoo.logits(model, ids)) < 1e-5
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, ids), before)
+
+
+@torch.no_grad()
+def layer_inputs(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    out: Any = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    return [state.double() for state in out.hidden_states]

@@ -158,7 +158,9 @@ TRACED = [
 def test_a_compiled_forward(model: PreTrainedModel, name: str) -> None:
     apply(model, name)
     torch._dynamo.reset()
-    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    # Blocks of queries that share frequencies begin where positions say, which no graph can hold.
+    whole = name not in ("xpos", "dynamic_ntk_row")
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=whole)
     for length in (40, 31):
         ids = zoo.tokens(length)
         assert_close(zoo.logits(compiled, ids), zoo.logits(model, ids), name)
