@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, LlamaForCausalLM
 
+from hf_posenc import patch_model, unpatch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
 from tests import zoo
@@ -70,6 +71,32 @@ def test_losses_have_the_bits_of_full_logits(model_type: str) -> None:
     whole = F.cross_entropy(logits[:-1], ids[1:], reduction="none").double()
     assert torch.equal(losses, whole)
     torch.testing.assert_close(losses, expected_losses(logits, ids), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox", "qwen3", "cohere"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("rerope", {"window": 16}),
+        ("alibi", {}),
+        ("dynamic_ntk", {"update": "row", "bucket": 8, "original_max_position_embeddings": 16}),
+        ("dynamic_ntk", {"update": "request", "original_max_position_embeddings": 16}),
+        ("log_n", {"original_max_position_embeddings": 16}),
+    ],
+)
+def test_models_patched_in_attention_are_replayed_too(
+    model_type: str, method: str, options: dict[str, Any]
+) -> None:
+    model = patch_model(zoo.build(model_type), method, **options)
+    ids = zoo.tokens(57)[0]
+    expected = expected_losses(full_logits(model, ids), ids)
+    for chunk in (1, 7, 16, None):
+        scorer = TokenScorer(model, ids, chunk=chunk)
+        assert scorer.replays
+        torch.testing.assert_close(scorer(ids), expected, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(scorer(ids, 33), expected[32:], atol=2e-6, rtol=2e-6)
+    unpatched = expected_losses(full_logits(unpatch_model(model), ids), ids)
+    assert (unpatched - expected).abs().max() > 1e-3  # the patch was in force
 
 
 def test_any_chunk_and_any_start_give_the_same_losses() -> None:

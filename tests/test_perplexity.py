@@ -19,6 +19,7 @@ from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.perplexity import Failure, Measurement, measure
 from hf_posenc.evaluation.protocols import Settings
 from hf_posenc.evaluation.statistics import Record
+from hf_posenc.methods import LogN, PositionInterpolation
 from tests import zoo
 from tests.tiny_text import VOCABULARY, byte_tokenizer, prose
 
@@ -76,11 +77,29 @@ def test_every_number_is_what_full_logits_give(special: tuple[int, ...]) -> None
         "none": lambda length: None,
         "yarn (scale 4)": lambda length: ("yarn", {"scale": 4}),
         "pi (auto)": lambda length: ("pi", {"scale": scales[length]}),
-        "dynamic_ntk": lambda length: ("dynamic_ntk", {}),
+        "dynamic_ntk (update sequence)": lambda length: ("dynamic_ntk", {"update": "sequence"}),
+        "dynamic_ntk (update request)": lambda length: ("dynamic_ntk", {"update": "request"}),
+        "dynamic_yarn (update row, bucket 16)": lambda length: (
+            "dynamic_yarn",
+            {"update": "row", "bucket": 16},
+        ),
+        "rerope (window 24)": lambda length: ("rerope", {"window": 24}),
+        "self_extend (auto)": lambda length: ("self_extend", {"scale": scales[length]}),
+        "alibi": lambda length: ("alibi", {}),
+        "pi (scale 2) + log_n": lambda length: ([PositionInterpolation(scale=2), LogN()], {}),
     }
-    specs = ["none", "yarn:scale=4", "pi", "dynamic_ntk"]
-    records = by_cell(run(model, specs, special=special))
-    assert len(records) == 4 * 2 * len(LENGTHS) * len(DOCUMENTS)
+    specs = ["none", "yarn:scale=4", "pi", "dynamic_ntk:update=sequence"]
+    specs += ["dynamic_ntk:update=request", "dynamic_yarn:update=row,bucket=16"]
+    specs += ["rerope:window=24", "self_extend", "alibi", "pi:scale=2+log_n"]
+    measured = run(model, specs, special=special)
+    records = by_cell(measured)
+    assert len(records) == len(patches) * 2 * len(LENGTHS) * len(DOCUMENTS)
+    assert measured.head_replay == "bit-exact"
+    own_forwards = {label for label, shared in measured.shared_prefix.items() if not shared}
+    assert own_forwards == {
+        *("pi (auto)", "self_extend (auto)"),
+        *("dynamic_ntk (update sequence)", "dynamic_ntk (update request)"),
+    }
     for (label, protocol, length, name), record in records.items():
         document = next(document for document in DOCUMENTS if document.name == name)
         twin = zoo.twin(model)
@@ -105,8 +124,8 @@ def test_one_forward_gives_the_prefix_of_every_length_for_static_methods_only() 
     # a probe of 9 tokens in two ways; then one check of the shortest length; then one forward a document
     assert [n for n in seen if n > 9] == [32, *[256] * len(DOCUMENTS)]
     seen.clear()
-    dynamic = run(model, ["dynamic_ntk"], settings)
-    assert dynamic.shared_prefix == {"dynamic_ntk": False}
+    dynamic = run(model, ["dynamic_ntk:update=sequence"], settings)
+    assert dynamic.shared_prefix == {"dynamic_ntk (update sequence)": False}
     assert [n for n in seen if n > 9] == sorted(LENGTHS * len(DOCUMENTS))
     hook.remove()
 

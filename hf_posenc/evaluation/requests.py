@@ -29,10 +29,14 @@ class Part:
     options: dict[str, Any]
     auto: bool = False
 
-    @property
-    def label(self) -> str:
-        """As reports show it: `yarn (scale 8)`, `yarn (auto)`, `rerope (window 128, log_n)`."""
-        shown = [*(["auto"] if self.auto else []), *_shown(self.options)]
+    def label(self, beside: dict[str, Any]) -> str:
+        """As reports show it: `yarn (scale 8)`, `yarn (auto)`, `rerope (window 128, log_n)`.
+
+        Args:
+            beside: What it shows behind its own options.
+        """
+        auto = ["auto"] if self.auto else []
+        shown = [*auto, *(_said(*option) for option in (self.options | beside).items())]
         return f"{self.method} ({', '.join(shown)})" if shown else self.method
 
     @property
@@ -114,8 +118,8 @@ class Request:
     @property
     def label(self) -> str:
         """As reports show it: `yarn (scale 4) + log_n`."""
-        label = " + ".join(part.label for part in self.parts)
-        return ", ".join([label, *_shown(self.beside)])
+        first, *more = self.parts
+        return " + ".join([first.label(self.beside), *(part.label({}) for part in more)])
 
     def arguments(self, scale: float = 1.0) -> tuple[Any, dict[str, Any]]:
         """What to call `patch_model` with: the method or the methods, and the keyword arguments.
@@ -156,13 +160,8 @@ def _takes_one(name: str, options: dict[str, Any]) -> bool:
     return True
 
 
-def _shown(options: dict[str, Any]) -> list[str]:
-    """Options in words; a switch that is on by its name alone."""
-    return [
-        option if value is True else f"{option} {_short(value)}"
-        for option, value in options.items()
-    ]
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+def _said(option: str, value: Any) -> str:
+    """An option in words; a switch that is on by its name alone."""
+    if value is True:
+        return option
+    return f"{option} {value:g}" if isinstance(value, float) else f"{option} {value}"
