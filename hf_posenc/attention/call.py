@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from hf_posenc.attention.moving import RotatedKeys
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Call:
         dropout: Probability of leaving out an attention weight.
         weights: Whether the attention weights are asked for.
         lengths: The length in force for each row of the batch with `update="request"`, shape (batch,).
+        rotated: What is kept from one step of a generation to the next; `None`: nothing.
     """
 
     query: Tensor
@@ -77,6 +81,7 @@ class Call:
     dropout: float = 0.0
     weights: bool = False
     lengths: Tensor | None = None
+    rotated: RotatedKeys | None = None
 
     @property
     def plain(self) -> bool:

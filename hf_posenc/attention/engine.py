@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_posenc.attention import few, prefill
+from hf_posenc.attention import few, moving, prefill
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
@@ -33,6 +33,7 @@ class Backend:
 BACKENDS: tuple[Backend, ...] = (
     Backend("prefill", prefill.accepts, prefill.prefill),
     Backend("few", few.accepts, few.few),
+    Backend("moving", moving.accepts, moving.step),
     Backend("exact", lambda call, encoding: True, exact),
 )
 """Tried in this order; a faster kernel joins ahead of the general path."""

@@ -23,9 +23,10 @@ from hf_posenc.seams.attention import (
     catch_positions,
     register,
 )
+from hf_posenc.seams.caches import CacheWatch
 from hf_posenc.seams.calibration import trial, trial_tokens
 from hf_posenc.seams.discovery import RotaryTable, rotary_tables
-from hf_posenc.seams.pinned import PinnedLengths
+from hf_posenc.seams.layers import layer_index
 from hf_posenc.seams.repositioned import ENGINE, RepositionedRotary
 from hf_posenc.seams.wrapper import RotaryWrapper
 
@@ -67,7 +68,7 @@ def install_attention(
             found = calibrated(model, owner, ids, every, wrappers, methods)
             verify(owner, ids, expected, found, wrappers)
             give_encodings(found, tables, wrappers, methods, original, layers, compose)
-            _pin_lengths(owner, found, original)
+            _watch_caches(owner, found, original)
             run(owner, ids)  # it runs
     except BaseException:
         remove_attention(model, seam)
@@ -88,7 +89,7 @@ def remove_attention(model: nn.Module, seam: AttentionSeam) -> None:
         module.__dict__.pop(LAYER, None)
         module._modules.pop(PARAMETERS, None)
         for number, hook in list(module._forward_pre_hooks.items()):
-            if hook is catch_positions or isinstance(hook, PinnedLengths):
+            if hook is catch_positions or isinstance(hook, CacheWatch):
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
         for name, child in list(module._modules.items()):
@@ -192,11 +193,16 @@ def _reposition(
     return wrappers
 
 
-def _pin_lengths(owner: nn.Module, found: Sequence[Found], original: int) -> None:
-    layers: list[Layer] = [getattr(entry.module, LAYER) for entry in found]
-    moving = next((m for layer in layers if (m := layer.encoding.moving) is not None), None)
-    if moving is not None and moving.update == "request":
-        lengths = PinnedLengths(original, moving.bucket)
-        owner.register_forward_pre_hook(lengths, with_kwargs=True)
-        for layer in layers:
-            layer.lengths = lengths if layer.encoding.moving is not None else None
+def _watch_caches(owner: nn.Module, found: Sequence[Found], original: int) -> None:
+    moving = [
+        (entry, layer) for entry in found if (layer := getattr(entry.module, LAYER)).encoding.moving
+    ]
+    if not moving:
+        return
+    watch = CacheWatch(moving[0][1].encoding.moving, original)
+    owner.register_forward_pre_hook(watch, with_kwargs=True)
+    for entry, layer in moving:
+        layer.watch = watch
+        index = layer_index(entry.name, entry.module)
+        if index is not None:
+            layer.rotated = watch.keep(index)

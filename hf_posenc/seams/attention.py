@@ -15,7 +15,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from hf_posenc.attention.call import Call, Mask
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
+from hf_posenc.attention.moving import RotatedKeys
 from hf_posenc.errors import PosencError
+from hf_posenc.seams.caches import CacheWatch
 from hf_posenc.seams.calibration import Recorder
 from hf_posenc.seams.masks import (
     HANDLE,
@@ -25,7 +27,6 @@ from hf_posenc.seams.masks import (
     described,
     posenc_mask,
 )
-from hf_posenc.seams.pinned import PinnedLengths
 from hf_posenc.seams.repositioned import (
     ENGINE,
     RepositionedRotary,
@@ -54,14 +55,16 @@ class Layer:
         encoding: The methods in force.
         patched: Whether a method is in force here; else the layer computes what it did before.
         rotary: The rotary module inside the attention module, where it has one of its own.
-        lengths: What `update="request"` has pinned for the current forward.
+        watch: What sees the cache, where frequencies move with the length.
+        rotated: What is kept of the layer's cache.
         positions: Those of the current call, where the module does not hand them on itself.
     """
 
     encoding: Encoding
     patched: bool = False
     rotary: RepositionedRotary | None = None
-    lengths: PinnedLengths | None = None
+    watch: CacheWatch | None = None
+    rotated: RotatedKeys | None = None
     positions: Tensor | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -160,7 +163,8 @@ def posenc_attention(
         sinks=kwargs.get("s_aux"),
         dropout=dropout if module.training else 0.0,
         weights=bool(kwargs.get("output_attentions")),
-        lengths=None if layer.lengths is None else layer.lengths.of(query_position, len(query)),
+        lengths=None if layer.watch is None else layer.watch.lengths(query_position, len(query)),
+        rotated=layer.rotated,
     )
     out, weights = attend(call, layer.encoding)
     return out.transpose(1, 2).contiguous(), weights
