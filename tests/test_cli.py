@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -280,6 +281,10 @@ def test_a_checkpoint_with_a_saved_patch_is_measured_as_it_is(
         (("--patch", "yarn:scal=8"), "Unknown option of yarn 'scal'. Did you mean 'scale'"),
         (("--patch", "yarn:scale"), "is not option=value"),
         (("--patch", "yarn:scale=0.5"), "scale is a number of at least 1"),
+        (("--patch", "yarn:scale=2+rerpe"), "Unknown method 'rerpe'. Did you mean 'rerope'"),
+        (("--patch", "yarn:scale=2+ntk"), "Two methods on one seam exclude each other: yarn, ntk"),
+        (("--patch", "self_extend:window=64"), "is below the original context of 64 tokens"),
+        (("--patch", "dynamic_ntk:update=rows"), "Did you mean 'row'? Available: request, row, "),
         (("--patch", "none", "--patch", "none"), "none is given twice"),
         (("--lengths", "64,abc"), "'abc' is no length"),
         (("--lengths", "2"), "at least 8 tokens"),
@@ -384,8 +389,20 @@ def test_the_plot_needs_matplotlib(
 def test_methods_lists_every_method() -> None:
     result = invoke("methods")
     assert result.exit_code == 0
+    text = " ".join(result.stdout.split())
     for method in METHODS:
-        assert method.name in result.stdout
+        assert f" {method.name} {method.summary} Needs: {method.needs}. {method.source}." in text
+    titles = [line.split(":")[0] for line in result.stdout.splitlines() if line[:1].isupper()]
+    assert titles == ["Frequencies", "Rotary bands", "Biases", "Others"]
+    place = {name: text.index(f" {name} ") for name in ("yarn", "rerope", "alibi", "xpos")}
+    assert list(place) == sorted(place, key=lambda name: place[name])
+    assert f"Also {', '.join(next(m for m in METHODS if m.name == 'pi').aliases)}." in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_methods_fits_the_terminal(width: int) -> None:
+    result = RUNNER.invoke(app, ["methods"], env={"COLUMNS": str(width), "TERM": "dumb"})
+    assert max(map(len, result.stdout.splitlines())) <= width
 
 
 @pytest.mark.parametrize("name", [method.name for method in METHODS])
@@ -398,6 +415,15 @@ def test_show_gives_equation_knobs_source_and_needs(name: str) -> None:
     assert method.source in text
     assert f"Needs: {method.needs}" in text
     assert " ".join((method.__doc__ or "").replace("`", "").split("Args:")[0].split()) in text
+
+
+def test_show_ends_with_something_that_works(model: Path) -> None:
+    for method in METHODS:
+        *_, last = invoke("show", method.name).stdout.strip().splitlines()
+        if "--patch" in last:
+            assert invoke("inspect", model, "--patch", last.split()[-1]).exit_code == 0, last
+        else:
+            assert last.startswith(f"Try: patch_model(model, {method.name!r}, ")
 
 
 def test_show_takes_aliases_and_refuses_others() -> None:
@@ -432,6 +458,40 @@ def test_inspect_reads_the_table_in_force(model: Path, tmp_path: Path) -> None:
     assert "full_attention: default" in layers
     assert "There is no model folder" in refused("inspect", tmp_path / "absent")
     assert "rotary" in refused("inspect", tiny_checkpoint(tmp_path / "gpt2", "gpt2"))
+
+
+def test_inspect_shows_at_which_distance_keys_lie(model: Path) -> None:
+    result = invoke("inspect", model, "--patch", "self_extend:window=16,group=4")
+    assert result.exit_code == 0, result.output
+    assert "self_extend(window=16, group=4)" in result.stdout
+    assert "the query at position 511 sees its keys" in result.stdout
+    rows = dict(re.findall(r"^ +([\d,]+) +([\d.]+|not read) *$", result.stdout, re.MULTILINE))
+    expected = {
+        r: r if r < 16 else 511 // 4 + 16 - 4 - (511 - r) // 4
+        for r in (0, 1, 15, 16, 32, 64, 256, 511)
+    }
+    assert rows.items() >= {str(r): str(d) for r, d in expected.items()}.items()
+    window = invoke("inspect", model, "--patch", "yarn:scale=4+sliding_window:window=16").stdout
+    assert "all layers: yarn" in window
+    assert re.search(r"^ +15 +15 *$", window, re.MULTILINE)
+    assert re.search(r"^ +16 +not read *$", window, re.MULTILINE)
+    error = refused("inspect", model, "--patch", "yarn+log_n")
+    assert "yarn needs scale=" in error  # no text here, whose length could set it
+
+
+def test_a_method_that_needs_training_says_so_once_in_one_line(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
+    patches = ("--patch", "none", "--patch", "shaw", "--patch", "shaw:keep_rope=true")
+    result = run(model, texts, tmp_path, *patches, "--patch", "yarn:scale=4+kerple_log")
+    assert result.exit_code == 0, result.output
+    warned = [line for line in result.stderr.splitlines() if "untrained" in line]
+    assert [line.split()[:2] for line in warned] == [
+        ["warning:", "shaw"],
+        ["warning:", "kerple_log"],
+    ]
+    assert "UserWarning" not in result.output
+    assert "yarn (scale 4) + kerple_log" in result.stdout
 
 
 def test_inspect_reads_no_weights(model: Path, tmp_path: Path) -> None:
