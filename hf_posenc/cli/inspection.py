@@ -102,7 +102,8 @@ def _print_distances(method: Method, original: int) -> None:
     last = 8 * original - 1
     query = torch.tensor(last)
     bands = method.bands(original)
-    edges = {band.least for band in bands if band.chunk is None and band.least}
+    limits = (limit for band in bands if band.chunk is None for limit in (band.least, band.below))
+    edges = {limit for limit in limits if limit}
     distances = {0, 1, *(edge + step for edge in edges for step in (-1, 0)), last}
     distances |= {original * factor for factor in (1, 2, 4)} | {original // 2}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
