@@ -33,6 +33,7 @@ class Case:
         bias: The knobs of `naive.BIAS`; parameters join them.
         table: A frequency method beside it, and its options.
         log_n: Whether queries are scaled.
+        bias_of: Whose bias, of a method beside this one that keeps the rotation.
     """
 
     method: str
@@ -41,11 +42,13 @@ class Case:
     bias: Mapping[str, Any] | None = None
     table: tuple[str, Mapping[str, Any]] = ("default", {})
     log_n: bool = False
+    bias_of: str = ""
 
     @property
     def rotates(self) -> bool:
         trained = self.method in ("shaw", "transformer_xl")
-        return not (trained or self.bias is not None) or bool(self.options.get("keep_rope"))
+        drops = trained or (self.bias is not None and not self.bias_of)
+        return not drops or bool(self.options.get("keep_rope"))
 
 
 def _bands(name: str, **knobs: Any) -> Case:
@@ -243,7 +246,7 @@ def _bias(case: Case, trained: Mapping[str, Tensor], heads: int, length: int) ->
         values["threshold"] = case.options["threshold"] * values.pop("multiplier")
         return naive.bias_matrix("fire", length, heads, **values)
     by_distance = torch.tensor(
-        [naive.BIAS[case.method](r, r, heads, **values) for r in range(length)],
+        [naive.BIAS[case.bias_of or case.method](r, r, heads, **values) for r in range(length)],
         dtype=torch.float64,
     )
     distance = torch.arange(length)[:, None] - torch.arange(length)[None]
