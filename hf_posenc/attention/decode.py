@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.flash_cpu import accumulation_dtype
+from hf_posenc.attention.softmax import grouped_scores, weighted_values
 
 Near = tuple[Tensor, Tensor, Tensor]
 
@@ -74,46 +74,16 @@ def decode(
     Returns:
         Shape (B, H, Q, DV); with `weights` also the softmax, (B, H, Q, KV), float32 (float64 for float64).
     """
-    scores = _scores(query, key, scaling)
+    scores = grouped_scores(query, key, scaling)
     if near is not None:
         near_query, near_key, is_near = near
         width = near_key.shape[2]
         tail = scores[..., key.shape[2] - width :]
-        near_scores = _scores(near_query, near_key, scaling)
+        near_scores = grouped_scores(near_query, near_key, scaling)
         tail.copy_(torch.where(is_near, near_scores, tail))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores.add_(bias)
-    if mask is not None:
-        # Finite, since a row of nothing but -inf has no softmax; it is emptied below.
-        scores.masked_fill_(~mask, torch.finfo(scores.dtype).min)
-    if sinks is None:
-        probabilities = scores.softmax(-1)
-    else:
-        sink = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-        probabilities = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
-    out = _folded(probabilities.to(value.dtype), value.shape[1]) @ value
-    out = out.view(*probabilities.shape[:-1], value.shape[-1])
-    if mask is not None:
-        empty = ~mask.any(-1, keepdim=True)
-        out = out.masked_fill(empty, 0.0)
-        probabilities = probabilities.masked_fill(empty, 0.0) if weights else probabilities
+    out, probabilities = weighted_values(scores, value, mask, sinks=sinks)
     return (out, probabilities) if weights else out
-
-
-def _scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """`query . key * scaling`, shape (B, H, Q, KV), float32 (float64 for float64)."""
-    # Scores of many keys are the largest thing in memory here: as few copies as can be, in `decode` too. A half is
-    # scaled after the product, so that it is rounded once.
-    dtype = accumulation_dtype(query.dtype)
-    early, late = (scaling, 1.0) if query.dtype == dtype else (1.0, scaling)
-    scores = _folded(query * early, key.shape[1]) @ key.transpose(-1, -2)
-    scores = scores.view(*query.shape[:-1], key.shape[2]).to(dtype)
-    return scores if late == 1.0 else scores.mul_(late)
-
-
-def _folded(rows: Tensor, key_heads: int) -> Tensor:
-    """From (B, H, Q, N) to (B, HK, H / HK * Q, N): the rows of all query heads that share a key head."""
-    batch, heads, length, features = rows.shape
-    return rows.reshape(batch, key_heads, heads // key_heads * length, features)

@@ -86,7 +86,7 @@ def _block(
     covered: Tensor | None = None
     for index, branch in enumerate(branches):
         turned = branch.key(key, n, origin) if shared is None else shared[index]
-        part = grouped_scores(branch.query(query, m, origin), turned) * call.scaling
+        part = grouped_scores(branch.query(query, m, origin), turned, call.scaling)
         inside = branch.contains(*pairs)
         scores = part if inside is None or scores is None else torch.where(inside, part, scores)
         if inside is not None:
@@ -105,7 +105,7 @@ def _block(
     out, weights = weighted_values(
         scores, call.value, visible, sinks=call.sinks, dropout=call.dropout
     )
-    return out, weights if call.weights else None
+    return out, weights.to(call.value.dtype) if call.weights else None
 
 
 def score_bias(
@@ -138,5 +138,5 @@ def score_bias(
     if for_content is not None:
         u = for_content[None, :, None].to(dtype).expand(len(query), -1, query.shape[2], -1)
         u = u if rotation is None else rotation.turn(u, m)
-        bias = bias + grouped_scores(u, key.to(dtype)) * scaling
+        bias = bias + grouped_scores(u, key.to(dtype), scaling)
     return bias
