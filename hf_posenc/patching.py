@@ -86,8 +86,8 @@ def patch_model(
         )
     with torch.device("cpu"):  # inside `with torch.device("meta")` too, tables and probes are real
         adapter = adapter_of(inner)
-        tables = select(tables_of(inner, adapter), layers)
         as_is = not changes_frequencies(method)  # attention then goes on from what is there
+        tables = select(tables_of(inner, adapter), layers, whole=not as_is)
         if as_is and replace:
             raise PosencError(
                 "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
@@ -119,7 +119,9 @@ def patch_model(
         setattr(inner, STATE, state)
         try:
             own_config(model)
-            tables = select(tables_of(inner, adapter), layers)  # with the model's own configs
+            tables = select(
+                tables_of(inner, adapter), layers, whole=not as_is
+            )  # with the model's own configs
             install(inner, state, adapter, tables)
         except BaseException:
             undo(inner, state)

@@ -1,4 +1,4 @@
-"""Fills the generated parts of README.md: the demo's table and the table of methods.
+"""Fills the generated parts of README.md and docs/evaluation.md from the committed results and the methods.
 
 python scripts/make_readme.py            write them
 python scripts/make_readme.py --check    fail where they are not what they should be
@@ -7,17 +7,23 @@ python scripts/make_readme.py --check    fail where they are not what they shoul
 from __future__ import annotations
 
 import json
+import math
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.methods import METHODS
+from hf_posenc.cli.catalog import kinds
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
 DEMO = ROOT / "docs" / "demo"
+BENCHMARK = ROOT / "docs" / "benchmarks" / "attention.json"
+UPDATES = ROOT / "docs" / "benchmarks" / "updates.json"
+PLAIN = "plain causal"
+SHAPE = "heads 8/8"
+"""The head layout whose rows the README shows."""
 
 
 def demo() -> str:
@@ -47,12 +53,46 @@ def demo() -> str:
 
 
 def methods() -> str:
-    """A row per method: what it computes, what it needs, where it was published."""
-    rows = [
-        [", ".join(f"`{name}`" for name in (m.name, *m.aliases)), m.summary, m.needs, m.source]
-        for m in METHODS
-    ]
+    """A row per method, by kind: what it computes, what it needs, where it was published."""
+    rows = []
+    for title, group in kinds().items():
+        kind, _, meaning = title.partition(": ")
+        rows.append([f"**{kind}**", f"*{meaning}*", "", ""])
+        for m in group:
+            names = ", ".join(f"`{name}`" for name in (m.name, *m.aliases))
+            rows.append([names, m.summary, m.needs, m.source])
     return _table(["method", "what it does", "needs", "source"], rows)
+
+
+def attention() -> str:
+    """Times of the attention engine as ratios to plain causal attention, and its memory."""
+    result: dict[str, Any] = json.loads(BENCHMARK.read_text(encoding="utf-8"))
+    runs: dict[str, dict[str, dict[str, float]]] = result["results"]
+    shown = {label: run for label, run in runs.items() if SHAPE in label}
+    kinds_of = {name: re.split(r",| \(", name)[0] for run in shown.values() for name in run}
+    columns = [kind for kind in dict.fromkeys(kinds_of.values()) if not kind.startswith(PLAIN)]
+    rows = []
+    for label, run in shown.items():
+        cells = [
+            " / ".join(f"{run[name]['ratio']:.2f}" for name in run if kinds_of[name] == column)
+            for column in columns
+        ]
+        rows.append([label.partition(",")[0], *(cell or "-" for cell in cells)])
+    table = _table(["tokens", *columns], rows, right=True)
+    peaks = []
+    for label in (next(iter(shown)), [label for label in shown if label.startswith("prefill")][-1]):
+        run = shown[label]
+        extra = ", ".join(
+            f"{kinds_of[name]} {values['peak_mib']:,.0f}"
+            for name, values in run.items()
+            if name == PLAIN or not name.startswith(PLAIN)
+        )
+        peaks.append(f"{label.partition(',')[0]}: {extra}")
+    where = result["machine"]
+    return (
+        f"{table}\n\nExtra memory in MiB, {'; '.join(peaks)}.\n"
+        f"One thread of {where['processor_model']}, torch {where['torch']}; frozen / trainable bias."
+    )
 
 
 def _verdict(cells: dict[Any, dict[str, Any]], labels: list[str], lengths: list[int]) -> str:
@@ -68,16 +108,94 @@ def _verdict(cells: dict[Any, dict[str, Any]], labels: list[str], lengths: list[
     return "\n".join(lines)
 
 
-PARTS: dict[str, Callable[[], str]] = {"demo": demo, "methods": methods}
+def updates() -> str:
+    """The update modes of the dynamic methods: whole texts, buckets, generation."""
+    result: dict[str, Any] = json.loads(UPDATES.read_text(encoding="utf-8"))
+    whole = {(*_mode(row), row["protocol"], row["length"]): row for row in result["whole_texts"]}
+    families = list(dict.fromkeys(key[0] for key in whole if key[1] == "row"))
+    buckets = sorted({key[2] for key in whole if key[2] is not None})
+    lengths = result["settings"]["lengths"][1:]
+    chosen = result["cached"]["bucket"]
+    parts = []
+    for protocol in ("tail", "prefix"):
+        rows = [
+            [f"`{family}`", *(_pair(whole, family, chosen, protocol, length) for length in lengths)]
+            for family in families
+        ]
+        parts.append(_table([protocol, *(f"{length:,}" for length in lengths)], rows, right=True))
+    rows = []
+    for family in families:
+        cells = []
+        for bucket in buckets:
+            means = [
+                math.exp(statistics.fmean(math.log(whole[key]["ratio"]) for key in keys))
+                for protocol in ("tail", "prefix")
+                for keys in [[(family, "row", bucket, protocol, length) for length in lengths]]
+            ]
+            cells.append(" / ".join(f"{mean:.2f}" for mean in means))
+        rows.append([f"`{family}`", *cells])
+    parts.append(_table(["bucket", *map(str, buckets)], rows, right=True))
+    return "\n\n".join([*parts, _generation(result, whole)])
 
 
-def filled(text: str) -> str:
-    """README.md with its generated parts made anew."""
-    for name, make in PARTS.items():
+def _pair(whole: dict[Any, Any], family: str, bucket: int, protocol: str, length: int) -> str:
+    """Perplexity in the modes "sequence" and "row"; bold where their difference is beyond chance."""
+    published = whole[family, "sequence", None, protocol, length]
+    row = whole[family, "row", bucket, protocol, length]
+    low, high = row["ratio_interval"]
+    better = f"{row['perplexity']:.2f}"
+    return f"{published['perplexity']:.2f}, {better if low <= 1 <= high else f'**{better}**'}"
+
+
+def _generation(result: dict[str, Any], whole: dict[Any, Any]) -> str:
+    cached = {
+        (*_mode(row)[:2], row["feed"], row["length"]): row["perplexity"]
+        for row in result["generation"]
+    }
+    lengths = result["cached"]["lengths"]
+    rows = []
+    for family in dict.fromkeys(key[0] for key in cached):
+        forward = [whole[family, "sequence", None, "tail", n]["perplexity"] for n in lengths]
+        rows.append(
+            [f"`{family}`", "one forward", *(f"{value:.2f}" for value in (*forward, *forward))]
+        )
+        for mode in dict.fromkeys(key[1] for key in cached):
+            values = [
+                cached[family, mode, feed, n] for feed in ("steps", "prompt") for n in lengths
+            ]
+            rows.append(["", f"`{mode}`", *(f"{value:.2f}" for value in values)])
+    columns = [f"{n:,} {feed}" for feed in ("in steps", "after a prompt") for n in lengths]
+    return _table(["with a cache", "mode", *columns], rows, right=True)
+
+
+def _mode(row: dict[str, Any]) -> tuple[str, str, int | None]:
+    """Family, update mode and bucket from a label such as `dynamic_ntk (scale 2, update row, bucket 64)`."""
+    found = re.fullmatch(r"(\w+)(?: \((.*)\))?", row["method"])
+    assert found is not None
+    options = dict(part.rsplit(" ", 1) for part in filter(None, (found[2] or "").split(", ")))
+    mode, bucket = options.pop("update", ""), options.pop("bucket", None)
+    rest = ", ".join(" ".join(option) for option in options.items())
+    return (
+        f"{found[1]} ({rest})" if rest else found[1],
+        mode,
+        None if bucket is None else int(bucket),
+    )
+
+
+PAGES: dict[Path, dict[str, Callable[[], str]]] = {
+    ROOT / "README.md": {"demo": demo, "methods": methods, "attention": attention},
+    ROOT / "docs" / "evaluation.md": {"updates": updates},
+}
+
+
+def filled(page: Path) -> str:
+    """A page with its generated parts made anew."""
+    text = page.read_text(encoding="utf-8")
+    for name, make in PAGES[page].items():
         pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         text, count = pattern.subn(lambda m, make=make: f"{m[1]}{make()}\n{m[2]}", text)  # type: ignore[misc]
         if count != 1:
-            raise SystemExit(f"README.md has {count} parts named {name!r}, not 1.")
+            raise SystemExit(f"{page.name} has {count} parts named {name!r}, not 1.")
     return text
 
 
@@ -91,10 +209,9 @@ def _table(header: list[str], rows: list[list[str]], *, right: bool = False) -> 
 
 
 if __name__ == "__main__":
-    before = README.read_text(encoding="utf-8")
-    after = filled(before)
-    if "--check" in sys.argv[1:]:
-        sys.exit(
-            0 if before == after else "README.md is not up to date: run scripts/make_readme.py."
-        )
-    README.write_text(after, encoding="utf-8")
+    for page in PAGES:
+        before, after = page.read_text(encoding="utf-8"), filled(page)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(after, encoding="utf-8")
+        elif before != after:
+            sys.exit(f"{page.name} is not up to date: run scripts/make_readme.py.")

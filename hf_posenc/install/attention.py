@@ -54,6 +54,13 @@ def install_attention(
         UnsupportedModelError: A model whose attention cannot be computed so, with the reason.
         VerificationError: The model, patched with what should change nothing, computes something else.
     """
+    for method in methods:
+        if getattr(method, "trainable", False):
+            warnings.warn(
+                f"{method.name} starts untrained: the model must be trained with it before its output means anything. "
+                f"Its parameters are among model.parameters(), named ...{PARAMETERS}.*",
+                stacklevel=4,
+            )
     owner_path, owner = _owner(model, tables[0])
     _refuse(model, owner, tables)
     with trial(model):
@@ -73,13 +80,6 @@ def install_attention(
     except BaseException:
         remove_attention(model, seam)
         raise
-    for method in methods:
-        if getattr(method, "trainable", False):
-            warnings.warn(
-                f"{method.name} starts untrained: the model must be trained with it before its output means anything. "
-                f"Its parameters are among model.parameters(), named ...{PARAMETERS}.*",
-                stacklevel=4,
-            )
     return seam
 
 

@@ -15,14 +15,16 @@ _LOCAL = ("sliding", "chunked", "local")
 _LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
 
 
-def select(tables: Sequence[RotaryTable], layers: str | Sequence[int]) -> tuple[RotaryTable, ...]:
+def select(
+    tables: Sequence[RotaryTable], layers: str | Sequence[int], *, whole: bool
+) -> tuple[RotaryTable, ...]:
     """The tables that serve the chosen layers.
 
     Args:
         tables: Every table of the model.
         layers: `"full"`: every table but those of sliding-window and chunked layers; `"all"`; or
-            layer indices, which must be exactly the layers of one or more tables, since a table
-            cannot be patched for some of its layers only.
+            layer indices.
+        whole: The table itself is to be changed, so layer indices must be exactly those of one or more tables.
 
     Raises:
         PosencError: A choice that is no choice, or that cuts through a table.
@@ -42,6 +44,8 @@ def select(tables: Sequence[RotaryTable], layers: str | Sequence[int]) -> tuple[
         raise PosencError(f'layers is "full", "all" or a list of layer indices, not {layers!r}.')
     wanted = set(layers)
     groups = {index: _layers_of(table) for index, table in enumerate(tables)}
+    if not whole and wanted and wanted <= set().union(*groups.values()):
+        return tuple(tables[index] for index, served in groups.items() if served & wanted)
     chosen = tuple(tables[index] for index, served in groups.items() if served and served <= wanted)
     covered = set().union(*(_layers_of(table) for table in chosen)) if chosen else set()
     if not wanted or covered != wanted:
