@@ -15,19 +15,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Run:
-    """One causal sequence within a call: query i sees the keys 0 .. offset + i of the run.
+    """One causal sequence within a call: query i sees the keys 0 .. offset + i of the run, or the last of them.
 
     Attributes:
         batch: Which rows of the batch.
         queries: Which queries.
         keys: Which keys; as many as offset + queries.
         offset: How many keys come before the first query.
+        window: Only that many last keys; `None`: all.
     """
 
     batch: slice
     queries: slice
     keys: slice
     offset: int
+    window: int | None = None
 
 
 class Mask(Protocol):

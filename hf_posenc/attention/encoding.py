@@ -156,6 +156,12 @@ class Encoding:
         return lengths[0]
 
     @property
+    def plain(self) -> bool:
+        """Whether this is attention as it comes, which reads no positions."""
+        methods = (self.bands, self.moving, self.pairs, self.bias, self.log_n, self.cached_by)
+        return all(method is None for method in methods)
+
+    @property
     def shares_keys(self) -> bool:
         """Whether all queries read the same keys."""
         return self.moving is None and not isinstance(self.pairs, XPos)

@@ -21,24 +21,28 @@ DROPPED = 1e-8
 
 def accepts(call: Call, encoding: Encoding) -> bool:
     """Whether the kernels compute this call."""
-    return (
-        call.query.device.type == "cpu"
-        and call.query.shape[2] >= ROWS
-        and not torch.compiler.is_compiling()
-        and call.plain
-        and _kernel_knows(encoding)
-        and call.sequences() is not None
-    )
+    if (
+        call.query.device.type != "cpu"
+        or call.query.shape[2] < ROWS
+        or torch.compiler.is_compiling()
+        or not call.plain
+        or not _kernel_knows(encoding)
+    ):
+        return False
+    runs = call.mask.runs() if encoding.plain else call.sequences()
+    return runs is not None and (encoding.plain or all(run.window is None for run in runs))
 
 
 def prefill(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
     """Attention over causal sequences, each by one kernel; what belongs to none is padding and gives zeros."""
     if call.lengths is not None and bool((call.lengths != call.lengths[0]).any()):
         return torch.cat([prefill(row, encoding)[0] for row in call.by_row()]), None
-    runs = call.sequences()
+    runs = call.mask.runs()
     assert runs is not None
     everything = slice(None)
-    if [replace(run, offset=0) for run in runs] == [Run(everything, everything, everything, 0)]:
+    if [replace(run, offset=0, window=None) for run in runs] == [
+        Run(everything, everything, everything, 0)
+    ]:
         return _one(call, encoding, runs[0]), None
     batch, heads, queries, _ = call.query.shape
     out = call.query.new_zeros(batch, heads, queries, call.value.shape[-1])
@@ -92,6 +96,9 @@ def _one(call: Call, encoding: Encoding, run: Run) -> Tensor:
         return _by_bucket(encoding, query, key, value, scaling, offset, lengths)
     branches, nowhere = encoding.branches(), n.new_zeros(())
     queries = [branch.query(query, m, nowhere) for branch in branches]
+    if run.window is not None:
+        pair = query, key
+        return two_bands(pair, pair, value, run.window, scaling, offset=offset, far_keys=0)
     if encoding.bands is None:
         return causal(queries[0], branches[0].key(key, n, nowhere), value, scaling, offset=offset)
     bands = encoding.bands.bands(encoding.original)

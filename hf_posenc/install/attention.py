@@ -194,15 +194,13 @@ def _reposition(
 
 
 def _watch_caches(owner: nn.Module, found: Sequence[Found], original: int) -> None:
-    moving = [
-        (entry, layer) for entry in found if (layer := getattr(entry.module, LAYER)).encoding.moving
-    ]
-    if not moving:
-        return
-    watch = CacheWatch(moving[0][1].encoding.moving, original)
+    layers: dict[str, Layer] = {entry.name: getattr(entry.module, LAYER) for entry in found}
+    moving = {name: layer for name, layer in layers.items() if layer.encoding.moving is not None}
+    method = next((layer.encoding.moving for layer in moving.values()), None)
+    watch = CacheWatch(method, original)
     owner.register_forward_pre_hook(watch, with_kwargs=True)
-    for entry, layer in moving:
-        layer.watch = watch
+    for entry in found:
         index = layer_index(entry.name, entry.module)
-        if index is not None:
-            layer.rotated = watch.keep(index)
+        if entry.name in moving:
+            moving[entry.name].watch = watch
+            moving[entry.name].rotated = None if index is None else watch.keep(index)

@@ -8,24 +8,27 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.moving import RotatedKeys
+from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent
 
 _PINNED = "_hf_posenc_lengths"
+_LAST = "_hf_posenc_last_positions"
 
 
 class CacheWatch:
     """A forward pre-hook of the decoder, which sees the cache before the layers write to it.
 
-    With `update="request"` it pins the length in force for each row of the batch while its cache lives: a request keeps
-    the length that its first forward had, and where generation outgrows it, it moves on by whole buckets. In both modes
-    it says which layers' rotated keys are still those of the cache.
+    It refuses positions that leave gaps, since keys stand where the order in the cache says. Where frequencies move
+    with the length, it says which layers' rotated keys are still those of the cache; and with `update="request"` it pins
+    the length in force for each row of the batch while its cache lives: a request keeps the length that its first
+    forward had, and where generation outgrows it, it moves on by whole buckets.
 
     Args:
-        method: The method in force.
+        method: The method whose frequencies move; `None`: none do.
         original: The original context length, in tokens: the least length.
     """
 
-    def __init__(self, method: LengthDependent, original: int) -> None:
+    def __init__(self, method: LengthDependent | None, original: int) -> None:
         self.method = method
         self.original = original
         self.current: Tensor | None = None
@@ -42,43 +45,43 @@ class CacheWatch:
         return keys
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Reads the decoder's arguments."""
-        cache = kwargs.get("past_key_values")
+        """Reads the decoder's arguments.
+
+        Raises:
+            PosencError: Positions that leave a gap behind what is cached, or among themselves.
+        """
         if torch.compiler.is_compiling():
             return
+        cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
         layers = getattr(cache, "layers", [])
         for index, keys in self.kept:
             keys.check(getattr(layers[index], "keys", None) if index < len(layers) else None)
-        if self.method.update == "request":
-            self._pin(cache, args, kwargs)
-
-    def _pin(self, cache: Any, args: Any, kwargs: Any) -> None:
         self.current = None
         if cache is None:
             return
         seen = int(cache.get_seq_length())
-        inputs = next(
-            value
-            for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-            if value is not None
-        )
-        batch, queries = inputs.shape[:2]
-        positions = kwargs.get("position_ids")
-        if positions is None:
-            positions = torch.arange(seen, seen + queries, device=inputs.device)[None]
-        positions = positions.reshape(-1, *positions.shape[-2:])[0].expand(batch, -1)
-        needed = positions.amax(-1) + 1
+        if positions is not None:
+            positions = positions.reshape(-1, *positions.shape[-2:])[0]
+            _refuse_gaps(cache, seen, positions)
+        if self.method is not None and self.method.update == "request":
+            given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
+            batch, queries = next(value for value in given if value is not None).shape[:2]
+            if positions is None:
+                positions = torch.arange(seen, seen + queries)[None]
+            self.current = self._pinned(cache, seen, positions.expand(batch, -1))
+
+    def _pinned(self, cache: Any, seen: int, positions: Tensor) -> Tensor:
+        assert self.method is not None
+        needed, bucket = positions.amax(-1) + 1, self.method.bucket
         pinned: Tensor | None = getattr(cache, _PINNED, None)
         if not seen:
             pinned = needed.clamp(min=self.original)
-        elif (
-            pinned is None or pinned.shape != needed.shape
-        ):  # a cache that was filled before, or repeated
+        elif pinned is None or pinned.shape != needed.shape:  # filled before, or repeated
             pinned = positions[:, 0].clamp(min=self.original)
-        bucket = self.method.bucket
         beyond = (needed - pinned).clamp(min=0)
-        self.current = pinned + (beyond + bucket - 1) // bucket * bucket
-        setattr(cache, _PINNED, self.current)
+        pinned = pinned + (beyond + bucket - 1) // bucket * bucket
+        setattr(cache, _PINNED, pinned)
+        return pinned
 
     def lengths(self, positions: Tensor, batch: int) -> Tensor | None:
         """The length for each row of the batch; without a cache, that of the row itself.
@@ -90,8 +93,20 @@ class CacheWatch:
         Returns:
             Shape (batch,); `None` with `update="row"`, where it is each query's own.
         """
-        if self.method.update != "request":
+        if self.method is None or self.method.update != "request":
             return None
         if self.current is not None and len(self.current) == batch:
             return self.current
         return (positions.amax(-1) + 1).clamp(min=self.original).expand(batch)
+
+
+def _refuse_gaps(cache: Any, seen: int, positions: Tensor) -> None:
+    before: tuple[int, Tensor] | None = getattr(cache, _LAST, None)
+    setattr(cache, _LAST, (seen + positions.shape[1], positions[:, -1:]))
+    follows = before is not None and before[0] == seen and len(before[1]) == len(positions)
+    text = torch.cat((before[1], positions), 1) if before is not None and follows else positions
+    if bool((text.diff(dim=1) > 1).any()):
+        raise PosencError(
+            "position_ids leaves a gap and there is a cache, from whose order the methods that compute attention "
+            "themselves tell where a key stands. Pass contiguous positions, or use_cache=False."
+        )

@@ -11,7 +11,7 @@ import functools
 import inspect
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,6 +85,15 @@ class LazyMask:
     def causal(self) -> bool:
         """Whether visibility is by order and padding alone."""
         return self.arguments.get("mask_function", causal_mask_function) is causal_mask_function
+
+    @property
+    def window(self) -> int | None:
+        """The width of a sliding window, in which visibility is by order and padding; `None`: it is otherwise."""
+        parts = _enclosed(self.arguments["mask_function"], "mask_functions")
+        if parts is None or len(parts) != 2 or parts[1] is not causal_mask_function:
+            return None
+        window: int | None = _enclosed(parts[0], "sliding_window")
+        return window
 
     @property
     def packed(self) -> bool:
@@ -259,8 +268,10 @@ class PositionedMask:
         offset = self.mask.arguments["q_offset"] - self.mask.arguments.get("kv_offset", 0)
         if offset + queries != keys:
             return None
-        if self.mask.causal:
-            return _unpadded(self.mask.padding(), batch, queries, keys)
+        window = None if self.mask.causal else self.mask.window
+        if self.mask.causal or window is not None:
+            runs = _unpadded(self.mask.padding(), batch, queries, keys)
+            return runs and tuple(replace(run, window=window) for run in runs)
         if self.mask.packed and not offset:
             return _documents(self.position_ids.expand(batch, -1))
         return None
