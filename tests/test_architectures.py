@@ -46,7 +46,7 @@ NATIVE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_type": "llama3", "factor": 6.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     ),
     "dynamic_ntk": (
-        {"method": "dynamic_ntk", "scale": 2.0},
+        {"method": "dynamic_ntk", "scale": 2.0, "update": "sequence"},
         {"rope_type": "dynamic", "factor": 2.0},
     ),
     "yarn_mscale": (
@@ -89,13 +89,13 @@ TOLERANCE = {"hrm_text": 1e-2}  # recurrent, 32 calls of attention in a row: amp
 ACTING: dict[str, dict[str, Any]] = {
     "pi": {"scale": 5.0},  # not 4, the scale that some types come with
     "ntk": {"scale": 5.0},
-    "dynamic_pi": {},
-    "dynamic_ntk": {},
+    "dynamic_pi": {"update": "sequence"},
+    "dynamic_ntk": {"update": "sequence"},
     "partial_ntk": {"scale": 5.0},
     "ntk_by_parts": {"scale": 5.0},
     "yarn": {"scale": 5.0},
-    "dynamic_partial_ntk": {},
-    "dynamic_yarn": {},
+    "dynamic_partial_ntk": {"update": "sequence"},
+    "dynamic_yarn": {"update": "sequence"},
     "ntk_mixed": {"scale": 5.0},
     "llama3": {"scale": 5.0},
     "longrope": {},
@@ -257,7 +257,7 @@ def test_a_table_of_positions_refuses_dynamic_methods(
     model: PreTrainedModel, model_type: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match="dynamic_ntk"):
-        patch_model(model, "dynamic_ntk")
+        patch_model(model, "dynamic_ntk", update="sequence")
 
 
 @pytest.mark.parametrize("model_type", TYPES)

@@ -42,7 +42,7 @@ HEADS = ((4, 4), (4, 2), (4, 1), (6, 2))
 @functools.cache
 def model(heads: tuple[int, int]) -> PreTrainedModel:
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
-    return build(**sizes, hidden_size=16 * heads[0], num_hidden_layers=2)
+    return build(**sizes, hidden_size=16 * heads[0])
 
 
 def case_of(drawn: dict[str, Any]) -> Case:

@@ -27,7 +27,7 @@ LAYERS = 2
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    return build(num_hidden_layers=LAYERS)
+    return build()
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:

@@ -32,7 +32,12 @@ LENGTH = 96  # half as many again as the tiny models' 64
 # Every method with options that change something at LENGTH tokens of a model with 8 pairs.
 OPTIONS: dict[str, dict[str, Any]] = {
     **{name: {"scale": 4.0} for name in zoo.frequency_methods() if get_method(name).takes_scale()},
-    **{name: {} for name in ("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn", "nope")},
+    **{
+        name: {"update": "sequence"}
+        for name in ("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn")
+    },
+    "dynamic_ntk": {"scale": 4.0, "update": "sequence"},
+    "nope": {},
     "longrope": {"scale": 4.0, "short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
     "abf": {"rope_theta": 500_000.0},
 }
@@ -350,7 +355,7 @@ class TestHazards:
 
     def test_pickled_whole(self, model: PreTrainedModel) -> None:
         before = logits(model)
-        patch_model(model, "dynamic_yarn")
+        patch_model(model, "dynamic_yarn", update="sequence")
         expected, buffer = logits(model), io.BytesIO()
         torch.save(model, buffer)
         buffer.seek(0)
@@ -363,7 +368,7 @@ class TestHazards:
         torch._dynamo.reset()
         compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
         before = logits(compiled)
-        with patched(compiled, method, scale=4):
+        with patched(compiled, method, **OPTIONS[method]):
             expected = logits(model)
             assert zoo.relative_difference(expected, before) > 1e-2
             assert torch.equal(logits(compiled), expected)
@@ -464,7 +469,7 @@ class TestHazards:
             dist.destroy_process_group()
 
     def test_replicas_of_data_parallel_share_no_state(self, model: PreTrainedModel) -> None:
-        patch_model(model, "dynamic_ntk")
+        patch_model(model, "dynamic_ntk", update="sequence")
         expected = logits(model)
         rotary = model.get_submodule("model.rotary_emb")
         replica = rotary._replicate_for_data_parallel()
@@ -486,7 +491,7 @@ class TestDynamicAndCache:
                 cache = model(input_ids=step, past_key_values=cache).past_key_values
 
     def test_warns_once_past_the_original_length(self, model: PreTrainedModel) -> None:
-        patch_model(model, "dynamic_ntk")
+        patch_model(model, "dynamic_ntk", update="sequence")
         with pytest.warns(UserWarning, match="cached keys keep the frequencies") as caught:
             self.decode(model, prompt=60, total=70)
         assert len(caught) == 1
@@ -494,7 +499,7 @@ class TestDynamicAndCache:
     def test_is_silent_within_it_and_for_static_methods(self, model: PreTrainedModel) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            with patched(model, "dynamic_ntk"):
+            with patched(model, "dynamic_ntk", update="sequence"):
                 self.decode(model, prompt=50, total=60)
                 logits(model)
             with patched(model, "yarn", scale=4):

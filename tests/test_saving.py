@@ -157,7 +157,7 @@ class TestPatchFiles:
 
     def test_beside_a_checkpoint(self, model: PreTrainedModel, tmp_path: Path) -> None:
         model.save_pretrained(tmp_path)
-        patch_model(model, "dynamic_yarn")
+        patch_model(model, "dynamic_yarn", update="sequence")
         save_patch(model, tmp_path)
         assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
 

@@ -136,7 +136,7 @@ class Encoding:
     def bucket(self, m: Tensor) -> Tensor:
         """Which queries may share keys: those of equal value, of the shape of m."""
         if self.moving is not None and self.moving.update == "row":
-            return bucket_length(m, self.original, self.moving.bucket)
+            return bucket_length(m, self.original, self.moving.bucket_size(self.original))
         if isinstance(self.pairs, XPos):
             return m // self.pairs.scale_base
         return torch.zeros_like(m)

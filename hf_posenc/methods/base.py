@@ -143,23 +143,28 @@ class LengthDependent(RopeScaling):
     """A frequency method whose table moves with the length of the running sequence.
 
     Args:
-        update: What that length is. `"sequence"`: the longest row of the batch, as published and as
-            transformers does it. `"request"`: each batch row's own length, pinned while its cache
-            lives. `"row"`: `bucket_length` of each query's own position, so that a prefix never
-            changes and every way to run a text agrees.
-        bucket: By how many tokens at once the length moves on in the modes `"row"` and `"request"`.
+        update: What that length is. `"row"`: `bucket_length` of each query's own position, so that a
+            prefix never changes and every way to run a text agrees. `"request"`: each batch row's own
+            length, pinned while its cache lives. `"sequence"`: the longest row of the batch, as published
+            and as transformers does it.
+        bucket: By how many tokens at once the length moves on in the modes `"row"` and `"request"`;
+            half of the original context by default.
     """
 
     length_dependent: ClassVar[bool] = True
 
-    update: str = "sequence"
-    bucket: int = 256
+    update: str = "row"
+    bucket: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.update not in UPDATES:
             raise unknown(f"update mode of {self.name}", str(self.update), UPDATES)
-        check_count(self, "bucket")
+        check_count(self, "bucket", optional=True)
+
+    def bucket_size(self, original: int) -> int:
+        """By how many tokens at once the length moves on, given the original context length."""
+        return max(1, original // 2) if self.bucket is None else self.bucket
 
 
 def check_range(method: Method, knob: str, low: float, *, exclusive: bool = False) -> None:

@@ -31,9 +31,10 @@ class LongRoPE(LengthDependent):
         attention_factor: The factor on cos and sin, given outright.
         short_mscale: The factor up to `L` (Phi-3.5-MoE); wins over `attention_factor`.
         long_mscale: The factor past `L`; wins over `attention_factor`.
-        update: What the length is: `"sequence"`, the longest row of the batch; `"request"`, each row's
-            own; `"row"`, that of each query's position.
-        bucket: By how many tokens at once it moves on in the latter two.
+        update: What the length is: `"row"`, that of each query's position; `"request"`, each batch row's
+            own; `"sequence"`, the longest row of the batch, which is what LongRoPE models are
+            trained for and the default here.
+        bucket: By how many tokens at once it moves on in the first two; half of `L` by default.
     """
 
     name: ClassVar[str] = "longrope"
@@ -48,6 +49,7 @@ class LongRoPE(LengthDependent):
     attention_factor: float | None = None
     short_mscale: float | None = None
     long_mscale: float | None = None
+    update: str = "sequence"
 
     def __post_init__(self) -> None:
         super().__post_init__()

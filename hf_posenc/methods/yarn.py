@@ -171,9 +171,9 @@ class DynamicYaRN(_ByParts, LengthDependent):
     The other knobs are those of `yarn`.
 
     Args:
-        update: What `N` is: `"sequence"`, the longest row of the batch; `"request"`, each row's
-            own; `"row"`, that of each query's position.
-        bucket: By how many tokens at once it moves on in the latter two.
+        update: What `N` is: `"row"`, that of each query's position; `"request"`, each batch row's
+            own; `"sequence"`, the longest row of the batch.
+        bucket: By how many tokens at once it moves on in the first two; half of `L` by default.
     """
 
     name: ClassVar[str] = "dynamic_yarn"

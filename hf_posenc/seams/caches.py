@@ -72,7 +72,7 @@ class CacheWatch:
 
     def _pinned(self, cache: Any, seen: int, positions: Tensor) -> Tensor:
         assert self.method is not None
-        needed, bucket = positions.amax(-1) + 1, self.method.bucket
+        needed, bucket = positions.amax(-1) + 1, self.method.bucket_size(self.original)
         pinned: Tensor | None = getattr(cache, _PINNED, None)
         if not seen:
             pinned = needed.clamp(min=self.original)
