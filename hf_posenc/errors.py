@@ -35,5 +35,8 @@ def unknown(kind: str, given: str, possible: Iterable[str]) -> PosencError:
     return PosencError(f"Unknown {kind} {given!r}.{hint} Available: {', '.join(names)}.")
 
 
-FREQUENCY_METHODS_WORK = 'Frequency methods (yarn, ntk_by_parts, ...; dynamic ones with update="sequence") work on this model.'
+FREQUENCY_METHODS_WORK = (
+    "Frequency methods (yarn, ntk_by_parts, ...; dynamic ones with "
+    'update="sequence") work on this model.'
+)
 """What to do where a method that computes attention itself cannot."""

@@ -37,8 +37,8 @@ app = typer.Typer(help=__doc__, add_completion=False)
 METHODS: dict[str, dict[str, Any]] = {
     "yarn": {"scale": 4},
     "ntk_mixed": {"scale": 4},
-    "dynamic_ntk": {},
-    "dynamic_yarn": {},
+    "dynamic_ntk": {"update": "sequence"},
+    "dynamic_yarn": {"update": "sequence"},
 }
 _IMPORTS = {
     "transformers Llama": "from transformers import LlamaForCausalLM",

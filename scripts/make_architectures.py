@@ -20,13 +20,13 @@ from rich.progress import track
 from hf_posenc import (
     PosencError,
     UnsupportedModelError,
-    available_methods,
     get_method,
     get_patch,
     inspect_rope,
     patch_model,
     unpatch_model,
 )
+from scripts import attention_coverage
 from tests import zoo
 from tests.zoo_registry import causal_lm_types
 
@@ -36,41 +36,54 @@ HEADER = """# Architectures
 
 Written by `python -m scripts.make_architectures` with transformers {version}; do not edit.
 
-Every row is a tiny random model that was built, patched with each of the {count} methods in turn, and read back. That a
-patched model computes what transformers itself computes for the same method is what `tests/test_architectures.py`
-checks, for all of them with `pytest -m "slow or not slow"`.
+Every row is a tiny random model that was built, patched with each of the {count} frequency methods and with methods of
+every kind that computes attention itself, and read back. That a patched model computes what transformers itself
+computes for the same frequency method, or what a pair-by-pair reference does, is what `tests/test_architectures.py` and
+`tests/test_attention_architectures.py` check, for all of them with `pytest -m "slow or not slow"`.
 
 - **rotary**: the class of the module that is wrapped, and its path (`x4`: four of them).
 - **tables**: the layer types that have a table of their own, and how many features of a head of 16 they rotate.
-- **methods**: which methods can be patched in.
-- **saved as**: how plain `from_pretrained`, without hf_posenc, computes the static methods after `save_pretrained`:
-  how many in transformers' own words (*native*), how many as a *longrope* list, and how many only by
-  `hf_posenc.from_pretrained` (*hf_posenc*).
+- **methods**: which frequency methods can be patched in, the dynamic ones with `update="sequence"`.
+- **rotary bands**, **biases**, **{last}**: which methods that compute attention itself, by trial of
+  {tried}; *all*: each of these in the full-attention layers. The reason of a
+  refusal is there in a few words; [below](#refused-by-methods-that-compute-attention) is what `patch_model` says.
+- **saved as**: how plain `from_pretrained`, without hf_posenc, computes the static frequency methods after
+  `save_pretrained`: how many in transformers' own words (*native*), how many as a *longrope* list, and how many only by
+  `hf_posenc.from_pretrained` (*hf_posenc*), which loads all that computes attention too.
 """
 
-COLUMNS = ("model type", "rotary", "tables", "methods", "saved as")
+COLUMNS = ("model type", "rotary", "tables", "methods", *attention_coverage.GROUPS, "saved as")
 
 OPTIONS: dict[str, dict[str, Any]] = {"abf": {"rope_theta": 40e6}}
 
 
 def options_for(method: str, pairs: int) -> dict[str, Any]:
-    """Options under which the method changes something."""
+    """Options under which a frequency method changes something, and leaves attention to the model."""
+    options = dict(OPTIONS.get(method, {"scale": 4.0} if get_method(method).takes_scale() else {}))
     if method == "longrope":
-        return {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs}
-    return OPTIONS.get(method, {"scale": 4.0} if get_method(method).takes_scale() else {})
+        options |= {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs}
+    return options | ({"update": "sequence"} if get_method(method).length_dependent else {})
 
 
-def row(model_type: str) -> tuple[str, ...]:
-    """One line of the table of architectures that rotate: the cells of `COLUMNS`."""
+def row(model_type: str, refusals: attention_coverage.Refusals | None = None) -> tuple[str, ...]:
+    """One line of the table of architectures that rotate: the cells of `COLUMNS`.
+
+    Args:
+        model_type: The type.
+        refusals: Where refusals of methods that compute attention are noted in full.
+    """
+    refusals = attention_coverage.Refusals() if refusals is None else refusals
     model = zoo.build(model_type)
     try:
         tables = inspect_rope(model)
     except UnsupportedModelError as error:
-        return model_type, "", "", f"none: {first_sentence(error)}", ""
+        cells = dict.fromkeys(COLUMNS, "")
+        cells |= {"model type": model_type, "methods": f"none: {first_sentence(error)}"}
+        return tuple(cells.values())
     original = zoo.ORIGINAL_LENGTH if zoo.length_of(model.config) is None else None
     works: dict[str, str] = {}
     fails: dict[str, list[str]] = {}
-    for method in available_methods():
+    for method in zoo.frequency_methods():
         knobs = options_for(method, tables[0].dim // 2)
         try:
             patch_model(
@@ -98,6 +111,7 @@ def row(model_type: str) -> tuple[str, ...]:
         f"{kind} {where}",
         widths(model, tables),
         coverage(works, fails),
+        *attention_coverage.cells(model_type, model, original, refusals),
         exports(works),
     )
 
@@ -157,9 +171,10 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def page() -> str:
     """The whole page."""
+    refusals = attention_coverage.Refusals()
 
     def rows(title: str, types: Iterable[str]) -> list[tuple[str, ...]]:
-        return [row(model_type) for model_type in track(list(types), title)]
+        return [row(model_type, refusals) for model_type in track(list(types), title)]
 
     decoders = table(COLUMNS, rows("decoders", zoo.decoder_types()))
     towers = table(COLUMNS, rows("text towers", zoo.text_tower_types()))
@@ -171,7 +186,10 @@ def page() -> str:
         "\n\n".join(
             (
                 HEADER.format(
-                    version=transformers.__version__, count=len(available_methods())
+                    version=transformers.__version__,
+                    count=len(zoo.frequency_methods()),
+                    last=list(attention_coverage.GROUPS)[-1],
+                    tried=attention_coverage.tried(),
                 ).rstrip(),
                 f"## Decoders of AutoModelForCausalLM ({len(zoo.decoder_types())})",
                 decoders,
@@ -179,6 +197,8 @@ def page() -> str:
                 towers,
                 f"## Multimodal models, whole ({len(zoo.composite_types())})",
                 composites,
+                "## Refused by methods that compute attention",
+                refusals.section(),
                 f"## Causal language models without RoPE: refused ({len(others)})",
                 refused,
                 f"## Rotary, but not tried ({len(zoo.NOT_BUILT)})",
@@ -201,7 +221,7 @@ def main(check: bool = typer.Option(False, help="Compare instead of writing.")) 
             old.splitlines(), new.splitlines(), "committed", "now", lineterm="", n=0
         )
         print("\n".join(diff))
-        print("docs/architectures.md is stale: run python scripts/make_architectures.py")
+        print("docs/architectures.md is stale: run python -m scripts.make_architectures")
         raise SystemExit(1)
 
 

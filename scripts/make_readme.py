@@ -22,6 +22,7 @@ DEMO = ROOT / "docs" / "demo"
 BENCHMARK = ROOT / "docs" / "benchmarks" / "attention.json"
 UPDATES = ROOT / "docs" / "benchmarks" / "updates.json"
 PLAIN = "plain causal"
+CONTROL = "sliding_window"
 SHAPE = "heads 8/8"
 """The head layout whose rows the README shows."""
 
@@ -96,16 +97,17 @@ def attention() -> str:
 
 
 def _verdict(cells: dict[Any, dict[str, Any]], labels: list[str], lengths: list[int]) -> str:
-    """Each method's ratio to the unpatched model at the length it was trained at, the best first."""
-    original = lengths[0]
-    baseline = cells["none", "tail", original]["perplexity"]
-    lines = [f"As multiples of {baseline:.2f}, the unpatched model's at its trained length:", ""]
-    for length in (lengths[2], lengths[-1]):
-        ratios = {label: cells[label, "tail", length]["perplexity"] / baseline for label in labels}
-        ranked = sorted(labels, key=lambda label: ratios[label])
-        said = ", ".join(f"{label} {ratios[label]:.2g}" for label in ranked)
-        lines.append(f"- at {length:,} tokens, {length // original} times as many: {said}.")
-    return "\n".join(lines)
+    """Which methods gain from the longer text: those below the control, the best first."""
+    said = []
+    for length in lengths[1:]:
+        values = {label: cells[label, "tail", length]["perplexity"] for label in labels}
+        below = [
+            label
+            for label in sorted(labels, key=values.__getitem__)
+            if values[label] < values[CONTROL]
+        ]
+        said.append(f"at {length:,} tokens {', '.join(below) or 'none'}")
+    return f"Lower than `{CONTROL}`, the control: {'; '.join(said)}."
 
 
 def updates() -> str:

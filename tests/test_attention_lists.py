@@ -19,7 +19,8 @@ from hf_posenc.attention import prefill
 from hf_posenc.methods import ALiBi, DistanceBias, LogN, ReRoPE, RotaryBands, YaRN
 from tests import zoo
 from tests.attention_llama import CASES, ORIGINAL, Case, parameters_of, reference
-from tests.test_attention import assert_close, build, token_by_token
+from tests.attention_ways import token_by_token
+from tests.test_attention import assert_close, build
 from tests.test_attention_patching import IDS, everything
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")

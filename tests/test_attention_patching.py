@@ -19,7 +19,8 @@ from hf_posenc import get_patch, load_patch, patch_model, save_patch, unpatch_mo
 from hf_posenc.methods import ReRoPE, YaRN
 from tests import zoo
 from tests.attention_llama import CASES, ORIGINAL, TRAINABLE, parameters_of
-from tests.test_attention import apply, assert_close, build, token_by_token
+from tests.attention_ways import token_by_token
+from tests.test_attention import apply, assert_close, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 FEW = ("rerope", "dual_chunk", "alibi", "fire", "transformer_xl", "rope_bias", "dynamic_ntk_row")

@@ -18,7 +18,8 @@ from hf_posenc.attention import prefill
 from hf_posenc.seams import masks
 from tests import zoo
 from tests.attention_llama import CASES, ORIGINAL, Case, reference
-from tests.test_attention import apply, assert_close, build, in_steps
+from tests.attention_ways import in_steps
+from tests.test_attention import apply, assert_close, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 

@@ -1,4 +1,7 @@
-"""What only a GPU shows: tables that follow the model between devices, and compiled decoding with CUDA graphs."""
+"""What only a GPU shows: tables that follow the model between devices, and compiled decoding with CUDA graphs.
+
+The attention path: `tests/test_gpu_attention.py`.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ pytestmark = pytest.mark.gpu
 METHODS: dict[str, dict[str, Any]] = {
     "yarn": {"scale": 4},
     "ntk_mixed": {"scale": 4},
-    "dynamic_ntk": {},
-    "dynamic_yarn": {},
+    "dynamic_ntk": {"update": "sequence"},
+    "dynamic_yarn": {"update": "sequence"},
 }
 
 

@@ -65,7 +65,7 @@ def install_attention(
     _refuse(model, owner, tables)
     with trial(model):
         ids = trial_tokens(owner)
-        expected = _tried(owner, ids)
+        subject, expected = _tried(model, owner, ids)
     seam = AttentionSeam(owner_path, _implementations(owner.config))
     try:
         _choose_engine(owner, seam)
@@ -73,10 +73,10 @@ def install_attention(
         wrappers = _reposition(model, owner, every)
         with trial(model):
             found = calibrated(model, owner, ids, every, wrappers, methods)
-            verify(owner, ids, expected, found, wrappers)
+            verify(subject, ids, expected, found, wrappers)
             give_encodings(found, tables, wrappers, methods, original, layers, compose)
             _watch_caches(owner, found, original)
-            run(owner, ids)  # it runs
+            run(subject, ids)  # it runs
     except BaseException:
         remove_attention(model, seam)
         raise
@@ -162,14 +162,17 @@ def _refuse(model: nn.Module, owner: nn.Module, tables: Sequence[RotaryTable]) -
         )
 
 
-def _tried(owner: Any, ids: Tensor) -> Tensor:
-    try:
-        return run(owner, ids)
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{type(owner).__name__} cannot be run on a few tokens alone ({error}), on which a method that "
-            f"computes attention itself is tried. {FREQUENCY_METHODS_WORK}"
-        ) from error
+def _tried(model: nn.Module, owner: nn.Module, ids: Tensor) -> tuple[nn.Module, Tensor]:
+    """What can be run on a few tokens, the whole model or its decoder, and what it gives."""
+    for subject in (model, owner):
+        try:
+            return subject, run(subject, ids)
+        except Exception as error:
+            reason = error
+    raise UnsupportedModelError(
+        f"{type(owner).__name__} cannot be run on a few tokens alone ({reason}), on which a method that "
+        f"computes attention itself is tried. {FREQUENCY_METHODS_WORK}"
+    ) from reason
 
 
 def _reposition(
@@ -203,4 +206,6 @@ def _watch_caches(owner: nn.Module, found: Sequence[Found], original: int) -> No
         index = layer_index(entry.name, entry.module)
         if entry.name in moving:
             moving[entry.name].watch = watch
-            moving[entry.name].rotated = None if index is None else watch.keep(index)
+            # A module that serves several layers (Zamba 2) writes to several places of the cache.
+            own = index is not None and index >= 0 and entry.calls == 1
+            moving[entry.name].rotated = watch.keep(index) if own and index is not None else None

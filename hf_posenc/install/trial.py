@@ -53,6 +53,7 @@ class Found:
         rotation: What it rotates by; `None`: it does not, or that need not be known.
         table: Which of the model's tables that is of; `None`: it does not rotate.
         rotary: The rotary module inside it.
+        calls: How often it attends in one forward.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Found:
     rotation: Any
     table: RotaryTable | None
     rotary: RepositionedRotary | None
+    calls: int
 
 
 def calibrated(
@@ -132,12 +134,12 @@ def calibrated(
         elif calls[0].kwargs.get("position_ids") is None:
             module.register_forward_pre_hook(catch_positions, with_kwargs=True)
         own = None if index is None else candidates[index]
-        found.append(Found(names[module], module, calls[0], rotation, own, inner))
+        found.append(Found(names[module], module, calls[0], rotation, own, inner, len(calls)))
     return found
 
 
 def verify(
-    owner: Any,
+    subject: nn.Module,
     ids: Tensor,
     expected: Tensor,
     found: Sequence[Found],
@@ -151,12 +153,12 @@ def verify(
             encoding = replace(encoding, cached_by=_UNROTATED)
         setattr(entry.module, LAYER, Layer(encoding, rotary=entry.rotary))
     with _everything_at_zero(wrappers) if known else contextlib.nullcontext():
-        computed = run(owner, ids)
-    tolerance = _TOLERANCE.get(next(owner.parameters()).dtype, _TOLERANCE_HALF)
+        computed = run(subject, ids)
+    tolerance = _TOLERANCE.get(next(subject.parameters()).dtype, _TOLERANCE_HALF)
     error = float((computed - expected).abs().max() / expected.abs().max())
     if not error <= tolerance:
         raise VerificationError(
-            f"With its own rotation computed by hf_posenc's attention, {type(owner).__name__} gives other "
+            f"With its own rotation computed by hf_posenc's attention, {type(subject).__name__} gives other "
             f"hidden states than before (relative difference {error:.1e}): something besides attention reads the "
             f"rotation. The model was restored. {FREQUENCY_METHODS_WORK}"
         )
@@ -164,7 +166,9 @@ def verify(
 
 def run(owner: Any, ids: Tensor) -> Tensor:
     """The logits or, of a model without a head, the last hidden states, in float32."""
-    output = owner(input_ids=ids, use_cache=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # DiffusionGemma starts from noise
+        output = owner(input_ids=ids, use_cache=False)
     logits = getattr(output, "logits", None)
     found: Tensor = output[0] if logits is None else logits
     return found.float()

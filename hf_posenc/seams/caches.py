@@ -19,8 +19,8 @@ class CacheWatch:
     """A forward pre-hook of the decoder, which sees the cache before the layers write to it.
 
     It refuses positions that leave gaps, since keys stand where the order in the cache says. Where frequencies move
-    with the length, it says which layers' rotated keys are still those of the cache; and with `update="request"` it pins
-    the length in force for each row of the batch while its cache lives: a request keeps the length that its first
+    with the length, it says which layers' rotated keys are still those of the cache; and with `update="request"` it
+    pins the length in force for each row of the batch while its cache lives: a request keeps the length that its first
     forward had, and where generation outgrows it, it moves on by whole buckets.
 
     Args:
