@@ -129,9 +129,7 @@ class Encoding:
         """The factor on a query at m, of the shape of m; `None`: 1."""
         if self.log_n is not None:
             return self.log_n.query_factor(m, self.original)
-        if self.bands is not None and self.bands.log_n:
-            return LogN().query_factor(m, self.original)
-        return None
+        return None if self.bands is None else self.bands.query_factor(m, self.original)
 
     def bucket(self, m: Tensor) -> Tensor:
         """Which queries may share keys: those of equal value, of the shape of m."""

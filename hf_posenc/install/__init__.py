@@ -8,7 +8,7 @@ from torch import nn
 
 from hf_posenc import export
 from hf_posenc.adapters import ArchAdapter
-from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError
+from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
 from hf_posenc.install.configs import write_config
 from hf_posenc.install.rotary import install_rotary
 from hf_posenc.install.sincos import install_sincos
@@ -36,6 +36,11 @@ def install(
         raise UnsupportedModelError(
             f"{others[0].name} computes attention itself, but {type(model).__name__} rotates and attends "
             f"in code of its own. {FREQUENCY_METHODS_WORK}"
+        )
+    dropping = next((m.name for m in others if not getattr(m, "keep_rope", True)), None)
+    if scaling is not None and dropping is not None:
+        raise PosencError(
+            f"{dropping} drops the rotation that {scaling.name} changes. Pass keep_rope=True to {dropping} to have both."
         )
     if isinstance(scaling, RopeScaling):
         if sincos:

@@ -32,7 +32,6 @@ from hf_posenc.seams.repositioned import RepositionedRotary
 from hf_posenc.seams.wrapper import unwrapped
 
 PARAMETERS = "posenc"
-
 """The child of an attention module that holds what a method trains."""
 
 
@@ -72,14 +71,6 @@ def give_encodings(
         layer = Layer(
             Encoding(original=original, heads=heads, rotation=entry.rotation), rotary=entry.rotary
         )
-        repositioned = (
-            entry.table is not None
-            and (
-                id(entry.table.module),
-                entry.table.label,
-            )
-            in chosen_tables
-        )
         if entry in chosen:
             assert entry.table is not None
             spec = None
@@ -96,7 +87,7 @@ def give_encodings(
                 base, heads=heads, rotation=entry.rotation, spec=spec, parameters=trained
             )
             layer = Layer(encoding, patched=True, rotary=entry.rotary)
-        elif repositioned:
+        elif _is_of(entry, chosen_tables):  # it shares its table with a chosen layer
             layer = replace(layer, encoding=replace(layer.encoding, cached_by=base))
         setattr(entry.module, LAYER, layer)
     for wrapper in wrappers.values():
@@ -106,13 +97,18 @@ def give_encodings(
 
 
 def _is_chosen(entry: Found, tables: set[tuple[int, str]], layers: str | Sequence[int]) -> bool:
-    if entry.table is None or (id(entry.table.module), entry.table.label) not in tables:
+    if not _is_of(entry, tables):
         return False
+    assert entry.table is not None
     if layers == "all":
         return True
     if isinstance(layers, str):
         return not attends_locally(entry.module, entry.table.config)
     return layer_index(entry.name, entry.module) in layers
+
+
+def _is_of(entry: Found, tables: set[tuple[int, str]]) -> bool:
+    return entry.table is not None and (id(entry.table.module), entry.table.label) in tables
 
 
 def _encoding(methods: Sequence[Method], original: int) -> Encoding:

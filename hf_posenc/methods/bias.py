@@ -37,7 +37,8 @@ class DistanceBias(_Bias):
         of_query: Whether the bias depends on the query's position too, and not on the distance alone.
 
     Args:
-        keep_rope: Keep the model's rotation beside the bias.
+        keep_rope: Keep the model's rotation beside the bias. A factor that the model has on cos and sin (YaRN's)
+            stays in either case.
     """
 
     of_query: ClassVar[bool] = False
