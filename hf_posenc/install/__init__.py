@@ -40,7 +40,8 @@ def install(
     dropping = next((m.name for m in others if not getattr(m, "keep_rope", True)), None)
     if scaling is not None and dropping is not None:
         raise PosencError(
-            f"{dropping} drops the rotation that {scaling.name} changes. Pass keep_rope=True to {dropping} to have both."
+            f"{dropping} drops the rotation that {scaling.name} changes. Pass keep_rope=True to {dropping} "
+            "to have both."
         )
     if isinstance(scaling, RopeScaling):
         if sincos:
