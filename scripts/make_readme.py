@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli.catalog import kinds
+from hf_posenc.evaluation.statistics import Record, summarize
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "docs" / "demo"
@@ -41,16 +42,16 @@ def demo() -> str:
     scored = cells[rows[0][0], "tail", lengths[0]]["tokens"]
     intro = (
         f"Perplexity of the same {scored:,} tokens (the ends of {documents} held-out modules) by the "
-        f"length of the text\nread with them, for a Llama trained at {original} tokens; `auto` is a "
-        f"scale of length / {original}:"
+        f"length of the text\nread with them, for a Llama trained at {original} tokens; `auto` is a scale "
+        f"of length / {original}:"
     )
     table = _table(["method", *(f"{length:,}" for length in lengths)], rows, right=True)
-    verdict = _verdict(cells, [row[0] for row in rows], lengths)
+    verdict = _verdict(result, lengths)
     plot = "![Perplexity by length](docs/demo/perplexity.png)"
     versions = result["environment"]
     made = f"Measured with torch {versions['torch']}, transformers {versions['transformers']}"
     link = "[docs/demo/](docs/demo/) has the intervals and every setting"
-    return f"{intro}\n\n{table}\n\n{verdict}\n\n{plot}\n\n{made}; {link}."
+    return f"{intro}\n\n{table}\n\n{verdict}\n{made}; {link}.\n\n{plot}"
 
 
 def methods() -> str:
@@ -96,18 +97,24 @@ def attention() -> str:
     )
 
 
-def _verdict(cells: dict[Any, dict[str, Any]], labels: list[str], lengths: list[int]) -> str:
-    """Which methods gain from the longer text: those below the control, the best first."""
+def _verdict(result: dict[str, Any], lengths: list[int]) -> str:
+    """How the best method compares with the control at every length past the trained one."""
+    records = [Record(**record) for record in result["records"] if record["protocol"] == "tail"]
+    control = [record for record in records if record.method == CONTROL]
+    others = [record for record in records if record.method != CONTROL]
+    cells = summarize([*control, *others], seed=result["settings"]["seed"])
     said = []
     for length in lengths[1:]:
-        values = {label: cells[label, "tail", length]["perplexity"] for label in labels}
-        below = [
-            label
-            for label in sorted(labels, key=values.__getitem__)
-            if values[label] < values[CONTROL]
-        ]
-        said.append(f"at {length:,} tokens {', '.join(below) or 'none'}")
-    return f"Lower than `{CONTROL}`, the control: {'; '.join(said)}."
+        rivals = [cell for cell in cells if cell.length == length and cell.method != CONTROL]
+        best = min(rivals, key=lambda cell: cell.nats)
+        assert best.ratio is not None
+        assert best.ratio_interval is not None
+        low, high = best.ratio_interval
+        said.append(f"{length:,} tokens: {best.method} {best.ratio:.2f} ({low:.2f}-{high:.2f})")
+    return (
+        f"The best of the others as a multiple of `{CONTROL}`, the control, with its paired 95 % interval: "
+        f"{'; '.join(said)}."
+    )
 
 
 def updates() -> str:

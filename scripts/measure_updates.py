@@ -1,0 +1,286 @@
+"""Measures the update modes of the dynamic methods on the embedded model: docs/benchmarks/updates.json and .png.
+
+python scripts/measure_updates.py            about a quarter of an hour on one core
+python scripts/measure_updates.py --plot     draw the committed result again
+
+Two measurements, on the held-out documents of `hf-posenc perplexity`:
+
+- whole texts: `prefix` and `tail` perplexity (docs/evaluation.md) of one forward without a cache, in the modes
+  "sequence" and "row", for several scales and buckets. One text in one forward gives "request" the very numbers of
+  "sequence", which one candidate confirms.
+- generation: the tail again, but read through a key-value cache, a few tokens at a time: either the whole text
+  ("steps": a long conversation), or the tail after all that is in front of it ("prompt"). Here "sequence" is what
+  transformers does, and cached keys keep the frequencies of their own time.
+
+Every number comes with its ratio to "sequence" on whole texts, the published form, and the paired 95 % bootstrap
+interval of that ratio over documents.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_posenc.cli import loading
+from hf_posenc.evaluation.candidates import Candidate
+from hf_posenc.evaluation.documents import (
+    TokenizedDocument,
+    load_documents,
+    read_embedded,
+    special_prefix,
+)
+from hf_posenc.evaluation.perplexity import measure
+from hf_posenc.evaluation.protocols import Settings
+from hf_posenc.evaluation.result import environment
+from hf_posenc.evaluation.statistics import Record, summarize
+
+RESULT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "updates.json"
+LENGTHS = (256, 384, 512, 1024, 2048, 4096)
+DOCUMENTS = 12
+BUCKETS = (32, 64, 128, 256, 512)
+FAMILIES = (
+    *(f"dynamic_ntk:scale={scale}," for scale in (1, 2, 4, 8)),
+    *("dynamic_yarn:", "dynamic_partial_ntk:", "dynamic_pi:"),
+)
+"""Methods and scales, as the beginning of a `--patch` entry."""
+CONFIRMED = "dynamic_ntk:scale=2,"
+"""Where "request" is run too, to see that it gives the numbers of "sequence"."""
+GENERATED = ("dynamic_ntk:scale=2,", "dynamic_ntk:scale=8,", "dynamic_yarn:")
+CACHED_LENGTHS = (512, 1024, 2048)
+CACHED_BUCKET = 128  # half of the trained context
+STEP = 8
+"""Tokens fed at once; one at a time takes eight times as long and is hardly another measurement."""
+
+
+def main() -> None:
+    """Measures everything, prints it and writes it."""
+    began = time.process_time()
+    loading.one_thread()
+    name = loading.embedded_model()
+    tokenizer = loading.load_tokenizer(name)
+    model = loading.load_model(name)
+    special = special_prefix(tokenizer, "auto")
+    documents, _ = load_documents(
+        read_embedded(),
+        tokenizer,
+        min_tokens=LENGTHS[-1] - len(special),
+        max_tokens=LENGTHS[-1] - len(special),
+        limit=DOCUMENTS,
+    )
+    settings = Settings(lengths=LENGTHS)
+    whole: list[dict[str, Any]] = []
+    cached: list[dict[str, Any]] = []
+    for family in FAMILIES:
+        published = _whole(model, documents, f"{family}update=sequence", settings, special)
+        whole += _rows(published, published, settings)
+        specs = [f"{family}update=row,bucket={bucket}" for bucket in BUCKETS]
+        specs += [f"{family}update=request"] if family == CONFIRMED else []
+        for spec in specs:
+            records = _whole(model, documents, spec, settings, special)
+            whole += _rows(records, published, settings)
+        for mode in ("sequence", "request", "row") if family in GENERATED else ():
+            spec = f"{family}update={mode},bucket={CACHED_BUCKET}"
+            for feed in ("steps", "prompt"):
+                records = _cached(model, documents, spec, settings, special, feed)
+                rows = _rows(records, published, settings)
+                cached += [{"feed": feed, **row} for row in rows]
+    for baseline in ("none", "sliding_window"):
+        records = _whole(model, documents, baseline, settings, special)
+        whole += _rows(records, records, settings)
+    values = {
+        "kind": "update modes",
+        "environment": environment(),
+        "settings": dataclasses.asdict(settings),
+        "cached": {"lengths": CACHED_LENGTHS, "step": STEP, "bucket": CACHED_BUCKET},
+        "documents": [document.to_dict() for document in documents],
+        "cpu_seconds": round(time.process_time() - began),
+        "whole_texts": whole,
+        "generation": cached,
+    }
+    RESULT.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _whole(
+    model: Any,
+    documents: Sequence[TokenizedDocument],
+    spec: str,
+    settings: Settings,
+    special: Sequence[int],
+) -> list[Record]:
+    candidate = Candidate.parse(spec).checked(model)
+    return measure(model, documents, [candidate], settings, special=special).records
+
+
+@torch.inference_mode()
+def _cached(
+    model: Any,
+    documents: Sequence[TokenizedDocument],
+    spec: str,
+    settings: Settings,
+    special: Sequence[int],
+    feed: str,
+) -> list[Record]:
+    """The tail protocol, every window read through a cache."""
+    candidate = Candidate.parse(spec).checked(model)
+    records = []
+    with candidate.applied(model, CACHED_LENGTHS[-1]), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that "sequence" is inexact is the point
+        for length in CACHED_LENGTHS:
+            for document in documents:
+                end = document.ids[len(document.ids) - (length - len(special)) :]
+                ids = torch.cat([torch.tensor(list(special), dtype=torch.int64), end])
+                at_once = len(ids) - settings.tail_tokens if feed == "prompt" else 0
+                nats = float(_losses(model, ids, at_once)[-settings.tail_tokens :].sum())
+                records.append(
+                    Record(
+                        candidate.label,
+                        "tail",
+                        length,
+                        document.name,
+                        nats,
+                        settings.tail_tokens,
+                        None,
+                    )
+                )
+    return records
+
+
+def _losses(model: Any, ids: Tensor, at_once: int) -> Tensor:
+    """Nats of tokens `1 .. n-1`, float64: the first `at_once` tokens in one forward, the others in steps."""
+    cache, logits = None, []
+    prompt = [ids[:at_once]] if at_once else []
+    for part in (*prompt, *ids[at_once:].split(STEP)):
+        output = model(input_ids=part[None], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits[0])
+    return F.cross_entropy(torch.cat(logits)[:-1], ids[1:], reduction="none").double()
+
+
+def _rows(
+    records: Sequence[Record], published: Sequence[Record], settings: Settings
+) -> list[dict[str, Any]]:
+    """Perplexities with their ratios to the published form, as printed and stored."""
+    label = records[0].method
+    # the first method of a list is what the ratios refer to, and two methods need two labels
+    baseline = [dataclasses.replace(record, method="published") for record in published]
+    wanted = {(record.protocol, record.length) for record in records}
+    cells = summarize(
+        [*(r for r in baseline if (r.protocol, r.length) in wanted), *records], seed=settings.seed
+    )
+    rows = [
+        {
+            "method": cell.method,
+            "protocol": cell.protocol,
+            "length": cell.length,
+            "perplexity": cell.perplexity,
+            "interval": cell.interval,
+            "ratio": cell.ratio,
+            "ratio_interval": cell.ratio_interval,
+            "nats": cell.nats,
+            "tokens": cell.tokens,
+        }
+        for cell in cells
+        if cell.method == label
+    ]
+    for protocol in settings.protocols:
+        shown = [f"{row['perplexity']:8.2f}" for row in rows if row["protocol"] == protocol]
+        if shown:
+            print(f"{label:48s} {protocol:7s}", *shown, flush=True)
+    return rows
+
+
+def plot() -> None:
+    """Draws the tail by length: whole texts on the left, through a cache on the right."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    from hf_posenc.evaluation.plot import COLOURS, STYLE
+
+    values = json.loads(RESULT.read_text(encoding="utf-8"))
+    looks: dict[str, Any] = {"sequence": "--", "request": ":", "row": "-"}
+    bucket = values["cached"]["bucket"]
+    panels = {
+        "one forward": [
+            row
+            for row in values["whole_texts"]
+            if row["protocol"] == "tail"
+            and ("bucket" not in row["method"] or f"bucket {bucket})" in row["method"])
+        ],
+        "with a cache, in steps": [row for row in values["generation"] if row["feed"] == "steps"],
+    }
+    families = list(dict.fromkeys(_family(row) for row in values["generation"]))
+    with mpl.rc_context(STYLE):
+        drawn = Figure(figsize=(7.2, 3.4), layout="constrained")
+        for axes, (title, rows) in zip(
+            drawn.subplots(1, 2, sharey=True), panels.items(), strict=True
+        ):
+            axes.set_title(title, loc="left")
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            axes.set_xlabel("context length L (tokens)")
+            lengths = sorted({row["length"] for row in rows})
+            axes.set_xticks(lengths, [str(length) for length in lengths])
+            axes.minorticks_off()
+            for family in families:
+                for mode, dashes in looks.items():
+                    line = [
+                        (row["length"], row["perplexity"])
+                        for row in rows
+                        if _family(row) == family and f"update {mode}" in row["method"]
+                    ]
+                    if line:
+                        axes.plot(
+                            *zip(*line, strict=True),
+                            dashes,
+                            color=COLOURS[families.index(family)],
+                            marker="o",
+                            markersize=3,
+                        )
+            control = [
+                (r["length"], r["perplexity"]) for r in rows if r["method"] == "sliding_window"
+            ]
+            if control:
+                axes.plot(*zip(*control, strict=True), color="#888888")
+                axes.annotate(
+                    "sliding_window",
+                    control[-1],
+                    (0, 4),
+                    textcoords="offset points",
+                    ha="right",
+                    fontsize=7,
+                    color="#666666",
+                )
+        first = drawn.axes[0]
+        first.set_ylabel("tail perplexity")
+        first.set_yticks([10, 20, 50, 100, 200], ["10", "20", "50", "100", "200"])
+        handles = [
+            Line2D([], [], color=COLOURS[n], label=family) for n, family in enumerate(families)
+        ]
+        handles += [
+            Line2D([], [], color="#222222", linestyle=dashes, label=f'update="{mode}"')
+            for mode, dashes in looks.items()
+        ]
+        drawn.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+        drawn.savefig(RESULT.with_suffix(".png"), dpi=150)
+
+
+def _family(row: dict[str, Any]) -> str:
+    name = str(row["method"])
+    return name.split(" (update")[0] if " (update" in name else name.split(", update")[0] + ")"
+
+
+if __name__ == "__main__":
+    if "--plot" not in sys.argv[1:]:
+        main()
+    plot()
