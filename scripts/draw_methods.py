@@ -59,7 +59,7 @@ def position_map(method: RotaryBands) -> Tensor:
     position = torch.arange(TEXT)
     relative = torch.full((TEXT, TEXT), math.nan, dtype=torch.float64)
     for band in method.bands(ORIGINAL):
-        inside = band.contains(position[:, None], position)
+        inside = band.contains(position[:, None], position) & (position <= position[:, None])
         distance = band.query_position(position)[:, None] - band.key_position(position)
         relative[inside] = distance.double()[inside]
     return relative

@@ -64,5 +64,5 @@ REFUSED_COMPOSITES = {
     "hunyuan_vl": NOT_A_ROTATION,
     "mistral_large4": SPARSE,
     "paligemma": "in both directions",
-    "diffusion_gemma": "decoder",
+    "diffusion_gemma": "besides attention",
 }

@@ -52,7 +52,6 @@ def install_attention(
 
     Raises:
         UnsupportedModelError: A model whose attention cannot be computed so, with the reason.
-        VerificationError: The model, patched with what should change nothing, computes something else.
     """
     for method in methods:
         if getattr(method, "trainable", False):
@@ -163,16 +162,18 @@ def _refuse(model: nn.Module, owner: nn.Module, tables: Sequence[RotaryTable]) -
 
 
 def _tried(model: nn.Module, owner: nn.Module, ids: Tensor) -> tuple[nn.Module, Tensor]:
-    """What can be run on a few tokens, the whole model or its decoder, and what it gives."""
-    for subject in (model, owner):
-        try:
-            return subject, run(subject, ids)
-        except Exception as error:
-            reason = error
-    raise UnsupportedModelError(
-        f"{type(owner).__name__} cannot be run on a few tokens alone ({reason}), on which a method that "
-        f"computes attention itself is tried. {FREQUENCY_METHODS_WORK}"
-    ) from reason
+    """What can be run on a few tokens, the whole model or else its decoder alone, and what it gives."""
+    try:
+        of_owner = run(owner, ids)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(owner).__name__} cannot be run on a few tokens alone ({error}), on which a method that "
+            f"computes attention itself is tried. {FREQUENCY_METHODS_WORK}"
+        ) from error
+    try:
+        return model, run(model, ids)
+    except Exception:  # it wants an image beside the text
+        return owner, of_owner
 
 
 def _reposition(

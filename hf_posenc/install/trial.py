@@ -15,7 +15,6 @@ from hf_posenc.errors import (
     FREQUENCY_METHODS_WORK,
     PosencError,
     UnsupportedModelError,
-    VerificationError,
 )
 from hf_posenc.methods import (
     DistanceBias,
@@ -145,7 +144,11 @@ def verify(
     found: Sequence[Found],
     wrappers: dict[int, RepositionedRotary],
 ) -> None:
-    """Makes sure that the model computes what it did, with plain RoPE by way of the engine."""
+    """Makes sure that the model computes what it did, with plain RoPE by way of the engine.
+
+    Raises:
+        UnsupportedModelError: It does not.
+    """
     known = all(entry.rotation is not None or entry.table is None for entry in found)
     for entry in found:
         encoding = Encoding(original=1, heads=entry.seen.query.shape[1], rotation=entry.rotation)
@@ -157,7 +160,7 @@ def verify(
     tolerance = _TOLERANCE.get(next(subject.parameters()).dtype, _TOLERANCE_HALF)
     error = float((computed - expected).abs().max() / expected.abs().max())
     if not error <= tolerance:
-        raise VerificationError(
+        raise UnsupportedModelError(
             f"With its own rotation computed by hf_posenc's attention, {type(subject).__name__} gives other "
             f"hidden states than before (relative difference {error:.1e}): something besides attention reads the "
             f"rotation. The model was restored. {FREQUENCY_METHODS_WORK}"
