@@ -90,12 +90,28 @@ def test_offloaded_cache(model: PreTrainedModel) -> None:
 
 @pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_ntk_row"])
 def test_quantised_caches(model: PreTrainedModel, name: str) -> None:
+    """The first new token is read from whole keys, the later ones from rounded ones."""
     pytest.importorskip("optimum.quanto")
     apply(model, name)
     ids = zoo.tokens(21)
-    config = {"backend": "quanto", "nbits": 4, "residual_length": 64}  # nothing quantised yet
-    found = generate(model, input_ids=ids, cache_implementation="quantized", cache_config=config)
-    assert torch.equal(found.sequences[:, -NEW:], greedy(model, ids)[0])
+    found = generate(model, input_ids=ids, **QUANTISED)
+    assert found.sequences.shape[1] == ids.shape[1] + NEW
+    assert torch.equal(found.sequences[:, -NEW], greedy(model, ids, new=1)[0][:, 0])
+
+
+def test_quantised_caches_hold_what_they_did(model: PreTrainedModel) -> None:
+    """A method that changes nothing and caches keys where they stand: the same rounding, the same tokens."""
+    pytest.importorskip("optimum.quanto")
+    ids = zoo.tokens(21)
+    want = generate(model, input_ids=ids, **QUANTISED).sequences
+    patch_model(model, "string", shift=60, window=10)
+    assert torch.equal(generate(model, input_ids=ids, **QUANTISED).sequences, want)
+
+
+QUANTISED: dict[str, Any] = {
+    "cache_implementation": "quantized",
+    "cache_config": {"backend": "quanto", "nbits": 4, "q_group_size": 16, "residual_length": 64},
+}
 
 
 @pytest.mark.parametrize("name", FEW)
