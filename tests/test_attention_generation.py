@@ -91,7 +91,7 @@ def test_offloaded_cache(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_ntk_row"])
 def test_quantised_caches(model: PreTrainedModel, name: str) -> None:
     """The first new token is read from whole keys, the later ones from rounded ones."""
-    pytest.importorskip("optimum.quanto")
+    pytest.importorskip("optimum.quanto.tensor")
     apply(model, name)
     ids = zoo.tokens(21)
     found = generate(model, input_ids=ids, **QUANTISED)
@@ -101,7 +101,7 @@ def test_quantised_caches(model: PreTrainedModel, name: str) -> None:
 
 def test_quantised_caches_hold_what_they_did(model: PreTrainedModel) -> None:
     """A method that changes nothing and caches keys where they stand: the same rounding, the same tokens."""
-    pytest.importorskip("optimum.quanto")
+    pytest.importorskip("optimum.quanto.tensor")
     ids = zoo.tokens(21)
     want = generate(model, input_ids=ids, **QUANTISED).sequences
     patch_model(model, "string", shift=60, window=10)
