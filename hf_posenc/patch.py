@@ -19,7 +19,8 @@ class EffectiveTable:
     Attributes:
         layer_type: The layer type it belongs to; `None` where one table serves all layers.
         modules: The paths of the modules that hold it.
-        rope_type: The method's name for a patched table, transformers' `rope_type` for another.
+        rope_type: The method's name for a patched table, transformers' `rope_type` for another; `"dropped"` where a
+            bias has taken the rotation's place.
         theta: The base it started from; `None` where the config does not say.
         inv_freq: Shape (d/2,), float32, radians per token.
         attention_factor: The factor on cos and sin.

@@ -27,8 +27,10 @@ from hf_posenc.resolve import (
 )
 from hf_posenc.seams.discovery import original_length
 from hf_posenc.seams.layers import select
+from hf_posenc.seams.repositioned import RepositionedRotary
 from hf_posenc.seams.rotary import PosencRotary
 from hf_posenc.seams.sincos import SinCosTable
+from hf_posenc.seams.wrapper import unwrapped
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -199,6 +201,12 @@ def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
     inner = unwrap(model)
     state: State | None = getattr(inner, STATE, None)
     wrappers = {id(m.base): m for m in inner.modules() if isinstance(m, PosencRotary)}
+    dropped = {
+        (id(unwrapped(rotary)), label)
+        for rotary in inner.modules()
+        if isinstance(rotary, RepositionedRotary) and rotary.drops_rotation
+        for label in rotary.labels
+    }
     found: list[EffectiveTable] = []
     for table in tables_of(inner, adapter_of(inner)):
         wrapper = wrappers.get(id(table.module))
@@ -210,6 +218,8 @@ def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
             theta = wrapper.specs[table.label].theta
         elif state is not None and isinstance(table, SinCosTable):
             kind = state.config.method
+        if (id(table.module), table.label) in dropped:
+            inv_freq, kind = torch.zeros_like(inv_freq), "dropped"
         label = table.label or None
         entry = EffectiveTable(label, (table.name,), kind, theta, inv_freq.detach(), factor)
         for index, other in enumerate(found):

@@ -40,6 +40,11 @@ class RepositionedRotary(RotaryWrapper):
         self.inside_attention = False
         self.latest: Tensor | None = None
 
+    @property
+    def drops_rotation(self) -> bool:
+        """Whether a bias has taken the rotation's place."""
+        return self.encoding is not None and not self.encoding.rotates
+
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """What the base gives for the positions at which keys are cached.
 
