@@ -27,6 +27,7 @@ REASONS = {
     "not runnable on tokens alone": r"cannot be run on a few tokens alone",
     "unknown rotation": r"is not a rotation in a known layout",
     "both directions": r"sees the text in both directions",
+    "rotation read elsewhere": r"something besides attention reads the rotation",
     LOCAL: r"Only the layers of type .* rotate|No layer that rotates is among",
 }
 """Short names of refusals, by what their messages say."""
@@ -146,7 +147,8 @@ def _short(error: Exception) -> str:
 
 
 def _generic(message: str, model: PreTrainedModel, method: str) -> str:
-    """A message without the names of modules, so that models which refuse for one reason stand together."""
+    """A message without names of modules and measured numbers, so that equal reasons stand together."""
+    message = re.sub(r" \(relative difference \S+\)", "", message)
     paths = {name for name, _ in model.named_modules() if "." in name}
     kinds = {type(module).__name__ for module in model.modules()}
     for name in sorted({method, *paths, *kinds}, key=len, reverse=True):

@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py core --output docs/benchmarks/core.json
     python scripts/benchmark.py attention --output docs/benchmarks/attention.json
+    python scripts/benchmark.py model --output docs/benchmarks/model.json
 
 Everything that is compared runs in one process, interleaved in an order that is shuffled anew in every round, and is
 reported as a median and a ratio, since the machines that it runs on are shared. On a CPU the forward runs on one
@@ -10,6 +11,7 @@ thread and is measured in CPU time, which neighbours change least.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -18,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -94,6 +97,29 @@ def attention(
     _write(output, "cpu", results)
     if output is not None:
         benchmark_plot.write(results, output.with_suffix(".png"), output.with_suffix(".svg"))
+
+
+@app.command()
+def model(
+    output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
+    rounds: Annotated[
+        float, typer.Option(help="Factor on the interleaved rounds of each measurement.")
+    ] = 1.0,
+) -> None:
+    """Whole models on a CPU, attention patched against unpatched: prefill, generation, peak memory, patch_model."""
+    sys.path.insert(
+        0, str(Path(__file__).resolve().parents[1])
+    )  # when run as a file, not as a module
+    from scripts import benchmark_model
+
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message=".*starts untrained")
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    measurements = (benchmark_model.whole_models(rounds), [benchmark_model.patching(5)])
+    for found in itertools.chain.from_iterable(measurements):
+        _show(found)
+        results |= found
+    _write(output, "cpu", results)
 
 
 def _write(

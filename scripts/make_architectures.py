@@ -45,12 +45,15 @@ computes for the same frequency method, or what a pair-by-pair reference does, i
 - **tables**: the layer types that have a table of their own, and how many features of a head of 16 they rotate.
 - **methods**: which frequency methods can be patched in, the dynamic ones with `update="sequence"`.
 - **rotary bands**, **biases**, **{last}**: which methods that compute attention itself, by trial of
-  {tried}; *all*: each of these in the full-attention layers. The reason of a
-  refusal is there in a few words; [below](#refused-by-methods-that-compute-attention) is what `patch_model` says.
+  {tried}.
+  *all*: each of these, in the full-attention layers. The reason of a refusal stands there in a few words;
+  [below](#refused-by-methods-that-compute-attention) is what `patch_model` says.
 - **saved as**: how plain `from_pretrained`, without hf_posenc, computes the static frequency methods after
   `save_pretrained`: how many in transformers' own words (*native*), how many as a *longrope* list, and how many only by
   `hf_posenc.from_pretrained` (*hf_posenc*), which loads all that computes attention too.
 """
+
+REFUSED = f"""What `patch_model` says, with `{attention_coverage.ANY_NAME}` for a method or a module of the model."""
 
 COLUMNS = ("model type", "rotary", "tables", "methods", *attention_coverage.GROUPS, "saved as")
 
@@ -198,6 +201,7 @@ def page() -> str:
                 f"## Multimodal models, whole ({len(zoo.composite_types())})",
                 composites,
                 "## Refused by methods that compute attention",
+                REFUSED,
                 refusals.section(),
                 f"## Causal language models without RoPE: refused ({len(others)})",
                 refused,

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, get_patch, patch_model, unpatch_model
-from scripts import make_architectures
+from scripts import attention_coverage, make_architectures
 from tests import references, zoo
 
 LENGTH = 96
@@ -458,13 +458,37 @@ def test_patches_names_what_the_matrix_covers() -> None:
         assert named <= covered
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "gptj", "qwen2_5_vl"])
+OF_THE_PAGE = ("llama", "gemma3_text", "gptj", "qwen2_5_vl", "hunyuan_v1_dense", "afmoe", "axk2")
+
+
+@pytest.mark.parametrize("model_type", [t for t in OF_THE_PAGE if t in KNOWN])
 def test_the_page_of_architectures_is_not_stale(model_type: str) -> None:
     if not PAGE_IS_CURRENT:
         pytest.skip("the page was written with another transformers")
-    assert f"| {' | '.join(make_architectures.row(model_type))} |\n" in PAGE
+    refusals = attention_coverage.Refusals()
+    assert f"| {' | '.join(make_architectures.row(model_type, refusals))} |\n" in PAGE
+    for messages in refusals.found.values():
+        for message in messages:
+            assert f"`{model_type}`" in PAGE.partition(f"> {message}\n")[0].split("\n\n")[-2]
     for kind in (zoo.decoder_types(), zoo.text_tower_types(), zoo.composite_types()):
         assert f"({len(kind)})" in PAGE
+
+
+def test_what_the_page_says_of_methods_that_compute_attention() -> None:
+    """Not only that it is what the script writes: these cells are known."""
+    columns = list(attention_coverage.GROUPS)
+
+    def cells(model_type: str) -> tuple[str, ...]:
+        (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {model_type} |"))
+        found = dict(zip(make_architectures.COLUMNS, line.strip("| ").split(" | "), strict=True))
+        return tuple(found[column] for column in columns)
+
+    assert cells("llama") == cells("gemma3_text") == ("all",) * 3
+    assert cells("deepseek_v32") == ("none: sparse indexer",) * 3
+    assert cells("afmoe") == ('all, with layers="all"',) * 3
+    bands, biases, others = cells("hunyuan_v1_dense")
+    assert (bands, biases) == ("none: unknown rotation", "all")
+    assert others == "not dynamic_ntk update=row: unknown rotation"
 
 
 def test_the_page_of_architectures_lists_refusals() -> None:
