@@ -90,18 +90,27 @@ class Call:
         """Whether nothing but scores, mask and softmax is asked for."""
         return self.softcap is None and self.sinks is None and not self.dropout and not self.weights
 
-    def sequences(self) -> tuple[Run, ...] | None:
-        """The runs of the mask, if keys and queries of each stand at positions 0, 1, 2, ..."""
+    def sequences(self, *, from_zero: bool) -> tuple[Run, ...] | None:
+        """The runs of the mask, if positions count up in each of them, the same in all its rows.
+
+        Args:
+            from_zero: They have to start at 0.
+        """
         runs = self.mask.runs()
-        if runs is None or not all(self._counts_from_zero(run) for run in runs):
+        if runs is None or not all(self._counts_up(run, from_zero) for run in runs):
             return None
         return runs
 
-    def _counts_from_zero(self, run: Run) -> bool:
+    def positions_of(self, run: Run) -> tuple[Tensor, Tensor]:
+        """The positions of a run's queries and keys, shapes (rows or 1, queries) and (rows or 1, keys)."""
         queries = _rows(self.query_position, run.batch)[:, run.queries]
-        keys = _rows(self.key_position, run.batch)[:, run.keys]
-        counted = torch.arange(keys.shape[1], device=keys.device)
-        return bool((keys == counted).all() & (queries == counted[run.offset :]).all())
+        return queries, _rows(self.key_position, run.batch)[:, run.keys]
+
+    def _counts_up(self, run: Run, from_zero: bool) -> bool:
+        queries, keys = self.positions_of(run)
+        first = torch.zeros_like(keys[:1, :1]) if from_zero else keys[:1, :1]
+        counted = torch.arange(keys.shape[1], device=keys.device) + first
+        return bool((keys == counted).all() & (queries == counted[:, run.offset :]).all())
 
     def by_row(self) -> Iterator[Call]:
         """The call for each row of the batch alone."""

@@ -160,6 +160,12 @@ class Encoding:
         return all(method is None for method in methods)
 
     @property
+    def counts_from_zero(self) -> bool:
+        """Whether a band is told by where a key stands, and not by distance alone."""
+        bands = () if self.bands is None else self.bands.bands(self.original)
+        return any(band.chunk is not None or band.keys is not None for band in bands)
+
+    @property
     def shares_keys(self) -> bool:
         """Whether all queries read the same keys."""
         return self.moving is None and not isinstance(self.pairs, XPos)

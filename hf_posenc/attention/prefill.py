@@ -29,8 +29,10 @@ def accepts(call: Call, encoding: Encoding) -> bool:
         or not _kernel_knows(encoding)
     ):
         return False
-    runs = call.mask.runs() if encoding.plain else call.sequences()
-    return runs is not None and (encoding.plain or all(run.window is None for run in runs))
+    if encoding.plain:
+        return call.mask.runs() is not None
+    runs = call.sequences(from_zero=encoding.counts_from_zero)
+    return runs is not None and all(run.window is None for run in runs)
 
 
 def prefill(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
@@ -84,8 +86,7 @@ def _one(call: Call, encoding: Encoding, run: Run) -> Tensor:
     query = call.query[run.batch, :, run.queries]
     key, value = call.key[run.batch, :, run.keys], call.value[run.batch, :, run.keys]
     scaling, offset = call.scaling, run.offset
-    n = torch.arange(key.shape[2], device=key.device)[None]
-    m = n[:, offset:]
+    m, n = (positions[:1] for positions in call.positions_of(run))  # the same in all rows
     factor = encoding.query_factor(m)
     if factor is not None:
         query = query * factor[:, None, :, None].to(query.dtype)
@@ -93,7 +94,7 @@ def _one(call: Call, encoding: Encoding, run: Run) -> Tensor:
         return _biased(encoding, query, key, value, scaling, offset)
     if encoding.moving is not None:
         lengths = None if call.lengths is None else call.lengths[run.batch]
-        return _by_bucket(encoding, query, key, value, scaling, offset, lengths)
+        return _by_bucket(encoding, query, key, value, scaling, m, n, lengths)
     branches, nowhere = encoding.branches(), n.new_zeros(())
     queries = [branch.query(query, m, nowhere) for branch in branches]
     if run.window is not None:
@@ -148,23 +149,22 @@ def _by_bucket(
     key: Tensor,
     value: Tensor,
     scaling: float,
-    offset: int,
+    m: Tensor,
+    n: Tensor,
     lengths: Tensor | None,
 ) -> Tensor:
     """Every bucket of queries with keys rotated for it; one plain causal attention up to the original length."""
     (branch,) = encoding.branches()
-    n = torch.arange(key.shape[2], device=key.device)
-    buckets = encoding.bucket(n[offset:])
-    sizes = buckets.unique_consecutive(return_counts=True)[1].tolist()
-    outs, start = [], 0
+    sizes = encoding.bucket(m[0]).unique_consecutive(return_counts=True)[1].tolist()
+    outs, start, offset = [], 0, n.shape[1] - m.shape[1]
     for size in sizes:
         stop = start + size
-        m, seen = n[offset + start : offset + stop], n[: offset + stop]
-        origin = encoding.origin(m[None], lengths)
+        asking, seen = m[:, start:stop], n[:, : offset + stop]
+        origin = encoding.origin(asking, lengths)
         outs.append(
             causal(
-                branch.query(query[:, :, start:stop], m[None], origin),
-                branch.key(key[:, :, : offset + stop], seen[None], origin),
+                branch.query(query[:, :, start:stop], asking, origin),
+                branch.key(key[:, :, : offset + stop], seen, origin),
                 value[:, :, : offset + stop],
                 scaling,
                 offset=offset + start,
