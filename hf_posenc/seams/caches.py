@@ -60,14 +60,16 @@ class CacheWatch:
         if cache is None:
             return
         seen = int(cache.get_seq_length())
-        if positions is not None:
-            positions = positions.reshape(-1, *positions.shape[-2:])[0]
-            _refuse_gaps(cache, seen, positions)
+        given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
+        inputs = next((value for value in given if isinstance(value, Tensor)), None)
+        if inputs is None:
+            return
+        batch, queries = inputs.shape[:2]
+        if positions is None:
+            positions = torch.arange(seen, seen + queries, device=inputs.device)[None]
+        positions = positions.reshape(-1, *positions.shape[-2:])[0]
+        _refuse_gaps(cache, seen, positions)
         if self.method is not None and self.method.update == "request":
-            given = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-            batch, queries = next(value for value in given if value is not None).shape[:2]
-            if positions is None:
-                positions = torch.arange(seen, seen + queries)[None]
             self.current = self._pinned(cache, seen, positions.expand(batch, -1))
 
     def _pinned(self, cache: Any, seen: int, positions: Tensor) -> Tensor:
@@ -101,10 +103,14 @@ class CacheWatch:
 
 
 def _refuse_gaps(cache: Any, seen: int, positions: Tensor) -> None:
-    before: tuple[int, Tensor] | None = getattr(cache, _LAST, None)
+    counted = positions.new_full((len(positions), 1), seen - 1)
+    length, last = getattr(cache, _LAST, (seen, counted))
+    if length != seen or len(last) != len(
+        positions
+    ):  # cropped or repeated: as if nobody had noted anything
+        last = counted
     setattr(cache, _LAST, (seen + positions.shape[1], positions[:, -1:]))
-    follows = before is not None and before[0] == seen and len(before[1]) == len(positions)
-    text = torch.cat((before[1], positions), 1) if before is not None and follows else positions
+    text = torch.cat((last, positions), 1) if seen else positions
     if bool((text.diff(dim=1) > 1).any()):
         raise PosencError(
             "position_ids leaves a gap and there is a cache, from whose order the methods that compute attention "
