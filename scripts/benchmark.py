@@ -102,9 +102,7 @@ def attention(
 @app.command()
 def model(
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
-    rounds: Annotated[
-        float, typer.Option(help="Factor on the interleaved rounds of each measurement.")
-    ] = 1.0,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds of each measurement.")] = 3,
 ) -> None:
     """Whole models on a CPU, attention patched against unpatched: prefill, generation, peak memory, patch_model."""
     sys.path.insert(
@@ -115,8 +113,11 @@ def model(
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", message=".*starts untrained")
     results: dict[str, dict[str, dict[str, float]]] = {}
-    measurements = (benchmark_model.whole_models(rounds), [benchmark_model.patching(5)])
-    for found in itertools.chain.from_iterable(measurements):
+    for found in itertools.chain(
+        benchmark_model.whole_models(rounds),
+        [benchmark_model.patching(rounds)],
+        benchmark_model.memory(),
+    ):
         _show(found)
         results |= found
     _write(output, "cpu", results)
@@ -289,7 +290,8 @@ def _show(results: dict[str, dict[str, dict[str, float]]]) -> None:
         for case, values in cases.items():
             ratio = f"{values['ratio']:.3f}" if "ratio" in values else ""
             peak = f"{values['peak_mib']:.1f} MiB" if "peak_mib" in values else ""
-            table.add_row(measurement, case, f"{values['seconds'] * 1e3:.3g} ms", ratio, peak)
+            seconds = f"{values['seconds'] * 1e3:.3g} ms" if "seconds" in values else ""
+            table.add_row(measurement, case, seconds, ratio, peak)
     Console().print(table)
 
 

@@ -7,12 +7,14 @@ the same place. A run is a prefill into an empty cache, timed, and ten steps of 
 
 from __future__ import annotations
 
+import ctypes
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +38,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "dynamic_ntk, row": ("dynamic_ntk", {"update": "row"}),
 }
 FEW = ("rerope", "alibi", "dynamic_ntk, row")
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 
 
 @dataclass(frozen=True)
@@ -45,42 +48,50 @@ class Situation:
     Attributes:
         length: Tokens of the prefill.
         key_heads: Key heads, beside 8 query heads.
-        rounds: Interleaved rounds.
-        cases: Names in `CASES`.
-        padded: Whether a hundred tokens of it are padding on the left, for which the unpatched model needs a mask; the
-            positions are then given, as generate() gives them.
     """
 
     length: int
     key_heads: int = 8
-    rounds: int = 3
-    cases: tuple[str, ...] = tuple(CASES)
-    padded: bool = False
-
-    @property
-    def title(self) -> str:
-        """For tables."""
-        padding = ", left-padded" if self.padded else ""
-        return f"{self.length}{padding}, heads 8/{self.key_heads}"
 
 
-SITUATIONS = (
-    Situation(2048, rounds=5),
-    Situation(4096),
-    Situation(8192),
-    Situation(8192, padded=True, cases=FEW, rounds=1),
-    Situation(4096, key_heads=2),
-)
+SITUATIONS = (Situation(2048), Situation(4096), Situation(8192), Situation(4096, key_heads=2))
+MEMORY_LENGTH, PADDING = 8192, 100
 
 
-def whole_models(scale: float = 1.0) -> Iterator[Results]:
+def whole_models(rounds: int) -> Iterator[Results]:
     """Prefill and steps of generation in every situation, one after the other.
 
     Args:
-        scale: Factor on the number of rounds.
+        rounds: Interleaved rounds.
     """
     for situation in SITUATIONS:
-        yield _measured(situation, max(1, round(situation.rounds * scale)))
+        yield _measured(situation, rounds)
+
+
+def memory() -> Iterator[Results]:
+    """How far a prefill raises resident memory, its cache included, without padding and with.
+
+    With padding the unpatched model needs a mask. Positions are given, as generate() gives them. To be measured last:
+    from here on large blocks go back to the system when they are freed, or what they left would hide the next.
+    """
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, 1 << 20)
+    model = _llama(4, 8)
+    ids = _tokens(MEMORY_LENGTH)
+    for padding in (0, PADDING):
+        mask = torch.ones_like(ids)
+        mask[:, :padding] = 0
+        found: dict[str, dict[str, float]] = {}
+        for name in (PLAIN, AGAIN, *FEW):
+            with _applied(model, name):
+                _run(model, ids[:, :1024], mask[:, :1024])  # what is made once
+                peak = peak_mebibytes(partial(_run, model, ids, mask, steps=0))
+            if peak is None:
+                return
+            first = next(iter(found.values()), {"peak_mib": peak})
+            found[name] = {"peak_mib": peak, "peak_ratio": peak / first["peak_mib"]}
+        padded = f" with {padding} tokens of padding" if padding else ""
+        yield {f"memory of prefill {MEMORY_LENGTH}{padded}": found}
 
 
 def patching(rounds: int) -> Results:
@@ -119,27 +130,26 @@ def _llama(layers: int, key_heads: int, hidden: int = 512) -> LlamaForCausalLM:
     return model
 
 
+def _tokens(length: int) -> Tensor:
+    return torch.randint(3, 1024, (1, length), generator=torch.Generator().manual_seed(0))
+
+
 def _measured(situation: Situation, rounds: int) -> Results:
     model = _llama(4, situation.key_heads)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 1024, (1, situation.length), generator=generator)
+    ids = _tokens(situation.length)
     mask = torch.ones_like(ids)
-    if situation.padded:
-        mask[:, :100] = 0
-    names = [PLAIN, AGAIN, *situation.cases]
-    found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in (PLAIN, AGAIN, *CASES)}
     _run(model, ids[:, :1024], mask[:, :1024])  # not counted
     shuffle = random.Random(0).shuffle
     for _ in range(rounds):
-        order = list(names)
+        order = list(found)
         shuffle(order)
         for name in order:
             with _applied(model, name):
                 found[name].append(_run(model, ids, mask))
+    title = f"{situation.length}, heads 8/{situation.key_heads}"
     return {
-        f"{kind} {situation.title}": {
-            name: _summary(runs, found[PLAIN], key) for name, runs in found.items()
-        }
+        f"{kind} {title}": {name: _summary(runs, found[PLAIN], key) for name, runs in found.items()}
         for kind, key in (("prefill", "prefill"), (f"one of {STEPS} steps after", "step"))
     }
 
@@ -151,28 +161,19 @@ def _applied(model: LlamaForCausalLM, name: str) -> AbstractContextManager[objec
     return patched(model, method, **options)
 
 
-def _run(model: LlamaForCausalLM, ids: Tensor, mask: Tensor) -> dict[str, float]:
-    """CPU seconds of a prefill and of one step after it, and how far the prefill raises resident memory, in MiB."""
-    seconds: dict[str, float] = {}
+def _run(
+    model: LlamaForCausalLM, ids: Tensor, mask: Tensor, steps: int = STEPS
+) -> dict[str, float]:
+    """CPU seconds of a prefill, and of one step after it."""
     cache = DynamicCache(config=model.config)
-
-    def timed(key: str, call: Callable[[], object]) -> None:
-        start = time.process_time()
-        call()
-        seconds[key] = time.process_time() - start
-
-    def prefill() -> None:
-        timed("prefill", lambda: _forward(model, ids, mask, cache))
-
-    def steps() -> None:
-        for count in range(1, STEPS + 1):
-            seen = torch.cat((mask, mask.new_ones(1, count)), 1)
-            _forward(model, ids[:, :1], seen, cache)
-
-    peak = peak_mebibytes(prefill)
-    timed("step", steps)
-    seconds["step"] /= STEPS
-    return seconds if peak is None else {**seconds, "peak": peak}
+    start = time.process_time()
+    _forward(model, ids, mask, cache)
+    between = time.process_time()
+    for _ in range(steps):
+        mask = torch.cat((mask, mask.new_ones(1, 1)), 1)
+        _forward(model, ids[:, :1], mask, cache)
+    step = (time.process_time() - between) / max(1, steps)
+    return {"prefill": between - start, "step": step}
 
 
 def _forward(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache) -> None:
@@ -190,16 +191,9 @@ def _forward(model: Any, ids: Tensor, mask: Tensor, cache: DynamicCache) -> None
 def _summary(
     runs: list[dict[str, float]], plain: list[dict[str, float]], key: str
 ) -> dict[str, float]:
-    """Medians, and the median of the ratios to the unpatched model within a round."""
-    values = {
+    """The median, and the median of the ratios to the unpatched model within a round."""
+    ratios = [run[key] / base[key] for run, base in zip(runs, plain, strict=True)]
+    return {
         "seconds": statistics.median(run[key] for run in runs),
-        "ratio": _ratio(runs, plain, key),
+        "ratio": statistics.median(ratios),
     }
-    if key == "prefill" and "peak" in runs[0]:
-        values["peak_mib"] = statistics.median(run["peak"] for run in runs)
-        values["peak_ratio"] = _ratio(runs, plain, "peak")
-    return values
-
-
-def _ratio(runs: list[dict[str, float]], plain: list[dict[str, float]], key: str) -> float:
-    return statistics.median(run[key] / base[key] for run, base in zip(runs, plain, strict=True))
