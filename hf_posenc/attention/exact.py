@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from hf_posenc.attention.branches import Branch
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.encoding import Branch, Encoding
+from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.softmax import grouped_scores, weighted_values
 from hf_posenc.methods import DistanceBias
 
@@ -77,9 +78,7 @@ def _block(
 ) -> tuple[Tensor, Tensor | None]:
     m, n = call.query_position[:, start:stop], call.key_position
     query, key = call.query[:, :, start:stop], call.key
-    factor = encoding.query_factor(m)
-    if factor is not None:
-        query = query * factor[:, None, :, None].to(query.dtype)
+    query = encoding.scaled(query, m)
     origin = encoding.origin(m, call.lengths)
     pairs = (m[:, None, :, None], n[:, None, None, :])
     scores: Tensor | None = None

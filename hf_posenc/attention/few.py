@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.branches import BandBranch
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.decode import decode
-from hf_posenc.attention.encoding import BandBranch, Encoding
+from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import score_bias
 
 QUERIES = 8
@@ -32,10 +33,7 @@ def accepts(call: Call, encoding: Encoding) -> bool:
 def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     """Attention by one product with the cached keys, in which the scores of the last ones are replaced."""
     m, n = call.query_position, call.key_position
-    query = call.query
-    factor = encoding.query_factor(m)
-    if factor is not None:
-        query = query * factor[:, None, :, None].to(query.dtype)
+    query = encoding.scaled(call.query, m)
     branches, nowhere = encoding.branches(), m.new_zeros(())
     pairs = m[:, None, :, None], n[:, None, None, :]
     visible = call.mask.rows(0, query.shape[2])

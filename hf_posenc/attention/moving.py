@@ -12,9 +12,10 @@ import weakref
 import torch
 from torch import Tensor
 
+from hf_posenc.attention.branches import Branch
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.decode import decode
-from hf_posenc.attention.encoding import Branch, Encoding
+from hf_posenc.attention.encoding import Encoding
 
 QUERIES = 8
 """More queries than this are left to other paths."""
@@ -95,10 +96,7 @@ def accepts(call: Call, encoding: Encoding) -> bool:
 def step(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     """Attention of few queries over keys of which only the new ones are rotated."""
     m = call.query_position
-    query = call.query
-    factor = encoding.query_factor(m)
-    if factor is not None:
-        query = query * factor[:, None, :, None].to(query.dtype)
+    query = encoding.scaled(call.query, m)
     (branch,) = encoding.branches()
     origins = encoding.bucket(m)[:, 0].expand(len(query)) if call.lengths is None else call.lengths
     keys = RotatedKeys() if call.rotated is None else call.rotated

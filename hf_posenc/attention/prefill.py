@@ -87,9 +87,7 @@ def _one(call: Call, encoding: Encoding, run: Run) -> Tensor:
     key, value = call.key[run.batch, :, run.keys], call.value[run.batch, :, run.keys]
     scaling, offset = call.scaling, run.offset
     m, n = (positions[:1] for positions in call.positions_of(run))  # the same in all rows
-    factor = encoding.query_factor(m)
-    if factor is not None:
-        query = query * factor[:, None, :, None].to(query.dtype)
+    query = encoding.scaled(query, m)
     if isinstance(encoding.bias, DistanceBias):
         return _biased(encoding, query, key, value, scaling, offset)
     if encoding.moving is not None:

@@ -19,14 +19,8 @@ from hf_posenc.attention.moving import RotatedKeys
 from hf_posenc.errors import PosencError
 from hf_posenc.seams.caches import CacheWatch
 from hf_posenc.seams.calibration import Recorder
-from hf_posenc.seams.masks import (
-    HANDLE,
-    CausalMask,
-    PositionedMask,
-    WrittenMask,
-    described,
-    posenc_mask,
-)
+from hf_posenc.seams.call_masks import CausalMask, PositionedMask, WrittenMask
+from hf_posenc.seams.masks import HANDLE, described, posenc_mask
 from hf_posenc.seams.repositioned import (
     ENGINE,
     RepositionedRotary,
