@@ -1,0 +1,156 @@
+"""The options that several commands share: one name, one meaning, one help text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+DOCUMENTS = "Documents"
+MEASURED = "What is measured"
+MODEL = "The model"
+OUTPUT = "Output"
+
+ModelArgument = Annotated[
+    str | None,
+    typer.Argument(metavar="[MODEL]", help="A folder or a hub name. Default: the embedded model."),
+]
+PatchOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="METHOD",
+        help="none, or method:option=value,... such as yarn:scale=8, or several joined by +, such as "
+        "yarn:scale=4+log_n; may be given several times. Without a scale, a method that scales to a target gets "
+        "length / original length, anew at every length.",
+        rich_help_panel=MEASURED,
+    ),
+]
+LengthsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="L,L,...",
+        help="Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step). Default: the original "
+        "length times 1, 2, 4, 8, 16 up to 4,096 tokens, and three of them at least.",
+        rich_help_panel=MEASURED,
+    ),
+]
+BosOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="POLICY",
+        help="auto (special tokens as the tokenizer puts them in front of a text), always, or never.",
+        show_default="auto, or as the preset says",
+        rich_help_panel=MEASURED,
+    ),
+]
+SeedOption = Annotated[
+    int,
+    typer.Option(metavar="N", min=0, help="Seed of all that is drawn.", rich_help_panel=MEASURED),
+]
+TextOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATH",
+        help="Files of text (UTF-8, also .gz and .zst), JSON lines, parquet, folders or glob patterns; may be given "
+        "several times, or with several values.",
+        show_default="the held-out modules of this Python's standard library",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+DatasetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="A dataset of the datasets library: hub name or folder.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+ConfigOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="The dataset's configuration.", rich_help_panel=DOCUMENTS),
+]
+SplitOption = Annotated[
+    str, typer.Option(metavar="NAME", help="The dataset's split.", rich_help_panel=DOCUMENTS)
+]
+ColumnOption = Annotated[
+    str,
+    typer.Option(metavar="NAME", help="The column of text.", rich_help_panel=DOCUMENTS),
+]
+StreamingOption = Annotated[
+    bool,
+    typer.Option(
+        help="Read the dataset row by row, without downloading it.", rich_help_panel=DOCUMENTS
+    ),
+]
+LimitOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Stop at so many usable documents.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+MaxDocTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Cut every document to so many tokens first.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+TokenizerOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Default: the model's.", rich_help_panel=MODEL),
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="auto (the checkpoint's own, float32 on a CPU), float32, bfloat16, float16, float64.",
+        rich_help_panel=MODEL,
+    ),
+]
+DeviceOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="cpu, cuda, cuda:1, ... Default: a GPU where there is one.",
+        rich_help_panel=MODEL,
+    ),
+]
+DeviceMapOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="MAP", help="auto spreads a large model over all GPUs.", rich_help_panel=MODEL
+    ),
+]
+AttnOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="sdpa, eager, flash_attention_2, ... Default: the model's.",
+        rich_help_panel=MODEL,
+    ),
+]
+OutputOption = Annotated[
+    Path,
+    typer.Option(metavar="DIR", help="Folder of the results.", rich_help_panel=OUTPUT),
+]
+PlotOption = Annotated[
+    bool | None,
+    typer.Option(
+        help="Draw the plot. Default: where matplotlib is installed.", rich_help_panel=OUTPUT
+    ),
+]
+ShardOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="I/N",
+        help="This process is the I-th of N that share the work, all with the same --output. Default: as torchrun, "
+        "accelerate or a Slurm array says.",
+        rich_help_panel=OUTPUT,
+    ),
+]

@@ -1,0 +1,70 @@
+"""Files that are either whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.errors import PosencError
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a text file that a reader, or a crash, finds whole or as it was before.
+
+    Raises:
+        PosencError: The system refuses; what was there before stays.
+    """
+
+    def write(temporary: Path) -> None:
+        temporary.write_bytes(text.encode("utf-8"))
+
+    replace_atomically(path, write)
+
+
+def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Lets `write` make the file under another name, and puts it into its place once it is on the disk.
+
+    Raises:
+        PosencError: The system refuses; what was there before stays.
+    """
+    temporary: Path | None = None
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)
+        os.close(handle)
+        temporary = Path(name)
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.chmod(0o666 & ~_umask())  # mkstemp's own is for the owner alone
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                temporary.unlink()
+        raise PosencError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+def to_json(value: Any) -> str:
+    """Readable JSON with a newline at its end; a number that is not finite becomes `null`."""
+    return json.dumps(finite(value), indent=1, allow_nan=False, ensure_ascii=True) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """The same value with `None` in the place of NaN and infinities, and tuples as lists."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
