@@ -1,0 +1,85 @@
+"""What a document is: a text, tokens, or a reason why there are none."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BLOCK = 1 << 20
+"""Tokens that are looked at at a time where a whole document would not fit into memory."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text and the name that reports show for it."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A document that could not be used, and why."""
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedDocument:
+    """A document as token ids, without special tokens.
+
+    Attributes:
+        name: The document's name.
+        ids: Token ids, shape (n,), of any integer type; a memory-mapped file where the document is large.
+        byte_ends: For each token, the number of UTF-8 bytes of the text up to its end, shape (n,), int64. A character
+            that is split over several tokens counts with the first of them. `None` where nobody says which text a
+            token came from.
+        sha256: Hash of the whole text, as UTF-8, before any cut.
+        word_ends: For each token, the number of words that began up to its end, shape (n,), int64. A word is a maximal
+            run of characters that are not white space (`str.split`), the unit of PG19 (Rae et al. 2020, table 2);
+            it counts with the token in which it begins. `None` as `byte_ends`.
+    """
+
+    name: str
+    ids: Tensor
+    byte_ends: Tensor | None
+    sha256: str
+    word_ends: Tensor | None = None
+
+    def tokens(self, begin: int, end: int) -> Tensor:
+        """Tokens `begin .. end-1` as the model takes them: in memory, int64, shape (end - begin,)."""
+        return self.ids[begin:end].to(torch.int64)
+
+    def bytes_between(self, first: int, stop: int) -> int | None:
+        """UTF-8 bytes of the text of tokens `first .. stop-1`."""
+        return _between(self.byte_ends, first, stop)
+
+    def words_between(self, first: int, stop: int) -> int | None:
+        """Words that begin in tokens `first .. stop-1`."""
+        return _between(self.word_ends, first, stop)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a result stores of it: enough to tell whether two results read the same tokens."""
+        count = len(self.ids)
+        digest = hashlib.sha256()
+        for begin in range(0, count, BLOCK):
+            digest.update(self.tokens(begin, begin + BLOCK).numpy().astype("<i8").tobytes())
+        return {
+            "name": self.name,
+            "tokens": count,
+            "bytes": self.bytes_between(0, count),
+            "words": self.words_between(0, count),
+            "text_sha256": self.sha256,
+            "tokens_sha256": digest.hexdigest(),
+        }
+
+
+def _between(ends: Tensor | None, first: int, stop: int) -> int | None:
+    if ends is None or stop <= first:
+        return None if ends is None else 0
+    return int(ends[stop - 1]) - (int(ends[first - 1]) if first else 0)
