@@ -1,0 +1,25 @@
+"""Figures of measurements, for papers, notebooks and the report. Needs matplotlib (`pip install hf-posenc[plot]`).
+
+Every function takes a result object and gives a matplotlib `Figure`, so the same picture stands in a file, in a
+notebook and in the HTML page.
+"""
+
+from hf_posenc.evaluation.plots.axes import spread
+from hf_posenc.evaluation.plots.difference import difference_figure
+from hf_posenc.evaluation.plots.files import save, write_plot
+from hf_posenc.evaluation.plots.lengths import figure
+from hf_posenc.evaluation.plots.position import position_figure
+from hf_posenc.evaluation.plots.style import COLOURS, CONTROL, STYLE, available
+
+__all__ = [
+    "COLOURS",
+    "CONTROL",
+    "STYLE",
+    "available",
+    "difference_figure",
+    "figure",
+    "position_figure",
+    "save",
+    "spread",
+    "write_plot",
+]

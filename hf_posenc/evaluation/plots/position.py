@@ -1,0 +1,91 @@
+"""Perplexity against the position in the text: where exactly a method gives out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.plots.axes import (
+    LINE,
+    mark_trained,
+    name_lines,
+    thinned,
+    tick,
+    value_axis,
+)
+from hf_posenc.evaluation.plots.lengths import marked
+from hf_posenc.evaluation.plots.style import LABEL_SIZE, STYLE, Measured, looks, require
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+def position_figure(result: Measured) -> Figure:
+    """Perplexity of the tokens between two positions of the text, over all documents; a line at the trained length.
+
+    Every token is read with all that is in front of it, in windows of the longest length.
+
+    Args:
+        result: What was measured; its `curve` has the sums.
+
+    Raises:
+        PosencError: There is no curve (it comes from `prefix` windows), or matplotlib is not installed.
+    """
+    require()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    if not result.curve:
+        raise PosencError(
+            "This result has no curve by position: it is measured with --protocol prefix."
+        )
+    height = max(3.1, 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72)
+    with mpl.rc_context(STYLE):
+        drawn = Figure(figsize=(4.8, height), layout="constrained")
+        panel = drawn.subplots()
+        position_panel(panel, result, result.curve)
+        labels = {candidate.label for candidate in result.candidates}
+        name_lines(panel, labels, (height - 1.0) * 72)
+    return drawn
+
+
+def position_panel(panel: Axes, result: Measured, curve: Mapping[str, Any]) -> None:
+    """The lines of `position_figure`."""
+    from matplotlib.ticker import NullLocator
+
+    edges: Sequence[int] = curve["edges"]
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log")
+    for candidate, look in zip(result.candidates, looks(result.candidates), strict=True):
+        points = position_points(curve, candidate.label)
+        panel.plot(
+            [place for place, _ in points],
+            [perplexity for _, perplexity in points],
+            label=candidate.label,
+            **marked(look, len(points)),
+        )
+    ticks = thinned([edge for edge in edges if edge > 0])
+    panel.set_xticks(ticks, [tick(edge) for edge in ticks])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.set_title(f"by position in windows of {edges[-1]:,} tokens", loc="left")
+    panel.set_xlabel("position in the text (tokens)")
+    panel.set_ylabel("perplexity at this position")
+    mark_trained(panel, result.original)
+    value_axis(panel)
+
+
+def position_points(curve: Mapping[str, Any], label: str) -> list[tuple[float, float]]:
+    """The middle of each bucket on a log axis, and the perplexity of its tokens; empty or not finite ones left out."""
+    sums = curve["methods"].get(label)
+    if sums is None:
+        return []
+    edges: Sequence[int] = curve["edges"]
+    points = []
+    buckets = zip(edges[:-1], edges[1:], sums["nats"], sums["tokens"], strict=True)
+    for first, stop, nats, tokens in buckets:
+        if tokens and nats is not None and math.isfinite(nats) and nats / tokens < 700:
+            points.append((math.sqrt(max(first, 1) * stop), math.exp(nats / tokens)))
+    return points
