@@ -154,4 +154,4 @@ def test_losses_are_shown_as_perplexities() -> None:
 def test_a_forced_comparison_says_so() -> None:
     settings = Settings((4096, 8192), ("prefix",))
     shown = printed(beside(published.get("dca-t1-pg19"), run_of(settings), force=True))
-    assert "NOT comparable: protocol: stream, here prefix" in shown
+    assert "NOT comparable: protocol: stream, here prefix" in " ".join(shown.split())
