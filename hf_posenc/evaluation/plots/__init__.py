@@ -5,7 +5,7 @@ notebook and in the HTML page.
 """
 
 from hf_posenc.evaluation.plots.axes import spread
-from hf_posenc.evaluation.plots.difference import difference_figure
+from hf_posenc.evaluation.plots.difference import difference_figure, ratio_figure
 from hf_posenc.evaluation.plots.files import save, write_plot
 from hf_posenc.evaluation.plots.lengths import figure
 from hf_posenc.evaluation.plots.position import position_figure
@@ -19,6 +19,7 @@ __all__ = [
     "difference_figure",
     "figure",
     "position_figure",
+    "ratio_figure",
     "save",
     "spread",
     "write_plot",

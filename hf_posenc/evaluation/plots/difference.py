@@ -55,6 +55,30 @@ def difference_figure(result: Measured, protocol: str = "tail") -> Figure:
     return drawn
 
 
+def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
+    """The right half of `difference_figure` by itself.
+
+    Args:
+        result: What was measured.
+        protocol: Which of its protocols.
+
+    Raises:
+        PosencError: matplotlib is not installed.
+    """
+    require()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    height = max(3.1, 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72)
+    with mpl.rc_context(STYLE):
+        drawn = Figure(figsize=(4.8, height), layout="constrained")
+        panel = drawn.subplots()
+        ratio_panel(panel, result, protocol)
+        labels = {candidate.label for candidate in result.candidates}
+        name_lines(panel, labels, (height - 1.0) * 72)
+    return drawn
+
+
 def ratio_panel(panel: Axes, result: Measured, protocol: str) -> None:
     """The ratio to the baseline against length, an interval at every point, and a line at 1."""
     lengths = result.settings.lengths

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+_LARGEST = 700.0  # nats; the exponential of more is no float
+
+
 def position_figure(result: Measured) -> Figure:
     """Perplexity of the tokens between two positions of the text, over all documents; a line at the trained length.
 
@@ -67,7 +70,8 @@ def position_panel(panel: Axes, result: Measured, curve: Mapping[str, Any]) -> N
             label=candidate.label,
             **marked(look, len(points)),
         )
-    ticks = thinned([edge for edge in edges if edge > 0])
+    first, last = math.log2(max(edges[1], 2)), math.log2(edges[-1])
+    ticks = thinned([2**power for power in range(math.floor(first), math.floor(last) + 1)])
     panel.set_xticks(ticks, [tick(edge) for edge in ticks])
     panel.xaxis.set_minor_locator(NullLocator())
     panel.set_title(f"by position in windows of {edges[-1]:,} tokens", loc="left")
@@ -78,7 +82,7 @@ def position_panel(panel: Axes, result: Measured, curve: Mapping[str, Any]) -> N
 
 
 def position_points(curve: Mapping[str, Any], label: str) -> list[tuple[float, float]]:
-    """The middle of each bucket on a log axis, and the perplexity of its tokens; empty or not finite ones left out."""
+    """The middle of each bucket, and the perplexity of its tokens; empty or not finite ones left out."""
     sums = curve["methods"].get(label)
     if sums is None:
         return []
@@ -86,6 +90,6 @@ def position_points(curve: Mapping[str, Any], label: str) -> list[tuple[float, f
     points = []
     buckets = zip(edges[:-1], edges[1:], sums["nats"], sums["tokens"], strict=True)
     for first, stop, nats, tokens in buckets:
-        if tokens and nats is not None and math.isfinite(nats) and nats / tokens < 700:
-            points.append((math.sqrt(max(first, 1) * stop), math.exp(nats / tokens)))
+        if tokens and nats is not None and math.isfinite(nats) and nats / tokens < _LARGEST:
+            points.append(((first + stop) / 2, math.exp(nats / tokens)))
     return points

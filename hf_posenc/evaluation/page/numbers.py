@@ -1,0 +1,85 @@
+"""Numbers as the page shows them, and what their intervals allow to say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hf_posenc.evaluation.report import FEW_DOCUMENTS, number
+
+Interval = tuple[float, float]
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A number for a `<data>` element: what stands there, and its exact value."""
+
+    text: str
+    exact: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One field of a table.
+
+    Attributes:
+        value: The number; `None` where `state` says why there is none.
+        low: The lower end of its 95 % interval.
+        high: The upper end.
+        ratio: Its ratio to the baseline.
+        ratio_low: The lower end of the ratio's paired interval.
+        ratio_high: The upper end.
+        verdict: `"better"` or `"worse"` where the interval says so, else nothing.
+        lowest: Whether no other number of its column is lower.
+        state: `""`, or why there is no number: `"OOM"`, `"nan"`, `"failed"`, `"not measured"`.
+        reason: More about the state.
+    """
+
+    value: Shown | None = None
+    low: Shown | None = None
+    high: Shown | None = None
+    ratio: Shown | None = None
+    ratio_low: Shown | None = None
+    ratio_high: Shown | None = None
+    verdict: str = ""
+    lowest: bool = False
+    state: str = ""
+    reason: str = ""
+
+
+def shown(value: float, digits: int = 4) -> Shown:
+    """A number with so many significant digits."""
+    return Shown(number(value, digits), repr(value))
+
+
+def ends(interval: Interval | None, digits: int = 3) -> tuple[Shown | None, Shown | None]:
+    """Both ends of an interval, where there is one."""
+    if interval is None:
+        return None, None
+    return shown(interval[0], digits), shown(interval[1], digits)
+
+
+def verdict(interval: Interval | None, documents: int) -> str:
+    """`"better"` where the whole interval of a ratio of perplexities lies below 1, `"worse"` where above, else nothing.
+
+    Below `FEW_DOCUMENTS` documents an interval says too little for either.
+    """
+    if interval is None or documents < FEW_DOCUMENTS or not all(map(math.isfinite, interval)):
+        return ""
+    return "better" if interval[1] < 1 else "worse" if interval[0] > 1 else ""
+
+
+def ratio_entry(ratio: float | None, interval: Interval | None, documents: int) -> Entry:
+    """A ratio by itself, as the summary shows it."""
+    if ratio is None or not math.isfinite(ratio):
+        return Entry(state="-", reason="one of the two was not measured")
+    low, high = ends(interval)
+    return Entry(shown(ratio, 3), low, high, verdict=verdict(interval, documents))
+
+
+def failure_entry(reason: str | None) -> Entry:
+    """A field without a number."""
+    if reason is None:
+        return Entry(state="-", reason="not measured")
+    return Entry(state="OOM" if reason == OUT_OF_MEMORY else "failed", reason=reason)

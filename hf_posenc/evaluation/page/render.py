@@ -1,0 +1,101 @@
+"""Fills the template."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from markupsafe import Markup
+
+from hf_posenc.evaluation.page import appendix
+from hf_posenc.evaluation.page.collect import Collection, Source
+from hf_posenc.evaluation.page.perplexity import Table, sections
+from hf_posenc.evaluation.report import FEW_DOCUMENTS
+
+TITLE = "Measurements of hf-posenc"
+
+
+def render(found: Collection, *, title: str = TITLE) -> str:
+    """The report as one HTML document.
+
+    Args:
+        found: What `collect` gave.
+        title: Its heading.
+    """
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    from hf_posenc.evaluation.identity import version_of
+
+    environment = Environment(
+        loader=PackageLoader("hf_posenc.evaluation.page", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    loader: Any = environment.loader
+    style, _, _ = loader.get_source(environment, "style.css")
+    perplexity = sections(found.sources)
+    failures = appendix.failures(found.sources)
+    values: dict[str, Any] = {
+        "title": title,
+        "version": version_of("hf-posenc"),
+        "style": Markup(style),
+        "few": FEW_DOCUMENTS,
+        "legend": _legend,
+        "count": _count,
+        "runs": [_run(source) for source in found.sources],
+        "sources": found.sources,
+        "unfinished": found.unfinished,
+        "remarks": found.remarks,
+        "perplexity": perplexity,
+        "failures": failures,
+        "settings": appendix.settings(found.sources),
+        "methods": appendix.methods(found.sources),
+        "commands": appendix.commands(found.sources),
+    }
+    values["contents"] = _contents(values)
+    return environment.get_template("page.html").render(values)
+
+
+def _contents(values: dict[str, Any]) -> list[tuple[str, str]]:
+    several = len(values["perplexity"]) > 1
+    entries = [
+        ("unfinished", "Unfinished runs") if values["unfinished"] else None,
+        ("remarks", "Not in this report") if values["remarks"] else None,
+        ("runs", "Runs"),
+        *(
+            (f"perplexity-{index}", f"Perplexity {index}" if several else "Perplexity")
+            for index in range(1, len(values["perplexity"]) + 1)
+        ),
+        ("failures", "What has no number") if values["failures"] else None,
+        ("caveats", "Before you conclude"),
+        ("settings", "Settings"),
+        ("documents", "Documents"),
+        ("reproduce", "To do it again"),
+    ]
+    return [entry for entry in entries if entry is not None]
+
+
+def _run(source: Source) -> dict[str, Any]:
+    model = source.data.get("model", {})
+    how = (model.get("dtype"), model.get("attention"), model.get("device"))
+    return {
+        "number": source.number,
+        "name": source.name,
+        "kind": source.kind,
+        "model": model.get("name", "-"),
+        "how": ", ".join(str(value) for value in how if value is not None) or "-",
+    }
+
+
+def _legend(table: Table) -> str:
+    """What a field of the table says, top to bottom."""
+    return (
+        "In each field: the perplexity, the lowest of its length underlined; its 95 % bootstrap interval over "
+        f"documents; × its ratio to {table.baseline} with the paired interval, and better or worse where that "
+        "interval leaves out 1."
+    )
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
