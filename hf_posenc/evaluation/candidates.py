@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.requests import Request
+from hf_posenc.evaluation.requests import Part, Request
 from hf_posenc.patching import get_patch, patched
+from hf_posenc.seams.discovery import rotary_tables
+from hf_posenc.seams.probe import moves_with_length
 
 UNPATCHED = "none"
 
@@ -26,12 +30,14 @@ class Candidate:
         label: As reports show it, e.g. `"yarn (scale 8)"`.
         request: What it asks for; `None` for the model as loaded.
         original: The original length that the scale refers to, in tokens; `None` until `checked`.
+        moves: Whether a rotary table or a saved patch depends on the length of the text; known once `checked`.
     """
 
     spec: str
     label: str
     request: Request | None
     original: int | None = None
+    moves: bool = False
 
     @classmethod
     def parse(cls, spec: str) -> Candidate:
@@ -60,7 +66,17 @@ class Candidate:
     @property
     def length_dependent(self) -> bool:
         """Whether what is computed for a token depends on how much text follows it."""
-        return self.request is not None and any(p.length_dependent for p in self.request.parts)
+        return self.moves or (
+            self.request is not None and any(p.length_dependent for p in self.request.parts)
+        )
+
+    @property
+    def key(self) -> str:
+        """What was asked for, in one canonical line."""
+        parts = () if self.request is None else self.request.parts
+        asked = [[part.method, part.options, part.auto] for part in parts]
+        beside = {} if self.request is None else self.request.beside
+        return json.dumps([asked, beside, self.original], sort_keys=True)
 
     @property
     def scale(self) -> float | None:
@@ -79,13 +95,13 @@ class Candidate:
         """Tries the patch on the model and takes it back.
 
         Returns:
-            The candidate with its `original` length.
+            The candidate with its `original` length, and whether it `moves`.
 
         Raises:
             PosencError: This model cannot be patched so; the message names the candidate.
         """
         if self.request is None:
-            return self
+            return dataclasses.replace(self, moves=_moves(model))
         if get_patch(model) is not None:
             raise PosencError(
                 f"--patch {self.spec}: this model carries a saved patch ({_headline(get_patch(model))}); it is "
@@ -94,11 +110,13 @@ class Candidate:
         trial = dataclasses.replace(self, original=1)
         try:
             with trial.applied(model, 1):
-                patch = get_patch(model)
+                patch, moves = get_patch(model), _moves(model)
         except PosencError as error:
             raise PosencError(f"--patch {self.spec}: {error}") from error
         assert patch is not None
-        return dataclasses.replace(self, original=patch.original_max_position_embeddings)
+        return dataclasses.replace(
+            self, original=patch.original_max_position_embeddings, moves=moves
+        )
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module, length: int) -> Iterator[None]:
@@ -140,6 +158,27 @@ def parse_candidates(specs: Sequence[str]) -> list[Candidate]:
     if twice is not None:
         raise PosencError(f"--patch {twice} is given twice.")
     return candidates
+
+
+def _moves(model: nn.Module) -> bool:
+    """Whether what the model computes for a token depends on how much text follows it.
+
+    Asked of the live modules and not of the config: a checkpoint may be dynamic, or LongRoPE, by itself.
+    """
+    patch = get_patch(model)
+    saved = () if patch is None else ((patch.method, patch.options), *patch.config.others)
+    if any(Part(name, dict(options)).length_dependent for name, options in saved):
+        return True
+    return any(
+        moves_with_length(rotary, table.label, _device(rotary, model))
+        for table in rotary_tables(model)
+        for rotary in [model.get_submodule(table.name)]
+    )
+
+
+def _device(rotary: nn.Module, model: nn.Module) -> torch.device:
+    tensors = [*rotary.buffers(), *rotary.parameters(), *model.parameters()]
+    return tensors[0].device
 
 
 def _headline(patch: Any) -> str:

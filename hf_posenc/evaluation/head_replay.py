@@ -40,26 +40,39 @@ class TokenScorer:
         model: A causal language model, patched or not; its evaluation mode is the caller's business.
         probe_ids: Some token ids, shape (n,) with n of at least 2; the first 9 are used.
         chunk: Tokens whose logits are held at a time; by default `LOGITS_PER_CHUNK` divided by the vocabulary.
+        prefill: Tokens that the decoder runs at a time, with the keys and values of those before in a cache; by default
+            all at once. What a layer makes on the way is then of this length, and the cache is all that grows.
 
     Attributes:
         exact: Whether the probe's logits by head replay had the very bits of the plain forward's.
-        replays: Whether head replay is in use; False means full logits.
+        replays: Whether head replay is in use; False means full logits, and no prefill in pieces.
         chunk: As above, resolved.
+        prefill: As above; may be changed between calls.
 
     Raises:
-        PosencError: The model does not return logits for every token, or `chunk` is not positive.
+        PosencError: The model does not return logits for every token, or `chunk` or `prefill` is not positive.
     """
 
-    def __init__(self, model: nn.Module, probe_ids: Tensor, *, chunk: int | None = None) -> None:
-        if chunk is not None and chunk < 1:
-            raise PosencError(f"A chunk has at least 1 token, not {chunk}.")
+    def __init__(
+        self,
+        model: nn.Module,
+        probe_ids: Tensor,
+        *,
+        chunk: int | None = None,
+        prefill: int | None = None,
+    ) -> None:
+        for name, tokens in (("chunk", chunk), ("prefill", prefill)):
+            if tokens is not None and tokens < 1:
+                raise PosencError(f"A {name} has at least 1 token, not {tokens}.")
         self.model = model
+        self.prefill: int | None = None
         self._options = _no_cache(model)
         probe = probe_ids[:_PROBE_TOKENS].unsqueeze(0).to(input_device(model))
         with torch.inference_mode():
             self._decoder, full = self._find_decoder(probe)
             self.chunk = chunk or _default_chunk(full.shape[-1])
             self.replays, self.exact = self._probe(probe, full)
+        self.prefill = prefill
         if not self.replays:
             logger.warning(
                 "%s: head replay does not reproduce the model's logits; full logits are held instead, "
@@ -68,58 +81,108 @@ class TokenScorer:
             )
 
     @torch.inference_mode()
-    def __call__(self, ids: Tensor, first: int = 1) -> Tensor:
-        """Scores a window.
+    def __call__(self, ids: Tensor, first: int = 1, *, read_last: bool = True) -> Tensor:
+        """Scores a window, or several of one shape.
 
         Args:
-            ids: Token ids, shape (n,).
+            ids: Token ids, shape (n,) or (windows, n).
             first: Index of the first token to score, at least 1 (the token at index 0 has no prediction).
+            read_last: Whether the model reads the last token, which predicts nothing that is scored.
 
         Returns:
-            Negative log-likelihoods in nats of tokens `first .. n-1`, shape (n - first,), float64, on the CPU.
+            Negative log-likelihoods in nats of tokens `first .. n-1`, shape (n - first,) or (windows, n - first),
+            float64, on the CPU.
+
+        Raises:
+            PosencError: There is no such token, or the prefill is to be in pieces and the model keeps no cache.
         """
-        if not 1 <= first < len(ids):
-            raise PosencError(f"A window of {len(ids)} tokens cannot be scored from token {first}.")
-        window = ids.unsqueeze(0).to(input_device(self.model))
-        targets = window[0, first:]
+        done, losses = first, []
+        targets = ids.reshape(-1, ids.shape[-1])
+        for logits in self.logits(targets, first, read_last=read_last):
+            wanted = targets[:, done : done + logits.shape[1]].to(logits.device)
+            done += logits.shape[1]
+            loss = F.cross_entropy(_float(logits).flatten(0, 1), wanted.flatten(), reduction="none")
+            losses.append(loss.to("cpu", torch.float64).view_as(wanted))
+        return torch.cat(losses, dim=1).reshape(*ids.shape[:-1], -1)
+
+    @torch.inference_mode()
+    def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Iterator[Tensor]:
+        """The logits that predict tokens `first .. n-1`, a chunk at a time.
+
+        Args:
+            ids: Token ids, shape (n,) or (windows, n).
+            first: As for a call, as is `read_last`.
+            read_last: See there.
+
+        Yields:
+            Logits of the next tokens, shape (m, vocabulary) or (windows, m, vocabulary), each m up to `chunk`.
+
+        Raises:
+            PosencError: As for a call.
+        """
+        if not 1 <= first < ids.shape[-1]:
+            raise PosencError(
+                f"A window of {ids.shape[-1]} tokens cannot be scored from token {first}."
+            )
+        windows = ids.reshape(-1, ids.shape[-1]).to(input_device(self.model))
+        read = windows if read_last else windows[:, :-1]
         # The token at index i is predicted by the hidden state at i - 1.
-        chunks = self._replay(window, first - 1) if self.replays else self._full(window, first - 1)
-        losses = []
-        for logits in chunks:
-            wanted, targets = targets[: len(logits)], targets[len(logits) :]
-            loss = F.cross_entropy(_float(logits), wanted.to(logits.device), reduction="none")
-            losses.append(loss.to("cpu", torch.float64))
-        return torch.cat(losses)
+        made = self._replay if self.replays else self._full
+        for logits in made(read, first - 1, ids.shape[-1] - 1):
+            yield logits if ids.dim() > 1 else logits[0]
 
-    def _forward(self, ids: Tensor) -> Tensor:
-        logits: Tensor = self.model(input_ids=ids, **self._options).logits
-        return logits
+    def _forward(self, ids: Tensor, **options: Any) -> Any:
+        return self.model(input_ids=ids, **(options or self._options))
 
-    def _full(self, window: Tensor, start: int) -> Iterator[Tensor]:
-        logits = self._forward(window)[0, start:-1]
-        for begin in range(0, len(logits), self.chunk):
-            yield logits[begin : begin + self.chunk]
+    def _full(self, windows: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+        """The logits at positions `start .. stop-1`, from a plain forward."""
+        logits = self._forward(windows).logits
+        step = self._chunk_of(windows)
+        for begin in range(start, stop, step):
+            yield logits[:, begin : min(begin + step, stop)]
 
-    def _replay(self, window: Tensor, start: int) -> Iterator[Tensor]:
-        """Yields the logits at positions `start .. n-2` of the window, a chunk at a time, each (m, vocabulary)."""
+    def _replay(self, windows: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+        """The same by head replay: the logits of a chunk are all that exists of them at a time."""
         decoder = self._decoder
         assert decoder is not None
+        step = self._chunk_of(windows)
+        for offset, length, output in self._hidden(windows, decoder):
+            for begin in range(max(start, offset), min(stop, offset + length), step):
+                end = min(begin + step, stop, offset + length)
+                part = slice(begin - offset, end - offset)
+                with _forward_replaced(
+                    decoder, lambda *_, part=part, output=output, **__: _sliced(output, part)
+                ):
+                    logits: Tensor = self._forward(windows[:, begin:end]).logits
+                yield logits
+
+    def _hidden(self, windows: Tensor, decoder: nn.Module) -> Iterator[tuple[int, int, Any]]:
+        """Runs the decoder; yields the place, the length and the output of every piece of the prefill."""
         output: Any = None
 
-        def run_once(*args: Any, **kwargs: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal output
             output = forward(*args, **kwargs)
             return _sliced(output, slice(-1, None))  # the head behind it then sees a single token
 
         forward = decoder.forward
-        with _forward_replaced(decoder, run_once):
-            self._forward(window)
-        positions = window.shape[1] - 1
-        for begin in range(start, positions, self.chunk):
-            part = slice(begin, min(begin + self.chunk, positions))
-            with _forward_replaced(decoder, lambda *_, part=part, **__: _sliced(output, part)):
-                logits = self._forward(window[:, part])[0]
-            yield logits
+        tokens = windows.shape[1]
+        piece = self.prefill or tokens
+        cache: Any = None
+        for begin in range(0, tokens, piece):
+            part = windows[:, begin : begin + piece]
+            options = {} if piece >= tokens else {"use_cache": True, "past_key_values": cache}
+            with _forward_replaced(decoder, run):
+                cache = getattr(self._forward(part, **options), "past_key_values", None)
+            if options and cache is None:
+                raise PosencError(
+                    f"{type(self.model).__name__} keeps no key-value cache, so its prefill cannot be run in pieces: "
+                    "leave --prefill-chunk out."
+                )
+            yield begin, part.shape[1], output
+
+    def _chunk_of(self, windows: Tensor) -> int:
+        return max(1, self.chunk // len(windows))
 
     def _find_decoder(self, probe: Tensor) -> tuple[nn.Module | None, Tensor]:
         """The outermost module that reads the tokens and returns hidden states, and the probe's full logits.
@@ -164,7 +227,7 @@ class TokenScorer:
             return False, False
         chunk, self.chunk = self.chunk, _PROBE_CHUNK
         try:
-            replayed = torch.cat(list(self._replay(probe, 0)))
+            replayed = torch.cat(list(self._replay(probe, 0, probe.shape[1] - 1)), dim=1)[0]
         except Exception as error:
             logger.warning("%s: head replay failed: %s", type(self.model).__name__, error)
             return False, False

@@ -4,48 +4,86 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_PACKAGES = ("hf-posenc", "torch", "transformers")
+from hf_posenc.patching import get_patch
+
+_PACKAGES = ("hf-posenc", "torch", "transformers", "tokenizers", "numpy")
 _BLOCK = (
     2**24
 )  # elements summed at a time, so that a large matrix needs no second copy of its own size
 
 
 def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
-    """Everything about a loaded model that determines a number.
+    """Everything about a loaded model that determines a number, and its size.
 
     Args:
-        model: The model, unpatched.
+        model: The model, unpatched or with the patch that it was saved with.
         name: The name under which it was loaded.
 
     Returns:
-        JSON-ready values: class, config, dtype, kind of device, attention backend, a hash of all weights, versions.
+        JSON-ready values: class, revision, hashes of its config and of all its weights, dtype, kind of device, attention
+        backend.
     """
     config: Any = model.config
+    parameters = list(model.parameters())
+    patch = get_patch(model)
     return {
         "name": name,
         "class": type(model).__name__,
-        "config": config_hash(config),
-        "weights": weights_hash(model),
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "model_type": getattr(config, "model_type", None),
+        "revision": getattr(config, "_commit_hash", None),
+        "parameters": sum(parameter.numel() for parameter in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "device": device_kind(model),
         "attention": getattr(config, "_attn_implementation", None),
-        "versions": versions(),
+        "config_sha256": config_hash(config),
+        "weights_sha256": weights_hash(model),
+        "patch": None if patch is None else patch.config.to_dict(),
     }
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of the packages that compute."""
-    return {name: version_of(name) for name in _PACKAGES}
+def describe_model(
+    name: str, model: nn.Module, tokenizer: Any, special: Sequence[int], bos: str
+) -> dict[str, Any]:
+    """What a result stores of the model and its tokenizer."""
+    return {
+        **model_identity(model, name),
+        "tokenizer": {
+            "class": type(tokenizer).__name__,
+            "vocabulary": len(tokenizer),
+            "sha256": tokenizer_hash(tokenizer),
+        },
+        "bos": {"policy": bos, "token_ids": list(special)},
+    }
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """A hash of all that decides how a text becomes tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps(sorted(tokenizer.get_vocab().items()))
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def environment() -> dict[str, Any]:
+    """The versions that a run used."""
+    system = f"{platform.system()} {platform.machine()}"
+    versions = {package: version_of(package) for package in _PACKAGES}
+    return {"python": platform.python_version(), "system": system, **versions}
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package."""
+    """The installed version of a package; this one's own is that of the source."""
     if package == "hf-posenc":
         from hf_posenc import __version__
 
@@ -57,19 +95,18 @@ def version_of(package: str) -> str | None:
 
 
 def device_kind(model: nn.Module) -> str:
-    """The name of the GPU or the architecture of the CPU: its count does not matter, its kind may."""
+    """The name of the GPU, or `cpu`: how many there are does not matter, their kind may."""
     device = next(model.parameters()).device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def config_hash(config: Any) -> str:
     """A hash of a model's config, without where it was loaded from."""
-    values = {
-        key: value
-        for key, value in config.to_dict().items()
-        if key not in ("_name_or_path", "transformers_version")
-    }
-    return hashlib.sha256(repr(sorted(values.items())).encode()).hexdigest()
+    values = config.to_dict()
+    for origin in ("_name_or_path", "transformers_version"):
+        values.pop(origin, None)
+    text = json.dumps(values, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def weights_hash(model: nn.Module) -> str:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,15 +16,18 @@ from torch import Tensor, nn
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import TokenizedDocument, one_line
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
-from hf_posenc.evaluation.protocols import Settings, Window, plan
+from hf_posenc.evaluation.memory import OUT_OF_MEMORY, FrugalScorer, is_out_of_memory
+from hf_posenc.evaluation.processes import Shard
+from hf_posenc.evaluation.protocols import Settings
 from hf_posenc.evaluation.statistics import Record
+from hf_posenc.evaluation.store import ALONE, Key, Memory, Records, missing
+from hf_posenc.evaluation.windows import Span, Window, plan
 
 Progress = Callable[[str, int, int], None]
-"""Called with the candidate's label, the tokens forwarded so far and those of the whole run."""
+"""Called with the candidate's label, the tokens forwarded so far and those of this process's share."""
 
-SAME_LOSS = {torch.float64: 1e-6, torch.float32: 1e-4}
-SAME_LOSS_HALF = 0.02
-"""Mean difference, in nats per token, up to which a prefix on its own and within a longer text count as the same."""
+WINDOWS_PER_ITEM = 64
+"""A long document is measured in parts of so many windows, so that an interrupted run loses little."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +42,346 @@ class Failure:
 
 @dataclass
 class Measurement:
-    """What came out of a run, or of one process's share of it.
+    """What came out of a run.
 
     Attributes:
         records: Sums per candidate, protocol, length and document.
         failures: Cells without a number.
+        curves: For each candidate's label, the nats and the tokens of every bucket of the longest prefix.
         shared_prefix: For each candidate's label, whether its prefix curve came from one forward per document.
         head_replay: `"bit-exact"`, `"up to rounding"` or `"off"`: how the scorer's probe compared with full logits.
     """
 
     records: list[Record] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
+    curves: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)
     shared_prefix: dict[str, bool] = field(default_factory=dict)
     head_replay: str = "off"
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """A piece of work: some windows of one document under one patch.
+
+    Attributes:
+        candidate: What is patched in.
+        lengths: The lengths that it serves.
+        document: Index of the document.
+        windows: What is run.
+        key: What the result is stored under.
+    """
+
+    candidate: Candidate
+    lengths: tuple[int, ...]
+    document: int
+    windows: tuple[Window, ...]
+    key: Key
+
+    @property
+    def forwarded(self) -> int:
+        """Tokens that the model reads."""
+        return sum(window.forwarded for window in self.windows)
+
+
+class Run:
+    """A measurement of every candidate on every document.
+
+    Args:
+        model: A causal language model, unpatched or with a saved patch.
+        documents: Documents of at least `settings.shortest_document` tokens, special tokens in front included.
+        candidates: What to compare, each `checked` against the model.
+        settings: Lengths, protocols and their numbers.
+        special: Token ids in front of the windows.
+        key_tokens: For `longppl`: which tokens of a document, given by its index, are key, shape (n,), bool.
+
+    Attributes:
+        items: All the work, in the order in which it is done.
+
+    Raises:
+        PosencError: The model is not a causal language model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        documents: Sequence[TokenizedDocument],
+        candidates: Sequence[Candidate],
+        settings: Settings,
+        *,
+        special: Sequence[int] = (),
+        key_tokens: Callable[[int], Tensor] | None = None,
+    ) -> None:
+        self.model, self.documents, self.candidates = model, documents, candidates
+        self.settings, self._key_tokens = settings, key_tokens
+        self.special = torch.tensor(list(special), dtype=torch.int64)
+        self.items = self._items()
+        with evaluation_mode(model):
+            self._scorer = TokenScorer(
+                model,
+                torch.cat([self.special, documents[0].tokens(0, 16)]),
+                chunk=settings.chunk,
+                prefill=settings.prefill,
+            )
+        self._failed: dict[
+            tuple[str, str, int], int
+        ] = {}  # the first document that a cell failed at
+
+    @property
+    def forwarded(self) -> int:
+        """Tokens that the model reads in the whole run."""
+        return sum(item.forwarded for item in self.items)
+
+    def _items(self) -> list[Item]:
+        names = [_document_key(document) for document in self.documents]
+        special = len(self.special)
+
+        @cache  # most candidates have the same windows, and there may be many
+        def windows(index: int, lengths: tuple[int, ...], shared: bool) -> tuple[Window, ...]:
+            tokens = len(self.documents[index].ids)
+            return tuple(
+                plan(tokens, self.settings, special=special, shared_prefix=shared, lengths=lengths)
+            )
+
+        items = []
+        for candidate in self.candidates:
+            lengths = self.settings.lengths
+            groups = [(length,) for length in lengths] if candidate.auto_scale else [lengths]
+            for group, (index, name) in itertools.product(groups, enumerate(names)):
+                planned = windows(index, group, not candidate.length_dependent)
+                for block, begin in enumerate(range(0, len(planned), WINDOWS_PER_ITEM)):
+                    key = (candidate.key, group[0], group[-1], name, block)
+                    part = planned[begin : begin + WINDOWS_PER_ITEM]
+                    items.append(Item(candidate, group, index, part, key))
+        return items
+
+    def measure(
+        self,
+        store: Records,
+        shard: Shard = ALONE,
+        progress: Progress = lambda label, done, total: None,
+    ) -> None:
+        """Measures what is missing of this process's share; at the end the model is what it was.
+
+        Args:
+            store: What was measured before, and where to put the rest.
+            shard: This process's place among those of the run.
+            progress: Called after every forward.
+        """
+        for item in self.items:
+            self._note_failures(item, store.get(item.key))
+        wanted = [item for item in shard.mine(self.items) if store.get(item.key) is None]
+        total, done = sum(item.forwarded for item in wanted), 0
+        scorer = FrugalScorer(self._scorer, self.settings.batch)
+        with evaluation_mode(self.model):
+            for _, group in itertools.groupby(
+                wanted, key=lambda item: (item.candidate.key, item.lengths)
+            ):
+                items = list(group)
+                candidate = items[0].candidate
+                scorer.pieces = not candidate.length_dependent
+                with candidate.applied(self.model, items[0].lengths[-1]):
+                    for item in items:
+                        measured = _Item(self, item, scorer)
+                        for forwarded in measured.run():
+                            progress(candidate.label, done + forwarded, total)
+                        done += item.forwarded
+                        store.append(item.key, measured.value())
+                        self._note_failures(item, store.get(item.key))
+
+    def collect(self, store: Records) -> Measurement | None:
+        """Puts the stored values together; `None` while some are missing."""
+        if missing(store, (item.key for item in self.items)):
+            return None
+        sums: dict[tuple[str, str, int, int], _Sum] = {}
+        failures: dict[tuple[str, str, int], tuple[int, str]] = {}
+        made = Measurement()
+        for item in self.items:
+            value, label = store.get(item.key) or {}, item.candidate.label
+            for protocol, length, *numbers in value["sums"]:
+                sums.setdefault((label, protocol, length, item.document), _Sum()).add(*numbers)
+            for protocol, length, reason in value["failed"]:
+                cell = (label, protocol, length)
+                failures[cell] = min(
+                    failures.get(cell, (item.document, reason)), (item.document, reason)
+                )
+            if value["curve"]:
+                self._add_curve(made, label, value["curve"])
+        for (label, protocol, length, index), total in sorted(sums.items(), key=self._place):
+            if (label, protocol, length) not in failures:
+                name = self.documents[index].name
+                made.records.append(Record(label, protocol, length, name, **vars(total)))
+        labels = [candidate.label for candidate in self.candidates]
+        made.failures = [
+            Failure(*cell, reason)
+            for cell, (_, reason) in sorted(
+                failures.items(), key=lambda entry: (labels.index(entry[0][0]), entry[0])
+            )
+        ]
+        made.shared_prefix = {
+            c.label: not (c.length_dependent or c.auto_scale) for c in self.candidates
+        }
+        if self._scorer.replays:
+            made.head_replay = "bit-exact" if self._scorer.exact else "up to rounding"
+        return made
+
+    def _place(self, entry: tuple[tuple[str, str, int, int], Any]) -> tuple[int, ...]:
+        label, protocol, length, index = entry[0]
+        labels = [candidate.label for candidate in self.candidates]
+        return labels.index(label), self.settings.protocols.index(protocol), length, index
+
+    def _add_curve(self, made: Measurement, label: str, curve: Mapping[str, Any]) -> None:
+        nats, tokens = made.curves.setdefault(
+            label, ([0.0] * len(curve["nats"]), [0] * len(curve["nats"]))
+        )
+        for bucket, (loss, count) in enumerate(zip(curve["nats"], curve["tokens"], strict=True)):
+            nats[bucket] += math.nan if loss is None else loss
+            tokens[bucket] += count
+
+    def _note_failures(self, item: Item, value: Mapping[str, Any] | None) -> None:
+        for protocol, length, _ in (value or {}).get("failed", ()):
+            cell = (item.candidate.label, protocol, length)
+            self._failed[cell] = min(self._failed.get(cell, item.document), item.document)
+
+    def hopeless(self, item: Item, span: Span) -> bool:
+        """Whether the span's cell has failed at an earlier document, so that this one need not be run.
+
+        Only an earlier one counts: then the first document that fails is the same, whoever measures what.
+        """
+        failed = self._failed.get((item.candidate.label, span.protocol, span.length))
+        return failed is not None and failed < item.document
+
+    def ids(self, item: Item, window: Window) -> Tensor:
+        """The token ids of a window, shape (n,)."""
+        body = self.documents[item.document].tokens(window.begin, window.end)
+        return torch.cat([self.special[: window.special], body])
+
+    def is_key(self, item: Item, window: Window, span: Span) -> Tensor | None:
+        """Which tokens of a span count: all, or the key tokens."""
+        if span.protocol != "longppl" or self._key_tokens is None:
+            return None
+        offset = window.begin - window.special
+        return self._key_tokens(item.document)[offset + span.first : offset + span.stop]
+
+
+@dataclass
+class _Sum:
+    nats: float = 0.0
+    tokens: int = 0
+    bytes: int | None = 0
+    words: int | None = 0
+    weighted: float = 0.0
+    weight: float = 0.0
+
+    def add(
+        self,
+        nats: float | None,
+        tokens: int,
+        size: int | None,
+        words: int | None,
+        weighted: float | None,
+        weight: float,
+    ) -> None:
+        """Adds what one window, or a part of a document, contributes."""
+        self.nats += math.nan if nats is None else nats
+        self.tokens += tokens
+        self.bytes = None if size is None or self.bytes is None else self.bytes + size
+        self.words = None if words is None or self.words is None else self.words + words
+        self.weighted += math.nan if weighted is None else weighted
+        self.weight += weight
+
+
+class _Item:
+    """Runs the windows of one item."""
+
+    def __init__(self, run: Run, item: Item, scorer: FrugalScorer) -> None:
+        self._run, self._item, self._scorer = run, item, scorer
+        self._sums: dict[tuple[str, int], _Sum] = {}
+        self._failed: dict[tuple[str, int], str] = {}
+        self._curve: dict[str, list[Any]] | None = None
+        self._forwarded = 0
+        self._seconds = 0.0
+        self._peak: int | None = None
+
+    def run(self) -> Any:
+        """Runs them; yields the tokens forwarded so far after every forward."""
+        done = 0
+        settle = self._item.candidate.moves and self._item.candidate.request is None
+        for _, same in itertools.groupby(self._item.windows, key=lambda window: window.shape):
+            windows = list(same)
+            for begin in range(0, len(windows), self._run.settings.batch):
+                batch = windows[begin : begin + self._run.settings.batch]
+                wanted = [window for window in batch if not all(map(self._is_lost, window.spans))]
+                if wanted:
+                    self._score(wanted, settle)
+                done += sum(window.forwarded for window in batch)
+                yield done
+
+    def _is_lost(self, span: Span) -> bool:
+        failed = (span.protocol, span.length) in self._failed
+        return failed or self._run.hopeless(self._item, span)
+
+    def _score(self, windows: Sequence[Window], settle: bool) -> None:
+        ids = [self._run.ids(self._item, window) for window in windows]
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        try:
+            if settle:  # two tokens reset transformers' stateful dynamic RoPE
+                self._scorer([ids[0][:2]], 1)
+            first, read_last = windows[0].first_scored, windows[0].read_last
+            losses = self._scorer(ids, first, read_last=read_last)
+        except (
+            Exception
+        ) as error:  # a family may fail in its own way past its length; the run goes on without it
+            reason = (
+                OUT_OF_MEMORY
+                if is_out_of_memory(error)
+                else f"{type(error).__name__}: {one_line(error)}"
+            )
+            for span in itertools.chain.from_iterable(window.spans for window in windows):
+                self._failed[span.protocol, span.length] = reason
+            return
+        self._seconds += time.perf_counter() - began
+        self._forwarded += sum(window.forwarded for window in windows)
+        if cuda:
+            self._peak = max(self._peak or 0, torch.cuda.max_memory_allocated())
+        for window, part in zip(windows, losses, strict=True):
+            self._add(window, part)
+
+    def _add(self, window: Window, losses: Tensor) -> None:
+        document = self._run.documents[self._item.document]
+        offset = window.begin - window.special
+        for span in window.spans:
+            part = losses[span.first - window.first_scored : span.stop - window.first_scored]
+            first, stop = offset + span.first, offset + span.stop
+            size, words = document.bytes_between(first, stop), document.words_between(first, stop)
+            weight = span.weight
+            key = self._run.is_key(self._item, window, span)
+            if key is not None:
+                part, size, words, weight = part[key], None, None, float(key.sum())
+            nats = float(part.sum())
+            weighted = nats if weight == len(part) else nats / max(1, len(part)) * weight
+            total = self._sums.setdefault((span.protocol, span.length), _Sum())
+            total.add(nats, len(part), size, words, weighted, weight)
+            if span.protocol == "prefix" and span.length == self._run.settings.lengths[-1]:
+                self._curve = curve(part, span.first, span.length, self._run.settings.buckets)
+
+    def value(self) -> dict[str, Any]:
+        """What is stored."""
+        return {
+            "sums": [
+                [*cell, *vars(total).values()]
+                for cell, total in self._sums.items()
+                if cell not in self._failed
+            ],
+            "failed": [[*cell, reason] for cell, reason in self._failed.items()],
+            "curve": self._curve,
+            "forwarded": self._forwarded,
+            "seconds": self._seconds,
+            "peak_bytes": self._peak,
+            "at_once": self._scorer.reduced,
+        }
 
 
 def measure(
@@ -58,192 +393,26 @@ def measure(
     special: Sequence[int] = (),
     progress: Progress = lambda label, done, total: None,
 ) -> Measurement:
-    """Measures every candidate on every document.
-
-    The model is patched and unpatched for each candidate; at the end its modes and its config are what they were.
-
-    Args:
-        model: A causal language model.
-        documents: Documents of at least the longest length less the special tokens.
-        candidates: What to compare, each `checked` against the model.
-        settings: Lengths, protocols and their numbers.
-        special: Token ids in front of every window.
-        progress: Called after every forward.
-
-    Raises:
-        PosencError: The model is not a causal language model.
-    """
-    if not documents:  # a process of several that got no share
-        return Measurement()
-    with evaluation_mode(model):
-        scorer = TokenScorer(model, documents[0].ids, chunk=settings.chunk)
-        run = _Run(scorer, documents, settings, special, progress)
-        run.total = sum(run.cost(candidate) for candidate in candidates)
-        for candidate in candidates:
-            run.measure(model, candidate)
-    if scorer.replays:
-        run.measurement.head_replay = "bit-exact" if scorer.exact else "up to rounding"
-    return run.measurement
+    """Measures every candidate on every document, in memory and by this process alone; see `Run`."""
+    run, store = Run(model, documents, candidates, settings, special=special), Memory()
+    run.measure(store, progress=progress)
+    measurement = run.collect(store)
+    assert measurement is not None
+    return measurement
 
 
-@dataclass
-class _Sum:
-    nats: float = 0.0
-    tokens: int = 0
-    bytes: int | None = 0
+def edges(length: int, buckets: int) -> list[int]:
+    """Where the buckets of the longest prefix begin, and its end: equal parts, of whole tokens."""
+    count = min(buckets, length)
+    return [length * index // count for index in range(count + 1)]
 
 
-class _Run:
-    """The state of `measure`: what was done so far, of how much."""
-
-    def __init__(
-        self,
-        scorer: TokenScorer,
-        documents: Sequence[TokenizedDocument],
-        settings: Settings,
-        special: Sequence[int],
-        progress: Progress,
-    ) -> None:
-        self.scorer, self.documents, self.settings, self.progress = (
-            scorer,
-            documents,
-            settings,
-            progress,
-        )
-        self.special = torch.tensor(list(special), dtype=torch.int64)
-        self.measurement = Measurement()
-        self.done = self.total = 0
-        self._sums: dict[tuple[str, int, int], _Sum] = {}
-        self._failed: dict[tuple[str, int], str] = {}
-        self._ahead: dict[Window, Tensor] = {}
-
-    def cost(self, candidate: Candidate) -> int:
-        """Tokens that a candidate forwards."""
-        shared = not candidate.auto_scale and not candidate.length_dependent
-        extra = self.settings.lengths[0] if shared and len(self.settings.lengths) > 1 else 0
-        return extra + sum(map(len, self._plan(self.settings.lengths, shared=shared)))
-
-    def measure(self, model: nn.Module, candidate: Candidate) -> None:
-        """Measures one candidate; under an automatic scale, with a patch of its own for every length."""
-        self._sums, self._failed, self._ahead = {}, {}, {}
-        lengths, shared = self.settings.lengths, False
-        if candidate.auto_scale:
-            for length in lengths:
-                with candidate.applied(model, length):
-                    self._score_all(candidate, self._plan([length], shared=False))
-        else:
-            with candidate.applied(model, lengths[-1]):
-                shared = not candidate.length_dependent and self._prefix_is_causal(candidate)
-                self._score_all(candidate, self._plan(lengths, shared=shared), settle=not shared)
-        self.measurement.shared_prefix[candidate.label] = shared
-        self._keep(candidate)
-
-    def _plan(self, lengths: Sequence[int], *, shared: bool) -> list[Window]:
-        sizes = [len(document.ids) for document in self.documents]
-        special = len(self.special)
-        return plan(sizes, self.settings, special=special, shared_prefix=shared, lengths=lengths)
-
-    def _prefix_is_causal(self, candidate: Candidate) -> bool:
-        """Whether one long forward gives the losses of a short one, tried on the first document.
-
-        Checked and not assumed: a checkpoint whose own config is dynamic or LongRoPE computes a short text in another
-        way when more text follows. Where the long forward cannot be run, the shorter ones are run one by one too.
-        """
-        lengths = self.settings.lengths
-        if len(lengths) == 1 or "prefix" not in self.settings.protocols:
-            return True
-        short, long = (
-            next(w for w in self._plan(some, shared=True) if w.document == w.begin == 0)
-            for some in (lengths[:1], lengths)
-        )
-        try:
-            alone = self.scorer(self._ids(short), short.first_scored)
-            within = self.scorer(self._ids(long), long.first_scored)
-        except Exception:  # `_score` meets it again, and keeps the reason
-            same = False
-        else:
-            difference = (alone - within[: len(alone)]).abs().mean()
-            dtype = next(self.scorer.model.parameters()).dtype
-            same = not bool(
-                difference > SAME_LOSS.get(dtype, SAME_LOSS_HALF)
-            )  # NaN in both is no difference
-            self._advance(candidate, len(short))
-        if same:
-            self._ahead[long] = within
-        else:
-            self.total += sum(map(len, self._plan(lengths, shared=False)))
-            self.total -= sum(map(len, self._plan(lengths, shared=True)))
-        return same
-
-    def _score_all(
-        self, candidate: Candidate, windows: Sequence[Window], *, settle: bool = False
-    ) -> None:
-        for window in windows:
-            if settle and candidate.method is None:
-                self.scorer(
-                    self._ids(window)[:2]
-                )  # two tokens reset transformers' stateful dynamic RoPE
-            self._score(window)
-            self._advance(candidate, len(window))
-
-    def _score(self, window: Window) -> None:
-        """Runs a window and adds up its spans."""
-        if all((span.protocol, span.length) in self._failed for span in window.spans):
-            return
-        try:
-            losses = self._ahead.pop(window, None)
-            if losses is None:
-                losses = self.scorer(self._ids(window), window.first_scored)
-        except (
-            Exception
-        ) as error:  # a family may fail in its own way past its length; the run goes on without it
-            for span in window.spans:
-                self._failed[span.protocol, span.length] = _reason(error)
-            return
-        document = self.documents[window.document]
-        offset = window.begin - window.special
-        for span in window.spans:
-            part = losses[span.first - window.first_scored : span.stop - window.first_scored]
-            size = document.bytes_between(offset + span.first, offset + span.stop)
-            total = self._sums.setdefault((span.protocol, span.length, window.document), _Sum())
-            total.nats += float(part.sum())
-            total.tokens += len(part)
-            total.bytes = None if size is None or total.bytes is None else total.bytes + size
-
-    def _keep(self, candidate: Candidate) -> None:
-        """Turns the sums of one candidate into records, in the order of protocol, length and document."""
-        protocols = self.settings.protocols
-        for protocol, length, index in sorted(
-            self._sums, key=lambda key: (protocols.index(key[0]), key)
-        ):
-            if (protocol, length) not in self._failed:
-                total = self._sums[protocol, length, index]
-                name = self.documents[index].name
-                self.measurement.records.append(
-                    Record(
-                        candidate.label,
-                        protocol,
-                        length,
-                        name,
-                        total.nats,
-                        total.tokens,
-                        total.bytes,
-                    )
-                )
-        for (protocol, length), reason in self._failed.items():
-            self.measurement.failures.append(Failure(candidate.label, protocol, length, reason))
-
-    def _ids(self, window: Window) -> Tensor:
-        return torch.cat(
-            [self.special, self.documents[window.document].ids[window.begin : window.end]]
-        )
-
-    def _advance(self, candidate: Candidate, tokens: int) -> None:
-        self.done += tokens
-        self.progress(candidate.label, self.done, self.total)
+def curve(losses: Tensor, first: int, length: int, buckets: int) -> dict[str, list[Any]]:
+    """Nats and tokens per bucket, of losses that begin at token `first` of the prefix."""
+    bounds = [max(0, edge - first) for edge in edges(length, buckets)]
+    parts = [losses[begin:end] for begin, end in itertools.pairwise(bounds)]
+    return {"nats": [float(part.sum()) for part in parts], "tokens": [len(part) for part in parts]}
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error):
-        return "out of memory"
-    return f"{type(error).__name__}: {one_line(error)}"
+def _document_key(document: TokenizedDocument) -> str:
+    return f"{document.name} {document.to_dict()['tokens_sha256'][:16]}"

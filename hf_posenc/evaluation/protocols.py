@@ -1,25 +1,37 @@
-"""What "perplexity at length L" means: which windows are run, and which of their tokens count.
+"""What "perplexity at length L" means: the definitions, and the numbers that go with them.
 
-`prefix`: the first L tokens of each document; every token with a prediction counts. One number averages over contexts
-of 1 to L tokens, so a failure at the far end is diluted. The tables of YaRN and EasyContext are of this kind.
-
-`tail`: the same last K tokens of each document at every length, read with the L tokens that end there. Context is the
-only thing that changes with L.
+One set of weights gives a different number under every definition, and methods rank differently too. So a protocol is
+always named, and stored with every result.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hf_posenc.errors import PosencError
 
 DEFINITIONS = {
     "prefix": "the first L tokens of each document",
     "tail": "the same last {tail} tokens of each document, read with the L tokens that end there",
+    "sliding": "windows of L tokens, {stride} apart; each scores the tokens that the one before it did not reach",
+    "disjoint": "pieces of L tokens; every token once, read with what is in front of it in its piece",
+    "longppl": "the key tokens of the first L tokens of each document, those that need far context (LongPPL)",
+    "stream": "the documents as one stream, windows of L tokens {stride} apart; all tokens of every window",
 }
 PROTOCOLS = tuple(DEFINITIONS)
+AGGREGATES = {
+    "tokens": "every token weighs the same",
+    "windows": "every window weighs the same, however many tokens it scores",
+    "batches": "every batch of 32 windows weighs the same, the last and smaller one too",
+    "documents": "every document weighs the same, however many tokens it has",
+    "hf-docs": "windows weigh by their tokens, less one in every window but the first",
+}
 TAIL_TOKENS = 1024
+STRIDE = 256
+BUCKETS = 64
 MIN_LENGTH = 8
 
 
@@ -30,27 +42,50 @@ class Settings:
     Attributes:
         lengths: Context lengths in tokens, special tokens in front included, ascending.
         protocols: Names from `PROTOCOLS`.
-        tail_tokens: The K of `tail`, in tokens.
-        windows_per_document: Number of `tail` windows per document, evenly spaced, their targets never overlapping.
+        tail_tokens: The K of `tail`, in tokens; 0: `default_tail_tokens`.
+        stride: Tokens from one window of `sliding` and `stream` to the next.
+        windows_per_document: Of `tail`, so many windows per document, evenly spaced, their targets never overlapping
+            (by default 1). Of `sliding`, so many of the full windows after the first (by default all, and the first).
+        bos_windows: Which windows of `sliding` have the special tokens in front: `"every"` or `"first"`.
+        read_last: Whether the last token of a `tail` window is read too, though nothing behind it is scored. Then L
+            counts the tokens with the last target; otherwise those that come before it.
+        joined: Concatenate the documents first; `stream` does in any case.
+        aggregate: How losses become one number, from `AGGREGATES`.
+        base: What is raised to the mean loss.
+        min_tokens: Documents with fewer tokens are left out; `None`: the longest length, for `sliding` too, so that
+            every length reads the same documents.
+        buckets: Number of equal parts of the longest prefix whose losses are kept apart, for the curve by position.
+        evaluator: The model that says which tokens are key tokens for `longppl`, and how: name and numbers.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
+        prefill: Tokens that are run at a time, the earlier ones' keys and values cached; `None`: all at once.
+        batch: Windows of one document that are run at once, where they have the same shape.
         seed: Seed of the bootstrap.
         resamples: Number of bootstrap resamples.
+        preset: The preset that these come from.
 
     Raises:
         PosencError: Lengths, protocols or numbers that do not go together.
     """
 
     lengths: tuple[int, ...]
-    protocols: tuple[str, ...] = PROTOCOLS
+    protocols: tuple[str, ...] = ("prefix", "tail")
     tail_tokens: int = 0
-    windows_per_document: int = 1
+    stride: int = STRIDE
+    windows_per_document: int | None = None
+    bos_windows: str = "every"
+    read_last: bool = True
+    joined: bool = False
+    aggregate: str = "tokens"
+    base: float | None = None
+    min_tokens: int | None = None
+    buckets: int = BUCKETS
+    evaluator: dict[str, Any] | None = None
     chunk: int | None = None
+    prefill: int | None = None
+    batch: int = 1
     seed: int = 0
     resamples: int = 10_000
-
-    def definition(self, protocol: str) -> str:
-        """What a protocol scores, in one sentence."""
-        return DEFINITIONS[protocol].format(tail=f"{self.tail_tokens:,}")
+    preset: str | None = None
 
     def __post_init__(self) -> None:
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
@@ -60,16 +95,91 @@ class Settings:
         unknown = [name for name in self.protocols if name not in PROTOCOLS]
         if unknown or not self.protocols:
             raise PosencError(f"Unknown protocol {', '.join(unknown)!r}: {', '.join(PROTOCOLS)}.")
+        if len(set(self.protocols)) < len(self.protocols):
+            raise PosencError(f"A protocol is named twice: {', '.join(self.protocols)}.")
+        if self.aggregate not in AGGREGATES:
+            raise PosencError(f"Unknown aggregate {self.aggregate!r}: {', '.join(AGGREGATES)}.")
+        if self.bos_windows not in ("every", "first"):
+            raise PosencError(f"bos_windows is every or first, not {self.bos_windows!r}.")
         if self.tail_tokens == 0:
             object.__setattr__(self, "tail_tokens", default_tail_tokens(self.lengths))
-        if not 1 <= self.tail_tokens < self.lengths[0]:
+        if "tail" in self.protocols and not 1 <= self.tail_tokens < self.lengths[0]:
             raise PosencError(
                 f"The tail has {self.tail_tokens} tokens, which must be fewer than the shortest length "
                 f"({self.lengths[0]}): the same tokens are scored at every length."
             )
-        for name, least in (("windows_per_document", 1), ("resamples", 1), ("seed", 0)):
+        self._check_stream()
+        for name in ("stride", "windows_per_document", "min_tokens", "buckets", "chunk", "prefill"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PosencError(f"{name} is at least 1, not {value}.")
+        for name, least in (("batch", 1), ("resamples", 1), ("seed", 0)):
             if getattr(self, name) < least:
                 raise PosencError(f"{name} is at least {least}, not {getattr(self, name)}.")
+
+    def _check_stream(self) -> None:
+        """Refuses protocols that want the documents joined beside such that want them apart, or shorter ones."""
+        apart = [name for name in self.protocols if name in ("prefix", "tail", "longppl")]
+        if self.streams and apart:
+            raise PosencError(
+                f"{' and '.join(apart)} take documents one by one, and {', '.join(self.protocols)} would join them: "
+                "measure them in two runs."
+            )
+        if (
+            self.streams
+            and len(self.protocols) > 1
+            and "stream" in self.protocols
+            and not self.joined
+        ):
+            raise PosencError(
+                "stream joins the documents; the others do not: measure them in two runs."
+            )
+        if self.min_tokens is not None and apart and self.min_tokens < self.lengths[-1]:
+            raise PosencError(
+                f"min_tokens {self.min_tokens}: {' and '.join(apart)} need documents of the longest length "
+                f"({self.lengths[-1]}), so that every length reads the same ones."
+            )
+
+    @property
+    def streams(self) -> bool:
+        """Whether the documents are joined."""
+        return self.joined or "stream" in self.protocols
+
+    @property
+    def shortest_document(self) -> int:
+        """Tokens that a document has at least, special tokens in front included."""
+        if self.streams:
+            return 1
+        longest = self.lengths[-1] + (0 if self.read_last else 1)
+        return longest if self.min_tokens is None else self.min_tokens
+
+    def definition(self, protocol: str) -> str:
+        """What a protocol scores, in one sentence."""
+        text = DEFINITIONS[protocol].format(tail=f"{self.tail_tokens:,}", stride=f"{self.stride:,}")
+        if self.windows_per_document is not None and protocol in ("tail", "sliding"):
+            windows = f"{self.windows_per_document:,} evenly spaced window{'s' * (self.windows_per_document > 1)}"
+            text += f"; {windows} of each document" + ", the first one left out" * (
+                protocol == "sliding"
+            )
+        if self.joined and protocol != "stream":
+            text += "; the documents as one stream"
+        if self.aggregate != "tokens":
+            text += f"; {AGGREGATES[self.aggregate]}"
+        return text
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, JSON-ready."""
+        return {
+            **dataclasses.asdict(self),
+            "lengths": list(self.lengths),
+            "protocols": list(self.protocols),
+        }
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Settings:
+        """Reads what `to_dict` wrote."""
+        lists = {name: tuple(values[name]) for name in ("lengths", "protocols")}
+        return cls(**{**values, **lists})
 
 
 def default_tail_tokens(lengths: Sequence[int]) -> int:
@@ -78,20 +188,30 @@ def default_tail_tokens(lengths: Sequence[int]) -> int:
 
 
 def parse_lengths(text: str) -> tuple[int, ...]:
-    """Reads `512,1024,4k`; k is 1,024.
+    """Reads `512,1024,4k`, and `2k:128k:2k` (first, last, step); k is 1,024.
 
     Raises:
         PosencError: Something else than positive numbers.
     """
-    lengths = set()
+    lengths: set[int] = set()
     for part in text.lower().replace(" ", "").split(","):
-        digits, factor = (part[:-1], 1024) if part.endswith("k") else (part, 1)
-        if not digits.isdecimal():
-            raise PosencError(
-                f"--lengths {text}: {part!r} is no length; give tokens as in 512,1024,4k."
-            )
-        lengths.add(int(digits) * factor)
+        numbers = [_tokens(piece, text) for piece in part.split(":")]
+        if len(numbers) == 1:
+            lengths.add(numbers[0])
+        elif len(numbers) == 3 and numbers[2] > 0:
+            lengths.update(range(numbers[0], numbers[1] + 1, numbers[2]))
+        else:
+            raise PosencError(f"--lengths {text}: {part!r} is no range; give first:last:step.")
     return tuple(sorted(lengths))
+
+
+def _tokens(text: str, whole: str) -> int:
+    digits, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
+    if not digits.isdecimal():
+        raise PosencError(
+            f"--lengths {whole}: {text!r} is no length; give tokens as in 512,1024,4k."
+        )
+    return int(digits) * factor
 
 
 def default_lengths(original: int | None) -> tuple[int, ...]:
@@ -104,92 +224,3 @@ def default_lengths(original: int | None) -> tuple[int, ...]:
         raise PosencError("The model's config names no context length: give --lengths.")
     lengths = [original * factor for factor in (1, 2, 4, 8, 16)]
     return tuple(n for index, n in enumerate(lengths) if index < 3 or n <= 4096)
-
-
-@dataclass(frozen=True)
-class Span:
-    """Tokens `first .. stop-1` of a window, which count under a protocol at a length."""
-
-    protocol: str
-    length: int
-    first: int
-    stop: int
-
-
-@dataclass(frozen=True)
-class Window:
-    """One forward: the special tokens, then tokens `begin .. end-1` of a document.
-
-    Attributes:
-        document: Index of the document.
-        begin: First token of the document in the window.
-        end: One past the last.
-        special: Number of special tokens in front.
-        spans: What counts; indices into the window, special tokens included.
-    """
-
-    document: int
-    begin: int
-    end: int
-    special: int
-    spans: tuple[Span, ...]
-
-    def __len__(self) -> int:
-        return self.special + self.end - self.begin
-
-    @property
-    def first_scored(self) -> int:
-        """Index of the first token of the window that any span needs."""
-        return min(span.first for span in self.spans)
-
-
-def plan(
-    document_tokens: Sequence[int],
-    settings: Settings,
-    *,
-    special: int,
-    shared_prefix: bool,
-    lengths: Sequence[int] | None = None,
-) -> list[Window]:
-    """The forwards that a method needs.
-
-    Args:
-        document_tokens: Length of each document in tokens.
-        settings: Lengths and protocols.
-        special: Number of special tokens in front of every window.
-        shared_prefix: Take the prefix of every length from one forward at the longest: right where what a model
-            computes for a token does not depend on the tokens behind it.
-        lengths: Some of the settings' lengths only.
-
-    Returns:
-        The windows, shortest first: transformers' own dynamic RoPE keeps the largest length it has met as state.
-    """
-    wanted = sorted(settings.lengths if lengths is None else lengths)
-    windows: dict[tuple[int, int, int], list[Span]] = {}
-
-    def add(document: int, begin: int, end: int, span: Span) -> None:
-        windows.setdefault((document, begin, end), []).append(span)
-
-    for document, tokens in enumerate(document_tokens):
-        if "prefix" in settings.protocols:
-            for length in wanted:
-                end = (wanted[-1] if shared_prefix else length) - special
-                add(document, 0, end, Span("prefix", length, max(1, special), length))
-        if "tail" in settings.protocols:
-            for end in _tail_ends(tokens, settings, special):
-                for length in wanted:
-                    span = Span("tail", length, length - settings.tail_tokens, length)
-                    add(document, end - (length - special), end, span)
-    made = [Window(*place, special, tuple(spans)) for place, spans in windows.items()]
-    return sorted(made, key=len)
-
-
-def _tail_ends(tokens: int, settings: Settings, special: int) -> list[int]:
-    """Where the tail windows of a document end, the last at its end."""
-    first = settings.lengths[-1] - special
-    room = 1 + (tokens - first) // settings.tail_tokens
-    count = min(settings.windows_per_document, room)
-    if count == 1:
-        return [tokens]
-    step = (tokens - first) / (count - 1)
-    return [first + round(index * step) for index in range(count)]

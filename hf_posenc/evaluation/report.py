@@ -1,19 +1,30 @@
-"""The table that a run prints."""
+"""The tables that a run prints, and what a reader must know beside them."""
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Iterator
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.evaluation.candidates import UNPATCHED
+from hf_posenc.evaluation.presets import PRESETS
 from hf_posenc.evaluation.result import PerplexityResult
 from hf_posenc.evaluation.statistics import Cell
 
 FEW_DOCUMENTS = 5
+SAYS = {
+    "prefix": "prefix averages over contexts of 1 to L tokens and hides a failure at the far end",
+    "tail": "tail scores the same tokens at every L, so context is all that changes",
+    "sliding": "sliding scores tokens with nearly L tokens in front of them, and every L scores others too",
+    "disjoint": "disjoint averages over contexts of 1 to L tokens, in pieces all through the text",
+    "longppl": "longppl scores the tokens that an evaluator predicts by far context alone",
+    "stream": "stream averages over contexts of 1 to L tokens, across the ends of documents",
+}
 
 
 def number(value: float | None, digits: int = 4) -> str:
@@ -28,7 +39,10 @@ def number(value: float | None, digits: int = 4) -> str:
 
 
 def table(result: PerplexityResult, protocol: str) -> Table:
-    """Perplexity by method and length under one protocol, each with its range; the lowest of a column in bold."""
+    """Perplexity by method and length under one protocol, each with its range; the lowest of a column in bold.
+
+    An arrow says where a number is lower or higher than the baseline's by more than chance.
+    """
     lengths, settings = result.settings.lengths, result.settings
     made = Table(
         title=f"Perplexity, {protocol}: {settings.definition(protocol)}",
@@ -73,7 +87,8 @@ def _lowest(result: PerplexityResult, protocol: str, length: int) -> float:
 
 
 def _cell_text(cell: Cell, lowest: float) -> Text:
-    text = Text(number(cell.perplexity), style="bold" if cell.perplexity == lowest else "")
+    arrow = {-1: " ↓", 0: "", 1: " ↑"}[cell.differs]
+    text = Text(number(cell.perplexity) + arrow, style="bold" if cell.perplexity == lowest else "")
     if cell.interval is not None:
         low, high = cell.interval
         text.append(f"\n{number(low, 3)}-{number(high, 3)}", style="dim not bold")
@@ -93,11 +108,77 @@ def notes(result: PerplexityResult) -> Iterator[str]:
         f"{count} document{'s' * (count != 1)}{skipped}; ranges: 95 % bootstrap over documents, seed {settings.seed}; "
         f"bits/byte at {settings.lengths[-1]:,} tokens."
     )
+    baseline = result.candidates[0].label
+    if any(cell.differs for cell in result.cells):
+        yield (
+            f"↓ ↑: lower or higher than {baseline} by more than chance (paired 95 % interval of the ratio); no arrow: "
+            "it may be chance."
+        )
     if count < FEW_DOCUMENTS:
         yield f"Fewer than {FEW_DOCUMENTS} documents: the ranges say little."
+    yield from _short_texts(result)
+    yield from _orders(result)
     auto = next((candidate for candidate in result.candidates if candidate.auto_scale), None)
     if auto is not None:
         yield f"(auto): scale = length / {auto.original:,}, the original length, set anew at every length."
+
+
+def _short_texts(result: PerplexityResult) -> Iterator[str]:
+    """What texts within the trained length pay, in percent of the baseline's perplexity."""
+    baseline = result.candidates[0].label
+    short = [n for n in result.settings.lengths if result.original and n <= result.original]
+    if not short or len(result.settings.lengths) == len(short):
+        return
+    protocol = result.settings.protocols[-1]
+    cells = [result.cell(entry.label, protocol, short[-1]) for entry in result.candidates[1:]]
+    said = [
+        f"{cell.method} {_percent(cell)}"
+        for cell in cells
+        if cell is not None and cell.ratio is not None and cell.ratio != 1
+    ]
+    if any(cell is not None and cell.ratio == 1 for cell in cells):
+        said.append(f"the others as {baseline}" if said else f"all as {baseline}")
+    if said:
+        yield f"Short texts ({short[-1]:,} tokens, {protocol}, against {baseline}): {'; '.join(said)}."
+
+
+def _percent(cell: Cell) -> str:
+    assert cell.ratio is not None
+    text = f"{(cell.ratio - 1) * 100:+.1f} %"
+    if cell.ratio_interval is not None:
+        low, high = ((bound - 1) * 100 for bound in cell.ratio_interval)
+        text += f" ({low:+.1f} to {high:+.1f})"
+    return text
+
+
+def _orders(result: PerplexityResult) -> Iterator[str]:
+    """Whether the protocols put the methods in the same order; they often do not."""
+    length = result.settings.lengths[-1]
+    orders: dict[str, list[str]] = {}
+    for protocol in result.settings.protocols:
+        cells = [result.cell(entry.label, protocol, length) for entry in result.candidates]
+        ranked = sorted(
+            (c.perplexity, c.method) for c in cells if c is not None and math.isfinite(c.perplexity)
+        )
+        orders[protocol] = [method for _, method in ranked]
+    (first, order), *others = orders.items()
+    for protocol, other in others:
+        if order != other and set(order) == set(other):
+            swapped = next((a, b) for a, b in zip(order, other, strict=True) if a != b)
+            yield (
+                f"The order of methods at {length:,} tokens depends on the protocol: {first} has {swapped[0]} in a "
+                f"place that {protocol} gives to {swapped[1]}."
+            )
+
+
+def to_html(result: PerplexityResult) -> str:
+    """The tables and notes, for a notebook."""
+    console = Console(file=io.StringIO(), record=True, width=160, highlight=False)
+    for protocol in result.settings.protocols:
+        console.print(table(result, protocol))
+    for line in notes(result):
+        console.print(line, markup=False)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
 
 def problems(result: PerplexityResult) -> Iterator[str]:
@@ -129,12 +210,10 @@ def reading_guide(result: PerplexityResult) -> Iterator[str]:
         f"Baseline: {what} at {length:,} tokens{trained}{value}. A method holds where its {protocol} stays at or below "
         "that as the context grows."
     )
-    both = {
-        "prefix": "prefix averages over contexts of 1 to L tokens and hides a failure at the far end",
-        "tail": "tail scores the same tokens at every L, so context is all that changes",
-    }
-    shown = "; ".join(both[name] for name in settings.protocols)
+    shown = "; ".join(SAYS[name] for name in settings.protocols)
     yield f"Protocol: {shown}. Compare numbers of one protocol only."
+    if settings.preset is not None:
+        yield f"Preset {settings.preset}: {PRESETS[settings.preset].remark}"
 
 
 def _listed(lengths: list[int]) -> str:

@@ -1,38 +1,91 @@
-"""The result of a run, with everything that is needed to tell whether two results may be compared."""
+"""The result of a perplexity run, with everything that is needed to tell whether two results may be compared."""
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import hashlib
-import importlib.metadata
-import json
+import io
 import math
-import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.evaluation.candidates import Candidate
-from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
-from hf_posenc.evaluation.head_replay import input_device
-from hf_posenc.evaluation.perplexity import Failure, Measurement
+from hf_posenc.evaluation.documents import Skipped
+from hf_posenc.evaluation.files import finite, to_json, write_atomically
+from hf_posenc.evaluation.perplexity import Failure, Measurement, edges
 from hf_posenc.evaluation.protocols import Settings
 from hf_posenc.evaluation.statistics import Cell, Record, summarize
 
-FORMAT = 1
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = 2
 COLUMNS = (
     *("method", "protocol", "length", "scale"),
     *("perplexity", "perplexity_low", "perplexity_high", "ratio", "ratio_low", "ratio_high"),
-    *("bits_per_byte", "nats", "tokens", "bytes", "documents", "status"),
+    *(
+        "bits_per_byte",
+        "word_perplexity",
+        "nats",
+        "tokens",
+        "bytes",
+        "words",
+        "documents",
+        "status",
+    ),
 )
 """The columns of the CSV."""
 
-_PACKAGES = ("hf-posenc", "torch", "transformers", "tokenizers", "accelerate", "numpy")
+
+@dataclass(frozen=True)
+class Entry:
+    """A candidate as a result knows it.
+
+    Attributes:
+        label: As reports show it.
+        spec: As it was given to `--patch`.
+        method: Its method's name, several joined by `+`; `None` for the model as loaded.
+        parts: Each method with its options.
+        beside: What `patch_model` got beside them.
+        scale: As given; `None` for none.
+        auto_scale: Whether the scale is length / original length, anew at every length.
+        original: The original length in tokens that a scale refers to.
+        prefix_from_one_forward: Whether one forward at the longest length gave the prefix of every length.
+    """
+
+    label: str
+    spec: str
+    method: str | None
+    parts: Sequence[Mapping[str, Any]]
+    beside: Mapping[str, Any]
+    scale: float | None
+    auto_scale: bool
+    original: int | None
+    prefix_from_one_forward: bool
+
+    @classmethod
+    def of(cls, candidate: Candidate, shared: bool) -> Entry:
+        """What a result keeps of a candidate."""
+        parts = () if candidate.request is None else candidate.request.parts
+        return cls(
+            candidate.label,
+            candidate.spec,
+            candidate.method,
+            [{"method": part.method, "options": dict(part.options)} for part in parts],
+            {} if candidate.request is None else dict(candidate.request.beside),
+            candidate.scale,
+            candidate.auto_scale,
+            candidate.original,
+            shared,
+        )
+
+    def scale_at(self, length: int) -> float | None:
+        """The scale in force at a length."""
+        if self.auto_scale and self.original:
+            return max(1.0, length / self.original)
+        return self.scale
 
 
 @dataclass
@@ -45,13 +98,15 @@ class PerplexityResult:
         settings: Protocols, lengths and the other numbers.
         original: The context length that the model was trained on, in tokens, where it is known.
         candidates: The methods, in the order of the table.
-        documents: The documents that were used.
+        documents: The documents that were used, each with its hashes and its number of tokens, bytes and words.
         skipped: Those that were not, and why.
         records: Sums per method, protocol, length and document.
         failures: Cells without a number.
-        shared_prefix: For each method's label, whether its prefix curve came from one forward per document.
+        curves: For each method's label, nats and tokens of every bucket of the longest prefix.
         head_replay: How the scorer's probe compared with full logits.
-        processes: How many processes shared the documents.
+        environment: Versions of the packages that computed.
+        command: What gives this result again.
+        fingerprint: Of everything that determines a number; the records lie under it.
         cells: The numbers of the table, made from the records.
     """
 
@@ -59,53 +114,52 @@ class PerplexityResult:
     source: dict[str, Any]
     settings: Settings
     original: int | None
-    candidates: Sequence[Candidate]
-    documents: Sequence[TokenizedDocument]
+    candidates: Sequence[Entry]
+    documents: Sequence[Mapping[str, Any]]
     skipped: Sequence[Skipped]
     records: Sequence[Record]
     failures: Sequence[Failure]
-    shared_prefix: dict[str, bool]
-    head_replay: str
-    processes: int = 1
+    curves: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)
+    head_replay: str = "off"
+    environment: dict[str, Any] = field(default_factory=dict)
+    command: str | None = None
+    fingerprint: str | None = None
     cells: list[Cell] = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.cells = summarize(self.records, seed=settings.seed, resamples=settings.resamples)
+        self.cells = summarize(
+            self.records,
+            seed=settings.seed,
+            resamples=settings.resamples,
+            aggregate=settings.aggregate,
+            base=settings.base,
+        )
+        self._by_key = {(c.method, c.protocol, c.length): c for c in self.cells}
 
     @classmethod
-    def merge(cls, shares: Sequence[Measurement], **known: Any) -> PerplexityResult:
-        """Puts together what several processes measured on their shares of the documents.
+    def of(
+        cls, measured: Measurement, candidates: Sequence[Candidate], **known: Any
+    ) -> PerplexityResult:
+        """Puts a measurement together with what is known about it.
 
         Args:
-            shares: One measurement per process.
+            measured: The numbers.
+            candidates: The methods.
             **known: The other fields.
         """
-        labels = [candidate.label for candidate in known["candidates"]]
-        names = [document.name for document in known["documents"]]
-        order = {name: index for index, name in enumerate(names)}
-        protocols = known["settings"].protocols
-
-        def place(record: Record) -> tuple[int, int, int, int]:
-            where = labels.index(record.method), protocols.index(record.protocol)
-            return (*where, record.length, order[record.document])
-
-        working = [share for share in shares if share.shared_prefix]
-        failures = {(f.method, f.protocol, f.length): f for share in shares for f in share.failures}
         return cls(
-            records=sorted((record for share in shares for record in share.records), key=place),
-            failures=list(failures.values()),
-            shared_prefix={
-                label: all(share.shared_prefix[label] for share in working) for label in labels
-            },
-            head_replay=working[0].head_replay,
+            candidates=[Entry.of(c, measured.shared_prefix[c.label]) for c in candidates],
+            records=measured.records,
+            failures=measured.failures,
+            curves=measured.curves,
+            head_replay=measured.head_replay,
             **known,
         )
 
     def cell(self, method: str, protocol: str, length: int) -> Cell | None:
         """The number of a method under a protocol at a length; `None` where it could not be measured."""
-        key = (method, protocol, length)
-        return next((c for c in self.cells if (c.method, c.protocol, c.length) == key), None)
+        return self._by_key.get((method, protocol, length))
 
     def failure(self, method: str, protocol: str, length: int) -> str | None:
         """Why there is no number."""
@@ -117,55 +171,112 @@ class PerplexityResult:
         """The cells whose loss was not a finite number."""
         return [cell for cell in self.cells if not math.isfinite(cell.nats)]
 
+    @property
+    def curve(self) -> dict[str, Any]:
+        """Losses by position in the longest prefix: where the buckets begin and end, and each method's sums."""
+        methods = {
+            label: {"nats": nats, "tokens": tokens} for label, (nats, tokens) in self.curves.items()
+        }
+        return {
+            "edges": edges(self.settings.lengths[-1], self.settings.buckets),
+            "methods": methods,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values; a number that is not finite becomes `None`."""
-        settings, lengths = self.settings, self.settings.lengths
-        methods = []
-        for candidate in self.candidates:
-            shared = self.shared_prefix.get(candidate.label)
-            methods.append({**candidate.to_dict(lengths), "prefix_from_one_forward": shared})
+        settings = self.settings
         values = {
             "format": FORMAT,
             "kind": "perplexity",
+            "command": self.command,
+            "fingerprint": self.fingerprint,
             "model": self.model,
             "original_max_position_embeddings": self.original,
             "protocols": {name: settings.definition(name) for name in settings.protocols},
-            "settings": dataclasses.asdict(settings),
-            "environment": environment(),
-            "processes": self.processes,
+            "settings": settings.to_dict(),
+            "environment": self.environment,
             "head_replay": self.head_replay,
-            "methods": methods,
+            "methods": [dataclasses.asdict(entry) for entry in self.candidates],
             "source": self.source,
-            "documents": [document.to_dict() for document in self.documents],
+            "documents": list(self.documents),
             "skipped": [dataclasses.asdict(skipped) for skipped in self.skipped],
             "summary": [dataclasses.asdict(cell) for cell in self.cells],
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
+            "curve": self.curve,
             "records": [dataclasses.asdict(record) for record in self.records],
         }
-        finite: dict[str, Any] = _finite(values)
-        return finite
+        made: dict[str, Any] = finite(values)
+        return made
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> PerplexityResult:
+        """Reads what `to_dict` wrote; the summary is made anew from the records."""
+        curves = {
+            label: ([_number(loss) for loss in curve["nats"]], list(curve["tokens"]))
+            for label, curve in values["curve"]["methods"].items()
+        }
+        return cls(
+            model=dict(values["model"]),
+            source=dict(values["source"]),
+            settings=Settings.from_dict(values["settings"]),
+            original=values["original_max_position_embeddings"],
+            candidates=[Entry(**entry) for entry in values["methods"]],
+            documents=list(values["documents"]),
+            skipped=[Skipped(**entry) for entry in values["skipped"]],
+            records=[
+                Record(
+                    **{
+                        **entry,
+                        "nats": _number(entry["nats"]),
+                        "weighted": _number(entry["weighted"]),
+                    }
+                )
+                for entry in values["records"]
+            ],
+            failures=[Failure(**entry) for entry in values["failures"]],
+            curves=curves,
+            head_replay=values["head_replay"],
+            environment=dict(values["environment"]),
+            command=values["command"],
+            fingerprint=values["fingerprint"],
+        )
+
+    def plot(self) -> Figure:
+        """Perplexity against context length, one panel per protocol; needs matplotlib."""
+        from hf_posenc.evaluation.plot import figure
+
+        return figure(self)
+
+    def _repr_html_(self) -> str:
+        from hf_posenc.evaluation.report import to_html
+
+        return to_html(self)
 
     def write_json(self, path: Path) -> None:
         """Writes everything."""
-        text = json.dumps(self.to_dict(), indent=1, allow_nan=False)
-        path.write_text(text + "\n", encoding="utf-8")
+        write_atomically(path, to_json(self.to_dict()))
 
     def write_csv(self, path: Path) -> None:
         """Writes one row per cell of the table; a cell that could not be measured has a `status` and no numbers."""
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            for candidate in self.candidates:
-                for protocol in self.settings.protocols:
-                    for length in self.settings.lengths:
-                        writer.writerow(self._row(candidate, protocol, length))
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS)
+        writer.writeheader()
+        for entry in self.candidates:
+            for protocol in self.settings.protocols:
+                for length in self.settings.lengths:
+                    writer.writerow(self._row(entry, protocol, length))
+        write_atomically(path, text.getvalue())
 
-    def _row(self, candidate: Candidate, protocol: str, length: int) -> dict[str, Any]:
-        scale = candidate.scale_at(length) or candidate.scale
-        row = {"method": candidate.label, "protocol": protocol, "length": length, "scale": scale}
-        cell = self.cell(candidate.label, protocol, length)
+    def _row(self, entry: Entry, protocol: str, length: int) -> dict[str, Any]:
+        row = {
+            "method": entry.label,
+            "protocol": protocol,
+            "length": length,
+            "scale": entry.scale_at(length),
+        }
+        cell = self.cell(entry.label, protocol, length)
         if cell is None:
-            return {**row, "status": self.failure(candidate.label, protocol, length)}
+            return {**row, "status": self.failure(entry.label, protocol, length)}
         values = dataclasses.asdict(cell)
         for name, interval in (("perplexity", cell.interval), ("ratio", cell.ratio_interval)):
             values[f"{name}_low"], values[f"{name}_high"] = interval or (None, None)
@@ -174,60 +285,5 @@ class PerplexityResult:
         return {**values, **row, "status": status}
 
 
-def describe_model(
-    name: str, model: nn.Module, tokenizer: Any, special: Sequence[int], bos: str
-) -> dict[str, Any]:
-    """What a result stores of the model and its tokenizer."""
-    config: Any = model.config
-    parameters = list(model.parameters())
-    return {
-        "name": name,
-        "class": type(model).__name__,
-        "model_type": getattr(config, "model_type", None),
-        "revision": getattr(config, "_commit_hash", None),
-        "parameters": sum(parameter.numel() for parameter in parameters),
-        "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "device": _device_name(input_device(model)),
-        "attention": getattr(config, "_attn_implementation", None),
-        "tokenizer": {
-            "class": type(tokenizer).__name__,
-            "vocabulary": len(tokenizer),
-            "sha256": tokenizer_hash(tokenizer),
-        },
-        "bos": {"policy": bos, "token_ids": list(special)},
-    }
-
-
-def tokenizer_hash(tokenizer: Any) -> str:
-    """A hash of all that decides how a text becomes tokens."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = (
-        backend.to_str()
-        if backend is not None
-        else json.dumps(sorted(tokenizer.get_vocab().items()))
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def environment() -> dict[str, Any]:
-    """The versions that a run used."""
-    versions: dict[str, str | None] = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # a checkout that is not installed
-            versions[package] = None
-    system = f"{platform.system()} {platform.machine()}"
-    return {"python": platform.python_version(), "system": system, **versions}
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(entry) for entry in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

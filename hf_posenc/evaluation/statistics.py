@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,15 @@ class Record:
 
     Attributes:
         method: The label of the method.
-        protocol: `"prefix"` or `"tail"`.
+        protocol: Its name, from `protocols.PROTOCOLS`.
         length: Context length in tokens, special tokens included.
         document: The document's name.
         nats: Sum of the negative log-likelihoods of the scored tokens, in nats; NaN if one of them was not finite.
         tokens: Number of scored tokens.
         bytes: UTF-8 bytes of the text of the scored tokens; `None` where the tokenizer does not tell.
+        words: Words that begin in them; `None` likewise.
+        weighted: Sum of the windows' mean losses, each times its weight in the aggregate.
+        weight: Sum of those weights. Under the aggregate `tokens` these are `nats` and `tokens`.
     """
 
     method: str
@@ -33,6 +36,9 @@ class Record:
     nats: float
     tokens: int
     bytes: int | None
+    words: int | None
+    weighted: float
+    weight: float
 
 
 @dataclass(frozen=True)
@@ -41,16 +47,18 @@ class Cell:
 
     Attributes:
         method: The label of the method.
-        protocol: `"prefix"` or `"tail"`.
+        protocol: Its name.
         length: Context length in tokens.
-        perplexity: `exp(total nats / total tokens)`; NaN if a loss was not finite.
+        perplexity: `exp(total nats / total tokens)`, or as the run's aggregate says; NaN if a loss was not finite.
         interval: 95 % bootstrap interval of the perplexity over documents; `None` with fewer than two documents.
         ratio: Perplexity divided by the baseline's (the run's first method) at the same protocol and length.
         ratio_interval: 95 % interval of that ratio over the same resamples: paired, so much tighter than `interval`.
         bits_per_byte: `total nats / (ln 2 x total bytes)`: comparable between tokenizers.
+        word_perplexity: `exp(total nats / total words)`, PG19's unit: comparable between tokenizers too.
         nats: Total of the negative log-likelihoods.
         tokens: Number of scored tokens.
         bytes: UTF-8 bytes of their text.
+        words: Words that begin in them.
         documents: Number of documents.
     """
 
@@ -62,10 +70,20 @@ class Cell:
     ratio: float | None
     ratio_interval: tuple[float, float] | None
     bits_per_byte: float | None
+    word_perplexity: float | None
     nats: float
     tokens: int
     bytes: int | None
+    words: int | None
     documents: int
+
+    @property
+    def differs(self) -> int:
+        """-1 where the paired interval says lower than the baseline, 1 where higher, 0 where it does not say."""
+        if self.ratio_interval is None:
+            return 0
+        low, high = self.ratio_interval
+        return int(low > 1) - int(high < 1)
 
 
 class Bootstrap:
@@ -85,82 +103,125 @@ class Bootstrap:
             np.float64
         )  # (resamples, documents): how often each one was drawn
 
-    def log_perplexities(
-        self, nats: Sequence[float], tokens: Sequence[int]
-    ) -> np.ndarray[Any, Any]:
-        """The log perplexity of every resample, shape (resamples,)."""
-        total: np.ndarray[Any, Any] = self._weights @ np.asarray(nats, dtype=np.float64)
-        return total / (self._weights @ np.asarray(tokens, dtype=np.float64))
+    def means(self, sums: Sequence[float], weights: Sequence[float]) -> np.ndarray[Any, Any]:
+        """The mean loss of every resample, shape (resamples,)."""
+        total: np.ndarray[Any, Any] = self._weights @ np.asarray(sums, dtype=np.float64)
+        return total / (self._weights @ np.asarray(weights, dtype=np.float64))
 
 
-def summarize(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES) -> list[Cell]:
-    """Adds up the records of each (method, protocol, length), in the order of their first appearance."""
+def summarize(
+    records: Sequence[Record],
+    *,
+    seed: int,
+    resamples: int = RESAMPLES,
+    aggregate: str = "tokens",
+    base: float | None = None,
+) -> list[Cell]:
+    """Adds up the records of each (method, protocol, length), in the order of their first appearance.
+
+    Args:
+        records: One per document and cell.
+        seed: Seed of the bootstrap.
+        resamples: Its number of resamples.
+        aggregate: With `"documents"`, every document weighs the same; the others are in the records' weights.
+        base: What is raised to the mean loss; `None`: e.
+    """
     groups: dict[tuple[str, str, int], dict[str, Record]] = {}
     for record in records:
         groups.setdefault((record.method, record.protocol, record.length), {})[record.document] = (
             record
         )
-    names = list(dict.fromkeys(record.document for record in records))
+    names: dict[str, list[str]] = {}
+    for record in records:
+        here = names.setdefault(record.protocol, [])
+        if record.document not in here:
+            here.append(record.document)
     baseline = records[0].method if records else ""
-    bootstrap = Bootstrap(len(names), seed, resamples) if len(names) > 1 else None
+    bootstraps = {
+        count: Bootstrap(count, seed, resamples)
+        for count in {len(here) for here in names.values()}
+        if count > 1
+    }
     cells = []
     for (method, protocol, length), group in groups.items():
-        if len(group) < len(
-            names
-        ):  # a document failed here: a mean over others would not be comparable
-            continue
-        rows = [group[name] for name in names]
+        if len(group) < len(names[protocol]):
+            continue  # a document failed here: a mean over others would not be comparable
+        rows = [group[name] for name in names[protocol]]
         reference = groups.get((baseline, protocol, length), {})
-        other = [reference[name] for name in names if name in reference]
-        cells.append(_cell((method, protocol, length), rows, other, bootstrap))
+        other = [reference[name] for name in names[protocol] if name in reference]
+        cells.append(
+            _Cells(aggregate, base, bootstraps.get(len(rows))).cell(
+                method, protocol, length, rows, other
+            )
+        )
     return cells
 
 
-def _cell(
-    key: tuple[str, str, int],
-    rows: Sequence[Record],
-    baseline: Sequence[Record],
-    bootstrap: Bootstrap | None,
-) -> Cell:
-    nats, tokens, size = _totals(rows)
-    loss = nats / tokens
-    interval = ratio = ratio_interval = None
-    if bootstrap is not None:
-        losses = bootstrap.log_perplexities(
-            [row.nats for row in rows], [row.tokens for row in rows]
+@dataclass(frozen=True)
+class _Cells:
+    """How records become a cell."""
+
+    aggregate: str
+    base: float | None
+    bootstrap: Bootstrap | None
+
+    def cell(
+        self,
+        method: str,
+        protocol: str,
+        length: int,
+        rows: Sequence[Record],
+        baseline: Sequence[Record],
+    ) -> Cell:
+        sums, weights = self._weighed(rows)
+        loss = math.fsum(sums) / (math.fsum(weights) or math.nan)  # no key token at all
+        interval = ratio = ratio_interval = losses = None
+        if self.bootstrap is not None:
+            losses = self.bootstrap.means(sums, weights)
+            interval = self._interval(losses)
+        if len(baseline) == len(rows):
+            base_sums, base_weights = self._weighed(baseline)
+            ratio = self._power(loss - math.fsum(base_sums) / math.fsum(base_weights))
+            if self.bootstrap is not None and losses is not None:
+                ratio_interval = self._interval(
+                    losses - self.bootstrap.means(base_sums, base_weights)
+                )
+        nats = math.fsum(row.nats for row in rows)
+        size, words = _total(row.bytes for row in rows), _total(row.words for row in rows)
+        return Cell(
+            method,
+            protocol,
+            length,
+            perplexity=self._power(loss),
+            interval=interval,
+            ratio=ratio,
+            ratio_interval=ratio_interval,
+            bits_per_byte=nats / math.log(2) / size if size else None,
+            word_perplexity=_exp(nats / words) if words else None,
+            nats=nats,
+            tokens=sum(row.tokens for row in rows),
+            bytes=size,
+            words=words,
+            documents=len(rows),
         )
-        interval = _interval(losses)
-    if len(baseline) == len(rows):
-        base_nats, base_tokens, _ = _totals(baseline)
-        ratio = _exp(loss - base_nats / base_tokens)
-        if bootstrap is not None:
-            base = bootstrap.log_perplexities(
-                [row.nats for row in baseline], [row.tokens for row in baseline]
-            )
-            ratio_interval = _interval(losses - base)
-    return Cell(
-        *key,
-        perplexity=_exp(loss),
-        interval=interval,
-        ratio=ratio,
-        ratio_interval=ratio_interval,
-        bits_per_byte=nats / math.log(2) / size if size else None,
-        nats=nats,
-        tokens=tokens,
-        bytes=size,
-        documents=len(rows),
-    )
+
+    def _weighed(self, rows: Sequence[Record]) -> tuple[list[float], list[float]]:
+        if self.aggregate == "documents":
+            return [row.weighted / (row.weight or math.nan) for row in rows], [1.0] * len(rows)
+        return [row.weighted for row in rows], [row.weight for row in rows]
+
+    def _interval(self, logs: np.ndarray[Any, Any]) -> tuple[float, float]:
+        low, high = np.quantile(logs, [0.025, 0.975])
+        return self._power(float(low)), self._power(float(high))
+
+    def _power(self, loss: float) -> float:
+        return _exp(loss) if self.base is None else _exp(loss * math.log(self.base))
 
 
-def _totals(rows: Sequence[Record]) -> tuple[float, int, int | None]:
-    sizes = [row.bytes for row in rows if row.bytes is not None]
-    size = sum(sizes) if len(sizes) == len(rows) else None
-    return math.fsum(row.nats for row in rows), sum(row.tokens for row in rows), size
-
-
-def _interval(logs: np.ndarray[Any, Any]) -> tuple[float, float]:
-    low, high = np.quantile(logs, [0.025, 0.975])
-    return _exp(float(low)), _exp(float(high))
+def _total(values: Iterable[int | None]) -> int | None:
+    """The sum, where every value is known."""
+    known = list(values)
+    return None if None in known else sum(value for value in known if value is not None)
 
 
 def _exp(value: float) -> float:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 from filelock import FileLock, Timeout
 
@@ -32,8 +32,33 @@ def fingerprint_of(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+class Records(Protocol):
+    """Where a run keeps what it has measured."""
+
+    def get(self, key: Key) -> dict[str, Any] | None:
+        """What was stored under a key."""
+
+    def append(self, key: Key, value: Mapping[str, Any]) -> None:
+        """Stores a value."""
+
+
+class Memory:
+    """Records that end with the process."""
+
+    def __init__(self) -> None:
+        self._records: dict[Key, dict[str, Any]] = {}
+
+    def get(self, key: Key) -> dict[str, Any] | None:
+        """What was stored under a key."""
+        return self._records.get(key)
+
+    def append(self, key: Key, value: Mapping[str, Any]) -> None:
+        """Stores a value, as a file would give it back."""
+        self._records[key] = json.loads(json.dumps(finite(dict(value))))
+
+
 class Store:
-    """The records of one run. A context manager: the file of this process is locked while it is open.
+    """The records of one run in files. A context manager: the file of this process is locked while it is open.
 
     Args:
         folder: The run's output folder.
@@ -160,7 +185,7 @@ class Store:
             self._file = self._path.open("ab")
 
 
-def missing(store: Store, keys: Iterable[Key]) -> list[Key]:
+def missing(store: Records, keys: Iterable[Key]) -> list[Key]:
     """The keys that no process has stored yet."""
     return [key for key in keys if store.get(key) is None]
 

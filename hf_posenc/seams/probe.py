@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,8 +34,34 @@ def rotary_output(
         device: Where to call it.
         length: Tokens of the text that the positions are from.
     """
+    return _output_at((*_POSITIONS, length - 1), rotary, label, device)
+
+
+@torch.no_grad()
+def moves_with_length(rotary: nn.Module, label: str, device: torch.device) -> bool:
+    """Whether the rotation of a text's first tokens depends on how many tokens follow.
+
+    `False` where the module cannot be called.
+
+    Args:
+        rotary: A rotary module, wrapped or not.
+        label: Its table.
+        device: Where to call it.
+    """
+    # Long before short: transformers' dynamic tables keep the largest length they met until a short text resets them.
+    long = _output_at((0, 1, 2, 3, 2**20), rotary, label, device)
+    short = _output_at((0, 1, 2, 3, 4), rotary, label, device)
+    if long is None or short is None:
+        return False
+    return not all(torch.equal(a, b) for a, b in zip(long, short, strict=True))
+
+
+def _output_at(
+    places: Sequence[int], rotary: nn.Module, label: str, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """The (cos, sin) at all places but the last, which is there for the length: rounding makes its phase a guess."""
     kwargs = {"layer_type": label} if label else {}
-    positions = torch.tensor([*_POSITIONS, length - 1], device=device)
+    positions = torch.tensor(places, device=device)
     x = torch.zeros(1, len(positions), 1, device=device)
     for position_ids in (positions[None], positions[None, None].expand(3, 1, -1)):  # text, M-RoPE
         try:
@@ -45,9 +72,7 @@ def rotary_output(
             part.dim() >= 2 and part.shape[-2] == len(positions) for part in parts
         ):
             cos, sin = (
-                # The last position is there for the length; rounding makes its phase a guess.
-                part.float().reshape(-1, len(positions), part.shape[-1])[0, :-1]
-                for part in parts
+                part.float().reshape(-1, len(positions), part.shape[-1])[0, :-1] for part in parts
             )
             return cos, sin
     return None
