@@ -1,0 +1,165 @@
+"""Whether a model gives the answer: teacher-forced, in one forward per sample.
+
+The answer stands behind the prompt, and the model reads both in one forward. If every token of the answer is the most
+probable one where it stands, greedy decoding would have written exactly this answer, and nothing need be generated.
+
+For the rank, the summed log probability of the answer is compared with those of the distractors, each in the same
+context: behind the same prompt. That forward leaves the prompt's keys and values in a cache; it is cut back to the
+prompt, and each answer, the right one again included, is read on from there. If that repeats the forward's own value
+for the right answer, the cache is exact and the sums count; if not, every distractor gets a forward of its own, as also
+where a method's cache is known not to be exact, or a model has none that can be cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.evaluation.head_replay import TokenScorer, input_device
+from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt
+
+SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
+SAME_HALF = 0.1
+"""Nats per token up to which the cache has repeated the plain forward; a cache that is not exact is off by more."""
+
+
+class NotFiniteError(ArithmeticError):
+    """The logits of an answer are not finite numbers."""
+
+    def __init__(self) -> None:
+        super().__init__("the logits are not finite")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out of one sample.
+
+    Attributes:
+        correct: Whether every token of the answer is the most probable one.
+        parts: The share of the answer's parts of which that holds.
+        nats: Negative log-likelihood of the whole answer, in nats.
+        rank: 1 plus the number of distractors that are at least as probable; `None` without distractors.
+        candidates: The distractors and the answer.
+    """
+
+    correct: bool
+    parts: float
+    nats: float
+    rank: int | None
+    candidates: int | None
+
+
+class AnswerScorer:
+    """Scores the answers of prompts.
+
+    Args:
+        model: A causal language model, in evaluation mode; it may be patched between calls.
+        scorer: Runs it without ever holding the logits of a whole prompt.
+    """
+
+    def __init__(self, model: nn.Module, scorer: TokenScorer) -> None:
+        self.model, self.scorer = model, scorer
+        self._few_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+
+    @torch.inference_mode()
+    def __call__(self, prompt: Prompt, *, cache: bool = True) -> Verdict:
+        """Scores one prompt.
+
+        Args:
+            prompt: The prompt.
+            cache: Whether the model's cache may be used, where it proves exact.
+
+        Raises:
+            NotFiniteError: The logits are not finite.
+        """
+        answer, wrong = prompt.answer, prompt.distractors
+        sums: list[float] | None = None
+        if cache and wrong and self._few_logits:
+            predicted, sums = self._with_cache(prompt)
+        else:
+            predicted = self._forward(prompt, answer)
+        log_probabilities = predicted.log_softmax(-1)
+        right = _sum(log_probabilities, answer.ids)
+        hits = predicted.argmax(-1).cpu() == torch.tensor(answer.ids)
+        if wrong and sums is None:
+            sums = [right, *(self._alone(prompt, other) for other in wrong)]
+        if not all(torch.isfinite(torch.tensor([right, *(sums or [])]))):
+            raise NotFiniteError
+        starts = (0, *answer.ends)
+        parts = [bool(hits[a:b].all()) for a, b in zip(starts, answer.ends, strict=False)]
+        return Verdict(
+            correct=bool(hits.all()),
+            parts=sum(parts) / len(parts),
+            nats=-right,
+            rank=None if sums is None else 1 + sum(other >= sums[0] for other in sums[1:]),
+            candidates=None if sums is None else len(sums),
+        )
+
+    def _forward(self, prompt: Prompt, answer: Answer) -> Tensor:
+        """The logits that predict an answer, shape (tokens, vocabulary), from a plain forward."""
+        ids = torch.cat([prompt.ids, torch.tensor(answer.ids)])
+        logits = list(self.scorer.logits(ids, len(prompt.ids), read_last=False))
+        return _float(torch.cat([part.to(logits[0].device) for part in logits]))
+
+    def _alone(self, prompt: Prompt, answer: Answer) -> float:
+        return _sum(self._forward(prompt, answer).log_softmax(-1), answer.ids)
+
+    def _with_cache(self, prompt: Prompt) -> tuple[Tensor, list[float] | None]:
+        """The logits that predict the answer, and the sums of all answers read on from the cache if it is exact."""
+        answer = prompt.answer.ids
+        device = input_device(self.model)
+        read = torch.cat([prompt.ids, torch.tensor(answer[:-1], dtype=torch.int64)])
+        output: Any = self.model(
+            input_ids=read.unsqueeze(0).to(device), use_cache=True, logits_to_keep=len(answer)
+        )
+        predicted = _float(output.logits[0])
+        known = getattr(output, "past_key_values", None)
+        first = predicted[0].log_softmax(-1)
+        if not hasattr(known, "crop"):
+            return predicted, None
+        sums = []
+        read_on = len(answer) - 1
+        for candidate in (prompt.answer, *prompt.distractors):
+            if not _cut(known, read_on):
+                return predicted, None
+            read_on = len(candidate.ids) - 1
+            total = float(first[candidate.ids[0]])
+            if read_on:
+                more = torch.tensor([candidate.ids[:-1]], device=device)
+                output = self.model(input_ids=more, past_key_values=known, use_cache=True)
+                total += _sum(_float(output.logits[0]).log_softmax(-1), candidate.ids[1:])
+            sums.append(total)
+            if len(sums) == 1 and not self._same(predicted, answer, total):
+                return predicted, None
+        return predicted, sums
+
+    def _same(self, predicted: Tensor, answer: Sequence[int], total: float) -> bool:
+        dtype = next(self.model.parameters()).dtype
+        off = abs(_sum(predicted.log_softmax(-1), answer) - total) / len(answer)
+        return off <= SAME.get(dtype, SAME_HALF)
+
+
+def _cut(cache: Any, tokens: int) -> bool:
+    """Takes the last tokens out of a cache; some kinds cannot, such as a full sliding window."""
+    if tokens:
+        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError, AttributeError):
+            cache.crop(-tokens)
+            return True
+        return False
+    return True
+
+
+def _sum(log_probabilities: Tensor, ids: Sequence[int]) -> float:
+    """The summed log probability of tokens, in float64."""
+    places = torch.tensor(ids, device=log_probabilities.device).unsqueeze(-1)
+    return float(log_probabilities.gather(-1, places).double().sum())
+
+
+def _float(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
