@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 BLOCK = 1 << 20
-"""Tokens that are looked at at a time where a whole document would not fit into memory."""
+"""Tokens or characters that are looked at at a time where a whole document would not fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,24 @@ class Document:
 
     name: str
     text: str
+
+    def chunks(self) -> Iterator[str]:
+        """The text, piece by piece."""
+        for begin in range(0, len(self.text), BLOCK):
+            yield self.text[begin : begin + BLOCK]
+
+
+@dataclass(frozen=True)
+class LongDocument:
+    """A text that is read piece by piece, as often as it is needed, and is never whole in memory.
+
+    Attributes:
+        name: The name that reports show for it.
+        chunks: Opens the text and gives its pieces in order; may raise `UnreadableError` at any of them.
+    """
+
+    name: str
+    chunks: Callable[[], Iterator[str]]
 
 
 @dataclass(frozen=True)
@@ -39,17 +58,20 @@ class TokenizedDocument:
         byte_ends: For each token, the number of UTF-8 bytes of the text up to its end, shape (n,), int64. A character
             that is split over several tokens counts with the first of them. `None` where nobody says which text a
             token came from.
-        sha256: Hash of the whole text, as UTF-8, before any cut.
+        sha256: Hash of the text, as UTF-8; `None` where there is none, only token ids.
         word_ends: For each token, the number of words that began up to its end, shape (n,), int64. A word is a maximal
             run of characters that are not white space (`str.split`), the unit of PG19 (Rae et al. 2020, table 2);
             it counts with the token in which it begins. `None` as `byte_ends`.
+        hashed_bytes: How much of the text the hash is of, where reading stopped early: up to the end of the last token
+            that was kept. `None`: the whole text, before any cut.
     """
 
     name: str
     ids: Tensor
     byte_ends: Tensor | None
-    sha256: str
+    sha256: str | None
     word_ends: Tensor | None = None
+    hashed_bytes: int | None = None
 
     def tokens(self, begin: int, end: int) -> Tensor:
         """Tokens `begin .. end-1` as the model takes them: in memory, int64, shape (end - begin,)."""
@@ -63,20 +85,39 @@ class TokenizedDocument:
         """Words that begin in tokens `first .. stop-1`."""
         return _between(self.word_ends, first, stop)
 
+    def blocks(self) -> Iterator[Tensor]:
+        """All tokens in order, int64, so many at a time as fit into memory anywhere."""
+        for begin in range(0, len(self.ids), BLOCK):
+            yield self.tokens(begin, begin + BLOCK)
+
+    def largest(self) -> int:
+        """The largest token id, -1 without tokens."""
+        return max((int(block.max()) for block in self.blocks()), default=-1)
+
     def to_dict(self) -> dict[str, Any]:
         """What a result stores of it: enough to tell whether two results read the same tokens."""
         count = len(self.ids)
         digest = hashlib.sha256()
-        for begin in range(0, count, BLOCK):
-            digest.update(self.tokens(begin, begin + BLOCK).numpy().astype("<i8").tobytes())
+        for block in self.blocks():
+            digest.update(block.numpy().astype("<i8").tobytes())
         return {
             "name": self.name,
             "tokens": count,
             "bytes": self.bytes_between(0, count),
             "words": self.words_between(0, count),
             "text_sha256": self.sha256,
+            "text_sha256_of": self._hashed(),
             "tokens_sha256": digest.hexdigest(),
         }
+
+    def _hashed(self) -> str | None:
+        if self.sha256 is None:
+            return None
+        return "all" if self.hashed_bytes is None else f"the first {self.hashed_bytes} bytes"
+
+
+Entry: TypeAlias = Document | LongDocument | TokenizedDocument | Skipped
+"""What a reader gives for each thing that it was asked to read."""
 
 
 def _between(ends: Tensor | None, first: int, stop: int) -> int | None:
