@@ -7,14 +7,11 @@ from typing import Annotated
 
 import typer
 
-from hf_posenc.cli.inputs import (
-    TakesSeveral,
-    check_output,
-    check_vocabulary,
-    decide_plot,
-    source_of,
-)
-from hf_posenc.cli.presentation import announce, finish, progress_bar, reading
+from hf_posenc.cli import options as opt
+from hf_posenc.cli.cost import print_cost
+from hf_posenc.cli.inputs import check_output, check_vocabulary, decide_plot, source_of
+from hf_posenc.cli.presentation import announce, finish, reading
+from hf_posenc.cli.session import Remembers, command_line, open_session
 
 # The second is the control: plain attention to as many tokens as the model was trained at.
 DEFAULT_PATCHES = (
@@ -22,159 +19,151 @@ DEFAULT_PATCHES = (
     *("yarn", "yarn:scale=16", "dynamic_ntk:scale=2", "dynamic_yarn", "rerope", "self_extend"),
 )
 DEMO_DOCUMENTS = 12
-EMBEDDED = "hf_posenc's embedded model"
 NAME = "perplexity"
-_GIVEN = "Documents"
-_MEASURE = "What is measured"
-_MODEL = "The model"
-_OUTPUT = "Output"
+_AT_ONCE = "Memory and speed"
 
 
 def perplexity(
-    model: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[MODEL]", help="A folder or a hub name. Default: the embedded model."
-        ),
-    ] = None,
-    patch: Annotated[
-        list[str] | None,
+    context: typer.Context,
+    model: opt.ModelArgument = None,
+    patch: opt.PatchOption = None,
+    lengths: opt.LengthsOption = None,
+    short: Annotated[
+        bool,
         typer.Option(
-            metavar="METHOD",
-            help="none, or method:option=value,... such as yarn:scale=8, or several joined by +, such as "
-            "yarn:scale=4+log_n; may be given several times. Without a scale, a method that scales to a target gets "
-            "length / original length, anew at every length.",
-            show_default=" ".join(DEFAULT_PATCHES),
-            rich_help_panel=_MEASURE,
+            help="Also measure the original length, where every length given is longer: what do short texts pay?",
+            rich_help_panel=opt.MEASURED,
         ),
-    ] = None,
-    lengths: Annotated[
+    ] = True,
+    preset: Annotated[
         str | None,
         typer.Option(
-            metavar="L,L,...",
-            help="Context lengths in tokens, e.g. 512,1024,4k. Default: the original length times 1, 2, 4, 8, 16 up to "
-            "4,096 tokens, and three of them at least.",
-            rich_help_panel=_MEASURE,
+            metavar="NAME",
+            help="A peer's own arithmetic: yarn, pi, pose, longlora, su, lm-eval or hf-docs. Other options win.",
+            rich_help_panel=opt.MEASURED,
         ),
     ] = None,
     protocol: Annotated[
-        str, typer.Option(metavar="NAMES", help="prefix, tail, or both.", rich_help_panel=_MEASURE)
-    ] = "prefix,tail",
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="One or several of prefix, tail, sliding, disjoint, stream.",
+            show_default="prefix,tail, or as the preset says",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
     tail_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="K",
             min=1,
             help="Tokens that `tail` scores. Default: 1024, at most half of the shortest length.",
-            rich_help_panel=_MEASURE,
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=1,
+            help="Tokens from one window of `sliding` or `stream` to the next; the text is read L / S times.",
+            show_default="256, or as the preset says",
+            rich_help_panel=opt.MEASURED,
         ),
     ] = None,
     windows_per_document: Annotated[
-        int,
+        int | None,
         typer.Option(
             metavar="N",
             min=1,
-            help="`tail` windows in each document, evenly spaced.",
-            rich_help_panel=_MEASURE,
+            help="Windows in each document, evenly spaced: of `tail` (default 1), or of the full ones of `sliding` "
+            "(default all).",
+            rich_help_panel=opt.MEASURED,
         ),
-    ] = 1,
-    bos: Annotated[
-        str,
+    ] = None,
+    longppl: Annotated[
+        str | None,
         typer.Option(
-            metavar="POLICY",
-            help="auto (special tokens as the tokenizer puts them in front of a text), always, or never.",
-            rich_help_panel=_MEASURE,
+            metavar="EVALUATOR",
+            help="Also score the key tokens alone (LongPPL), those that this model predicts by far context: a name, or "
+            "`self` for the measured model as it was loaded.",
+            rich_help_panel=opt.MEASURED,
         ),
-    ] = "auto",
-    seed: Annotated[
-        int,
-        typer.Option(metavar="N", min=0, help="Seed of the bootstrap.", rich_help_panel=_MEASURE),
-    ] = 0,
-    text: Annotated[
+    ] = None,
+    aggregate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What weighs the same: tokens, windows, documents.",
+            show_default="tokens, or as the preset says",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    buckets: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Parts of the longest prefix for the curve by position. Default: 64.",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    bos: opt.BosOption = None,
+    bos_windows: Annotated[
+        str | None,
+        typer.Option(
+            metavar="WHICH",
+            help="Windows of `sliding` with special tokens in front: every or first. Default: every.",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    compare: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="PATH",
-            help="Text files (UTF-8), folders or glob patterns; may be given several times, or with several values.",
-            show_default="the held-out modules of this Python's standard library",
-            rich_help_panel=_GIVEN,
+            metavar="ID",
+            help="A published table to print beside; refused where its protocol is another one.",
+            rich_help_panel=opt.MEASURED,
         ),
     ] = None,
-    dataset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="A dataset of the datasets library: hub name or folder.",
-            rich_help_panel=_GIVEN,
-        ),
-    ] = None,
-    config: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="The dataset's configuration.", rich_help_panel=_GIVEN),
-    ] = None,
-    split: Annotated[
-        str, typer.Option(metavar="NAME", help="The dataset's split.", rich_help_panel=_GIVEN)
-    ] = "test",
-    column: Annotated[
-        str,
-        typer.Option(metavar="NAME", help="The dataset's column of text.", rich_help_panel=_GIVEN),
-    ] = "text",
-    streaming: Annotated[
-        bool,
-        typer.Option(
-            help="Read the dataset row by row, without downloading it.", rich_help_panel=_GIVEN
-        ),
-    ] = True,
-    limit: Annotated[
+    seed: opt.SeedOption = 0,
+    text: opt.TextOption = None,
+    dataset: opt.DatasetOption = None,
+    config: opt.ConfigOption = None,
+    split: opt.SplitOption = "test",
+    column: opt.ColumnOption = "text",
+    streaming: opt.StreamingOption = True,
+    limit: opt.LimitOption = None,
+    min_tokens: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=1,
-            help="Stop at so many usable documents.",
-            show_default=f"{DEMO_DOCUMENTS} of the held-out modules, else all",
-            rich_help_panel=_GIVEN,
+            help="Leave shorter documents out. Default: the longest length, so that every length reads the same ones.",
+            rich_help_panel=opt.DOCUMENTS,
         ),
     ] = None,
-    max_doc_tokens: Annotated[
+    max_doc_tokens: opt.MaxDocTokensOption = None,
+    tokenizer: opt.TokenizerOption = None,
+    dtype: opt.DtypeOption = "auto",
+    device: opt.DeviceOption = None,
+    device_map: opt.DeviceMapOption = None,
+    attn: opt.AttnOption = None,
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Windows of one document at once. Halved where memory runs out.",
+            rich_help_panel=_AT_ONCE,
+        ),
+    ] = 1,
+    prefill_chunk: Annotated[
         int | None,
         typer.Option(
             metavar="N",
             min=1,
-            help="Cut every document to so many tokens first.",
-            rich_help_panel=_GIVEN,
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Default: the model's.", rich_help_panel=_MODEL),
-    ] = None,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="auto (the checkpoint's own, float32 on a CPU), float32, bfloat16, float16, float64.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = "auto",
-    device: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="cpu, cuda, cuda:1, ... Default: a GPU where there is one.",
-            rich_help_panel=_MODEL,
-        ),
-    ] = None,
-    device_map: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MAP", help="auto spreads a large model over all GPUs.", rich_help_panel=_MODEL
-        ),
-    ] = None,
-    attn: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="sdpa, eager, flash_attention_2, ... Default: the model's.",
-            rich_help_panel=_MODEL,
+            help="Tokens that the model runs at a time, over a key-value cache: less memory, where a method allows it.",
+            rich_help_panel=_AT_ONCE,
         ),
     ] = None,
     chunk: Annotated[
@@ -183,92 +172,101 @@ def perplexity(
             metavar="N",
             min=1,
             help="Tokens whose logits are held at a time. Default: by the vocabulary.",
-            rich_help_panel=_MODEL,
+            rich_help_panel=_AT_ONCE,
         ),
     ] = None,
-    output: Annotated[
-        Path,
+    dry_run: Annotated[
+        bool,
         typer.Option(
-            metavar="DIR",
-            help="Folder for perplexity.json, .csv, .png and .svg.",
-            rich_help_panel=_OUTPUT,
+            "--dry-run", help="Say what it will cost, and stop.", rich_help_panel=_AT_ONCE
         ),
-    ] = Path("out"),
-    plot: Annotated[
-        bool | None,
-        typer.Option(
-            help="Draw the plot. Default: where matplotlib is installed.", rich_help_panel=_OUTPUT
-        ),
-    ] = None,
+    ] = False,
+    output: opt.OutputOption = Path("out"),
+    plot: opt.PlotOption = None,
+    shard: opt.ShardOption = None,
 ) -> None:
     """Measure perplexity against context length, method by method, on the same tokens.
 
-    Without arguments: the embedded model on the held-out modules of this Python's standard library.
+    Without arguments: the embedded model on the held-out modules of this Python's standard library. A run that was
+    interrupted goes on where it was when the same command is given again.
     """
-    from hf_posenc.cli import loading
     from hf_posenc.evaluation.candidates import original_length, parse_candidates
-    from hf_posenc.evaluation.documents import load_documents, read_embedded, special_prefix
-    from hf_posenc.evaluation.perplexity import measure
-    from hf_posenc.evaluation.processes import gather, world
-    from hf_posenc.evaluation.protocols import Settings, default_lengths, parse_lengths
-    from hf_posenc.evaluation.result import PerplexityResult, describe_model
+    from hf_posenc.evaluation.documents import load_documents, read_embedded
+    from hf_posenc.evaluation.identity import describe_model
+    from hf_posenc.evaluation.perplexity import Run
+    from hf_posenc.evaluation.processes import current_shard
+    from hf_posenc.evaluation.protocols import parse_lengths
+    from hf_posenc.evaluation.published import compare as published
+    from hf_posenc.evaluation.published import get as get_table
+    from hf_posenc.evaluation.runs import joined, make_settings, special_tokens
 
-    rank, processes = world()
+    place = current_shard(shard)
     candidates = parse_candidates(patch or DEFAULT_PATCHES)
+    tables = [get_table(name) for name in compare or ()]
     wanted = parse_lengths(lengths) if lengths is not None else None
     with_plot = decide_plot(plot)
     check_output(output)
     source, origin = source_of(text, dataset, config, split, column, streaming)
-    if model is None:
-        loading.one_thread()
-    name = model or loading.embedded_model()
-    words = loading.load_tokenizer(tokenizer or name)
-    special = special_prefix(words, bos)
-    live = loading.load_model(
-        name, dtype=dtype, device=device, device_map=device_map, attention=attn
+    session = open_session(
+        model, tokenizer=tokenizer, dtype=dtype, device=device, device_map=device_map, attn=attn
     )
+    live, words = session.model, session.tokenizer
     candidates = [candidate.checked(live) for candidate in candidates]
     original = original_length(live, candidates)
-    settings = Settings(
-        lengths=wanted or default_lengths(original),
-        protocols=tuple(part.strip() for part in protocol.split(",")),
-        tail_tokens=0 if tail_tokens is None else tail_tokens,
-        windows_per_document=windows_per_document,
-        chunk=chunk,
-        seed=seed,
-    )
-    needed = settings.lengths[-1] - len(special)
+    if wanted and short and preset is None and original and original < wanted[0]:
+        wanted = (original, *wanted)
+    names = None if protocol is None else tuple(part.strip() for part in protocol.split(","))
+    given = {
+        "lengths": wanted,
+        "protocols": names,
+        "tail_tokens": tail_tokens,
+        "stride": stride,
+        "windows_per_document": windows_per_document,
+        "bos_windows": bos_windows,
+        "aggregate": aggregate,
+        "buckets": buckets,
+        "min_tokens": min_tokens,
+        "chunk": chunk,
+        "prefill": prefill_chunk,
+        "batch": batch_size,
+        "seed": seed,
+    }
+    settings, policy = make_settings(given, original, preset=preset, bos=bos)
+    for table in tables:
+        published.comparable(table, settings)
+    special = special_tokens(words, policy)
+    needed = max(1, settings.shortest_document - len(special))
     if source is None:
         source, origin = read_embedded(), {"kind": "held-out modules of the standard library"}
-        limit, max_doc_tokens = limit or DEMO_DOCUMENTS, max_doc_tokens or needed
-    with reading(rank) as seen:
+        limit = limit or DEMO_DOCUMENTS
+        max_doc_tokens = max_doc_tokens or needed
+    with reading(place) as seen:
         usable, skipped = load_documents(
             source, words, min_tokens=needed, max_tokens=max_doc_tokens, limit=limit, seen=seen
         )
     check_vocabulary(live, usable)
-    if rank == 0:
+    if place.index == 0:
         announce(settings, usable, skipped)
-    with progress_bar(rank) as progress:
-        share = measure(
-            live, usable[rank::processes], candidates, settings, special=special, progress=progress
-        )
-    shares = gather(share)
-    if shares is None:
-        return
-    result = PerplexityResult.merge(
-        shares,
-        model=describe_model(model or EMBEDDED, live, words, special, bos),
-        source={**origin, "limit": limit, "max_doc_tokens": max_doc_tokens},
-        settings=settings,
-        original=original,
-        candidates=candidates,
-        documents=usable,
-        skipped=skipped,
-        processes=processes,
+    run = Run(
+        live, joined(usable) if settings.streams else usable, candidates, settings, special=special
     )
-    finish(result, output, with_plot)
+    if dry_run:
+        print_cost(run)
+        return
+    finish(
+        run,
+        place,
+        output,
+        with_plot,
+        tables,
+        model=describe_model(session.name, live, words, special, policy),
+        source={**origin, "limit": limit, "max_doc_tokens": max_doc_tokens},
+        original=original,
+        skipped=skipped,
+        command=command_line(context),
+    )
 
 
 def register(app: typer.Typer) -> None:
     """Adds the subcommand of this file."""
-    app.command(NAME, cls=TakesSeveral)(perplexity)
+    app.command(NAME, cls=Remembers)(perplexity)

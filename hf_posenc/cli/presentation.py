@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.markup import escape
 
 from hf_posenc.cli.console import err, out, print_error, print_warning
-from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
+    from hf_posenc.evaluation.perplexity import Run
+    from hf_posenc.evaluation.processes import Shard
     from hf_posenc.evaluation.protocols import Settings
+    from hf_posenc.evaluation.published import PublishedTable
     from hf_posenc.evaluation.result import PerplexityResult
+    from hf_posenc.evaluation.store import Store
 
 SHOWN_SKIPPED = 5
 
 
 @contextlib.contextmanager
-def reading(rank: int) -> Iterator[Callable[[str], None]]:
+def reading(shard: Shard) -> Iterator[Callable[[str], None]]:
     """Shows which document is being read; gives what to call with its name."""
     console = err()
-    if rank or not console.is_terminal:
+    if shard.index or not console.is_terminal:
         yield lambda name: None
         return
     with console.status("Reading documents") as status:
-        yield lambda name: status.update(f"Reading {name}")
+        yield lambda name: status.update(f"Reading {escape(name)}")
 
 
 @contextlib.contextmanager
-def progress_bar(rank: int) -> Iterator[Callable[[str, int, int], None]]:
-    """Shows the tokens forwarded and the time left; gives what `measure` calls."""
+def progress_bar(shard: Shard) -> Iterator[Callable[[str, int, int], None]]:
+    """Shows the tokens forwarded and the time left; gives what `Run.measure` calls."""
     from rich.progress import (
         BarColumn,
         Progress,
@@ -52,14 +56,14 @@ def progress_bar(rank: int) -> Iterator[Callable[[str, int, int], None]]:
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    shown = rank == 0 and console.is_terminal
+    shown = shard.index == 0 and console.is_terminal
     # a long memory: short windows run many more tokens per second than long ones
     with Progress(
         *columns, console=console, disable=not shown, transient=True, speed_estimate_period=600
     ) as bars:
         task = bars.add_task("starting", total=1)
         yield lambda label, done, total: bars.update(
-            task, description=label, completed=done, total=total
+            task, description=escape(label), completed=done, total=total
         )
 
 
@@ -78,42 +82,111 @@ def announce(settings: Settings, usable: list[TokenizedDocument], skipped: list[
         )
 
 
-def finish(result: PerplexityResult, output: Path, with_plot: bool) -> None:
-    """Prints the tables, writes the files, and exits with status 1 where a number is missing.
+def finish(
+    run: Run,
+    shard: Shard,
+    output: Path,
+    with_plot: bool,
+    tables: Sequence[PublishedTable],
+    **known: Any,
+) -> None:
+    """Measures this process's share; the process that sees the whole prints the tables and writes the files.
+
+    Args:
+        run: What to measure.
+        shard: This process's place among those of the run.
+        output: Folder of the records and the results.
+        with_plot: Whether to draw.
+        tables: Published tables to print beside.
+        **known: What the result stores beside the numbers.
 
     Raises:
-        PosencError: The files cannot be written.
-        typer.Exit: Status 1, after everything that was measured has been written.
+        PosencError: The files cannot be written, or another process has the same share.
+        typer.Exit: Status 1 where a number is missing, after everything that was measured has been written.
     """
     from hf_posenc.evaluation import report
-    from hf_posenc.evaluation.plot import write_plot
+    from hf_posenc.evaluation.runs import open_store, result_of, wait_for_all, write_timings
 
-    console = out()
-    model = result.model
-    console.print(
-        f"\n[bold]{model['name']}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M parameters, "
-        f"{model['dtype']} on {model['device']}, {model['attention']} attention\n"
-    )
-    for protocol in result.settings.protocols:
-        console.print(report.table(result, protocol))
-    for line in (*report.notes(result), "", *report.reading_guide(result), ""):
-        console.print(line, markup=False)
-    try:
-        result.write_json(output / "perplexity.json")
-        result.write_csv(output / "perplexity.csv")
-        written = "perplexity.json, perplexity.csv"
-        if with_plot:
-            write_plot(result, output / "perplexity.png", output / "perplexity.svg")
-            written += ", perplexity.png, perplexity.svg"
-    except OSError as error:
-        raise PosencError(
-            f"The result cannot be written to {output}: {error.strerror or error}"
-        ) from error
-    console.print(f"Wrote {written} to {output}", markup=False)
-    if not with_plot:
-        console.print("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False)
+    with open_store(output, run, known["model"], shard) as store:
+        with progress_bar(shard) as progress:
+            run.measure(store, shard, progress)
+        if not wait_for_all(run, store, shard, _say_waiting):
+            _say_unfinished(run, store, shard)
+            return
+        if shard.launched and shard.index:
+            return
+        result = result_of(run, store, **known)
+        assert result is not None
+        write_timings(run, store, output / "timings.json")
+    show(result)
+    show_published(result, tables)
+    write(result, output, with_plot)
     problems = list(report.problems(result))
     for line in problems:
         print_error(line)
     if problems:
         raise typer.Exit(1)
+
+
+def show(result: PerplexityResult) -> None:
+    """Prints the tables and what a reader must know beside them."""
+    from hf_posenc.evaluation import report
+
+    console = out()
+    model = result.model
+    console.print(
+        f"\n[bold]{escape(str(model['name']))}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M "
+        f"parameters, {model['dtype']} on {model['device']}, {model['attention']} attention\n"
+    )
+    for protocol in result.settings.protocols:
+        console.print(report.table(result, protocol))
+    for line in (*report.notes(result), "", *report.reading_guide(result), ""):
+        console.print(line, markup=False)
+
+
+def show_published(result: PerplexityResult, tables: Sequence[PublishedTable]) -> None:
+    """Prints published tables beside the result."""
+    from hf_posenc.evaluation.published.compare import beside
+
+    for table in tables:
+        out().print(beside(table, result))
+
+
+def write(result: PerplexityResult, output: Path, with_plot: bool) -> None:
+    """Writes the result's files, each whole or not at all.
+
+    Raises:
+        PosencError: They cannot be written.
+    """
+    from hf_posenc.evaluation.plot import write_plot
+
+    result.write_json(output / "perplexity.json")
+    result.write_csv(output / "perplexity.csv")
+    written = "perplexity.json, perplexity.csv"
+    if with_plot:
+        write_plot(result, output / "perplexity.png", output / "perplexity.svg")
+        written += ", perplexity.png, perplexity.svg"
+    console = out()
+    console.print(f"Wrote {written} to {output}", markup=False)
+    if not with_plot:
+        console.print("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False)
+
+
+def _say_waiting(count: int) -> None:
+    err().print(
+        f"Waiting for the other processes: {count:,} parts are still missing. All must write to the same --output.",
+        style="dim",
+    )
+
+
+def _say_unfinished(run: Run, store: Store, shard: Shard) -> None:
+    from hf_posenc.evaluation.store import missing
+
+    if shard.launched:
+        return
+    count = len(missing(store, (item.key for item in run.items)))
+    out().print(
+        f"Share {shard.index + 1} of {shard.count} is done; {count:,} of {len(run.items):,} parts are the others'. "
+        "The last process to finish prints the result, as does the same command without --shard.",
+        markup=False,
+    )

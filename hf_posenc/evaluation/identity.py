@@ -28,8 +28,8 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
         name: The name under which it was loaded.
 
     Returns:
-        JSON-ready values: class, revision, hashes of its config and of all its weights, dtype, kind of device, attention
-        backend.
+        JSON-ready values: class, revision, hashes of its config and of all its weights, dtype, kind of device,
+        attention backend.
     """
     config: Any = model.config
     parameters = list(model.parameters())

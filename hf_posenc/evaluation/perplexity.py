@@ -131,6 +131,11 @@ class Run:
         """Tokens that the model reads in the whole run."""
         return sum(item.forwarded for item in self.items)
 
+    @property
+    def replays(self) -> bool:
+        """Whether head replay is in use; otherwise the logits of a whole window are held."""
+        return self._scorer.replays
+
     def _items(self) -> list[Item]:
         names = [_document_key(document) for document in self.documents]
         special = len(self.special)

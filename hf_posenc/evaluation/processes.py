@@ -6,15 +6,11 @@ as a Slurm array, or by hand in several terminals, and one that dies takes nothi
 
 from __future__ import annotations
 
-import datetime
 import os
-import pickle
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-from torch.distributed.rendezvous import rendezvous
 
 from hf_posenc.errors import PosencError
 
@@ -66,29 +62,3 @@ def current_shard(text: str | None = None) -> Shard:
         step = int(os.environ.get("SLURM_ARRAY_TASK_STEP", "1"))
         return Shard((task - first) // step, int(os.environ.get("SLURM_ARRAY_TASK_COUNT", "1")))
     return Shard()
-
-
-PATIENCE = datetime.timedelta(days=7)
-"""How long the first process waits for those with longer documents."""
-
-
-def world() -> tuple[int, int]:
-    """This process's rank, and how many there are."""
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    return (int(os.environ["RANK"]), processes) if processes > 1 else (0, 1)
-
-
-def gather(value: T) -> list[T] | None:
-    """In the first process the value of every process, by rank; None in the others, which need not wait."""
-    rank, processes = world()
-    if processes == 1:
-        return [value]
-    store, _, _ = next(iter(rendezvous("env://", timeout=PATIENCE)))
-    store.set(_key(rank), pickle.dumps(value))
-    if rank:
-        return None
-    return [pickle.loads(store.get(_key(other))) for other in range(processes)]
-
-
-def _key(rank: int) -> str:
-    return f"hf_posenc/records/{rank}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,9 @@ def measure_perplexity(
     run = Run(model, used, candidates, chosen, special=special)
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     described = describe_model(name, model, tokenizer, special, policy)
-    with open_records(output, run, described) as store:
+    with (
+        contextlib.nullcontext(Memory()) if output is None else open_store(output, run, described)
+    ) as store:
         run.measure(store, progress=progress)
         result = result_of(
             run,
@@ -147,9 +150,8 @@ def special_tokens(tokenizer: Any, policy: str) -> list[int]:
 
 def joined(documents: Sequence[TokenizedDocument]) -> list[TokenizedDocument]:
     """The documents as one stream of tokens."""
-    import hashlib
-
-    digest = hashlib.sha256("\n".join(document.sha256 for document in documents).encode())
+    hashes = [document.to_dict()["tokens_sha256"] for document in documents]
+    digest = hashlib.sha256("\n".join(hashes).encode())
     ids = torch.cat([document.tokens(0, len(document.ids)) for document in documents])
     name = f"stream of {len(documents)} document{'s' * (len(documents) != 1)}"
     byte_ends = _cumulative([document.byte_ends for document in documents])
@@ -167,20 +169,15 @@ def _cumulative(ends: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
     return torch.cat(parts)
 
 
-@contextlib.contextmanager
-def open_records(
-    folder: Path | str | None, run: Run, described: dict[str, Any], shard: Shard = ALONE
-) -> Iterator[Records]:
-    """The records of a run in a folder, keyed by everything that determines a number; without a folder, in memory.
+def open_store(
+    folder: Path | str, run: Run, described: dict[str, Any], shard: Shard = ALONE
+) -> Store:
+    """The records of a run in a folder, keyed by everything that determines a number.
 
     Raises:
         PosencError: The folder cannot be written to, or another process writes the same share.
     """
-    if folder is None:
-        yield Memory()
-        return
-    with Store(Path(folder), record_settings(run, described), shard) as store:
-        yield store
+    return Store(Path(folder), record_settings(run, described), shard)
 
 
 def record_settings(run: Run, described: dict[str, Any]) -> dict[str, Any]:
