@@ -91,7 +91,7 @@ def methods(sources: Sequence[Source]) -> list[tuple[Source, list[dict[str, str]
                 {
                     "label": str(method.get("label", "")),
                     "spec": str(method.get("spec", "")),
-                    "scale": _scales(method.get("scale")),
+                    "scale": _scale(method),
                     "prefix": "-" if shared is None else _FORWARDS[bool(shared)],
                 }
             )
@@ -100,9 +100,12 @@ def methods(sources: Sequence[Source]) -> list[tuple[Source, list[dict[str, str]
     return tables
 
 
-def _scales(scale: Any) -> str:
+def _scale(method: Mapping[str, Any]) -> str:
+    scale = method.get("scale")
     if isinstance(scale, dict):
         return ", ".join(f"{value:g} at {int(length):,}" for length, value in scale.items())
+    if scale is None and method.get("auto_scale"):
+        return f"length / {method['original']:,}, at least 1" if method.get("original") else "auto"
     return "-" if scale is None else f"{scale:g}"
 
 
@@ -114,10 +117,16 @@ def failures(sources: Sequence[Source]) -> list[Failed]:
             what = str(failure.get("protocol") or failure.get("task") or "")
             key = (source.number, str(failure.get("method", "")), what, str(failure.get("reason")))
             reasons.setdefault(key, []).append(failure.get("length"))
-        for cell in source.data.get("summary", ()):
-            if isinstance(cell, dict) and "nats" in cell and cell["nats"] is None:
+        for cell in source.data["summary"] if source.kind == "perplexity" else ():
+            if cell["nats"] is None:
                 key = (source.number, cell["method"], cell["protocol"], "the loss is not finite")
                 reasons.setdefault(key, []).append(cell["length"])
+        for row in source.data["summary"] if source.kind in ("sweep", "search") else ():
+            if row["failed"] is not None:
+                target = source.data["settings"]["target"]
+                reasons.setdefault((source.number, row["label"], "tail", row["failed"]), []).append(
+                    target
+                )
     return [
         Failed(run, method, f"{what} at {_listed(lengths)}" if what else _listed(lengths), reason)
         for (run, method, what, reason), lengths in reasons.items()

@@ -61,8 +61,13 @@ class Picture:
 
 
 def pictures(merged: Merged) -> list[Picture]:
-    """The figures of one protocol; none without matplotlib."""
-    if not plots.available() or not any(line.numbers for line in merged.lines):
+    """The figures of one protocol; none without a number.
+
+    Raises:
+        PosencError: matplotlib is not installed.
+    """
+    plots.require()
+    if not any(line.numbers for line in merged.lines):
         return []
     import matplotlib as mpl
 
@@ -86,7 +91,7 @@ def pictures(merged: Merged) -> list[Picture]:
                     "The ratios are in the table.",
                 )
             )
-        if merged.curve:
+        if merged.curve and any(position_points(merged.curve, n.label) for n in merged.lines):
             made.append(
                 Picture(
                     themed(plots.position_figure(merged), f"{key}-position"),

@@ -11,9 +11,9 @@ from typing import Any
 
 from hf_posenc.evaluation.page.collect import Source
 from hf_posenc.evaluation.page.comparable import protocol_key
+from hf_posenc.evaluation.page.numbers import Interval, interval_of
 from hf_posenc.evaluation.statistics import RESAMPLES, Record, summarize
 
-Interval = tuple[float, float]
 NAN = math.nan
 
 
@@ -51,6 +51,7 @@ class Line:
         method: The method's name; `None` for the model as it was loaded.
         numbers: By length.
         failures: Why there is no number, by length.
+        baseline: The label of the row that its ratios are relative to; its own, if it is that row.
     """
 
     source: Source
@@ -59,6 +60,7 @@ class Line:
     method: str | None
     numbers: dict[int, Number] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    baseline: str = ""
 
 
 @dataclass
@@ -156,18 +158,19 @@ def _baseline(line: Line, lines: Sequence[Line]) -> Line:
 
 def _fill(line: Line, protocol: str, baseline: Line) -> None:
     data = line.source.data
+    line.baseline = baseline.label
     own = baseline.source is line.source
     for cell in data["summary"]:
         if (cell["method"], cell["protocol"]) != (line.name, protocol):
             continue
         length = cell["length"]
-        ratio, ratio_interval = cell["ratio"], _interval(cell["ratio_interval"])
+        ratio, ratio_interval = cell["ratio"], interval_of(cell["ratio_interval"])
         if not own:
             ratio, ratio_interval = against(line, baseline, protocol, length, length)
         line.numbers[length] = Number(
             length,
             NAN if cell["perplexity"] is None else cell["perplexity"],
-            _interval(cell["interval"]),
+            interval_of(cell["interval"]),
             ratio,
             ratio_interval,
             cell["bits_per_byte"],
@@ -227,12 +230,6 @@ def _records(line: Line, protocol: str, length: int, name: str) -> list[Record]:
             values[sums] = NAN if values[sums] is None else values[sums]
         records.append(Record(**{key: values[key] for key in known}))
     return records
-
-
-def _interval(values: Sequence[float] | None) -> Interval | None:
-    if values is None or any(value is None for value in values):
-        return None
-    return values[0], values[1]
 
 
 def _curve(lines: Sequence[Line]) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_posenc.evaluation.report import FEW_DOCUMENTS, number
@@ -51,6 +52,13 @@ class Entry:
 def shown(value: float, digits: int = 4) -> Shown:
     """A number with so many significant digits."""
     return Shown(number(value, digits), repr(value))
+
+
+def interval_of(values: Sequence[float | None] | None) -> Interval | None:
+    """An interval as JSON has it."""
+    if values is None or values[0] is None or values[1] is None:
+        return None
+    return values[0], values[1]
 
 
 def ends(interval: Interval | None, digits: int = 3) -> tuple[Shown | None, Shown | None]:

@@ -98,21 +98,21 @@ class Section:
     tables: Sequence[Table]
 
 
-def sections(sources: Sequence[Source]) -> list[Section]:
-    """All perplexity results, those that may be compared together."""
+def sections(sources: Sequence[Source], *, figures: bool) -> list[Section]:
+    """All perplexity results, those that may be compared together; with figures or without."""
     groups = by_texts([source for source in sources if source.kind == "perplexity"])
     return [
         Section(
             group,
             why_apart(groups[0], group) if index else [],
             len(group[0].data["documents"]),
-            _tables(group),
+            _tables(group, figures),
         )
         for index, group in enumerate(groups)
     ]
 
 
-def _tables(group: Sequence[Source]) -> list[Table]:
+def _tables(group: Sequence[Source], figures: bool) -> list[Table]:
     tables: list[Table] = []
     for merged in merge(group):
         twin = next((table for table in tables if table.protocol == merged.protocol), None)
@@ -121,11 +121,11 @@ def _tables(group: Sequence[Source]) -> list[Table]:
             apart = f"Not the {merged.protocol} above, which is: {twin.definition}."
             if twin.definition == merged.definition:
                 apart = f"Not the {merged.protocol} above: its settings differ, see below."
-        tables.append(_table(merged, apart))
+        tables.append(_table(merged, apart, pictures(merged) if figures else []))
     return tables
 
 
-def _table(merged: Merged, apart: str) -> Table:
+def _table(merged: Merged, apart: str, drawn: Sequence[Picture]) -> Table:
     lengths, original = merged.settings.lengths, merged.original
     headings = [
         Heading(
@@ -152,7 +152,7 @@ def _table(merged: Merged, apart: str) -> Table:
         sum(1 for heading in headings if not heading.long) if original else 0,
         rows,
         _summary(merged),
-        pictures(merged),
+        drawn,
         _baselines(merged),
         max((n.documents for line in merged.lines for n in line.numbers.values()), default=0),
         len(lengths) > WIDE,
@@ -167,7 +167,7 @@ def _entry(line: Line, length: int, lowest: float) -> Entry:
         return Entry(state="nan", reason="the loss is not a finite number")
     low, high = ends(cell.interval)
     ratio_low, ratio_high = ends(cell.ratio_interval)
-    itself = cell.ratio == 1.0 and cell.ratio_interval in ((1.0, 1.0), None)
+    itself = line.baseline == line.label
     compared = cell.ratio is not None and math.isfinite(cell.ratio) and not itself
     return Entry(
         shown(cell.perplexity),
@@ -195,13 +195,7 @@ def _about(line: Line, merged: Merged) -> str:
 
 
 def _baselines(merged: Merged) -> str:
-    firsts = dict.fromkeys(
-        line.label
-        for line in merged.lines
-        if any(n.ratio == 1.0 and n.ratio_interval == (1.0, 1.0) for n in line.numbers.values())
-        and line.name == line.source.data["methods"][0]["label"]
-    )
-    return ", ".join(firsts) or merged.lines[0].label
+    return ", ".join(dict.fromkeys(line.baseline for line in merged.lines))
 
 
 def _summary(merged: Merged) -> Summary | None:
@@ -237,7 +231,7 @@ def _own_ratio(line: Line, length: int) -> Entry:
         return failure_entry(line.failures.get(length))
     if not math.isfinite(cell.perplexity):
         return Entry(state="nan", reason="the loss is not a finite number")
-    if cell.ratio == 1.0 and line.name == line.source.data["methods"][0]["label"]:
+    if line.baseline == line.label:
         return Entry(state="baseline", reason="the others are relative to it")
     return ratio_entry(cell.ratio, cell.ratio_interval, cell.documents)
 

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from hf_posenc.evaluation.page import appendix
+from hf_posenc.evaluation.page import appendix, tuning
 from hf_posenc.evaluation.page.collect import Collection, Source
 from hf_posenc.evaluation.page.perplexity import Table, sections
+from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.report import FEW_DOCUMENTS
 
 TITLE = "Measurements of hf-posenc"
 
 
-def render(found: Collection, *, title: str = TITLE) -> str:
+def render(found: Collection, *, title: str = TITLE, figures: bool = True) -> str:
     """The report as one HTML document.
 
     Args:
         found: What `collect` gave.
         title: Its heading.
+        figures: Whether it has figures, where matplotlib is installed.
     """
-    from jinja2 import Environment, PackageLoader, StrictUndefined
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     from hf_posenc.evaluation.identity import version_of
 
     environment = Environment(
-        loader=PackageLoader("hf_posenc.evaluation.page", "."),
+        loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -34,7 +37,7 @@ def render(found: Collection, *, title: str = TITLE) -> str:
     )
     loader: Any = environment.loader
     style, _, _ = loader.get_source(environment, "style.css")
-    perplexity = sections(found.sources)
+    perplexity = sections(found.sources, figures=figures and available())
     failures = appendix.failures(found.sources)
     values: dict[str, Any] = {
         "title": title,
@@ -48,6 +51,7 @@ def render(found: Collection, *, title: str = TITLE) -> str:
         "unfinished": found.unfinished,
         "remarks": found.remarks,
         "perplexity": perplexity,
+        "tuning": tuning.sections(found.sources),
         "failures": failures,
         "settings": appendix.settings(found.sources),
         "methods": appendix.methods(found.sources),
@@ -66,6 +70,10 @@ def _contents(values: dict[str, Any]) -> list[tuple[str, str]]:
         *(
             (f"perplexity-{index}", f"Perplexity {index}" if several else "Perplexity")
             for index in range(1, len(values["perplexity"]) + 1)
+        ),
+        *(
+            (f"tuning-{index}", f"{section.title.split()[0]} of run {section.source.number}")
+            for index, section in enumerate(values["tuning"], 1)
         ),
         ("failures", "What has no number") if values["failures"] else None,
         ("caveats", "Before you conclude"),

@@ -9,7 +9,7 @@ from hf_posenc.evaluation.plots.difference import difference_figure, ratio_figur
 from hf_posenc.evaluation.plots.files import save, write_plot
 from hf_posenc.evaluation.plots.lengths import figure
 from hf_posenc.evaluation.plots.position import position_figure
-from hf_posenc.evaluation.plots.style import COLOURS, CONTROL, STYLE, available
+from hf_posenc.evaluation.plots.style import COLOURS, CONTROL, STYLE, available, require
 
 __all__ = [
     "COLOURS",
@@ -20,6 +20,7 @@ __all__ = [
     "figure",
     "position_figure",
     "ratio_figure",
+    "require",
     "save",
     "spread",
     "write_plot",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 LINE = 1.25  # from one label to the next, as a multiple of their size
 MAX_TICKS = 8
+MAX_LABEL = 36  # characters
 _STEPS = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
 
 
@@ -102,7 +103,7 @@ def name_lines(panel: Axes, labels: Collection[str], height: float) -> None:
     gap = LABEL_SIZE * LINE / height
     for (line, end), place in zip(ends.items(), spread(list(ends.values()), gap), strict=True):
         panel.annotate(
-            str(line.get_label()),
+            shortened(str(line.get_label())),
             (line.get_xdata()[-1], math.exp(low + end * (high - low))),
             xytext=(1.07, place),
             textcoords="axes fraction",
@@ -119,6 +120,11 @@ def name_lines(panel: Axes, labels: Collection[str], height: float) -> None:
             },
             annotation_clip=False,
         )
+
+
+def shortened(label: str) -> str:
+    """A name that leaves room for the drawing."""
+    return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 1]}…"
 
 
 def spread(places: list[float], gap: float) -> list[float]:

@@ -41,7 +41,7 @@ def position_figure(result: Measured) -> Figure:
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    if not result.curve:
+    if not result.curve or not result.curve["methods"]:
         raise PosencError(
             "This result has no curve by position: it is measured with --protocol prefix."
         )
