@@ -1,0 +1,256 @@
+"""What `sweep` and `search` share: documents for a target length, the records, and what is shown and written."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from hf_posenc.cli import options as opt
+from hf_posenc.cli.console import err, out, print_error, print_warning
+from hf_posenc.cli.inputs import check_vocabulary
+from hf_posenc.cli.presentation import announce, progress_bar, reading
+from hf_posenc.errors import PosencError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.table import Table
+
+    from hf_posenc.cli.session import Session
+    from hf_posenc.evaluation.documents import Document, Skipped, TokenizedDocument
+    from hf_posenc.evaluation.processes import Shard
+    from hf_posenc.evaluation.sweep.meter import Meter
+    from hf_posenc.evaluation.sweep.result import SweepResult
+    from hf_posenc.evaluation.sweep.search_result import SearchResult
+    from hf_posenc.evaluation.sweep.settings import TailSettings
+
+
+TargetLength = Annotated[
+    str | None,
+    typer.Option(
+        metavar="N",
+        help="The length to do well at, in tokens, e.g. 16k. Default: four times the original length.",
+        rich_help_panel=opt.MEASURED,
+    ),
+]
+MaxRegression = Annotated[
+    float | None,
+    typer.Option(
+        metavar="FRACTION",
+        help="How much the perplexity of short texts may grow, e.g. 0.02 for 2 %. Default: any.",
+        rich_help_panel=opt.MEASURED,
+    ),
+]
+TailTokens = Annotated[
+    int,
+    typer.Option(
+        metavar="K",
+        min=0,
+        help="Tokens scored at the end of a window. Default: 1024, at most half of the original length.",
+        show_default=False,
+        rich_help_panel=opt.MEASURED,
+    ),
+]
+WindowsPerDocument = Annotated[
+    int,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Tails scored in each document, evenly spaced.",
+        rich_help_panel=opt.MEASURED,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """A model and documents, ready to be measured.
+
+    Attributes:
+        session: The model and its tokenizer.
+        settings: The objective.
+        special: Token ids in front of every window.
+        documents: Those that are used.
+        skipped: Those that are not.
+        about: What the result says of model, source, versions and command.
+    """
+
+    session: Session
+    settings: TailSettings
+    special: Sequence[int]
+    documents: list[TokenizedDocument]
+    skipped: list[Skipped]
+    about: dict[str, Any]
+
+
+def tail_settings(original: int | None, target: str | None, **given: Any) -> TailSettings:
+    """The objective; without a target, four times the original length.
+
+    Raises:
+        PosencError: The original length is not known, or numbers do not go together.
+    """
+    from hf_posenc.evaluation.protocols import parse_lengths
+    from hf_posenc.evaluation.sweep.settings import TailSettings
+
+    if original is None:
+        raise PosencError(
+            "The model's config names no context length that it was trained on; give it with a method, as in "
+            "--patch yarn:original_max_position_embeddings=4096."
+        )
+    lengths = (4 * original,) if target is None else parse_lengths(target)
+    if len(lengths) != 1:
+        raise PosencError(f"--target-length is one length, not {len(lengths)}.")
+    return TailSettings(original, lengths[0], **given)
+
+
+def read_inputs(
+    session: Session,
+    settings: TailSettings,
+    place: Shard,
+    source: Iterable[Document | Skipped] | None,
+    origin: dict[str, Any],
+    *,
+    bos: str | None,
+    limit: int | None,
+    max_doc_tokens: int | None,
+    demo: int,
+    command: str,
+) -> Inputs:
+    """Reads documents of at least the target length.
+
+    Args:
+        session: The model and its tokenizer.
+        settings: The objective.
+        place: This process's place.
+        source: A reader; `None` for the held-out modules.
+        origin: What the result says of it.
+        bos: Policy for special tokens.
+        limit: Number of usable documents.
+        max_doc_tokens: Documents are cut to so many tokens.
+        demo: The limit for the held-out modules, where none is given.
+        command: What the result says of how it was made.
+
+    Raises:
+        PosencError: No document can be used, or the tokenizer is another model's.
+    """
+    from hf_posenc.evaluation.documents import load_documents, read_embedded, special_prefix
+    from hf_posenc.evaluation.identity import describe_model, environment
+
+    words, policy = session.tokenizer, bos or "auto"
+    special = special_prefix(words, policy)
+    if source is None:
+        source, origin = read_embedded(), {"kind": "held-out modules of the standard library"}
+        limit = limit or demo
+        max_doc_tokens = max_doc_tokens or settings.target * settings.windows_per_document
+    needed = settings.target - len(special)
+    with reading(place) as seen:
+        usable, skipped = load_documents(
+            source, words, min_tokens=needed, max_tokens=max_doc_tokens, limit=limit, seen=seen
+        )
+    check_vocabulary(session.model, usable)
+    if place.index == 0:
+        announce(settings.protocol, usable, skipped)
+    about = {
+        "model": describe_model(session.name, session.model, words, special, policy),
+        "source": {**origin, "limit": limit, "max_doc_tokens": max_doc_tokens},
+        "environment": environment(),
+        "command": command,
+    }
+    return Inputs(session, settings, special, usable, skipped, about)
+
+
+@contextlib.contextmanager
+def metering(inputs: Inputs, output: Path, place: Shard) -> Iterator[tuple[Meter, list[int]]]:
+    """A meter over the records of the output folder, with its progress shown.
+
+    Gives the meter, and a list of one number: the tokens that the bar ends at, which the caller sets.
+    """
+    from hf_posenc.evaluation.store import Store
+    from hf_posenc.evaluation.sweep.meter import Meter
+
+    decisive = {
+        "kind": "tail",
+        "model": inputs.about["model"],
+        "settings": inputs.settings.decisive,
+        "environment": inputs.about["environment"],
+    }
+    done, total = 0, [1]
+
+    def advance(label: str, tokens: int) -> None:
+        nonlocal done
+        done += tokens * place.count  # the others do as much meanwhile
+        show(label, min(done, total[0]), total[0])
+
+    def waiting(count: int) -> None:
+        err().print(
+            f"Waiting for {count:,} measurement{'s' * (count > 1)} of other processes.", style="dim"
+        )
+
+    with Store(output, decisive, place) as store, progress_bar(place) as show:
+        meter = Meter(
+            inputs.session.model,
+            inputs.documents,
+            inputs.settings.protocol,
+            store,
+            special=inputs.special,
+            shard=place,
+            progress=advance,
+            waiting=waiting,
+        )
+        yield meter, total
+
+
+def finish(
+    result: SweepResult | SearchResult,
+    table: Table,
+    lines: Iterable[str],
+    problems: Iterable[str],
+    output: Path,
+    with_plot: bool,
+) -> None:
+    """Prints the table and what it says, and writes result, recipe and plot.
+
+    Raises:
+        PosencError: A file cannot be written.
+        typer.Exit: Status 1 where there is no recipe, after everything that was measured has been written.
+    """
+    from hf_posenc.evaluation.files import replace_atomically, to_json, write_atomically
+    from hf_posenc.evaluation.plots import save
+    from hf_posenc.evaluation.sweep.recipe import recipe_text
+
+    kind, model = result.to_dict()["kind"], result.about["model"]
+    console = out()
+    console.print(
+        f"\n[bold]{escape(model['name'])}[/bold]: {model['class']}, {model['dtype']} on {model['device']}, "
+        f"{model['attention']} attention\n"
+    )
+    console.print(table)
+    for line in (*lines, ""):
+        console.print(line, markup=False)
+    written = [f"{kind}.json"]
+    write_atomically(output / written[0], to_json(result.to_dict()))
+    recipe = output / f"{kind}_recipe.json"
+    if result.recipe is not None:
+        write_atomically(recipe, recipe_text(result.recipe))
+        written.append(recipe.name)
+    if with_plot:
+        drawn = result.plot()
+        for suffix in ("png", "svg"):
+            name = f"{kind}.{suffix}"
+            replace_atomically(output / name, lambda path: save(drawn, path))
+            written.append(name)
+    console.print(f"Wrote {', '.join(written)} to {output}", markup=False)
+    for line in problems:
+        print_warning(line)
+    if result.recipe is None:
+        print_error("There is no winner, and so no recipe.")
+        raise typer.Exit(1)
+    console.print(
+        f"Use it: hf_posenc.load_patch(model, {str(recipe)!r})", markup=False, soft_wrap=True
+    )

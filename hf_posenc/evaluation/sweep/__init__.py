@@ -1,0 +1,1 @@
+"""Which method, at which scale, for these documents: successive halving, and a search of factors of its own."""
