@@ -172,7 +172,7 @@ def test_rows_of_a_dataset(
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     assert list(read_dataset(dataset, streaming=streaming)) == [
         Document(f"{dataset}[test]#0", prose(80, 1)),
-        Skipped(f"{dataset}[test]#1", "column 'text' holds no text"),
+        Skipped(f"{dataset}[test]#1", "column 'text' holds null, not text"),
         Document(f"{dataset}[test]#2", prose(90, 2)),
     ]
 

@@ -73,6 +73,9 @@ class TokenizedDocument:
     word_ends: Tensor | None = None
     hashed_bytes: int | None = None
 
+    def __len__(self) -> int:
+        return len(self.ids)
+
     def tokens(self, begin: int, end: int) -> Tensor:
         """Tokens `begin .. end-1` as the model takes them: in memory, int64, shape (end - begin,)."""
         return self.ids[begin:end].to(torch.int64)

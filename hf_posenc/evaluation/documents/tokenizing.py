@@ -3,31 +3,104 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
-import torch
+from hf_posenc.evaluation.documents.cache import TokenCache
+from hf_posenc.evaluation.documents.document import Document, LongDocument, TokenizedDocument
+from hf_posenc.evaluation.documents.errors import UnreadableError
+from hf_posenc.evaluation.documents.joining import joined
+from hf_posenc.evaluation.documents.spool import Spool, Stored
+from hf_posenc.evaluation.documents.window import Tokens
 
-from hf_posenc.evaluation.documents.document import Document, TokenizedDocument
-from hf_posenc.evaluation.documents.places import bytes_up_to, code_points, words_up_to
+
+class Tokenization:
+    """One document on its way to a `TokenizedDocument`: its tokens lie in a spool until all documents are read.
+
+    Args:
+        document: Its text.
+        tokenizer: A transformers tokenizer.
+        max_tokens: Only so many tokens are kept; the text behind them need not be read.
+        spool: Takes the tokens.
+        cache: Knows tokens of earlier runs.
+        told: Called with the number of tokens so far.
+
+    Raises:
+        UnreadableError: The text cannot be read or tokenized.
+        PosencError: The disk is full.
+    """
+
+    def __init__(
+        self,
+        document: Document | LongDocument,
+        tokenizer: Any,
+        max_tokens: int | None,
+        spool: Spool,
+        cache: TokenCache | None = None,
+        told: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        self.name, self._spool, self._told = document.name, spool, told
+        self._hash, self._hashed, self._stopped = hashlib.sha256(), 0, False
+        parts = self._parts(document, tokenizer, max_tokens)
+        if isinstance(document, Document) or (cache and max_tokens is None):
+            for chunk in document.chunks():
+                self._digest(chunk)
+            self._whole: str | None = self._hash.hexdigest()
+            if cache:
+                parts = cache.through(self._whole, max_tokens, parts)
+        else:
+            self._whole = None
+        self.stored: Stored = spool.store(parts)
+
+    def __len__(self) -> int:
+        return self.stored.count
+
+    def finish(self) -> TokenizedDocument:
+        """The document, once nothing more goes into the spool."""
+        ids = self._spool.column(self.stored, "ids")
+        assert ids is not None
+        return TokenizedDocument(
+            self.name,
+            ids,
+            self._spool.column(self.stored, "byte_ends"),
+            self._whole or self._hash.hexdigest(),
+            self._spool.column(self.stored, "word_ends"),
+            self._hashed if self._stopped and self._whole is None else None,
+        )
+
+    def _parts(
+        self, document: Document | LongDocument, tokenizer: Any, max_tokens: int | None
+    ) -> Iterator[Tokens]:
+        count = 0
+        for piece in joined(document.chunks(), tokenizer, max_tokens):
+            if self._whole is None:
+                self._digest(piece.text)
+            self._stopped = piece.stopped
+            count += len(piece.tokens)
+            self._told(count)
+            yield piece.tokens
+
+    def _digest(self, text: str) -> None:
+        try:
+            data = text.encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+            raise UnreadableError(
+                f"holds half of a surrogate pair ({half}), which is no character"
+            ) from error
+        self._hash.update(data)
+        self._hashed += len(data)
 
 
 def tokenize(
-    document: Document, tokenizer: Any, max_tokens: int | None = None
+    document: Document | LongDocument, tokenizer: Any, max_tokens: int | None = None
 ) -> TokenizedDocument:
-    """Turns a text into tokens, without special tokens, the first `max_tokens` of them."""
-    fast = bool(getattr(tokenizer, "is_fast", False))
-    encoded = tokenizer(
-        document.text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False
-    )
-    ids = torch.tensor(encoded["input_ids"][:max_tokens], dtype=torch.int64)
-    byte_ends = word_ends = None
-    if fast and len(ids):
-        offsets = np.asarray(encoded["offset_mapping"][:max_tokens], dtype=np.int64)
-        # a place may run backwards, and a token takes nothing away from those in front of it
-        ends = np.maximum.accumulate(offsets[:, 1])
-        points = code_points(document.text)
-        byte_ends = torch.from_numpy(bytes_up_to(points)[ends])
-        word_ends = torch.from_numpy(words_up_to(points)[ends])
-    digest = hashlib.sha256(document.text.encode("utf-8", "surrogatepass")).hexdigest()
-    return TokenizedDocument(document.name, ids, byte_ends, digest, word_ends)
+    """Turns a text into tokens, without special tokens, the first `max_tokens` of them.
+
+    A text of more than a quarter of a million characters is tokenized window by window (see `joining`); the tokens are
+    those of the whole text.
+
+    Raises:
+        PosencError: The text cannot be read or tokenized.
+    """
+    return Tokenization(document, tokenizer, max_tokens, Spool()).finish()
