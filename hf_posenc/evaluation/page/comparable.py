@@ -99,7 +99,9 @@ def _documents_differ(one: Mapping[str, Any], two: Mapping[str, Any]) -> str:
     if texts[0] == texts[1] and None not in texts[0]:
         return "the same texts, cut at other lengths"
     ids = [{_document_id(document) for document in documents} for documents in (a, b)]
-    common = len(ids[0] & ids[1])
     if ids[0] == ids[1]:
         return "the same ones in another order"
-    return f"{len(b)} instead of {len(a)}, {common} in common"
+    common = len(ids[0] & ids[1])
+    cut = len(set(texts[0]) & set(texts[1]) - {None}) - common
+    also = f", {cut} more cut at other lengths" if cut > 0 else ""
+    return f"{len(b)} instead of {len(a)}, {common} in common{also}"

@@ -46,8 +46,9 @@ class Line:
 
     Attributes:
         source: Where it was measured.
+        also: Where else, with the very same numbers.
         name: The method's label in that result.
-        label: Its label here, which no other row has.
+        label: Its label here, which no other row has: with the number of its result where several have it.
         method: The method's name; `None` for the model as it was loaded.
         numbers: By length.
         failures: Why there is no number, by length.
@@ -58,6 +59,7 @@ class Line:
     name: str
     label: str
     method: str | None
+    also: list[Source] = field(default_factory=list)
     numbers: dict[int, Number] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
     baseline: str = ""
@@ -110,17 +112,19 @@ def merge(sources: Sequence[Source]) -> list[Merged]:
 
 
 def _merged(protocol: str, sources: list[Source]) -> Merged:
-    several = len(sources) > 1
-    lines = [
-        Line(
-            source,
-            method["label"],
-            f"{method['label']} [{source.number}]" if several else method["label"],
-            method.get("method"),
-        )
-        for source in sources
-        for method in source.data["methods"]
-    ]
+    lines: list[Line] = []
+    for source in sources:
+        for method in source.data["methods"]:
+            line = Line(source, method["label"], method["label"], method.get("method"))
+            twin = next((other for other in lines if _same(other, line, protocol)), None)
+            if twin is None:
+                lines.append(line)
+            else:
+                twin.also.append(source)
+    names = [line.name for line in lines]
+    for line in lines:
+        if names.count(line.name) > 1:
+            line.label = f"{line.name} [{line.source.number}]"
     for line in lines:
         _fill(line, protocol, _baseline(line, lines))
     settings = [source.data["settings"] for source in sources]
@@ -143,6 +147,29 @@ def variant(source: Source) -> str:
     names = ("weights", "config", "class", "parameters", "dtype")
     known = [model.get(name) for name in names]
     return json.dumps([*known, None if model.get("weights") else model.get("name")])
+
+
+def _same(one: Line, two: Line, protocol: str) -> bool:
+    """Whether the second has nothing that the first has not: the same model and method, to the last bit."""
+    if one.name != two.name or variant(one.source) != variant(two.source):
+        return False
+    first, second = (_measured(line, protocol) for line in (one, two))
+    return bool(second) and second.items() <= first.items()
+
+
+def _measured(line: Line, protocol: str) -> dict[int, Any]:
+    """What was measured at each length: the sums, or why there are none."""
+    data = line.source.data
+    key = (line.name, protocol)
+    cells = {
+        cell["length"]: (cell["nats"], cell["tokens"], cell["perplexity"], str(cell["interval"]))
+        for cell in data["summary"]
+        if (cell["method"], cell["protocol"]) == key
+    }
+    failed = {
+        f["length"]: f["reason"] for f in data["failures"] if (f["method"], f["protocol"]) == key
+    }
+    return {**cells, **failed}
 
 
 def _baseline(line: Line, lines: Sequence[Line]) -> Line:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hf_posenc.evaluation.page.collect import Source
 from hf_posenc.evaluation.page.comparable import by_texts, why_apart
 from hf_posenc.evaluation.page.figures import Picture, pictures
-from hf_posenc.evaluation.page.merge import Line, Merged, against, merge
+from hf_posenc.evaluation.page.merge import Line, Merged, against, merge, variant
 from hf_posenc.evaluation.page.numbers import (
     Entry,
     ends,
@@ -184,14 +184,19 @@ def _entry(line: Line, length: int, lowest: float) -> Entry:
 def _lowest(merged: Merged, length: int) -> float:
     cells = [line.numbers[length] for line in merged.lines if length in line.numbers]
     values = [cell.perplexity for cell in cells if math.isfinite(cell.perplexity)]
-    return min(values) if len(values) > 1 else math.nan
+    return min(values) if len(set(values)) > 1 else math.nan
 
 
 def _about(line: Line, merged: Merged) -> str:
-    """Which result a row comes from, where there are several."""
+    """Which results a row comes from, where there are several."""
     if len(merged.sources) == 1:
         return ""
-    return f"run {line.source.number}, {line.source.data['model'].get('name', '')}"
+    runs = ", ".join(str(source.number) for source in (line.source, *line.also))
+    said = f"run {runs}" if not line.also else f"runs {runs}, the same numbers"
+    if len({variant(source) for source in merged.sources}) > 1:
+        model = line.source.data["model"]
+        said += f": {model.get('name', '')}, {model.get('dtype', '')}"
+    return said
 
 
 def _baselines(merged: Merged) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from hf_posenc.evaluation.page import appendix, tuning
+from hf_posenc.evaluation.page import appendix, retrieval, tuning
 from hf_posenc.evaluation.page.collect import Collection, Source
 from hf_posenc.evaluation.page.perplexity import Table, sections
 from hf_posenc.evaluation.plots import available
@@ -51,6 +51,7 @@ def render(found: Collection, *, title: str = TITLE, figures: bool = True) -> st
         "unfinished": found.unfinished,
         "remarks": found.remarks,
         "perplexity": perplexity,
+        "retrieval": retrieval.sections(found.sources),
         "tuning": tuning.sections(found.sources),
         "failures": failures,
         "settings": appendix.settings(found.sources),
@@ -62,15 +63,12 @@ def render(found: Collection, *, title: str = TITLE, figures: bool = True) -> st
 
 
 def _contents(values: dict[str, Any]) -> list[tuple[str, str]]:
-    several = len(values["perplexity"]) > 1
     entries = [
         ("unfinished", "Unfinished runs") if values["unfinished"] else None,
         ("remarks", "Not in this report") if values["remarks"] else None,
         ("runs", "Runs"),
-        *(
-            (f"perplexity-{index}", f"Perplexity {index}" if several else "Perplexity")
-            for index in range(1, len(values["perplexity"]) + 1)
-        ),
+        *_numbered("perplexity", len(values["perplexity"])),
+        *_numbered("retrieval", len(values["retrieval"])),
         *(
             (f"tuning-{index}", f"{section.title.split()[0]} of run {section.source.number}")
             for index, section in enumerate(values["tuning"], 1)
@@ -82,6 +80,11 @@ def _contents(values: dict[str, Any]) -> list[tuple[str, str]]:
         ("reproduce", "To do it again"),
     ]
     return [entry for entry in entries if entry is not None]
+
+
+def _numbered(name: str, count: int) -> list[tuple[str, str]]:
+    title = name.capitalize()
+    return [(f"{name}-{n}", f"{title} {n}" if count > 1 else title) for n in range(1, count + 1)]
 
 
 def _run(source: Source) -> dict[str, Any]:
