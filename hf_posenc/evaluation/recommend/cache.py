@@ -71,6 +71,8 @@ def cache_cost(model: nn.Module, tokens: int, dtype: torch.dtype) -> CacheCost |
 def _filled(model: nn.Module) -> list[Any] | None:
     """The layers of a cache that holds a few tokens."""
     config: Any = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    text.rope_parameters = _unscaled(getattr(text, "rope_parameters", None))
     make: Any = type(model)
     try:
         # bfloat16: mixtures of experts take nothing else on this device
@@ -81,3 +83,15 @@ def _filled(model: nn.Module) -> list[Any] | None:
         return list(cache.layers)
     except Exception:  # a family may need values, which this device does not have
         return None
+
+
+def _unscaled(parameters: Any) -> Any:
+    """The same table without its scaling, which may read the positions: they have no values here."""
+    if not isinstance(parameters, dict):
+        return parameters
+    if "rope_type" not in parameters:
+        return {key: _unscaled(value) for key, value in parameters.items()}
+    kept = {
+        key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters
+    }
+    return {"rope_type": "default", **kept}

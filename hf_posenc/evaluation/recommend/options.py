@@ -135,14 +135,17 @@ def option_of(kind: type[Method], start: Start, reach: int) -> Option:
 def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
     moving = issubclass(kind, LengthDependent)
     if kind.name == "longrope":
-        reason = "a divisor of its own for every pair, to be searched for on your text"
+        reason = (
+            "a divisor of its own for every pair, which hf-posenc search looks for on your text"
+        )
         return Option(kind.name, FINE_TUNED, reason, None, attention=moving)
     if kind is ABF:
         base = _two_digits(max(least_base(start.target), start.spec.theta))
         reason = (
             f"rope_theta {base:,.0f}: the least base for {start.target:,} tokens (arXiv 2405.14591)"
         )
-        options = {"rope_theta": base, **start.beside}
+        scaled = {"compose", "replace"} & set(start.beside)
+        options = {"rope_theta": base, **({"replace": True} if scaled else {})}
         return Option(kind.name, FINE_TUNED, reason, options, attention=False)
     if kind.needs.startswith("training"):
         reason = f"{kind.summary}; says nothing before training"

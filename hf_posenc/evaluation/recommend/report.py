@@ -78,8 +78,8 @@ def notes(advice: Advice) -> Iterator[str]:
         if option.works == REFUSED:
             yield f"{option.method}: {option.reason}"
     yield (
-        f"Published, untrained: a perplexity within {TOLERANCE - 1:.0%} of the unpatched model's at its trained length, on "
-        "the model and text of that table. It says what to try first; your text decides."
+        f"Published, untrained: a perplexity within {TOLERANCE - 1:.0%} of the unpatched model's at its trained "
+        "length, on the model and text of that table. It says what to try first; your text decides."
     )
 
 
@@ -103,8 +103,9 @@ def _carried(advice: Advice) -> str:
 
 def _turns(limits: RotaryLimits) -> str:
     return (
-        f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, {limits.fast} of "
-        f"them {FAST_TURNS} or more; past that length the other {limits.slow} reach angles that the model has not met. "
+        f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, "
+        f"{limits.fast} of them {FAST_TURNS} or more. Past that length the other {limits.slow} reach angles that the "
+        "model has not met. "
         f"Critical dimension {limits.critical_dimension} of {limits.dim} (arXiv 2310.05209)."
     )
 
@@ -116,8 +117,8 @@ def _base(advice: Advice) -> str:
         similar = f"{limits.similar_until:,} tokens"
     return (
         f"{limits.theta:,.0f}, the least to train {limits.base_context:,} tokens with; {advice.target:,} take "
-        f"{advice.least_base:,.0f} (a fit, arXiv 2405.14591). The first distance at which a similar token may lose to a "
-        f"random one: {similar} (the theorem behind the fit). Rules of thumb, for training."
+        f"{advice.least_base:,.0f} (a fit, arXiv 2405.14591). The first distance at which a similar token may lose "
+        f"to a random one: {similar} (the theorem behind the fit). Rules of thumb, for training."
     )
 
 
@@ -136,13 +137,13 @@ def _cache(cache: CacheCost | None) -> str:
 def _scaled(advice: Advice) -> str:
     if "replace" in advice.beside:
         return (
-            f"{advice.carried.rope_type} has a table per length, with which nothing can be composed: replace=True starts "
-            f"from rope_theta and {advice.limits.original:,} tokens. Weights trained with that scaling lose it."
+            f"{advice.carried.rope_type} has a table per length, with which nothing can be composed: replace=True "
+            f"starts from rope_theta and {advice.limits.original:,} tokens. Weights trained with that scaling lose it."
         )
     return (
         f"compose=True scales the frequencies in force once more, from {advice.limits.original:,} tokens: right for "
-        "weights that were trained with them. If the scaling was only written into the config, replace=True starts from "
-        f"rope_theta and {advice.carried.trained:,} tokens."
+        "weights that were trained with them. If the scaling was only written into the config, replace=True starts "
+        f"from rope_theta and {advice.carried.trained:,} tokens."
     )
 
 
