@@ -1,0 +1,187 @@
+"""What a run will cost, before it runs: floating-point operations and memory, from a model's sizes alone.
+
+A model on the meta device will do, so that an 8B model is estimated without its weights (see `model_shape`).
+
+Operations: 2 for every multiply-add of the weights that a token meets (of experts, those that it is sent to), of the
+head for scored tokens only, and of the causal scores and weighted values of attention, within sliding windows only. Not
+counted: norms, rotations, softmax and other elementwise work; scans of state-space and linear-attention layers; what
+kernels compute of pairs that a mask hides.
+
+Memory: the largest sum of tensors that exist at once, as the forwards of transformers make them in inference mode. Not
+counted: what kernels and libraries take inside (workspaces, a CUDA context), rounding and fragmentation of the
+allocator, the states of state-space layers. An estimate, which errs on the high side by design; tests hold it against
+measured peaks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.estimate_memory import Pass, activation_bytes, cache_bytes, logit_bytes
+from hf_posenc.evaluation.head_replay import LOGITS_PER_CHUNK
+from hf_posenc.evaluation.layer_shape import Attention
+from hf_posenc.evaluation.model_shape import ModelShape, read_shape
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a forward, or a run of many, takes.
+
+    Attributes:
+        tokens: Tokens forwarded.
+        flops: Floating-point operations.
+        weights: Bytes of the model's weights and buffers.
+        activations: Bytes of what the decoder makes on the way through a layer, masks and scores included.
+        cache: Bytes of keys and values, where the prefill is in pieces; layers with a window keep no more than that.
+        hidden: Bytes of the last hidden states, which wait for the head.
+        logits: Bytes of the logits of a chunk, of their float32 copy and of their log-softmax.
+    """
+
+    tokens: int
+    flops: float
+    weights: int
+    activations: int
+    cache: int
+    hidden: int
+    logits: int
+
+    @property
+    def beside_weights(self) -> int:
+        """Bytes at the peak without the weights: in the decoder or in the head, whichever is more."""
+        return self.cache + self.hidden + max(self.activations, self.logits)
+
+    @property
+    def total(self) -> int:
+        """Bytes at the peak."""
+        return self.weights + self.beside_weights
+
+
+def forward_cost(
+    model: nn.Module,
+    length: int,
+    *,
+    scored: int | None = None,
+    windows: int = 1,
+    chunk: int | None = None,
+    prefill_chunk: int | None = None,
+    dtype: torch.dtype | None = None,
+    full_logits: bool = False,
+) -> Cost:
+    """What `TokenScorer` takes for one forward.
+
+    Args:
+        model: A causal language model as it is to run: patched, with its attention backend; on any device.
+        length: Tokens of a window.
+        scored: Tokens that are scored, by default all that have a prediction.
+        windows: Windows of this length that are run at once.
+        chunk: Tokens whose logits are held at a time; by default as `TokenScorer` chooses.
+        prefill_chunk: Tokens that the decoder runs at a time; by default all.
+        dtype: Of weights and activations; by default the model's own.
+        full_logits: Head replay is off, and the logits of all tokens are held.
+
+    Raises:
+        PosencError: A number below 1, or a model without a head or layers.
+    """
+    pairs = [(length, length - 1 if scored is None else scored)] * windows
+    return run_cost(
+        model,
+        pairs,
+        batch=windows,
+        chunk=chunk,
+        prefill_chunk=prefill_chunk,
+        dtype=dtype,
+        full_logits=full_logits,
+    )
+
+
+def run_cost(
+    model: nn.Module,
+    forwards: Iterable[tuple[int, int]],
+    *,
+    batch: int = 1,
+    chunk: int | None = None,
+    prefill_chunk: int | None = None,
+    dtype: torch.dtype | None = None,
+    full_logits: bool = False,
+) -> Cost:
+    """What a run of many windows takes: the sums of tokens and operations, and the memory of the dearest window.
+
+    Args:
+        model: As in `forward_cost`.
+        forwards: Tokens of every window and how many of them are scored.
+        batch: Windows that are run at once, at the most.
+        chunk: As in `forward_cost`.
+        prefill_chunk: As in `forward_cost`.
+        dtype: As in `forward_cost`.
+        full_logits: As in `forward_cost`.
+
+    Raises:
+        PosencError: As in `forward_cost`, or no window at all.
+    """
+    counted = Counter(forwards)
+    if not counted:
+        raise PosencError("There is no window to estimate: give at least one length.")
+    numbers = {"length": min(counted)[0], "batch": batch}
+    numbers |= {"chunk": chunk or 1, "prefill_chunk": prefill_chunk or 1}
+    for name, value in numbers.items():
+        if value < 1:
+            raise PosencError(f"{name} is at least 1, not {value}.")
+    shape, weights = read_shape(model), _weights(model, dtype)
+    size = (dtype or shape.dtype).itemsize
+    chunk = chunk or max(1, LOGITS_PER_CHUNK // shape.vocabulary)
+    costs = []
+    for (tokens, scored), count in counted.items():
+        piece = tokens if prefill_chunk is None or full_logits else min(prefill_chunk, tokens)
+        run, together = Pass(piece, tokens, size), min(batch, count)
+        rows = min(chunk, scored * together)
+        cost = Cost(
+            tokens=tokens * count,
+            flops=_flops(shape, tokens, scored) * count,
+            weights=weights,
+            activations=together * activation_bytes(shape, run),
+            cache=together * cache_bytes(shape, run),
+            hidden=together * piece * shape.hidden * size,
+            logits=logit_bytes(shape, rows, size, whole=together * tokens if full_logits else 0),
+        )
+        costs.append(cost)
+    dearest = max(costs, key=lambda cost: cost.total)
+    return replace(
+        dearest,
+        tokens=sum(cost.tokens for cost in costs),
+        flops=sum(cost.flops for cost in costs),
+    )
+
+
+def visible_pairs(attention: Attention, length: int) -> int:
+    """Pairs of a query and a key that it sees, in a text of so many tokens."""
+    window = attention.window
+    if window is None or window >= length:
+        return length * (length + 1) // 2
+    if attention.chunked:
+        chunks, rest = divmod(length, window)
+        return chunks * (window * (window + 1) // 2) + rest * (rest + 1) // 2
+    return window * (window + 1) // 2 + (length - window) * window
+
+
+def _flops(shape: ModelShape, length: int, scored: int) -> float:
+    multiplied = (sum(layer.weights for layer in shape.layers) + shape.around) * length
+    multiplied += shape.head * scored
+    for layer in shape.layers:
+        if (found := layer.attention) is not None:
+            features = found.heads * (found.key_dim + found.value_dim)
+            multiplied += features * visible_pairs(found, length)
+    return 2.0 * multiplied
+
+
+def _weights(model: nn.Module, dtype: torch.dtype | None) -> int:
+    return sum(
+        tensor.numel() * (dtype if dtype and tensor.is_floating_point() else tensor.dtype).itemsize
+        for tensors in (model.parameters(), model.buffers())
+        for tensor in tensors
+    )
