@@ -1,17 +1,55 @@
-"""What `hf-posenc perplexity` is given: the arguments that need more than reading, checked before anything runs."""
+"""What the commands are given: the arguments that need more than reading, checked before anything runs."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from typer.core import TyperCommand
 
 from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.documents import Document, Skipped, TokenizedDocument
+    from hf_posenc.evaluation.documents import Entry, TokenCache, TokenizedDocument
+
+_PANEL = "Documents"
+
+TokenizedOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.",
+        rich_help_panel=_PANEL,
+    ),
+]
+TokenDtypeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="What a .bin file of token ids consists of: uint16, uint32, int32, int64.",
+        rich_help_panel=_PANEL,
+    ),
+]
+MinTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Leave out documents of fewer tokens. Default: what the longest length needs, which is also the least.",
+        rich_help_panel=_PANEL,
+    ),
+]
+TokenCacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Keep the documents' tokens in this folder; several processes and later runs then tokenize only once.",
+        rich_help_panel=_PANEL,
+    ),
+]
 
 
 class TakesSeveral(TyperCommand):
@@ -67,7 +105,9 @@ def source_of(
     split: str,
     column: str,
     streaming: bool,
-) -> tuple[Iterable[Document | Skipped] | None, dict[str, Any]]:
+    tokenized: str | None = None,
+    token_dtype: str = "uint16",
+) -> tuple[Iterable[Entry] | None, dict[str, Any]]:
     """The reader that was asked for, `None` for the default one, and what the result says of it.
 
     Raises:
@@ -77,18 +117,33 @@ def source_of(
 
     if text and dataset is not None:
         raise PosencError("--text and --dataset exclude each other: give one of them.")
+    read: dict[str, Any] = {"split": split, "column": column, "tokenized": tokenized}
     if text:
-        model = next((path for path in text if (Path(path) / "config.json").is_file()), None)
+        # os.path, since pathlib raises for a name that is too long
+        configs = {path: os.path.join(path, "config.json") for path in text}  # noqa: PTH118
+        model = next((path for path in text if os.path.isfile(configs[path])), None)  # noqa: PTH113
         if model is not None:
             raise PosencError(
                 f"--text {model} is a model's folder. MODEL goes in front of the options."
             )
-        return read_paths(text), {"kind": "text", "paths": text}
+        read["token_dtype"] = token_dtype
+        return read_paths(text, **read), {"kind": "text", "paths": text, **read}
     if dataset is not None:
-        options = {"config": config, "split": split, "column": column, "streaming": streaming}
-        rows = read_dataset(dataset, config=config, split=split, column=column, streaming=streaming)
-        return rows, {"kind": "dataset", "name": dataset, **options}
+        options: dict[str, Any] = {"config": config, **read, "streaming": streaming}
+        return read_dataset(dataset, **options), {"kind": "dataset", "name": dataset, **options}
+    if tokenized is not None:
+        raise PosencError("--tokenized names a column of a --dataset, or of rows in --text files.")
     return None, {}
+
+
+def token_cache_of(folder: Path | None, tokenizer: Any) -> TokenCache | None:
+    """The token cache that was asked for."""
+    if folder is None:
+        return None
+    from hf_posenc.evaluation.documents import TokenCache
+    from hf_posenc.evaluation.identity import tokenizer_hash
+
+    return TokenCache(folder, tokenizer_hash(tokenizer))
 
 
 def check_vocabulary(model: Any, documents: list[TokenizedDocument]) -> None:
@@ -98,7 +153,7 @@ def check_vocabulary(model: Any, documents: list[TokenizedDocument]) -> None:
         PosencError: It has not.
     """
     words = model.get_input_embeddings().weight.shape[0]
-    largest = max(int(document.ids.max()) for document in documents)
+    largest = max(document.largest() for document in documents)
     if largest >= words:
         raise PosencError(
             f"The tokenizer does not belong to the model: it gives token {largest:,}, the model has {words:,}."

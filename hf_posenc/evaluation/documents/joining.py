@@ -20,13 +20,15 @@ class Sizes:
     Attributes:
         window: Text that is tokenized at a time.
         overlap: Text that two windows share at first; more where they do not agree.
-        largest: No window is larger: so much text without a place to cut it is not tokenized.
+        largest: No window grows beyond it in search of a place to cut; a text that has none in so much is left out.
+        whole: Longer texts are left out where nothing says where this tokenizer's texts may be cut.
         per_token: Text that is read at first for each token that is asked for.
     """
 
     window: int = 1 << 18
     overlap: int = 1 << 13
-    largest: int = 1 << 24
+    largest: int = 1 << 22
+    whole: int = 1 << 25
     per_token: int = 6
 
 
@@ -51,19 +53,23 @@ class Piece:
 
 
 def joined(
-    chunks: Iterator[str], tokenizer: Any, max_tokens: int | None = None, sizes: Sizes = SIZES
+    chunks: Iterator[str],
+    tokenizer: Any,
+    max_tokens: int | None = None,
+    sizes: Sizes | None = None,
 ) -> Iterator[Piece]:
     """The tokens of a text that comes in chunks, the same as those of the whole text, the first `max_tokens` of them.
 
     Raises:
         UnreadableError: The text is too large to be tokenized whole, and this tokenizer, or this text, cannot be cut.
     """
+    sizes = sizes or SIZES
     reader, cutting = _Reader(chunks), cutting_of(tokenizer)
     wanted = sizes.window
     if max_tokens is not None:
         wanted = min(wanted, sizes.per_token * max_tokens + 4 * sizes.overlap)
     if cutting is Cutting.NEVER:
-        wanted = sizes.largest
+        wanted = sizes.whole
     left = open_window(Part(reader.read(wanted)), tokenizer, cutting)
     at = given = said = 0  # the next token in `left`; tokens and characters that were given out
     overlap = sizes.overlap
@@ -74,7 +80,7 @@ def joined(
             return
         if cutting is Cutting.NEVER:
             raise UnreadableError(
-                f"longer than {sizes.largest:,} characters, and nothing says where a text may be cut for this tokenizer"
+                f"longer than {sizes.whole:,} characters, and nothing says where a text may be cut for this tokenizer"
             )
         more = reader.read(sizes.window)
         right = open_window(left.part.tail(overlap, more), tokenizer, cutting)
