@@ -140,7 +140,8 @@ def press(
         while scored < len(ids):
             stop = length if scored == 1 else scored + stride
             stop = min(stop, len(ids))
-            window = ids[max(0, stop - length) : stop]
+            # fairseq's --context-window: every later window has L - S tokens of context, the last one too
+            window = ids[0 if scored == 1 else scored + stride - length : stop]
             with torch.no_grad():
                 logits: Tensor = model(window[None, :-1]).logits[0]
             new = stop - scored

@@ -289,7 +289,7 @@ def test_a_checkpoint_with_a_saved_patch_is_measured_as_it_is(
         (("--lengths", "64,abc"), "'abc' is no length"),
         (("--lengths", "2"), "at least 8 tokens"),
         (("--lengths", "64,4k"), "No document can be used"),
-        (("--protocol", "sliding"), "Unknown protocol 'sliding': prefix, tail"),
+        (("--protocol", "window"), "Unknown protocol 'window': prefix, tail"),
         (("--tail-tokens", "64"), "fewer than the shortest length"),
         (("--bos", "maybe"), "Unknown BOS policy 'maybe'"),
         (("--dtype", "float8"), "Unknown dtype 'float8'"),

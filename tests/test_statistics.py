@@ -15,7 +15,7 @@ def records(
     method: str, losses: list[tuple[float, int]], length: int = 64, size: int | None = 100
 ) -> list[Record]:
     return [
-        Record(method, "tail", length, f"d{index}", nats, tokens, size)
+        Record(method, "tail", length, f"d{index}", nats, tokens, size, None, nats, tokens)
         for index, (nats, tokens) in enumerate(losses)
     ]
 

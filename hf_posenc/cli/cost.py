@@ -12,7 +12,8 @@ from hf_posenc.cli.console import out
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.estimate import Cost
-    from hf_posenc.evaluation.perplexity import Item, Run
+    from hf_posenc.evaluation.items import Item
+    from hf_posenc.evaluation.perplexity import Run
 
 GIB = 2**30
 

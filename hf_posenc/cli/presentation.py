@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.protocols import Settings
     from hf_posenc.evaluation.published import PublishedTable
     from hf_posenc.evaluation.result import PerplexityResult
-    from hf_posenc.evaluation.store import Store
+    from hf_posenc.evaluation.store import Store, Work
 
 SHOWN_SKIPPED = 5
 
@@ -110,8 +110,8 @@ def finish(
     with open_store(output, run, known["model"], shard) as store:
         with progress_bar(shard) as progress:
             run.measure(store, shard, progress)
-        if not wait_for_all(run, store, shard, _say_waiting):
-            _say_unfinished(run, store, shard)
+        if not wait_for_all(run, store, shard, say_waiting):
+            say_unfinished(run, store, shard)
             return
         if shard.launched and shard.index:
             return
@@ -172,21 +172,22 @@ def write(result: PerplexityResult, output: Path, with_plot: bool) -> None:
         console.print("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False)
 
 
-def _say_waiting(count: int) -> None:
+def say_waiting(count: int) -> None:
+    """Says what the first process waits for."""
     err().print(
         f"Waiting for the other processes: {count:,} parts are still missing. All must write to the same --output.",
         style="dim",
     )
 
 
-def _say_unfinished(run: Run, store: Store, shard: Shard) -> None:
-    from hf_posenc.evaluation.store import missing
+def say_unfinished(work: Work, store: Store, shard: Shard) -> None:
+    """Says that this share is done and others are not; under a launcher the first process knows."""
+    from hf_posenc.evaluation.store import unfinished
 
     if shard.launched:
         return
-    count = len(missing(store, (item.key for item in run.items)))
     out().print(
-        f"Share {shard.index + 1} of {shard.count} is done; {count:,} of {len(run.items):,} parts are the others'. "
+        f"Share {shard.index + 1} of {shard.count} is done; {unfinished(store, work):,} of {len(work.items):,} parts are the others'. "
         "The last process to finish prints the result, as does the same command without --shard.",
         markup=False,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -14,13 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.evaluation.candidates import Candidate
-from hf_posenc.evaluation.documents import TokenizedDocument, one_line
+from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
-from hf_posenc.evaluation.memory import OUT_OF_MEMORY, FrugalScorer, is_out_of_memory
+from hf_posenc.evaluation.items import Item, Sum, Worker
+from hf_posenc.evaluation.memory import FrugalScorer
 from hf_posenc.evaluation.processes import Shard
 from hf_posenc.evaluation.protocols import Settings
 from hf_posenc.evaluation.statistics import Record
-from hf_posenc.evaluation.store import ALONE, Key, Memory, Records, missing
+from hf_posenc.evaluation.store import ALONE, Memory, Records, unfinished
 from hf_posenc.evaluation.windows import Span, Window, plan
 
 Progress = Callable[[str, int, int], None]
@@ -57,30 +57,6 @@ class Measurement:
     curves: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)
     shared_prefix: dict[str, bool] = field(default_factory=dict)
     head_replay: str = "off"
-
-
-@dataclass(frozen=True, eq=False)
-class Item:
-    """A piece of work: some windows of one document under one patch.
-
-    Attributes:
-        candidate: What is patched in.
-        lengths: The lengths that it serves.
-        document: Index of the document.
-        windows: What is run.
-        key: What the result is stored under.
-    """
-
-    candidate: Candidate
-    lengths: tuple[int, ...]
-    document: int
-    windows: tuple[Window, ...]
-    key: Key
-
-    @property
-    def forwarded(self) -> int:
-        """Tokens that the model reads."""
-        return sum(window.forwarded for window in self.windows)
 
 
 class Run:
@@ -186,7 +162,7 @@ class Run:
                 scorer.pieces = not candidate.length_dependent
                 with candidate.applied(self.model, items[0].lengths[-1]):
                     for item in items:
-                        measured = _Item(self, item, scorer)
+                        measured = Worker(self, item, scorer)
                         for forwarded in measured.run():
                             progress(candidate.label, done + forwarded, total)
                         done += item.forwarded
@@ -195,15 +171,15 @@ class Run:
 
     def collect(self, store: Records) -> Measurement | None:
         """Puts the stored values together; `None` while some are missing."""
-        if missing(store, (item.key for item in self.items)):
+        if unfinished(store, self):
             return None
-        sums: dict[tuple[str, str, int, int], _Sum] = {}
+        sums: dict[tuple[str, str, int, int], Sum] = {}
         failures: dict[tuple[str, str, int], tuple[int, str]] = {}
         made = Measurement()
         for item in self.items:
             value, label = store.get(item.key) or {}, item.candidate.label
             for protocol, length, *numbers in value["sums"]:
-                sums.setdefault((label, protocol, length, item.document), _Sum()).add(*numbers)
+                sums.setdefault((label, protocol, length, item.document), Sum()).add(*numbers)
             for protocol, length, reason in value["failed"]:
                 cell = (label, protocol, length)
                 failures[cell] = min(
@@ -268,127 +244,6 @@ class Run:
         return self._key_tokens(item.document)[offset + span.first : offset + span.stop]
 
 
-@dataclass
-class _Sum:
-    nats: float = 0.0
-    tokens: int = 0
-    bytes: int | None = 0
-    words: int | None = 0
-    weighted: float = 0.0
-    weight: float = 0.0
-
-    def add(
-        self,
-        nats: float | None,
-        tokens: int,
-        size: int | None,
-        words: int | None,
-        weighted: float | None,
-        weight: float,
-    ) -> None:
-        """Adds what one window, or a part of a document, contributes."""
-        self.nats += math.nan if nats is None else nats
-        self.tokens += tokens
-        self.bytes = None if size is None or self.bytes is None else self.bytes + size
-        self.words = None if words is None or self.words is None else self.words + words
-        self.weighted += math.nan if weighted is None else weighted
-        self.weight += weight
-
-
-class _Item:
-    """Runs the windows of one item."""
-
-    def __init__(self, run: Run, item: Item, scorer: FrugalScorer) -> None:
-        self._run, self._item, self._scorer = run, item, scorer
-        self._sums: dict[tuple[str, int], _Sum] = {}
-        self._failed: dict[tuple[str, int], str] = {}
-        self._curve: dict[str, list[Any]] | None = None
-        self._forwarded = 0
-        self._seconds = 0.0
-        self._peak: int | None = None
-
-    def run(self) -> Any:
-        """Runs them; yields the tokens forwarded so far after every forward."""
-        done = 0
-        settle = self._item.candidate.moves and self._item.candidate.request is None
-        for _, same in itertools.groupby(self._item.windows, key=lambda window: window.shape):
-            windows = list(same)
-            for begin in range(0, len(windows), self._run.settings.batch):
-                batch = windows[begin : begin + self._run.settings.batch]
-                wanted = [window for window in batch if not all(map(self._is_lost, window.spans))]
-                if wanted:
-                    self._score(wanted, settle)
-                done += sum(window.forwarded for window in batch)
-                yield done
-
-    def _is_lost(self, span: Span) -> bool:
-        failed = (span.protocol, span.length) in self._failed
-        return failed or self._run.hopeless(self._item, span)
-
-    def _score(self, windows: Sequence[Window], settle: bool) -> None:
-        ids = [self._run.ids(self._item, window) for window in windows]
-        cuda = torch.cuda.is_available()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        try:
-            if settle:  # two tokens reset transformers' stateful dynamic RoPE
-                self._scorer([ids[0][:2]], 1)
-            first, read_last = windows[0].first_scored, windows[0].read_last
-            losses = self._scorer(ids, first, read_last=read_last)
-        except (
-            Exception
-        ) as error:  # a family may fail in its own way past its length; the run goes on without it
-            reason = (
-                OUT_OF_MEMORY
-                if is_out_of_memory(error)
-                else f"{type(error).__name__}: {one_line(error)}"
-            )
-            for span in itertools.chain.from_iterable(window.spans for window in windows):
-                self._failed[span.protocol, span.length] = reason
-            return
-        self._seconds += time.perf_counter() - began
-        self._forwarded += sum(window.forwarded for window in windows)
-        if cuda:
-            self._peak = max(self._peak or 0, torch.cuda.max_memory_allocated())
-        for window, part in zip(windows, losses, strict=True):
-            self._add(window, part)
-
-    def _add(self, window: Window, losses: Tensor) -> None:
-        document = self._run.documents[self._item.document]
-        offset = window.begin - window.special
-        for span in window.spans:
-            part = losses[span.first - window.first_scored : span.stop - window.first_scored]
-            first, stop = offset + span.first, offset + span.stop
-            size, words = document.bytes_between(first, stop), document.words_between(first, stop)
-            weight = span.weight
-            key = self._run.is_key(self._item, window, span)
-            if key is not None:
-                part, size, words, weight = part[key], None, None, float(key.sum())
-            nats = float(part.sum())
-            weighted = nats if weight == len(part) else nats / max(1, len(part)) * weight
-            total = self._sums.setdefault((span.protocol, span.length), _Sum())
-            total.add(nats, len(part), size, words, weighted, weight)
-            if span.protocol == "prefix" and span.length == self._run.settings.lengths[-1]:
-                self._curve = curve(part, span.first, span.length, self._run.settings.buckets)
-
-    def value(self) -> dict[str, Any]:
-        """What is stored."""
-        return {
-            "sums": [
-                [*cell, *vars(total).values()]
-                for cell, total in self._sums.items()
-                if cell not in self._failed
-            ],
-            "failed": [[*cell, reason] for cell, reason in self._failed.items()],
-            "curve": self._curve,
-            "forwarded": self._forwarded,
-            "seconds": self._seconds,
-            "peak_bytes": self._peak,
-            "at_once": self._scorer.reduced,
-        }
-
-
 def measure(
     model: nn.Module,
     documents: Sequence[TokenizedDocument],
@@ -404,19 +259,6 @@ def measure(
     measurement = run.collect(store)
     assert measurement is not None
     return measurement
-
-
-def edges(length: int, buckets: int) -> list[int]:
-    """Where the buckets of the longest prefix begin, and its end: equal parts, of whole tokens."""
-    count = min(buckets, length)
-    return [length * index // count for index in range(count + 1)]
-
-
-def curve(losses: Tensor, first: int, length: int, buckets: int) -> dict[str, list[Any]]:
-    """Nats and tokens per bucket, of losses that begin at token `first` of the prefix."""
-    bounds = [max(0, edge - first) for edge in edges(length, buckets)]
-    parts = [losses[begin:end] for begin, end in itertools.pairwise(bounds)]
-    return {"nats": [float(part.sum()) for part in parts], "tokens": [len(part) for part in parts]}
 
 
 def _document_key(document: TokenizedDocument) -> str:

@@ -173,7 +173,9 @@ def _orders(result: PerplexityResult) -> Iterator[str]:
 
 def to_html(result: PerplexityResult) -> str:
     """The tables and notes, for a notebook."""
-    console = Console(file=io.StringIO(), record=True, width=160, highlight=False)
+    console = Console(
+        file=io.StringIO(), record=True, width=160, highlight=False, force_jupyter=False
+    )
     for protocol in result.settings.protocols:
         console.print(table(result, protocol))
     for line in notes(result):

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.files import finite, to_json, write_atomically
-from hf_posenc.evaluation.perplexity import Failure, Measurement, edges
+from hf_posenc.evaluation.items import edges
+from hf_posenc.evaluation.perplexity import Failure, Measurement
 from hf_posenc.evaluation.protocols import Settings
 from hf_posenc.evaluation.statistics import Cell, Record, summarize
 

@@ -28,7 +28,7 @@ from hf_posenc.evaluation.presets import preset_settings
 from hf_posenc.evaluation.processes import Shard
 from hf_posenc.evaluation.protocols import Settings, default_lengths
 from hf_posenc.evaluation.result import PerplexityResult
-from hf_posenc.evaluation.store import ALONE, Memory, Records, Store, missing
+from hf_posenc.evaluation.store import ALONE, Memory, Records, Store, Work, unfinished
 
 # They decide how numbers are put together, or what is said of them, and none of the numbers that are stored.
 _OF_THE_SUMMARY = ("seed", "resamples", "base", "preset")
@@ -194,12 +194,12 @@ def record_settings(run: Run, described: dict[str, Any]) -> dict[str, Any]:
 
 
 def wait_for_all(
-    run: Run, store: Store, shard: Shard, waiting: Callable[[int], None] = lambda count: None
+    work: Work, store: Store, shard: Shard, waiting: Callable[[int], None] = lambda count: None
 ) -> bool:
     """Whether everything is there; the first of launched processes waits for the others until it is.
 
     Args:
-        run: The run.
+        work: The run.
         store: Its records.
         shard: This process's place.
         waiting: Called once, with the number of missing items, when it has taken long.
@@ -207,7 +207,7 @@ def wait_for_all(
     began, told = time.monotonic(), False
     while True:
         store.refresh()
-        count = len(missing(store, (item.key for item in run.items)))
+        count = unfinished(store, work)
         if not count or not (shard.launched and shard.index == 0):
             return not count
         if not told and time.monotonic() - began > _PATIENCE:

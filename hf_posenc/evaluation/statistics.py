@@ -183,9 +183,9 @@ class _Cells:
             base_sums, base_weights = self._weighed(baseline)
             ratio = self._power(loss - math.fsum(base_sums) / math.fsum(base_weights))
             if self.bootstrap is not None and losses is not None:
-                ratio_interval = self._interval(
-                    losses - self.bootstrap.means(base_sums, base_weights)
-                )
+                with np.errstate(invalid="ignore"):
+                    differences = losses - self.bootstrap.means(base_sums, base_weights)
+                ratio_interval = self._interval(differences)
         nats = math.fsum(row.nats for row in rows)
         size, words = _total(row.bytes for row in rows), _total(row.words for row in rows)
         return Cell(
@@ -211,7 +211,10 @@ class _Cells:
         return [row.weighted for row in rows], [row.weight for row in rows]
 
     def _interval(self, logs: np.ndarray[Any, Any]) -> tuple[float, float]:
-        low, high = np.quantile(logs, [0.025, 0.975])
+        with np.errstate(
+            invalid="ignore"
+        ):  # losses that are infinite give an interval that is no number
+            low, high = np.quantile(logs, [0.025, 0.975])
         return self._power(float(low)), self._power(float(high))
 
     def _power(self, loss: float) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Protocol
@@ -40,6 +40,20 @@ class Records(Protocol):
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
         """Stores a value."""
+
+
+class Keyed(Protocol):
+    """A piece of work."""
+
+    @property
+    def key(self) -> Key: ...
+
+
+class Work(Protocol):
+    """A run: pieces of work, in the order in which they are done."""
+
+    @property
+    def items(self) -> Sequence[Keyed]: ...
 
 
 class Memory:
@@ -183,6 +197,11 @@ class Store:
             os.ftruncate(descriptor, whole)
             os.close(descriptor)
             self._file = self._path.open("ab")
+
+
+def unfinished(store: Records, work: Work) -> int:
+    """How many pieces of work no process has stored yet."""
+    return len(missing(store, (item.key for item in work.items)))
 
 
 def missing(store: Records, keys: Iterable[Key]) -> list[Key]:

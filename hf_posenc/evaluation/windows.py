@@ -58,7 +58,7 @@ class Window:
     @property
     def first_scored(self) -> int:
         """Index of the first token of the window that any span needs."""
-        return min(span.first for span in self.spans)
+        return min((span.first for span in self.spans), default=1)
 
     @property
     def shape(self) -> tuple[int, int, bool]:
