@@ -186,8 +186,9 @@ def say_unfinished(work: Work, store: Store, shard: Shard) -> None:
 
     if shard.launched:
         return
+    left, parts = unfinished(store, work), len(work.items)
     out().print(
-        f"Share {shard.index + 1} of {shard.count} is done; {unfinished(store, work):,} of {len(work.items):,} parts are the others'. "
+        f"Share {shard.index + 1} of {shard.count} is done; {left:,} of {parts:,} parts are the others'. "
         "The last process to finish prints the result, as does the same command without --shard.",
         markup=False,
     )
