@@ -13,7 +13,8 @@ from hf_posenc.evaluation.page.collect import Source
 _ELSEWHERE = frozenset(
     {
         *("kind", "format", "command", "summary", "records", "curve", "documents", "skipped"),
-        *("failures", "methods", "protocols", "problems"),
+        *("failures", "methods", "protocols", "perplexity", "retrieval", "speed", "by_depth"),
+        *("scores", "tasks", "recipe", "rungs", "steps", "remarks"),
     }
 )
 _FORWARDS = ("one for each length", "one for all lengths")
@@ -137,8 +138,15 @@ def _listed(lengths: Sequence[int | None]) -> str:
     return ", ".join(f"{length:,}" for length in sorted(n for n in lengths if n is not None))
 
 
+def listed(sources: Sequence[Source], name: str) -> list[tuple[Source, list[dict[str, Any]]]]:
+    """The documents, or what was skipped, of each result that has any."""
+    return [(source, source.data[name]) for source in sources if source.data.get(name)]
+
+
 def commands(sources: Sequence[Source]) -> list[tuple[Source, str]]:
-    """How each result was made, where it says so."""
-    return [
-        (source, str(source.data["command"])) for source in sources if source.data.get("command")
-    ]
+    """How each result was made, where it says so; the parts of a benchmark were made by its command."""
+    made: dict[int, tuple[Source, str]] = {}
+    for source in sources:
+        if source.data.get("command"):
+            made.setdefault(source.number, (source, str(source.data["command"])))
+    return list(made.values())

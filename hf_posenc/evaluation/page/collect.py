@@ -13,23 +13,27 @@ from hf_posenc.errors import PosencError
 
 KINDS = ("perplexity", "retrieval", "bench", "sweep", "search")
 RECORDS = "records"
+PARTS = ("perplexity", "retrieval")
+"""Results inside a benchmark's."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One result file.
+    """One result: a file, or a part of a benchmark's file.
 
     Attributes:
-        number: Its place in the report, from 1; what tables call it.
+        number: The file's place in the report, from 1; what tables call it.
         name: The folder, or the file where its name is not the usual one, as it was given.
         kind: One of `KINDS`.
-        data: What the file holds.
+        data: What the file holds, or the part of it.
+        part: Whether it is a part.
     """
 
     number: int
     name: str
     kind: str
     data: dict[str, Any]
+    part: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ class Collection:
     """What was found, and what was not.
 
     Attributes:
-        sources: The results, each once.
+        sources: The results, each once; those inside a benchmark's behind it.
         unfinished: Folders whose run has not ended.
         remarks: One line for every file or folder that is not in the report, and why.
     """
@@ -62,6 +66,11 @@ class Collection:
     sources: list[Source] = field(default_factory=list)
     unfinished: list[Unfinished] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+
+    @property
+    def files(self) -> list[Source]:
+        """The results that are files."""
+        return [source for source in self.sources if not source.part]
 
 
 def collect(paths: Sequence[Path]) -> Collection:
@@ -118,7 +127,11 @@ def _add(found: Collection, file: Path, name: Path, seen: dict[str, str]) -> Non
         found.remarks.append(f"{file}: the same result as {seen[digest]}.")
         return
     seen[digest] = str(file)
-    found.sources.append(Source(len(found.sources) + 1, name.as_posix(), kind, data))
+    number = len(found.files) + 1
+    found.sources.append(Source(number, name.as_posix(), kind, data))
+    for part in PARTS if kind == "bench" else ():
+        if data.get(part):
+            found.sources.append(Source(number, name.as_posix(), part, data[part], part=True))
 
 
 def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from hf_posenc.evaluation import plots
-from hf_posenc.evaluation.page.merge import Merged
+from hf_posenc.evaluation.page.lines import Merged
 from hf_posenc.evaluation.plots.position import position_points
 from hf_posenc.evaluation.plots.style import (
     BASELINE,

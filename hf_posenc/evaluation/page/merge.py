@@ -1,101 +1,17 @@
-"""Puts comparable perplexity results into one table, and computes what only the whole of them can say."""
+"""Puts comparable perplexity results into one table."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hf_posenc.evaluation.page.collect import Source
 from hf_posenc.evaluation.page.comparable import protocol_key
-from hf_posenc.evaluation.page.numbers import Interval, interval_of
-from hf_posenc.evaluation.statistics import RESAMPLES, Record, summarize
-
-NAN = math.nan
-
-
-@dataclass(frozen=True)
-class Number:
-    """One number of a table, as `hf_posenc.evaluation.statistics.Cell`, with a ratio to the table's baseline."""
-
-    length: int
-    perplexity: float
-    interval: Interval | None
-    ratio: float | None
-    ratio_interval: Interval | None
-    bits_per_byte: float | None
-    tokens: int
-    documents: int
-
-
-@dataclass(frozen=True)
-class Axes:
-    """What the axes of a figure are made from."""
-
-    lengths: tuple[int, ...]
-    protocols: tuple[str, ...]
-    tail_tokens: int
-
-
-@dataclass
-class Line:
-    """One method of one result: a row of the table.
-
-    Attributes:
-        source: Where it was measured.
-        also: Where else, with the very same numbers.
-        name: The method's label in that result.
-        label: Its label here, which no other row has: with the number of its result where several have it.
-        method: The method's name; `None` for the model as it was loaded.
-        numbers: By length.
-        failures: Why there is no number, by length.
-        baseline: The label of the row that its ratios are relative to; its own, if it is that row.
-    """
-
-    source: Source
-    name: str
-    label: str
-    method: str | None
-    also: list[Source] = field(default_factory=list)
-    numbers: dict[int, Number] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-    baseline: str = ""
-
-
-@dataclass
-class Merged:
-    """The results of one protocol that are comparable; can be drawn like a `PerplexityResult`.
-
-    Attributes:
-        protocol: Its name.
-        definition: Its sentence.
-        sources: Where the numbers come from.
-        lines: The rows.
-        settings: Lengths and such, of all of them together.
-        original: The context length that the model was trained on; `None` if unknown, or not the same.
-        curve: Sums by position, where every result has them with the same edges.
-    """
-
-    protocol: str
-    definition: str
-    sources: list[Source]
-    lines: list[Line]
-    settings: Axes
-    original: int | None
-    curve: dict[str, Any] | None = None
-
-    @property
-    def candidates(self) -> list[Line]:
-        """The rows, under the name that figures know."""
-        return self.lines
-
-    def cell(self, method: str, protocol: str, length: int, /) -> Number | None:
-        """The number of a row at a length."""
-        line = next(line for line in self.lines if line.label == method)
-        return line.numbers.get(length)
+from hf_posenc.evaluation.page.lines import Axes, Line, Merged, Number
+from hf_posenc.evaluation.page.numbers import interval_of
+from hf_posenc.evaluation.page.ratios import against
 
 
 def merge(sources: Sequence[Source]) -> list[Merged]:
@@ -196,7 +112,7 @@ def _fill(line: Line, protocol: str, baseline: Line) -> None:
             ratio, ratio_interval = against(line, baseline, protocol, length, length)
         line.numbers[length] = Number(
             length,
-            NAN if cell["perplexity"] is None else cell["perplexity"],
+            math.nan if cell["perplexity"] is None else cell["perplexity"],
             interval_of(cell["interval"]),
             ratio,
             ratio_interval,
@@ -207,56 +123,6 @@ def _fill(line: Line, protocol: str, baseline: Line) -> None:
     for failure in data["failures"]:
         if (failure["method"], failure["protocol"]) == (line.name, protocol):
             line.failures[failure["length"]] = failure["reason"]
-
-
-def against(
-    line: Line, other: Line, protocol: str, length: int, other_length: int
-) -> tuple[float | None, Interval | None]:
-    """A row's perplexity divided by another's, with the paired 95 % interval over documents.
-
-    Args:
-        line: The row.
-        other: What it is divided by; it has read the same documents, and under `tail` the same targets at any length.
-        protocol: The protocol of both.
-        length: The row's length.
-        other_length: The other's.
-
-    Returns:
-        Ratio and interval; `None` where one of the two was not measured.
-    """
-    base = _records(other, protocol, other_length, "base")
-    rows = _records(line, protocol, length, "row")
-    if not rows or len(rows) != len(base):
-        return None, None
-    settings = line.source.data["settings"]
-    cells = summarize(
-        [*base, *rows],
-        seed=settings.get("seed", 0),
-        resamples=settings.get("resamples", RESAMPLES),
-        aggregate=settings.get("aggregate", "tokens"),
-        base=settings.get("base"),
-    )
-    cell = next((cell for cell in cells if cell.method == "row"), None)
-    return (None, None) if cell is None else (cell.ratio, cell.ratio_interval)
-
-
-def _records(line: Line, protocol: str, length: int, name: str) -> list[Record]:
-    """A row's sums, under names that do not depend on the machine: the document's place, and length 0."""
-    data = line.source.data
-    places = {document["name"]: str(place) for place, document in enumerate(data["documents"])}
-    known = {field.name for field in dataclasses.fields(Record)}
-    records = []
-    for entry in data["records"]:
-        if (entry["method"], entry["protocol"], entry["length"]) != (line.name, protocol, length):
-            continue
-        document = places.get(entry["document"], entry["document"])
-        older = {"words": None, "weighted": entry["nats"], "weight": entry["tokens"]}  # format 1
-        here = {"method": name, "length": 0, "document": document}
-        values = {**older, **entry, **here}
-        for sums in ("nats", "weighted"):  # JSON has no NaN
-            values[sums] = NAN if values[sums] is None else values[sums]
-        records.append(Record(**{key: values[key] for key in known}))
-    return records
 
 
 def _curve(lines: Sequence[Line]) -> dict[str, Any] | None:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_posenc.evaluation.report import FEW_DOCUMENTS, number
+from hf_posenc.evaluation.report import FEW_DOCUMENTS
+from hf_posenc.evaluation.report import number as number
 
 Interval = tuple[float, float]
 OUT_OF_MEMORY = "out of memory"
@@ -47,6 +48,9 @@ class Entry:
     lowest: bool = False
     state: str = ""
     reason: str = ""
+
+
+NOT_FINITE = Entry(state="nan", reason="the loss is not a finite number")
 
 
 def shown(value: float, digits: int = 4) -> Shown:

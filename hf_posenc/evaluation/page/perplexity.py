@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from hf_posenc.evaluation.page.collect import Source
 from hf_posenc.evaluation.page.comparable import by_texts, why_apart
 from hf_posenc.evaluation.page.figures import Picture, pictures
-from hf_posenc.evaluation.page.merge import Line, Merged, against, merge, variant
+from hf_posenc.evaluation.page.lines import Line, Merged
+from hf_posenc.evaluation.page.merge import merge
 from hf_posenc.evaluation.page.numbers import (
+    NOT_FINITE,
     Entry,
     ends,
     failure_entry,
-    ratio_entry,
     shown,
     verdict,
 )
-from hf_posenc.evaluation.plots.style import CONTROL
+from hf_posenc.evaluation.page.summary import Row, Summary, about, summarized
 
 WIDE = 12
 """With more lengths than this, a table has a row for each and a column per method."""
@@ -31,23 +32,6 @@ class Heading:
     text: str
     times: str
     long: bool
-
-
-@dataclass(frozen=True)
-class Row:
-    """A method's row."""
-
-    name: str
-    about: str
-    entries: Sequence[Entry]
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What the intervals say of short and of long texts: ratios at single lengths."""
-
-    columns: Sequence[str]
-    rows: Sequence[Row]
 
 
 @dataclass(frozen=True)
@@ -139,7 +123,7 @@ def _table(merged: Merged, apart: str, drawn: Sequence[Picture]) -> Table:
     rows = [
         Row(
             line.label,
-            _about(line, merged),
+            about(line, merged),
             [_entry(line, length, lowest[length]) for length in lengths],
         )
         for line in merged.lines
@@ -151,7 +135,7 @@ def _table(merged: Merged, apart: str, drawn: Sequence[Picture]) -> Table:
         headings,
         sum(1 for heading in headings if not heading.long) if original else 0,
         rows,
-        _summary(merged),
+        summarized(merged),
         drawn,
         _baselines(merged),
         max((n.documents for line in merged.lines for n in line.numbers.values()), default=0),
@@ -164,7 +148,7 @@ def _entry(line: Line, length: int, lowest: float) -> Entry:
     if cell is None:
         return failure_entry(line.failures.get(length))
     if not math.isfinite(cell.perplexity):
-        return Entry(state="nan", reason="the loss is not a finite number")
+        return NOT_FINITE
     low, high = ends(cell.interval)
     ratio_low, ratio_high = ends(cell.ratio_interval)
     itself = line.baseline == line.label
@@ -187,63 +171,5 @@ def _lowest(merged: Merged, length: int) -> float:
     return min(values) if len(set(values)) > 1 else math.nan
 
 
-def _about(line: Line, merged: Merged) -> str:
-    """Which results a row comes from, where there are several."""
-    if len(merged.sources) == 1:
-        return ""
-    runs = ", ".join(str(source.number) for source in (line.source, *line.also))
-    said = f"run {runs}" if not line.also else f"runs {runs}, the same numbers"
-    if len({variant(source) for source in merged.sources}) > 1:
-        model = line.source.data["model"]
-        said += f": {model.get('name', '')}, {model.get('dtype', '')}"
-    return said
-
-
 def _baselines(merged: Merged) -> str:
     return ", ".join(dict.fromkeys(line.baseline for line in merged.lines))
-
-
-def _summary(merged: Merged) -> Summary | None:
-    """Each method at the longest length that is no longer than the original, and at the longest of all."""
-    original = merged.original
-    lengths = merged.settings.lengths
-    short = max((n for n in lengths if original and n <= original), default=None)
-    if short is None or lengths[-1] == short:
-        return None
-    long = lengths[-1]
-    base = merged.lines[0]
-    columns = [f"{short:,} tokens, to the baseline", f"{long:,} tokens, to the baseline"]
-    control = next((line for line in merged.lines if line.method == CONTROL), None)
-    if control is not None:
-        columns.append(f"{long:,} tokens, to {control.label}")
-    tail = merged.protocol == "tail"
-    if tail:
-        columns.append(f"{long:,} tokens, to {base.label} at {short:,}")
-    rows = []
-    for line in merged.lines:
-        entries = [_own_ratio(line, short), _own_ratio(line, long)]
-        if control is not None:
-            entries.append(_ratio(line, control, merged.protocol, long, long))
-        if tail:
-            entries.append(_ratio(line, base, merged.protocol, long, short))
-        rows.append(Row(line.label, _about(line, merged), entries))
-    return Summary(columns, rows)
-
-
-def _own_ratio(line: Line, length: int) -> Entry:
-    cell = line.numbers.get(length)
-    if cell is None:
-        return failure_entry(line.failures.get(length))
-    if not math.isfinite(cell.perplexity):
-        return Entry(state="nan", reason="the loss is not a finite number")
-    if line.baseline == line.label:
-        return Entry(state="baseline", reason="the others are relative to it")
-    return ratio_entry(cell.ratio, cell.ratio_interval, cell.documents)
-
-
-def _ratio(line: Line, other: Line, protocol: str, length: int, other_length: int) -> Entry:
-    if line is other and length == other_length:
-        return Entry(state="baseline", reason="the others are relative to it")
-    ratio, interval = against(line, other, protocol, length, other_length)
-    documents = len(line.source.data["documents"])
-    return ratio_entry(ratio, interval, documents)

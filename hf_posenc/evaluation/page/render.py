@@ -7,7 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from hf_posenc.evaluation.page import appendix, retrieval, tuning
+from hf_posenc.evaluation.page import appendix, bench, retrieval, tuning
 from hf_posenc.evaluation.page.collect import Collection, Source
 from hf_posenc.evaluation.page.perplexity import Table, sections
 from hf_posenc.evaluation.plots import available
@@ -46,15 +46,19 @@ def render(found: Collection, *, title: str = TITLE, figures: bool = True) -> st
         "few": FEW_DOCUMENTS,
         "legend": _legend,
         "count": _count,
-        "runs": [_run(source) for source in found.sources],
+        "runs": [_run(source) for source in found.files],
+        "columns": _columns(found),
         "sources": found.sources,
         "unfinished": found.unfinished,
         "remarks": found.remarks,
         "perplexity": perplexity,
         "retrieval": retrieval.sections(found.sources),
+        "bench": bench.sections(found.sources),
         "tuning": tuning.sections(found.sources),
         "failures": failures,
         "settings": appendix.settings(found.sources),
+        "documents": appendix.listed(found.sources, "documents"),
+        "skipped": appendix.listed(found.sources, "skipped"),
         "methods": appendix.methods(found.sources),
         "commands": appendix.commands(found.sources),
     }
@@ -69,6 +73,7 @@ def _contents(values: dict[str, Any]) -> list[tuple[str, str]]:
         ("runs", "Runs"),
         *_numbered("perplexity", len(values["perplexity"])),
         *_numbered("retrieval", len(values["retrieval"])),
+        *_numbered("bench", len(values["bench"])),
         *(
             (f"tuning-{index}", f"{section.title.split()[0]} of run {section.source.number}")
             for index, section in enumerate(values["tuning"], 1)
@@ -88,7 +93,7 @@ def _numbered(name: str, count: int) -> list[tuple[str, str]]:
 
 
 def _run(source: Source) -> dict[str, Any]:
-    model = source.data.get("model", {})
+    model = (source.data.get("perplexity") or source.data).get("model", {})
     how = (model.get("dtype"), model.get("attention"), model.get("device"))
     return {
         "number": source.number,
@@ -97,6 +102,15 @@ def _run(source: Source) -> dict[str, Any]:
         "model": model.get("name", "-"),
         "how": ", ".join(str(value) for value in how if value is not None) or "-",
     }
+
+
+def _columns(found: Collection) -> list[str]:
+    """What stands above each result's settings."""
+    numbers = [source.number for source in found.sources]
+    return [
+        f"run {source.number}" + (f", {source.kind}" if numbers.count(source.number) > 1 else "")
+        for source in found.sources
+    ]
 
 
 def _legend(table: Table) -> str:

@@ -40,19 +40,19 @@ def thinned(lengths: Sequence[int]) -> list[int]:
     return kept[::-1]
 
 
-def mark_trained(panel: Axes, original: int | None) -> None:
-    """A dashed line at the length that the model was trained on, where the axis has it."""
+def mark_trained(panel: Axes, original: int | None, *, below: bool = False) -> None:
+    """A dashed line at the length that the model was trained on, where the axis has it; its name on top, or below."""
     low, high = panel.get_xlim()
     if not original or not low <= original <= high:
         return
     panel.axvline(original, color=CONTROL_COLOUR, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     panel.annotate(
         "trained length",
-        (original, 1),
+        (original, 0 if below else 1),
         xycoords=("data", "axes fraction"),
-        xytext=(3, -2),
+        xytext=(3, 3 if below else -2),
         textcoords="offset points",
-        va="top",
+        va="bottom" if below else "top",
         color=REMARK,
         fontsize=7,
     )

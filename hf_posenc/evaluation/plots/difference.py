@@ -102,7 +102,7 @@ def ratio_panel(panel: Axes, result: Measured, protocol: str) -> None:
             **marked(look, len(ratios)),
         )
     length_axis(panel, lengths)
-    mark_trained(panel, result.original)
+    mark_trained(panel, result.original, below=True)
     panel.set_ylabel("ratio, paired 95 % interval")
     value_axis(panel)
 

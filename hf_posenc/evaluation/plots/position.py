@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+SPAN = 2**0.125
+"""From one point to the next at least an eighth of an octave."""
 _LARGEST = 700.0  # nats; the exponential of more is no float
 
 
@@ -82,14 +84,33 @@ def position_panel(panel: Axes, result: Measured, curve: Mapping[str, Any]) -> N
 
 
 def position_points(curve: Mapping[str, Any], label: str) -> list[tuple[float, float]]:
-    """The middle of each bucket, and the perplexity of its tokens; empty or not finite ones left out."""
+    """Where a line goes: positions and the perplexity of the tokens around them.
+
+    Neighbouring buckets are pooled until they span a factor of `SPAN`: equal steps on the log axis, where buckets of
+    equal size would crowd to the right and show the noise of few tokens. What is not finite leaves a gap.
+
+    Args:
+        curve: Edges, and sums per method and bucket.
+        label: The method.
+
+    Returns:
+        The middle of each pool, in tokens, and the perplexity.
+    """
     sums = curve["methods"].get(label)
     if sums is None:
         return []
-    edges: Sequence[int] = curve["edges"]
-    points = []
-    buckets = zip(edges[:-1], edges[1:], sums["nats"], sums["tokens"], strict=True)
-    for first, stop, nats, tokens in buckets:
-        if tokens and nats is not None and math.isfinite(nats) and nats / tokens < _LARGEST:
-            points.append(((first + stop) / 2, math.exp(nats / tokens)))
+    points: list[tuple[float, float]] = []
+    begin, nats, tokens = 0, 0.0, 0
+    buckets = zip(
+        curve["edges"][:-1], curve["edges"][1:], sums["nats"], sums["tokens"], strict=True
+    )
+    for first, stop, more, count in buckets:
+        begin = first if not tokens else begin
+        nats += math.nan if more is None else more
+        tokens += count
+        if stop < SPAN * max(begin, 1) and stop < curve["edges"][-1]:
+            continue
+        if tokens and nats / tokens < _LARGEST:
+            points.append(((begin + stop) / 2, math.exp(nats / tokens)))
+        nats, tokens = 0.0, 0
     return points
