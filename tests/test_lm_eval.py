@@ -180,3 +180,26 @@ def test_a_task_of_the_harness(model: Any, tokenizer: Any, texts: list[str]) -> 
     bits = peers.bits_per_byte(scores, counts["bits_per_byte"])
     assert found["bits_per_byte,none"] == pytest.approx(bits, rel=1e-9)
     assert math.log2(found["byte_perplexity,none"]) == pytest.approx(bits, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_task_of_ruler() -> None:
+    """Its passkey task, the one whose text is not downloaded, on the embedded model at eight times its length."""
+    pytest.importorskip("wonderwords", reason="it comes with lm-eval[ruler]")
+    from lm_eval import simple_evaluate
+
+    name, length = str(model_path()), 2048
+    model: Any = patch_model(LlamaForCausalLM.from_pretrained(name), "yarn", target_length=length)
+    lm = harness(model, AutoTokenizer.from_pretrained(name), max_length=length)
+    results = simple_evaluate(
+        model=lm,
+        tasks=["niah_single_1"],
+        metadata={"tokenizer": name, "max_seq_lengths": [length]},
+        limit=1,
+    )
+    sample = results["samples"]["niah_single_1"][0]
+    ids = torch.tensor([lm.tok_encode(sample["arguments"][0][0])])
+    assert length // 2 < ids.shape[1] < length
+    new = model.generate(ids, max_new_tokens=128, do_sample=False)[0, ids.shape[1] :]
+    assert sample["resps"][0][0] == lm.tokenizer.decode(new, skip_special_tokens=True)
+    assert f"{length},none" in results["results"]["niah_single_1"]
