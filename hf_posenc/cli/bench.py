@@ -1,0 +1,272 @@
+"""`hf-posenc bench`: one table of what methods do to a model, by perplexity, retrieval, speed and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_posenc.cli import options as opt
+from hf_posenc.cli.bench_output import finish, print_costs, say_unfinished, say_waiting
+from hf_posenc.cli.inputs import check_output, check_vocabulary, decide_plot, source_of
+from hf_posenc.cli.presentation import announce, progress_bar, reading
+from hf_posenc.cli.session import Remembers, command_line, open_session
+
+NAME = "bench"
+NO_TASKS = "none"
+_AT_ONCE = "Memory and speed"
+
+
+def bench(
+    context: typer.Context,
+    model: opt.ModelArgument = None,
+    suite: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="How much is measured where nothing else is said: smoke (seconds), quick (10 documents, 3 lengths) or "
+            "full (20 documents, every doubling up to the target, all retrieval tasks).",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = "quick",
+    patch: opt.PatchOption = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            metavar="L,L,...",
+            help="Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step).",
+            show_default="the suite's, as multiples of the trained length",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    target_length: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N",
+            help="The longest of the suite's lengths, in tokens, e.g. 32k.",
+            show_default="2, 4 or 16 times the trained length",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A peer's own arithmetic: yarn, pi, pose, longlora, su, lm-eval or hf-docs. Other options win.",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    protocol: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="One or several of prefix, tail, sliding, disjoint, stream.",
+            show_default="prefix,tail, or as the preset says",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    tail_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=1,
+            help="Tokens that `tail` scores. Default: 1024, at most half of the shortest length.",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(
+            metavar="S",
+            min=1,
+            help="Tokens from one window of `sliding` or `stream` to the next.",
+            show_default="256, or as the preset says",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    aggregate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="What weighs the same: tokens, windows, documents.",
+            show_default="tokens, or as the preset says",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAMES",
+            help="Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or none.",
+            show_default="the suite's",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=0,
+            help="Times that the prefill of every method is timed; 0: never.",
+            show_default="the suite's",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ID",
+            help="A published table to show beside; refused where its protocol is another one.",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    bos: opt.BosOption = None,
+    seed: opt.SeedOption = 0,
+    text: opt.TextOption = None,
+    dataset: opt.DatasetOption = None,
+    config: opt.ConfigOption = None,
+    split: opt.SplitOption = "test",
+    column: opt.ColumnOption = "text",
+    streaming: opt.StreamingOption = True,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Stop at so many usable documents.",
+            show_default="the suite's",
+            rich_help_panel=opt.DOCUMENTS,
+        ),
+    ] = None,
+    max_doc_tokens: opt.MaxDocTokensOption = None,
+    tokenizer: opt.TokenizerOption = None,
+    dtype: opt.DtypeOption = "auto",
+    device: opt.DeviceOption = None,
+    device_map: opt.DeviceMapOption = None,
+    attn: opt.AttnOption = None,
+    prefill_chunk: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Tokens that the model runs at a time, over a key-value cache: less memory, where a method allows it.",
+            rich_help_panel=_AT_ONCE,
+        ),
+    ] = None,
+    chunk: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            help="Tokens whose logits are held at a time. Default: by the vocabulary.",
+            rich_help_panel=_AT_ONCE,
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run", help="Say what it will cost, and stop.", rich_help_panel=_AT_ONCE
+        ),
+    ] = False,
+    output: opt.OutputOption = Path("out"),
+    plot: opt.PlotOption = None,
+    shard: opt.ShardOption = None,
+) -> None:
+    """Measure methods against each other in one table: perplexity, retrieval, tokens per second, peak memory.
+
+    Without arguments: the embedded model on the held-out modules of this Python's standard library. The weights are
+    loaded once, every document is tokenized once. A run that was interrupted goes on where it was when the same command
+    is given again. Writes bench.json, bench.csv, table.md, curve.png and heatmap.png.
+    """
+    from hf_posenc.evaluation.bench.measuring import gather
+    from hf_posenc.evaluation.bench.suites import get_suite
+    from hf_posenc.evaluation.bench.work import Bench
+    from hf_posenc.evaluation.candidates import parse_candidates
+    from hf_posenc.evaluation.processes import current_shard
+    from hf_posenc.evaluation.published import get as get_table
+
+    place = current_shard(shard)
+    get_suite(suite)
+    parse_candidates(patch or ())
+    for name in compare or ():
+        get_table(name)
+    with_plot = decide_plot(plot)
+    check_output(output)
+    source, origin = source_of(text, dataset, config, split, column, streaming)
+    given: dict[str, Any] = {
+        "lengths": _lengths(lengths),
+        "target_length": _target(target_length),
+        "tasks": _names(tasks),
+    }
+    settings = {
+        "protocols": _names(protocol),
+        "tail_tokens": tail_tokens,
+        "stride": stride,
+        "aggregate": aggregate,
+        "chunk": chunk,
+        "prefill": prefill_chunk,
+        "seed": seed,
+    }
+    session = open_session(
+        model, tokenizer=tokenizer, dtype=dtype, device=device, device_map=device_map, attn=attn
+    )
+    with reading(place) as seen:
+        inputs = gather(
+            session.model,
+            session.tokenizer,
+            source,
+            name=session.name,
+            origin=origin,
+            suite=suite,
+            methods=patch,
+            **given,
+            rounds=rounds,
+            limit=limit,
+            max_doc_tokens=max_doc_tokens,
+            bos=bos,
+            preset=preset,
+            compare=compare or (),
+            command=command_line(context),
+            settings=settings,
+            seen=seen,
+        )
+    check_vocabulary(inputs.model, list(inputs.documents))
+    if place.index == 0:
+        announce(inputs.settings, list(inputs.documents), list(inputs.skipped))
+    work = Bench(inputs)
+    if dry_run:
+        print_costs(work)
+        return
+    with progress_bar(place) as progress:
+        result = work.measure(output, place, progress, say_waiting)
+    if result is None:
+        say_unfinished(work, place)
+        return
+    finish(result, output, with_plot)
+
+
+def _lengths(text: str | None) -> tuple[int, ...] | None:
+    from hf_posenc.evaluation.protocols import parse_lengths
+
+    return None if text is None else parse_lengths(text)
+
+
+def _target(text: str | None) -> int | None:
+    from hf_posenc.errors import PosencError
+
+    lengths = _lengths(text)
+    if lengths is not None and len(lengths) != 1:
+        raise PosencError(f"--target-length is one length, not {len(lengths)}: give --lengths.")
+    return None if lengths is None else lengths[0]
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    if text is None:
+        return None
+    return () if text.strip() == NO_TASKS else tuple(part.strip() for part in text.split(","))
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the subcommand of this file."""
+    app.command(NAME, cls=Remembers)(bench)
