@@ -9,60 +9,53 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.protocols import (
-    Settings,
-    Span,
-    Window,
-    default_lengths,
-    parse_lengths,
-    plan,
-)
+from hf_posenc.evaluation.protocols import Settings, default_lengths, parse_lengths
+from hf_posenc.evaluation.windows import Span, Window, plan
 
 
 def make(lengths: tuple[int, ...] = (16, 32, 64), **options: Any) -> Settings:
     return Settings(lengths=lengths, **options)
 
 
-def scored(windows: list[Window], protocol: str) -> dict[tuple[int, int], list[int]]:
-    """The document tokens that count, by (document, length)."""
-    found: dict[tuple[int, int], list[int]] = {}
+def scored(windows: list[Window], protocol: str) -> dict[int, list[int]]:
+    """The document tokens that count, by length."""
+    found: dict[int, list[int]] = {}
     for window in windows:
         for span in window.spans:
             if span.protocol == protocol:
                 offset = window.begin - window.special
-                found.setdefault((window.document, span.length), []).extend(
-                    range(offset + span.first, offset + span.stop)
-                )
+                tokens = range(offset + span.first, offset + span.stop)
+                found.setdefault(span.length, []).extend(tokens)
     return found
 
 
 @pytest.mark.parametrize("special", [0, 1, 2])
 @pytest.mark.parametrize("shared", [True, False])
 def test_prefix_scores_the_first_tokens_of_every_document(special: int, shared: bool) -> None:
-    windows = plan([100, 70], make(protocols=("prefix",)), special=special, shared_prefix=shared)
+    windows = plan(100, make(protocols=("prefix",)), special=special, shared_prefix=shared)
     tokens = scored(windows, "prefix")
-    for document in (0, 1):
-        for length in (16, 32, 64):
-            # without special tokens, the first token of a document has no prediction
-            assert tokens[document, length] == list(range(0 if special else 1, length - special))
+    for length in (16, 32, 64):
+        # without special tokens, the first token of a document has no prediction
+        assert tokens[length] == list(range(0 if special else 1, length - special))
     assert all(window.begin == 0 for window in windows)
-    assert len(windows) == (2 if shared else 6)
+    assert len(windows) == (1 if shared else 3)
 
 
 @pytest.mark.parametrize("special", [0, 1])
-def test_tail_scores_the_same_tokens_at_every_length(special: int) -> None:
-    settings = make(protocols=("tail",), tail_tokens=5)
-    windows = plan([100, 70], settings, special=special, shared_prefix=True)
+@pytest.mark.parametrize("read_last", [True, False])
+def test_tail_scores_the_same_tokens_at_every_length(special: int, read_last: bool) -> None:
+    settings = make(protocols=("tail",), tail_tokens=5, read_last=read_last)
+    windows = plan(100, settings, special=special, shared_prefix=True)
     tokens = scored(windows, "tail")
-    for document, size in enumerate((100, 70)):
-        for length in (16, 32, 64):
-            assert tokens[document, length] == list(range(size - 5, size))
-    assert sorted(map(len, windows)) == [16, 16, 32, 32, 64, 64]
-    assert all(window.end == (100, 70)[window.document] for window in windows)
+    for length in (16, 32, 64):
+        assert tokens[length] == list(range(95, 100))
+    assert [window.forwarded for window in windows] == [16, 32, 64]
+    assert [window.tokens for window in windows] == ([16, 32, 64] if read_last else [17, 33, 65])
+    assert all(window.end == 100 for window in windows)
 
 
 def test_a_window_that_serves_both_protocols_runs_once() -> None:
-    windows = plan([64], make(), special=0, shared_prefix=True)
+    windows = plan(64, make(), special=0, shared_prefix=True)
     assert len(windows) == 3
     assert {(span.protocol, span.length) for span in windows[-1].spans} == {
         *(("prefix", length) for length in (16, 32, 64)),
@@ -71,7 +64,7 @@ def test_a_window_that_serves_both_protocols_runs_once() -> None:
 
 
 def test_short_windows_come_first() -> None:
-    sizes = [len(window) for window in plan([99, 98, 97], make(), special=1, shared_prefix=False)]
+    sizes = [window.tokens for window in plan(99, make(), special=1, shared_prefix=False)]
     assert sizes == sorted(sizes)
 
 
@@ -85,12 +78,12 @@ def test_several_tail_windows_never_score_a_token_twice(
     tokens: int, windows: int, tail: int, special: int
 ) -> None:
     settings = make(protocols=("tail",), tail_tokens=tail, windows_per_document=windows)
-    made = plan([tokens], settings, special=special, shared_prefix=False)
+    made = plan(tokens, settings, special=special, shared_prefix=False)
     by_length = scored(made, "tail")
     assert (
         len({tuple(positions) for positions in by_length.values()}) == 1
     )  # the same at every length
-    positions = by_length[0, 64]
+    positions = by_length[64]
     assert len(set(positions)) == len(positions)
     assert len(positions) % tail == 0
     assert 1 <= len(positions) // tail <= windows
@@ -99,9 +92,9 @@ def test_several_tail_windows_never_score_a_token_twice(
 
 
 def test_one_length_of_several() -> None:
-    windows = plan([100], make(), special=0, shared_prefix=False, lengths=[32])
-    assert [len(window) for window in windows] == [32, 32]
-    assert windows[0].spans == (Span("prefix", 32, 1, 32),)
+    windows = plan(100, make(), special=0, shared_prefix=False, lengths=[32])
+    assert [window.tokens for window in windows] == [32, 32]
+    assert windows[0].spans == (Span("prefix", 32, 1, 32, 31.0),)
 
 
 def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> None:
@@ -117,7 +110,11 @@ def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> No
         ({"lengths": (16, 16)}, "ascending"),
         ({"lengths": ()}, "ascending"),
         ({"lengths": (4, 16)}, "at least 8 tokens, not 4"),
-        ({"protocols": ("tail", "sliding")}, "Unknown protocol 'sliding': prefix, tail"),
+        ({"protocols": ("tail", "window")}, "Unknown protocol 'window': prefix, tail, sliding"),
+        ({"protocols": ("tail", "tail")}, "A protocol is named twice: tail, tail"),
+        ({"aggregate": "bytes"}, "Unknown aggregate 'bytes': tokens, windows"),
+        ({"bos_windows": "some"}, "bos_windows is every or first, not 'some'"),
+        ({"stride": 0}, "stride is at least 1, not 0"),
         ({"tail_tokens": 16}, "fewer than the shortest length"),
         ({"windows_per_document": 0}, "windows_per_document is at least 1, not 0"),
         ({"seed": -1}, "seed is at least 0, not -1"),

@@ -21,6 +21,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plot, report
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
+from hf_posenc.evaluation.identity import environment
 from hf_posenc.evaluation.perplexity import Failure, Measurement
 from hf_posenc.evaluation.protocols import Settings
 from hf_posenc.evaluation.result import COLUMNS, PerplexityResult
@@ -39,7 +40,7 @@ def example(
     candidates = [dataclasses.replace(Candidate.parse(spec), original=256) for spec in curves]
     failed = {(failure.method, failure.protocol, failure.length) for failure in failures or []}
     records = [
-        Record(candidate.label, protocol, length, f"d{index}", nats, 100, 400)
+        Record(candidate.label, protocol, length, f"d{index}", nats, 100, 400, 50, nats, 100)
         for candidate, curve in zip(candidates, curves.values(), strict=True)
         for protocol in ("prefix", "tail")
         for length, value in zip(LENGTHS, curve, strict=True)
@@ -47,23 +48,25 @@ def example(
         for index in range(documents)
         for nats in [100 * (math.log(value) + (index - (documents - 1) / 2) / 10)]
     ]
-    shares = [
-        Measurement(
-            [record for record in records if int(record.document[1:]) % 2 == rank],
-            failures or [],
-            {candidate.label: not candidate.auto_scale for candidate in candidates},
-            "bit-exact",
-        )
-        for rank in (0, 1)
-    ]
-    return PerplexityResult.merge(
-        [*shares, Measurement()],  # the third process of three had no document
+    measured = Measurement(
+        records,
+        failures or [],
+        {candidate.label: ([1.0] * 64, [16] * 64) for candidate in candidates},
+        {candidate.label: not candidate.auto_scale for candidate in candidates},
+        "bit-exact",
+    )
+    return PerplexityResult.of(
+        measured,
+        candidates,
         model={"name": "tiny"},
         source={"kind": "text"},
         settings=Settings(lengths=LENGTHS),
         original=256,
-        candidates=candidates,
-        documents=[TokenizedDocument(f"d{n}", torch.arange(9), None, "") for n in range(documents)],
+        documents=[
+            TokenizedDocument(f"d{n}", torch.arange(9), None, "").to_dict()
+            for n in range(documents)
+        ],
+        environment=environment(),
         skipped=[Skipped("bad.txt", "not UTF-8")],
     )
 
@@ -86,7 +89,11 @@ def test_the_table_has_every_number_its_range_and_the_tokens() -> None:
     result = example(CURVES)
     text = shown(result)
     assert "tail: the same last 128 tokens of each document" in " ".join(text.split())
-    rows = {line.split("  ")[0].strip(): line.split() for line in text.splitlines() if line.strip()}
+    rows = {
+        line.split("  ")[0].strip(): [word for word in line.split() if word not in "↓↑"]
+        for line in text.splitlines()
+        if line.strip()
+    }
     assert rows["none"][-4:-1] == ["14.55", "46.46", "1.2e4"]
     assert rows["yarn (auto)"][-4:-1] == ["14.55", "14.21", "15.66"]
     assert rows["yarn (auto)"][-1] == f"{math.log2(15.66) / 4:.4g}"  # 4 bytes a token
@@ -109,22 +116,65 @@ def test_the_lowest_number_of_a_column_is_bold() -> None:
     assert bold == [[True, True, False], [False, True, False], [False, True, False]]
 
 
-def test_documents_that_few_processes_measured_are_put_together_in_order() -> None:
-    result = example(CURVES)
-    assert [record.document for record in result.records[:6]] == [
-        "d0",
-        "d1",
-        "d2",
-        "d3",
-        "d4",
-        "d5",
+def test_arrows_stand_where_the_paired_interval_says_so() -> None:
+    result = example({"none": (14.55, 46.46, 20.0), "yarn": (14.55, 14.21, 30.0)})
+    # the documents differ alike under both methods, so that every difference is certain, and equal is equal
+    rows = {
+        line.split("  ")[0].strip(): line.split() for line in shown(result).splitlines() if line
+    }
+    assert rows["yarn (auto)"][2:-1] == ["14.55", "14.21", "↓", "30.00", "↑"]
+    assert rows["none"][1:-1] == ["14.55", "46.46", "20.00"]
+    scattered = [
+        dataclasses.replace(record, nats=record.nats + 800 * (int(record.document[1:]) % 2) - 400)
+        if record.method != "none"
+        else record
+        for record in result.records
     ]
-    assert [cell.method for cell in result.cells[::6]] == ["none", "yarn (auto)", "pi (scale 4)"]
-    cell = result.cell("yarn (auto)", "tail", 512)
-    assert cell is not None
-    assert cell.perplexity == pytest.approx(14.21)
-    assert cell.ratio == pytest.approx(14.21 / 46.46)
-    assert cell.documents == 6
+    scattered = [dataclasses.replace(record, weighted=record.nats) for record in scattered]
+    assert "↓" not in shown(dataclasses.replace(result, records=scattered))
+
+
+def test_short_texts_stand_beside_the_long_ones() -> None:
+    curves = {
+        "none": (10.0, 20.0, 40.0),
+        "yarn": (10.0, 11.0, 12.0),
+        "yarn:scale=4": (12.0, 12.0, 12.0),
+    }
+    notes = " ".join(report.notes(example(curves)))
+    assert (
+        "Short texts (256 tokens, tail, against none): yarn (scale 4) +20.0 % (+20.0 to +20.0); "
+        in notes
+    )
+    assert "the others as none." in notes
+
+
+def test_the_order_of_methods_is_said_to_depend_on_the_protocol() -> None:
+    result = example(CURVES)
+    assert "depends on the protocol" not in " ".join(report.notes(result))
+    swapped = [
+        dataclasses.replace(
+            record, weighted=record.weighted * (2 if record.method == "yarn (auto)" else 1)
+        )
+        if record.protocol == "prefix"
+        else record
+        for record in result.records
+    ]
+    notes = " ".join(report.notes(dataclasses.replace(result, records=swapped)))
+    assert (
+        "The order of methods at 1,024 tokens depends on the protocol: prefix has pi (scale 4) in a place that "
+        "tail gives to yarn (auto)."
+    ) in notes
+
+
+def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    curves = {**CURVES, "pi:scale=4": (20.0, 19.0, math.nan)}
+    result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
+    result.write_json(tmp_path / "r.json")
+    again = PerplexityResult.from_dict(json.loads((tmp_path / "r.json").read_text()))
+    again.write_json(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "r.json").read_bytes()
+    assert shown(again) == shown(result)
+    assert "<pre>" in again._repr_html_()
 
 
 @pytest.mark.parametrize(
@@ -194,7 +244,7 @@ def test_json_has_everything_and_no_nan(tmp_path: Path) -> None:
         False,
         True,
     ]
-    assert values["methods"][1]["scale"] == {"256": 1.0, "512": 2.0, "1024": 4.0}
+    assert (values["methods"][1]["auto_scale"], values["methods"][1]["original"]) == (True, 256)
     assert len(values["records"]) == 6 * (3 * 3 * 2 - 1)
     assert values["records"][-1]["nats"] is None
     assert values["summary"][-1]["perplexity"] is None

@@ -6,6 +6,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,9 +86,7 @@ def environment() -> dict[str, Any]:
 def version_of(package: str) -> str | None:
     """The installed version of a package; this one's own is that of the source."""
     if package == "hf-posenc":
-        from hf_posenc import __version__
-
-        return __version__
+        return str(sys.modules["hf_posenc"].__version__)
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
