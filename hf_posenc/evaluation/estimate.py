@@ -88,10 +88,10 @@ def forward_cost(
     Raises:
         PosencError: A number below 1, or a model without a head or layers.
     """
-    pairs = [(length, length - 1 if scored is None else scored)] * windows
+    window = (length, length - 1 if scored is None else scored)
     return run_cost(
         model,
-        pairs,
+        [window] * max(1, windows),
         batch=windows,
         chunk=chunk,
         prefill_chunk=prefill_chunk,
@@ -126,11 +126,15 @@ def run_cost(
     """
     counted = Counter(forwards)
     if not counted:
-        raise PosencError("There is no window to estimate: give at least one length.")
-    numbers = {"length": min(counted)[0], "batch": batch}
-    numbers |= {"chunk": chunk or 1, "prefill_chunk": prefill_chunk or 1}
+        raise PosencError("There is no window to estimate: give one or more.")
+    numbers = {
+        "length": min(counted)[0],
+        "windows": batch,
+        "chunk": chunk,
+        "prefill_chunk": prefill_chunk,
+    }
     for name, value in numbers.items():
-        if value < 1:
+        if value is not None and value < 1:
             raise PosencError(f"{name} is at least 1, not {value}.")
     shape, weights = read_shape(model), _weights(model, dtype)
     size = (dtype or shape.dtype).itemsize

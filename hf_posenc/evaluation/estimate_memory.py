@@ -1,7 +1,8 @@
 """Bytes of the tensors that exist at once in a forward, from a model's sizes.
 
 The numbers of copies are those of transformers' forwards in inference mode, as seen by watching every tensor that they
-make (tests/test_estimate.py does so again).
+make (tests/test_estimate.py does so again). Too low for Falcon, which makes a mask of all pairs where none is needed,
+and for layers that keep states for every token (Mamba without its CUDA kernels).
 """
 
 from __future__ import annotations
@@ -98,15 +99,18 @@ def _attention(shape: ModelShape, layer: Attention, run: Pass, *, masked: bool) 
     made = (layer.query + layer.cached) * run.queries * run.size
     if layer.encoding is not None:
         made += _ROTATIONS * layer.query * run.queries * _FLOAT
-        if shape.device.type != "cpu" or layer.encoding.pairs is not None:
+        kernels = shape.device.type == "cpu" and not run.pieced and layer.encoding.pairs is None
+        if not kernels:  # blocks of scores instead
             rows = max(_LEAST_ROWS, SCRATCH // (layer.heads * keys))
             made += min(rows, run.queries) * layer.heads * keys * _EXACT
         return made
     # Of a rotation: times cosine, halves exchanged, times sine; later the output takes their place.
     made += (3 * layer.query + layer.key_heads * layer.key_dim) * run.queries * run.size
     if shape.implementation == "eager":
-        bytes_per_score = 2 * _FLOAT + (2 * run.size if shape.own_attention else 0)
-        return made + bytes_per_score * layer.heads * run.queries * keys
+        # Scores and their softmax in float32, both; the scores of half precision beside them.
+        per_score = 2 * _FLOAT + (run.size if run.size < _FLOAT else 0)
+        per_score += 3 * run.size if shape.own_attention else 0
+        return made + per_score * layer.heads * run.queries * keys
     if masked and layer.key_heads < layer.heads:  # repeated for every query head
         made += layer.heads * (layer.key_dim + layer.value_dim) * keys * run.size
     return made

@@ -1,0 +1,412 @@
+"""Estimates against PyTorch's own count of operations, and against every tensor that a forward makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
+
+from hf_posenc import patch_model
+from hf_posenc.attention import engine
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import estimate, free_memory
+from hf_posenc.evaluation.estimate import Cost, forward_cost, run_cost, visible_pairs
+from hf_posenc.evaluation.head_replay import TokenScorer
+from hf_posenc.evaluation.layer_shape import Attention
+from hf_posenc.evaluation.model_shape import read_shape
+from tests import zoo
+from tests.zoo_registry import quiet as quietly
+
+# --- operations -------------------------------------------------------------------------------------
+
+
+def grouped(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """What `FlopCounterMode` does not know: rows (n, in) times the matrices (experts, in, out) of their experts."""
+    return int(2 * a[0] * a[1] * b[-1])
+
+
+def counted_flops(model: Any, ids: Tensor) -> int:
+    """Every matrix product of a forward with eager attention, which computes all pairs."""
+    model.set_attn_implementation("eager")
+    mapping: Any = {torch.ops.aten._grouped_mm: grouped}
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
+        model(input_ids=ids, use_cache=False)
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("llama", "mistral", "gemma2", "gemma4_text", "cohere2", "phi", "phi3", "gpt_neox"),
+        *("gptj", "gpt2", "opt", "bloom", "stablelm", "starcoder2", "minicpm3", "lfm2"),
+        *("mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "granitemoe", "olmoe"),
+    ],
+)
+def test_operations_are_those_that_pytorch_counts(model_type: str) -> None:
+    model, length = zoo.build(model_type), 24
+    ids = zoo.tokens(length)
+    hidden_pairs = sum(
+        2 * layer.heads * (layer.key_dim + layer.value_dim)
+        * (length**2 - visible_pairs(layer, length))
+        for layer in attentions(model)
+    )  # fmt: skip
+    cost = forward_cost(model, length, scored=length)
+    assert cost.flops + hidden_pairs == counted_flops(model, ids)
+    assert cost.tokens == length
+
+
+def attentions(model: nn.Module) -> list[Attention]:
+    return [found for layer in read_shape(model).layers if (found := layer.attention) is not None]
+
+
+@pytest.mark.parametrize("length", [1, 7, 8, 9, 40])
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (8, False), (8, True), (64, True)])
+def test_pairs_are_those_of_the_mask(length: int, window: int | None, chunked: bool) -> None:
+    row, column = torch.arange(length)[:, None], torch.arange(length)
+    mask = column <= row
+    if window is not None:
+        mask &= (column // window == row // window) if chunked else (row - column < window)
+    attention = Attention(4, 2, 16, 16, window, chunked)
+    assert visible_pairs(attention, length) == int(mask.sum())
+
+
+@pytest.mark.parametrize(
+    ("model_type", "windows"),
+    [
+        ("mistral", [8] * 4),
+        ("gemma3_text", [8, None, 8, None]),
+        ("qwen2", [None] * 4),
+        ("olmo3", [8, None, 8, None]),
+    ],
+)
+def test_windows_are_read_off(model_type: str, windows: list[int | None]) -> None:
+    model = zoo.build(model_type)
+    config: Any = model.config
+    if any(windows) and None in windows:
+        assert config.layer_types[0] == "sliding_attention"
+    assert [layer.window for layer in attentions(model)] == windows
+
+
+def test_a_head_reads_scored_tokens_only() -> None:
+    model = zoo.build("llama", vocab_size=4096)
+    every, few = (forward_cost(model, 64, scored=scored).flops for scored in (63, 10))
+    assert every - few == 2 * 53 * 64 * 4096
+    assert forward_cost(model, 64).flops == every
+
+
+# --- memory -----------------------------------------------------------------------------------------
+
+_DispatchMode: Any = TorchDispatchMode
+
+
+class LiveBytes(_DispatchMode):  # type: ignore[misc]
+    """The most bytes that the tensors made under it had at once; exact and the same in every run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        tensors = [*model.parameters(), *model.buffers()]
+        self.known = {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:  # operations that are made of others: what the others make counts too
+            output = func.decompose(*args, **(kwargs or {}))
+        if output is NotImplemented:
+            output = func(*args, **(kwargs or {}))
+        for value in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(value, Tensor):
+                self.made(value.untyped_storage())
+        return output
+
+    def made(self, storage: Any) -> None:
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+
+    def freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def measured(model: Any, length: int, *, chunk: int, prefill: int | None = None) -> int:
+    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=chunk)
+    assert scorer.replays
+    scorer.prefill = prefill
+    live: Any = LiveBytes(model)
+    with live:
+        scorer(zoo.tokens(length)[0])
+    return int(live.peak)
+
+
+def build(model_type: str, **sizes: Any) -> Any:
+    """A tiny model with an MLP as wide as large models have it."""
+    return zoo.build(
+        model_type, **{"intermediate_size": 208, "max_position_embeddings": 2048, **sizes}
+    )
+
+
+def within(cost: Cost, peak: int, most: float = 1.25) -> bool:
+    """Whether an estimate is right, and rather too high than too low."""
+    ratio = cost.beside_weights / peak
+    assert 0.9 < ratio < most, f"{ratio:.3f}: {cost} for {peak:,} bytes"
+    return True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("llama", "qwen3", "cohere", "granite", "phi", "phi3", "olmo2", "stablelm"),
+        *("gpt_neox", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "lfm2", "gemma2"),
+    ],
+)
+def test_memory_is_estimated_within_a_quarter(model_type: str, dtype: torch.dtype) -> None:
+    model = build(model_type).to(dtype)
+    for length in (256, 1024):
+        cost = forward_cost(model, length, chunk=32)
+        assert within(cost, measured(model, length, chunk=32))
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gptj", "gpt_oss"])
+def test_families_with_an_attention_of_their_own_hold_more_scores(model_type: str) -> None:
+    model = build(model_type)
+    for length in (256, 1024):
+        cost = forward_cost(model, length, chunk=32)
+        assert within(cost, measured(model, length, chunk=32), 1.75)
+
+
+@pytest.mark.parametrize("vocabulary", [128, 4096, 32768])
+@pytest.mark.parametrize("chunk", [16, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_count_by_the_chunk(vocabulary: int, chunk: int, dtype: torch.dtype) -> None:
+    model = build("llama", vocab_size=vocabulary).to(dtype)
+    cost, peak = forward_cost(model, 512, chunk=chunk), measured(model, 512, chunk=chunk)
+    assert within(cost, peak)
+    assert (cost.logits > cost.activations) == (vocabulary * chunk > 2**18)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    [("llama", "sdpa"), ("llama", "eager"), ("gemma3_text", "sdpa"), ("mixtral", "sdpa")],
+)
+def test_a_prefill_in_pieces_keeps_a_cache(
+    model_type: str, attention: str, dtype: torch.dtype
+) -> None:
+    model = build(model_type, **({"sliding_window": 32} if "gemma" in model_type else {})).to(dtype)
+    model.set_attn_implementation(attention)
+    whole, pieces = (forward_cost(model, 1024, chunk=16, prefill_chunk=p) for p in (None, 128))
+    seen = sum(min(layer.window or 1024, 1024) * layer.cached for layer in attentions(model))
+    assert whole.cache == 0
+    assert pieces.cache >= seen * dtype.itemsize
+    assert pieces.activations < whole.activations / 3
+    assert pieces.flops == whole.flops
+    for cost, prefill in ((whole, None), (pieces, 128)):
+        assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), 1.35)
+
+
+def test_a_prefill_in_pieces_keeps_no_more_than_a_window() -> None:
+    model = build("mistral", sliding_window=32)
+    short, long = (forward_cost(model, n, chunk=16, prefill_chunk=64) for n in (512, 2048))
+    assert short.cache == long.cache > 0
+    assert short.beside_weights == long.beside_weights
+    for length in (512, 2048):
+        assert within(short, measured(model, length, chunk=16, prefill=64), 1.35)
+
+
+def test_masks_and_scores_grow_with_the_square() -> None:
+    windowed = build("mistral", sliding_window=32)
+    assert forward_cost(windowed, 2048, chunk=16).activations > 2048**2 * 6
+    assert forward_cost(windowed, 31, chunk=16).activations < 31**2 * 2000
+    eager, fused = build("llama"), build("llama")
+    eager.set_attn_implementation("eager")
+    more = forward_cost(eager, 1024).activations - forward_cost(fused, 1024).activations
+    assert more > 4 * 1024**2 * 4  # heads, pairs, bytes
+    for model in (windowed, eager, fused):
+        assert within(forward_cost(model, 1024, chunk=16), measured(model, 1024, chunk=16))
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "yarn": {"scale": 4},
+    "rerope": {"window": 64},
+    "dual_chunk": {},
+    "alibi": {},
+    "log_n": {},
+    "dynamic_ntk": {"update": "request"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_patched_models_on_the_kernels(method: str, dtype: torch.dtype) -> None:
+    model = patch_model(
+        build("llama", max_position_embeddings=256).to(dtype), method, **METHODS[method]
+    )
+    cost = forward_cost(model, 1024, chunk=16)
+    assert within(cost, measured(model, 1024, chunk=16))
+
+
+@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "alibi", "log_n"])
+def test_patched_models_on_other_devices(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = tuple(backend for backend in engine.BACKENDS if backend.name == "exact")
+    monkeypatch.setattr(engine, "BACKENDS", exact)  # what a GPU computes with
+    model = patch_model(build("llama", max_position_embeddings=256), method, **METHODS[method])
+    shape = dataclasses.replace(read_shape(model), device=torch.device("cuda"))
+    monkeypatch.setattr(estimate, "read_shape", lambda _: shape)
+    for prefill in (None, 128):
+        cost = forward_cost(model, 1024, chunk=16, prefill_chunk=prefill)
+        peak = measured(model, 1024, chunk=16, prefill=prefill)
+        assert within(cost, peak, 1.5)
+
+
+def test_full_logits_are_held_whole() -> None:
+    model = build("llama", vocab_size=4096)
+    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=16)
+    scorer.replays = False
+    live: Any = LiveBytes(model)
+    with live:
+        scorer(zoo.tokens(512)[0])
+    cost = forward_cost(model, 512, chunk=16, full_logits=True)
+    assert within(cost, live.peak)
+    assert cost.logits > 512 * 4096 * 4
+
+
+def test_windows_of_a_batch() -> None:
+    model = build("llama")
+    one, four = (forward_cost(model, 256, windows=n, chunk=16) for n in (1, 4))
+    assert four.flops == 4 * one.flops
+    assert four.tokens == 4 * 256
+    assert four.activations == 4 * one.activations
+    assert four.logits == one.logits  # a chunk is shared out
+    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=16)
+    live: Any = LiveBytes(model)
+    with live:
+        scorer(zoo.tokens(256).expand(4, -1))
+    assert within(four, live.peak)
+
+
+# --- whole runs, and models without weights ---------------------------------------------------------
+
+
+def test_a_run_adds_up_work_and_takes_the_dearest_window() -> None:
+    model = build("llama")
+    short, long = forward_cost(model, 64, scored=20), forward_cost(model, 256)
+    run = run_cost(model, [(64, 20), (256, 255), (64, 20)])
+    assert run == dataclasses.replace(
+        long, tokens=64 + 64 + 256, flops=2 * short.flops + long.flops
+    )
+
+
+def meta(config: Any, dtype: torch.dtype) -> Any:
+    auto: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        return auto.from_config(config, dtype=dtype)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt2", "mixtral", "bloom"])
+def test_no_weights_are_needed(model_type: str) -> None:
+    model: Any = zoo.build(model_type)
+    empty = meta(model.config, torch.float32)
+    for options in ({}, {"prefill_chunk": 32}, {"dtype": torch.bfloat16}):
+        assert forward_cost(empty, 128, **options) == forward_cost(model, 128, **options)
+
+
+def test_llama_3_8b() -> None:
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        max_position_embeddings=8192,
+    )
+    model = meta(config, torch.bfloat16)
+    length = 131_072
+    cost, pieces = (forward_cost(model, length, prefill_chunk=p) for p in (None, 8192))
+    parameters = 8_030_261_248  # as published
+    assert cost.weights == pytest.approx(2 * parameters, rel=1e-6)  # and the table of frequencies
+    attention = 32 * 4 * 4096 * (length**2 + length) / 2
+    multiplied = parameters - 128256 * 4096 - 65 * 4096  # the embeddings are looked up; norms
+    head = 2 * 128256 * 4096  # the last token is not scored
+    assert cost.flops == 2.0 * length * multiplied - head + attention
+    assert pieces.cache > 32 * 2 * 8 * 128 * length * 2
+    for found in (cost, pieces):
+        assert found.total < 140e9
+    assert forward_cost(model, length, full_logits=True).logits > length * 128256 * 2
+
+
+def test_another_dtype_and_shared_weights() -> None:
+    model = zoo.build("llama", tie_word_embeddings=True)
+    own, half = forward_cost(model, 64), forward_cost(model, 64, dtype=torch.bfloat16)
+    untied = forward_cost(zoo.build("llama", tie_word_embeddings=False), 64)
+    assert own.weights == 2 * half.weights
+    assert own.activations == 2 * half.activations
+    assert untied.weights - own.weights == 128 * 64 * 4
+    assert untied.flops == own.flops
+
+
+def test_adapters_are_multiplied_too() -> None:
+    peft = pytest.importorskip("peft")
+    model = zoo.build("llama")
+    plain = forward_cost(model, 64)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    cost = forward_cost(wrapped, 64)
+    assert cost.flops - plain.flops == 4 * 2 * 64 * (64 * 4 + 4 * 64)
+    assert cost.activations == plain.activations
+
+
+def test_totals() -> None:
+    cost = Cost(tokens=1, flops=1.0, weights=1000, activations=30, cache=200, hidden=4, logits=50)
+    assert cost.total == 1254
+    assert dataclasses.replace(cost, logits=20).beside_weights == 234
+
+
+def test_what_cannot_be_estimated() -> None:
+    model = zoo.build("llama")
+    with pytest.raises(PosencError, match="no window"):
+        run_cost(model, [])
+    for name in ("length", "chunk", "prefill_chunk", "windows"):
+        options: dict[str, Any] = {"length": 64, name: 0}
+        with pytest.raises(PosencError, match=f"{name} is at least 1, not 0"):
+            forward_cost(model, **options)
+    auto: Any = AutoModel
+    with pytest.raises(PosencError, match="LlamaModel has no language head"):
+        forward_cost(auto.from_config(zoo.tiny_config("llama")), 64)
+
+
+def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert free_memory.free_memory("meta") is None
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:  900 kB\nMemAvailable:   100 kB\n", encoding="ascii")
+    monkeypatch.setattr(free_memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
+    assert free_memory.free_memory("cpu") == 102_400
+    for name, text in (("max", "max"), ("current", "5000"), ("stat", "anon 9\ninactive_file 70\n")):
+        (tmp_path / f"memory.{name}").write_text(text, encoding="ascii")
+    assert free_memory.free_memory(torch.device("cpu")) == 102_400  # no limit
+    (tmp_path / "memory.max").write_text("9000\n", encoding="ascii")
+    assert free_memory.free_memory("cpu") == 4070
+    meminfo.unlink()
+    (tmp_path / "memory.max").unlink()
+    assert free_memory.free_memory("cpu") is None
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    with quietly():
+        yield
+    logging.disable(logging.NOTSET)
