@@ -13,7 +13,9 @@ where a method's cache is known not to be exact, or a model has none that can be
 from __future__ import annotations
 
 import contextlib
+import gc
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.evaluation.head_replay import TokenScorer, input_device
+from hf_posenc.evaluation.memory import LEAST_PREFILL, SHRINK, is_out_of_memory
 from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -42,14 +45,14 @@ class Verdict:
 
     Attributes:
         correct: Whether every token of the answer is the most probable one.
-        parts: The share of the answer's parts of which that holds.
+        score: The share of the answer's parts of which that holds.
         nats: Negative log-likelihood of the whole answer, in nats.
         rank: 1 plus the number of distractors that are at least as probable; `None` without distractors.
         candidates: The distractors and the answer.
     """
 
     correct: bool
-    parts: float
+    score: float
     nats: float
     rank: int | None
     candidates: int | None
@@ -61,54 +64,78 @@ class AnswerScorer:
     Args:
         model: A causal language model, in evaluation mode; it may be patched between calls.
         scorer: Runs it without ever holding the logits of a whole prompt.
+
+    Attributes:
+        exact_cache: Whether what is patched in may be read on from a cache, and prefilled in pieces, without another
+            result; set by the caller.
     """
 
     def __init__(self, model: nn.Module, scorer: TokenScorer) -> None:
-        self.model, self.scorer = model, scorer
+        self.model, self.scorer, self.exact_cache = model, scorer, True
         self._few_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._prefill = scorer.prefill
 
     @torch.inference_mode()
-    def __call__(self, prompt: Prompt, *, cache: bool = True) -> Verdict:
+    def __call__(self, prompt: Prompt) -> Verdict:
         """Scores one prompt.
-
-        Args:
-            prompt: The prompt.
-            cache: Whether the model's cache may be used, where it proves exact.
 
         Raises:
             NotFiniteError: The logits are not finite.
         """
         answer, wrong = prompt.answer, prompt.distractors
+        predicted: Tensor | None = None
         sums: list[float] | None = None
-        if cache and wrong and self._few_logits:
-            predicted, sums = self._with_cache(prompt)
-        else:
+        if self.exact_cache and self._few_logits and wrong:
+            try:
+                predicted, sums = self._with_cache(prompt)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                _free(error)  # one answer after the other needs no cache
+        if predicted is None:
             predicted = self._forward(prompt, answer)
-        log_probabilities = predicted.log_softmax(-1)
-        right = _sum(log_probabilities, answer.ids)
+        right = _sum(predicted.log_softmax(-1), answer.ids)
         hits = predicted.argmax(-1).cpu() == torch.tensor(answer.ids)
         if wrong and sums is None:
             sums = [right, *(self._alone(prompt, other) for other in wrong)]
-        if not all(torch.isfinite(torch.tensor([right, *(sums or [])]))):
+        if not all(map(math.isfinite, (right, *(sums or ())))):
             raise NotFiniteError
         starts = (0, *answer.ends)
         parts = [bool(hits[a:b].all()) for a, b in zip(starts, answer.ends, strict=False)]
         return Verdict(
             correct=bool(hits.all()),
-            parts=sum(parts) / len(parts),
+            score=sum(parts) / len(parts),
             nats=-right,
             rank=None if sums is None else 1 + sum(other >= sums[0] for other in sums[1:]),
             candidates=None if sums is None else len(sums),
         )
 
-    def _forward(self, prompt: Prompt, answer: Answer) -> Tensor:
-        """The logits that predict an answer, shape (tokens, vocabulary), from a plain forward."""
-        ids = torch.cat([prompt.ids, torch.tensor(answer.ids)])
-        logits = list(self.scorer.logits(ids, len(prompt.ids), read_last=False))
-        return _float(torch.cat([part.to(logits[0].device) for part in logits]))
-
     def _alone(self, prompt: Prompt, answer: Answer) -> float:
         return _sum(self._forward(prompt, answer).log_softmax(-1), answer.ids)
+
+    def _forward(self, prompt: Prompt, answer: Answer) -> Tensor:
+        """The logits that predict an answer, shape (tokens, vocabulary), from a forward of its own.
+
+        Where memory runs out, the prompt is read in smaller and smaller pieces.
+        """
+        ids = torch.cat([prompt.ids, torch.tensor(answer.ids)])
+        while True:
+            self.scorer.prefill = self._prefill if self.exact_cache else None
+            try:
+                logits = list(self.scorer.logits(ids, len(prompt.ids), read_last=False))
+                return _float(torch.cat([part.to(logits[0].device) for part in logits]))
+            except Exception as error:
+                if not is_out_of_memory(error) or not self._cut(len(ids)):
+                    raise
+                _free(error)
+
+    def _cut(self, tokens: int) -> bool:
+        """Reads less at a time from now on; whether there was something to cut."""
+        now = min(self._prefill or tokens, tokens)
+        if not self.exact_cache or not self.scorer.replays or now <= LEAST_PREFILL:
+            return False
+        self._prefill = max(LEAST_PREFILL, now // SHRINK)
+        return True
 
     def _with_cache(self, prompt: Prompt) -> tuple[Tensor, list[float] | None]:
         """The logits that predict the answer, and the sums of all answers read on from the cache if it is exact."""
@@ -163,3 +190,10 @@ def _sum(log_probabilities: Tensor, ids: Sequence[int]) -> float:
 
 def _float(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _free(error: Exception) -> None:
+    error.__traceback__ = None  # its frames hold the tensors that are to be freed
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -4,9 +4,9 @@ Taken from there: the template, coded words of six small letters, a vocabulary o
 of which comes `N k^-alpha / zeta(alpha)` times (rounded down) with alpha = 2, the most frequent one being `...`, which
 the question says to ignore, all in random order; the next three are the answer; 50 new tokens, `string_match_all`.
 
-Different here: a prompt has exactly L tokens, filled up with `...`; at least ten words, so that short prompts have
-some besides the answer; N is such that the words of the answer and the next one all have different counts (RULER's may
-tie).
+Different here: prompt and answer have exactly L tokens, filled up with `...`; at least ten words, so that short prompts
+have some besides the answer; N is such that the words of the answer and the next one all have different counts (RULER's
+may tie).
 """
 
 from __future__ import annotations
@@ -52,9 +52,10 @@ class FrequentWords(Task):
         words = _vocabulary(place)
         sizes = [len(encoder.behind(".", f" {word}")) for word in (DOTS, *words)]
         head, question = encoder.line(_HEAD), encoder.line(_QUESTION)
-        room = place.length - len(head) - len(question) - len(encoder.newline)
-        counts = _counts(sizes, room)
         asked, rest = words[:ASKED], words[ASKED:]
+        answer = answer_of(encoder, _QUESTION, asked)
+        fixed = len(head) + len(question) + len(encoder.newline) + len(answer.ids)
+        counts = _counts(sizes, place.length - fixed)
 
         def units() -> Iterator[Sequence[int]]:
             text = [
@@ -80,7 +81,7 @@ class FrequentWords(Task):
             needles=[],
             filler=Filler(units, encoder.newline, running=True),
             question=question,
-            answer=answer_of(encoder, _QUESTION, asked),
+            answer=answer,
             distractors=distractors,
             references=tuple(asked),
             least_filler=_tokens(sizes, _first_clear(len(sizes))) + len(encoder.newline),

@@ -4,8 +4,8 @@ Taken from there: the template in its form for a single needle, the needle's sen
 lines of five sentences; `needle`: other needles), keys (an adjective and a noun, or a UUID) and values (seven digits,
 or a UUID), one key, value and query each (`scripts/synthetic.yaml`), 128 new tokens, `string_match_all`.
 
-Different here: a prompt has exactly L tokens without the answer's (RULER fills up to L with whole lines, the 128 new
-tokens included); the needle's place is its depth instead of a random line; the lists of words are our own.
+Different here: prompt and answer have exactly L tokens (RULER fills up to L with whole lines, 128 new tokens
+included); the needle's place is its depth instead of a random line; the lists of words are our own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""A prompt of exactly so many tokens, put together from its pieces."""
+"""A prompt that has, with its answer, exactly so many tokens, put together from its pieces.
+
+L counts all that the model reads, as everywhere in this package: special tokens, the prompt and the answer. So at the
+trained length nothing lies past it, and what a method promises for such texts holds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ class Place:
     Attributes:
         seed: The run's seed.
         task: The task's name.
-        length: The prompt's length in tokens.
+        length: Tokens of prompt and answer.
         depth: Where the needle stands, from 0 (in front of all filler) to 1 (behind it); `None` for tasks without one.
         sample: The number of the sample.
     """
@@ -90,13 +94,14 @@ class Scene:
 
     @property
     def shortest(self) -> int:
-        """Tokens of the shortest prompt, without special tokens."""
+        """Tokens of the shortest prompt and its answer, without special tokens."""
         return self.fixed + self.least_filler
 
     @property
     def fixed(self) -> int:
         """Tokens of everything but the filler."""
-        return len(self.head) + len(self.question) + sum(len(ids) for _, ids in self.needles)
+        needles = sum(len(ids) for _, ids in self.needles)
+        return len(self.head) + needles + len(self.question) + len(self.answer.ids)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,8 +109,8 @@ class Prompt:
     """One sample.
 
     Attributes:
-        ids: The tokens of the prompt, special tokens included, shape (L,), int64.
-        answer: The right answer, which follows the last of them.
+        ids: The tokens of the prompt, special tokens included, shape (L - tokens of the answer,), int64.
+        answer: The right answer, whose last token is token L.
         distractors: Wrong answers of the same form.
         references: What a generated text must contain.
         distance: Tokens from the end of the needle, of the first of several, to the end of the prompt; `None` without
@@ -127,25 +132,25 @@ def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int)
 
     Args:
         scene: The pieces; its filler is used up.
-        length: Tokens of the prompt, at least `scene.shortest + len(special)`.
+        length: Tokens of the prompt and its answer, at least `scene.shortest + len(special)`.
         special: Token ids in front.
         distractors: How many wrong answers to keep.
     """
     room = length - len(special) - scene.fixed
     ids = [*special, *scene.head]
-    used, distance = 0, None
+    used, end = 0, None
     for fraction, needle in scene.needles:
         piece = scene.filler.whole(round(fraction * room) - used)
         used += len(piece)
         ids += [*piece, *needle]
-        distance = length - len(ids) if distance is None else distance
+        end = len(ids) if end is None else end
     ids += [*scene.filler.exactly(room - used), *scene.question]
     return Prompt(
         ids=torch.tensor(ids, dtype=torch.int64),
         answer=scene.answer,
         distractors=_fair(scene, distractors),
         references=scene.references,
-        distance=distance,
+        distance=None if end is None else len(ids) - end,
     )
 
 

@@ -18,7 +18,7 @@ class Record:
     Attributes:
         method: The label of the method.
         task: The task's name.
-        length: Tokens of the prompt.
+        length: Tokens of prompt and answer.
         depth: The needle's depth from 0 to 1; `None` where depth does not apply.
         sample: The number of the sample.
         correct: Whether the answer is right, all of it.
@@ -27,6 +27,7 @@ class Record:
         rank: The answer's rank among the candidates; `None` without distractors.
         candidates: How many candidates there were.
         distance: Tokens from the end of the (first) needle to the end of the prompt.
+        text: What was generated, where answers are.
     """
 
     method: str
@@ -40,6 +41,7 @@ class Record:
     rank: int | None
     candidates: int | None
     distance: int | None
+    text: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Cell:
     Attributes:
         method: The label of the method.
         task: The task's name.
-        length: Tokens of the prompt.
+        length: Tokens of prompt and answer.
         depth: The needle's depth; `None` for all depths together.
         samples: Number of samples.
         accuracy: The share of samples whose answer is right, all of it.

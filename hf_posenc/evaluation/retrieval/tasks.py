@@ -91,8 +91,8 @@ class Passkey(Task):
 
     The text is that of Mohtashami and Jaggi (arXiv 2305.16300), used word for word by Position Interpolation (arXiv
     2306.15595, figure 3), YaRN (arXiv 2309.00071, `eval/passkey.py`), LongLoRA and DCA (`passkey/test_passkey.py`).
-    The number has five digits as in Position Interpolation; the scripts draw it from 1 to 50,000. Prompts have exactly
-    L tokens, where the scripts count characters of filler.
+    The number has five digits as in Position Interpolation; the scripts draw it from 1 to 50,000. Prompt and
+    answer have exactly L tokens, where the scripts count characters of filler.
     """
 
     name = "passkey"

@@ -4,8 +4,8 @@ Taken from there: the template, one chain of four hops (`scripts/synthetic.yaml`
 value of five digits, noise in lines of five sentences, one worked example in front of every prompt (five lines of
 noise, names of three letters, new names every time), 30 new tokens, `string_match_all`.
 
-Different here: a prompt has exactly L tokens; the statements have no space at their end; where they stand is drawn as
-parts of the filler, the same at every length.
+Different here: prompt and answer have exactly L tokens; the statements have no space at their end; where they stand is
+drawn as parts of the filler, the same at every length.
 """
 
 from __future__ import annotations

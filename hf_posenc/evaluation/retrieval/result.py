@@ -1,0 +1,221 @@
+"""The result of a run, with everything that is needed to tell whether two results may be compared."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_posenc.evaluation.files import finite, to_json, write_atomically
+from hf_posenc.evaluation.result import Entry
+from hf_posenc.evaluation.retrieval.catalogue import get_task
+from hf_posenc.evaluation.retrieval.run import Failure, LeftOut
+from hf_posenc.evaluation.retrieval.settings import DECODES, RetrievalSettings
+from hf_posenc.evaluation.retrieval.statistics import Cell, Record, k_max, passing, summarize
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = 1
+_PAIRS = ("interval", "first_interval")
+COLUMNS = (
+    *("method", "task", "length", "depth", "scale", "samples"),
+    *("accuracy", "accuracy_low", "accuracy_high", "score"),
+    *("first", "first_low", "first_high", "chance", "rank", "beaten", "nats", "distance", "status"),
+)
+"""The columns of the CSV; `depth` is empty in the rows over all depths."""
+
+
+@dataclass
+class RetrievalResult:
+    """What `hf-posenc retrieval` measured.
+
+    Attributes:
+        model: What was measured (`describe_model`).
+        haystack: What stood between the needles: `{"kind": "noise"}`, or the user's own text with its hash.
+        settings: Tasks, lengths and the other numbers.
+        original: The context length that the model was trained on, in tokens, where it is known.
+        candidates: The methods, in the order of the table.
+        records: What came out of every sample.
+        failures: Cells without a number.
+        left_out: Tasks and lengths for which there is no prompt.
+        head_replay: How the scorer's probe compared with full logits.
+        environment: Versions of the packages that computed.
+        command: What gives this result again.
+        fingerprint: Of everything that determines a number; the records lie under it.
+        cells: One for each method, task and length, made from the records.
+        depth_cells: One for each depth as well.
+    """
+
+    model: dict[str, Any]
+    haystack: dict[str, Any]
+    settings: RetrievalSettings
+    original: int | None
+    candidates: Sequence[Entry]
+    records: Sequence[Record]
+    failures: Sequence[Failure]
+    left_out: Sequence[LeftOut]
+    head_replay: str = "off"
+    environment: dict[str, Any] = field(default_factory=dict)
+    command: str | None = None
+    fingerprint: str | None = None
+    cells: list[Cell] = field(init=False)
+    depth_cells: list[Cell] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cells = summarize(self.records, by_depth=False)
+        self.depth_cells = summarize(self.records, by_depth=True)
+        self._by_key = {(c.method, c.task, c.length): c for c in self.cells}
+
+    def cell(self, method: str, task: str, length: int) -> Cell | None:
+        """The number of a method in a task at a length; `None` where there is none."""
+        return self._by_key.get((method, task, length))
+
+    def by_depth(self, method: str, task: str, length: int) -> list[Cell]:
+        """The same by depth, from the front to the back."""
+        wanted = (method, task, length)
+        return [c for c in self.depth_cells if (c.method, c.task, c.length) == wanted]
+
+    def failure(self, method: str, task: str, length: int) -> str | None:
+        """Why there is no number."""
+        wanted = (method, task, length)
+        found = (f.reason for f in self.failures if (f.method, f.task, f.length) == wanted)
+        return next(found, None)
+
+    def is_left_out(self, task: str, length: int) -> bool:
+        """Whether the task has no prompt of this length."""
+        return any((entry.task, entry.length) == (task, length) for entry in self.left_out)
+
+    def k_max(self, method: str, task: str, length: int) -> int | None:
+        """Position Interpolation's effective context at a length; see `statistics.k_max`."""
+        return k_max(self.by_depth(method, task, length))
+
+    def passing(self, method: str, task: str) -> tuple[int | None, float | None]:
+        """YaRN's passkey context and accuracy; see `statistics.passing`."""
+        return passing([c for c in self.cells if (c.method, c.task) == (method, task)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON-ready values."""
+        settings = self.settings
+        values = {
+            "format": FORMAT,
+            "kind": "retrieval",
+            "command": self.command,
+            "fingerprint": self.fingerprint,
+            "model": self.model,
+            "original_max_position_embeddings": self.original,
+            "tasks": {name: get_task(name).definition for name in settings.tasks},
+            "decode": DECODES[settings.decode],
+            "settings": settings.to_dict(),
+            "environment": self.environment,
+            "head_replay": self.head_replay,
+            "methods": [_without_prefix(entry) for entry in self.candidates],
+            "haystack": self.haystack,
+            "left_out": [dataclasses.asdict(entry) for entry in self.left_out],
+            "summary": [dataclasses.asdict(cell) for cell in self.cells],
+            "by_depth": [dataclasses.asdict(cell) for cell in self.depth_cells],
+            "scores": self._scores(),
+            "failures": [dataclasses.asdict(failure) for failure in self.failures],
+            "records": [dataclasses.asdict(record) for record in self.records],
+        }
+        made: dict[str, Any] = finite(values)
+        return made
+
+    def _scores(self) -> list[dict[str, Any]]:
+        """The papers' numbers for every method and task."""
+        scores = []
+        for entry in self.candidates:
+            for task in self.settings.tasks:
+                context, accuracy = self.passing(entry.label, task)
+                reached = {
+                    str(length): self.k_max(entry.label, task, length)
+                    for length in self.settings.lengths
+                }
+                scores.append(
+                    {
+                        "method": entry.label,
+                        "task": task,
+                        "k_max": reached,
+                        "passing_context": context,
+                        "passing_accuracy": accuracy,
+                    }
+                )
+        return scores
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RetrievalResult:
+        """Reads what `to_dict` wrote; everything that follows from the records is made anew."""
+        return cls(
+            model=dict(values["model"]),
+            haystack=dict(values["haystack"]),
+            settings=RetrievalSettings.from_dict(values["settings"]),
+            original=values["original_max_position_embeddings"],
+            candidates=[
+                Entry(**entry, prefix_from_one_forward=False) for entry in values["methods"]
+            ],
+            records=[Record(**entry) for entry in values["records"]],
+            failures=[Failure(**entry) for entry in values["failures"]],
+            left_out=[LeftOut(**entry) for entry in values["left_out"]],
+            head_replay=values["head_replay"],
+            environment=dict(values["environment"]),
+            command=values["command"],
+            fingerprint=values["fingerprint"],
+        )
+
+    def plot(self, value: str | None = None) -> Figure:
+        """Heat maps of depth and length, one for each task and method; needs matplotlib.
+
+        Args:
+            value: `"accuracy"`, or `"beaten"`, the share of distractors that are less probable than the answer; by
+                default accuracy, unless it is 0 everywhere.
+        """
+        from hf_posenc.evaluation.retrieval.plot import figure
+
+        return figure(self, value)
+
+    def _repr_html_(self) -> str:
+        from hf_posenc.evaluation.retrieval.report import to_html
+
+        return to_html(self)
+
+    def write_json(self, path: Path) -> None:
+        """Writes everything."""
+        write_atomically(path, to_json(self.to_dict()))
+
+    def write_csv(self, path: Path) -> None:
+        """Writes a row for each method, task and length, and one for each depth; `status` says why one is empty."""
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS)
+        writer.writeheader()
+        for entry in self.candidates:
+            for task in self.settings.tasks:
+                for length in self.settings.lengths:
+                    writer.writerows(self._rows(entry, task, length))
+        write_atomically(path, text.getvalue())
+
+    def _rows(self, entry: Entry, task: str, length: int) -> list[dict[str, Any]]:
+        known = {"method": entry.label, "task": task, "length": length}
+        known["scale"] = entry.scale_at(length)
+        cell = self.cell(entry.label, task, length)
+        if cell is None:
+            short = "too short for the task" if self.is_left_out(task, length) else None
+            return [{**known, "status": short or self.failure(entry.label, task, length)}]
+        depths = self.by_depth(entry.label, task, length) if get_task(task).has_depth else []
+        return [{**_flat(cell), **known, "status": "ok"} for cell in (cell, *depths)]
+
+
+def _flat(cell: Cell) -> dict[str, Any]:
+    values = dataclasses.asdict(cell)
+    for name, pair in (("accuracy", cell.interval), ("first", cell.first_interval)):
+        values[f"{name}_low"], values[f"{name}_high"] = pair or (None, None)
+    return {name: value for name, value in values.items() if name not in _PAIRS}
+
+
+def _without_prefix(entry: Entry) -> dict[str, Any]:
+    values = dataclasses.asdict(entry)
+    del values["prefix_from_one_forward"]  # perplexity's
+    return values

@@ -1,0 +1,285 @@
+"""Runs every candidate on the same prompts and keeps what came out."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.candidates import Candidate
+from hf_posenc.evaluation.documents import one_line
+from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
+from hf_posenc.evaluation.memory import OUT_OF_MEMORY, is_out_of_memory
+from hf_posenc.evaluation.perplexity import Progress
+from hf_posenc.evaluation.processes import Shard
+from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError
+from hf_posenc.evaluation.retrieval.catalogue import get_task
+from hf_posenc.evaluation.retrieval.encoder import Encoder
+from hf_posenc.evaluation.retrieval.fillers import OwnText
+from hf_posenc.evaluation.retrieval.generation import generate, judge
+from hf_posenc.evaluation.retrieval.prompts import Place, Prompt, lay_out
+from hf_posenc.evaluation.retrieval.settings import RetrievalSettings
+from hf_posenc.evaluation.retrieval.statistics import Record
+from hf_posenc.evaluation.retrieval.tasks import Kit
+from hf_posenc.evaluation.store import ALONE, Key, Records, missing
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell that could not be measured, and why."""
+
+    method: str
+    task: str
+    length: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A task that has no prompt as short as this.
+
+    Attributes:
+        task: Its name.
+        length: The length that was asked for.
+        needed: Tokens of its shortest prompt and answer.
+    """
+
+    task: str
+    length: int
+    needed: int
+
+
+@dataclass(frozen=True, eq=False)
+class Item:
+    """One sample under one method.
+
+    Attributes:
+        candidate: What is patched in.
+        place: Which sample it is.
+        key: What the result is stored under.
+        number: Its place among the samples of its cell.
+    """
+
+    candidate: Candidate
+    place: Place
+    key: Key
+    number: int
+
+    @property
+    def cell(self) -> tuple[str, str, int]:
+        """Method, task and length."""
+        return self.candidate.label, self.place.task, self.place.length
+
+
+class RetrievalRun:
+    """A measurement of every candidate on every task, length, depth and sample.
+
+    Args:
+        model: A causal language model, unpatched or with a saved patch.
+        tokenizer: Its tokenizer.
+        candidates: What to compare, each `checked` against the model.
+        settings: Tasks, lengths and their numbers.
+        special: Token ids in front of every prompt.
+        haystack: The user's own text, to stand in the place of the noise sentences.
+
+    Attributes:
+        items: All the work, in the order in which it is done.
+        left_out: Tasks and lengths for which there is no prompt.
+
+    Raises:
+        PosencError: No task has a prompt as short as these lengths, or this is not a causal language model, or the tokenizer
+            is another model's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        candidates: Sequence[Candidate],
+        settings: RetrievalSettings,
+        *,
+        special: Sequence[int] = (),
+        haystack: str | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self.candidates = model, tokenizer, candidates
+        self.settings, self.special = settings, list(special)
+        encoder = Encoder(tokenizer)
+        own = OwnText(haystack, encoder) if haystack is not None else None
+        self._kit = Kit(encoder, settings.distractors if settings.ranks else 0, own)
+        self.left_out: list[LeftOut] = []
+        self.items = self._items(self._fitting())
+        ids = self.prompt(self.items[0].place).ids
+        _check_vocabulary(model, int(ids.max()))
+        with evaluation_mode(model):
+            scorer = TokenScorer(model, ids, chunk=settings.chunk)
+        self._scorer = AnswerScorer(model, scorer)
+        self.head_replay = "off"
+        if scorer.replays:
+            self.head_replay = "bit-exact" if scorer.exact else "up to rounding"
+        self._failed: dict[tuple[str, str, int], int] = {}  # the first sample that a cell failed at
+
+    @property
+    def forwarded(self) -> int:
+        """Tokens of all prompts."""
+        return sum(item.place.length for item in self.items)
+
+    def prompt(self, place: Place) -> Prompt:
+        """The prompt of a sample: with its answer of `place.length` tokens, the same in every process."""
+        scene = get_task(place.task).scene(place, self._kit)
+        return lay_out(scene, place.length, self.special, self._kit.distractors)
+
+    def _fitting(self) -> list[tuple[int, str]]:
+        """Lengths and tasks for which there are prompts."""
+        fitting = []
+        for length, name in itertools.product(self.settings.lengths, self.settings.tasks):
+            task = get_task(name)
+            places = (
+                Place(self.settings.seed, name, length, *place)
+                for place in self.settings.places(task)
+            )
+            needed = max(task.scene(place, self._kit).shortest for place in places)
+            needed += len(self.special)
+            if needed <= length:
+                fitting.append((length, name))
+            else:
+                self.left_out.append(LeftOut(name, length, needed))
+        if not fitting:
+            least = min(self.left_out, key=lambda entry: entry.needed)
+            raise PosencError(
+                f"No task fits into {self.settings.lengths[-1]:,} tokens: {least.task} needs at least "
+                f"{least.needed:,} with this tokenizer. Give longer --lengths."
+            )
+        return fitting
+
+    def _items(self, fitting: Sequence[tuple[int, str]]) -> list[Item]:
+        items = []
+        for candidate, (length, name) in itertools.product(self.candidates, fitting):
+            for number, (depth, sample) in enumerate(self.settings.places(get_task(name))):
+                place = Place(self.settings.seed, name, length, depth, sample)
+                key = (candidate.key, name, length, depth, sample)
+                items.append(Item(candidate, place, key, number))
+        return items
+
+    def measure(
+        self,
+        store: Records,
+        shard: Shard = ALONE,
+        progress: Progress = lambda label, done, total: None,
+    ) -> None:
+        """Measures what is missing of this process's share; at the end the model is what it was.
+
+        Args:
+            store: What was measured before, and where to put the rest.
+            shard: This process's place among those of the run.
+            progress: Called after every sample.
+        """
+        for item in self.items:
+            self._note_failure(item, store.get(item.key))
+        wanted = [item for item in shard.mine(self.items) if store.get(item.key) is None]
+        total, done = sum(item.place.length for item in wanted), 0
+        with evaluation_mode(self.model):
+            for (_, length), group in itertools.groupby(
+                wanted, key=lambda item: (item.candidate.key, item.place.length)
+            ):
+                items = list(group)
+                candidate = items[0].candidate
+                self._scorer.exact_cache = not candidate.length_dependent
+                with candidate.applied(self.model, length):
+                    for item in items:
+                        value = self._value(item)
+                        store.append(item.key, value)
+                        self._note_failure(item, value)
+                        done += length
+                        progress(candidate.label, done, total)
+
+    def _value(self, item: Item) -> dict[str, Any]:
+        """What is stored of one sample."""
+        if self._failed.get(item.cell, item.number) < item.number:
+            # An earlier sample has failed already; only that counts, so the reason is the same whoever measures what.
+            return {"skipped": True}
+        prompt = self.prompt(item.place)
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        try:
+            if item.candidate.moves and item.candidate.request is None:
+                self._scorer.scorer(prompt.ids[:2])  # resets transformers' stateful dynamic RoPE
+            made = self._score(item, prompt)
+        except (
+            Exception
+        ) as error:  # a family may fail in its own way past its length; the run goes on without it
+            return {"failed": _reason(error)}
+        return {
+            **made,
+            "distance": prompt.distance,
+            "seconds": time.perf_counter() - began,
+            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        }
+
+    def _score(self, item: Item, prompt: Prompt) -> dict[str, Any]:
+        if self.settings.decode == "teacher-forced":
+            return asdict(self._scorer(prompt))
+        task = get_task(item.place.task)
+        return judge(task, prompt, generate(self.model, self.tokenizer, prompt, task.new_tokens))
+
+    def _note_failure(self, item: Item, value: Mapping[str, Any] | None) -> None:
+        if value is not None and "failed" in value:
+            self._failed[item.cell] = min(self._failed.get(item.cell, item.number), item.number)
+
+    def collect(self, store: Records) -> tuple[list[Record], list[Failure]] | None:
+        """Puts the stored values together; `None` while some are missing.
+
+        A cell in which any sample failed has no records: a share of the others would not be comparable.
+        """
+        if missing(store, (item.key for item in self.items)):
+            return None
+        values = {item.key: store.get(item.key) or {} for item in self.items}
+        failures: dict[tuple[str, str, int], str] = {}
+        for item in self.items:
+            if "failed" in values[item.key]:
+                failures.setdefault(item.cell, values[item.key]["failed"])
+        records = [
+            _record(item, values[item.key]) for item in self.items if item.cell not in failures
+        ]
+        return records, [Failure(*cell, reason) for cell, reason in failures.items()]
+
+
+def _check_vocabulary(model: Any, largest: int) -> None:
+    words = model.get_input_embeddings().weight.shape[0]
+    if largest >= words:
+        raise PosencError(
+            f"The tokenizer does not belong to the model: it gives token {largest:,}, the model has {words:,}."
+        )
+
+
+def _record(item: Item, value: Mapping[str, Any]) -> Record:
+    place = item.place
+    return Record(
+        method=item.candidate.label,
+        task=place.task,
+        length=place.length,
+        depth=place.depth,
+        sample=place.sample,
+        correct=value["correct"],
+        score=value["score"],
+        nats=value.get("nats"),
+        rank=value.get("rank"),
+        candidates=value.get("candidates"),
+        distance=value["distance"],
+        text=value.get("text"),
+    )
+
+
+def _reason(error: Exception) -> str:
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    if isinstance(error, NotFiniteError):
+        return str(error)
+    return f"{type(error).__name__}: {one_line(error)}"
