@@ -49,6 +49,8 @@ class TailSettings:
             raise PosencError(
                 f"--max-regression is a fraction of at least 0, such as 0.02, not {self.max_regression}."
             )
+        if self.windows_per_document < 1:
+            raise PosencError(f"windows_per_document is at least 1, not {self.windows_per_document}.")
         object.__setattr__(self, "tail_tokens", self.protocol.tail_tokens)  # checks the others too
 
     @property
@@ -58,7 +60,7 @@ class TailSettings:
             lengths=(self.original, self.target),
             protocols=("tail",),
             tail_tokens=self.tail_tokens,
-            windows_per_document=self.windows_per_document,
+            windows_per_document=None if self.windows_per_document == 1 else self.windows_per_document,
             chunk=self.chunk,
             seed=self.seed,
             resamples=self.resamples,
