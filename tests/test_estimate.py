@@ -211,7 +211,7 @@ def test_a_prefill_in_pieces_keeps_a_cache(
     seen = sum(min(layer.window or 1024, 1024) * layer.cached for layer in attentions(model))
     assert whole.cache == 0
     assert pieces.cache >= seen * dtype.itemsize
-    assert pieces.activations < whole.activations / 3
+    assert pieces.activations < whole.activations / 2
     assert pieces.flops == whole.flops
     for cost, prefill in ((whole, None), (pieces, 128)):
         assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), 1.35)
