@@ -27,7 +27,7 @@ class Setting:
     Attributes:
         name: Where it stands in the results, e.g. `model.dtype`.
         values: As text, per result; `""` where a result does not have it.
-        differs: Whether the results disagree.
+        differs: Whether the results that have it disagree.
     """
 
     name: str
@@ -52,7 +52,7 @@ def settings(sources: Sequence[Source]) -> list[Setting]:
     rows = []
     for name in names:
         values = [table.get(name, "") for table in tables]
-        rows.append(Setting(name, values, len(set(values)) > 1))
+        rows.append(Setting(name, values, len(set(filter(None, values))) > 1))
     return rows
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posenc.evaluation.page.collect import Source
-from hf_posenc.evaluation.page.numbers import Shown
+from hf_posenc.evaluation.page.numbers import Shown, percent
 
 ACCURACY = "share of answers that are right"
 BEATEN = "share of distractors that are less probable than the answer (one half by chance)"
@@ -38,42 +38,41 @@ class Heat:
     rows: Sequence[tuple[str, Sequence[Field]]]
 
 
-def heats(sources: Sequence[Source], task: str, several: bool) -> list[Heat]:
+def heats(methods: Sequence[tuple[Source, str]], names: Sequence[str], task: str) -> list[Heat]:
     """A map for every method of a task that has depths.
 
     Args:
-        sources: Comparable retrieval results.
+        methods: Methods by their result and label.
+        names: What they are called.
         task: The task.
-        several: Whether names say which result they are from.
 
     Returns:
         The maps, all of the same quantity: accuracy, or ranks where no answer of the task is right.
     """
-    cells = [
-        (source, cell)
-        for source in sources
-        for cell in source.data.get("by_depth", ())
-        if cell["task"] == task and cell["depth"] is not None
+    found = [
+        [
+            cell
+            for cell in source.data.get("by_depth", ())
+            if (cell["method"], cell["task"]) == (label, task) and cell["depth"] is not None
+        ]
+        for source, label in methods
     ]
+    cells = [cell for own in found for cell in own]
     if not cells:
         return []
-    ranked = all(cell["beaten"] is not None for _, cell in cells)
-    beaten = ranked and not any(cell["accuracy"] for _, cell in cells)
+    ranked = all(cell["beaten"] is not None for cell in cells)
+    beaten = ranked and not any(cell["accuracy"] for cell in cells)
     key = "beaten" if beaten else "accuracy"
-    lengths = sorted({cell["length"] for _, cell in cells})
-    depths = sorted({cell["depth"] for _, cell in cells})
+    lengths = sorted({cell["length"] for cell in cells})
+    depths = sorted({cell["depth"] for cell in cells})
     made = []
-    for source in sources:
-        for method in source.data["methods"]:
-            label = method["label"]
-            own = {
-                (cell["depth"], cell["length"]): cell[key]
-                for origin, cell in cells
-                if origin is source and cell["method"] == label
-            }
-            rows = [(f"{depth:.0%}", [_field(own, depth, n) for n in lengths]) for depth in depths]
-            name = f"{label} [{source.number}]" if several else label
-            made.append(Heat(name, BEATEN if beaten else ACCURACY, lengths, rows))
+    for name, own in zip(names, found, strict=True):
+        values = {(cell["depth"], cell["length"]): cell[key] for cell in own}
+        rows = [
+            (percent(depth).text, [_field(values, depth, length) for length in lengths])
+            for depth in depths
+        ]
+        made.append(Heat(name, BEATEN if beaten else ACCURACY, lengths, rows))
     return made
 
 

@@ -65,6 +65,12 @@ def interval_of(values: Sequence[float | None] | None) -> Interval | None:
     return values[0], values[1]
 
 
+def percent(share: float) -> Shown:
+    """A share in whole percent; one digit more where it would read 0 or 100 and is not."""
+    digits = 1 if 0 < share < 0.005 or 0.995 <= share < 1 else 0
+    return Shown(f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%", repr(share))
+
+
 def ends(interval: Interval | None, digits: int = 3) -> tuple[Shown | None, Shown | None]:
     """Both ends of an interval, where there is one."""
     if interval is None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from hf_posenc.evaluation.page.collect import Source
 from hf_posenc.evaluation.page.heat import Heat, heats
-from hf_posenc.evaluation.page.numbers import OUT_OF_MEMORY, Shown, interval_of
+from hf_posenc.evaluation.page.numbers import OUT_OF_MEMORY, Shown, interval_of, percent
 
 Index = Mapping[tuple[str, str, int], Mapping[str, Any]]
 
@@ -142,29 +142,34 @@ def _said(value: Any) -> str:
 def _table(group: Sequence[Source], task: str) -> Table:
     sources = [source for source in group if task in source.data["tasks"]]
     lengths = sorted({n for source in sources for n in source.data["settings"]["lengths"]})
-    rows = []
-    for source in sources:
-        data = source.data
-        cells = {(c["method"], c["task"], c["length"]): c for c in data["summary"]}
-        scores = {(s["method"], s["task"]): s for s in data.get("scores", ())}
-        for method in data["methods"]:
-            label = method["label"]
-            score = scores.get((label, task), {})
-            reached = score.get("k_max") or {}
-            longest = max(data["settings"]["lengths"])
-            rows.append(
-                Row(
-                    f"{label} [{source.number}]" if len(group) > 1 else label,
-                    f"run {source.number}, {data['model'].get('name', '')}"
-                    if len(group) > 1
-                    else "",
-                    [_cell(data, cells, label, task, length) for length in lengths],
-                    _count(score.get("passing_context")),
-                    _count(reached.get(str(longest))),
-                )
-            )
-    return Table(
-        task, sources[0].data["tasks"][task], lengths, rows, heats(sources, task, len(group) > 1)
+    methods = [(source, method["label"]) for source in sources for method in source.data["methods"]]
+    labels = [label for _, label in methods]
+    names = [
+        f"{label} [{source.number}]" if labels.count(label) > 1 else label
+        for source, label in methods
+    ]
+    rows = [
+        _row(source, label, name, task, lengths, several=len(group) > 1)
+        for (source, label), name in zip(methods, names, strict=True)
+    ]
+    definition = sources[0].data["tasks"][task]
+    return Table(task, definition, lengths, rows, heats(methods, names, task))
+
+
+def _row(
+    source: Source, label: str, name: str, task: str, lengths: Sequence[int], *, several: bool
+) -> Row:
+    data = source.data
+    cells = {(c["method"], c["task"], c["length"]): c for c in data["summary"]}
+    scores = {(s["method"], s["task"]): s for s in data.get("scores", ())}
+    score = scores.get((label, task), {})
+    reached = score.get("k_max") or {}
+    return Row(
+        name,
+        f"run {source.number}, {data['model'].get('name', '')}" if several else "",
+        [_cell(data, cells, label, task, length) for length in lengths],
+        _count(score.get("passing_context")),
+        _count(reached.get(str(max(data["settings"]["lengths"])))),
     )
 
 
@@ -172,18 +177,18 @@ def _cell(data: Mapping[str, Any], cells: Index, method: str, task: str, length:
     cell = cells.get((method, task, length))
     if cell is None:
         return _empty(data, method, task, length)
-    low, high = (_percent(end) for end in cell["interval"])
+    low, high = (percent(end) for end in cell["interval"])
     first, first_interval = cell["first"], interval_of(cell["first_interval"])
     if first is None or first_interval is None:
-        return Cell(_percent(cell["accuracy"]), low, high)
+        return Cell(percent(cell["accuracy"]), low, high)
     chance = cell["chance"]
     return Cell(
-        _percent(cell["accuracy"]),
+        percent(cell["accuracy"]),
         low,
         high,
-        _percent(first),
-        _percent(first_interval[0]),
-        _percent(first_interval[1]),
+        percent(first),
+        percent(first_interval[0]),
+        percent(first_interval[1]),
         chance is not None and first_interval[0] > chance,
     )
 
@@ -197,11 +202,6 @@ def _empty(data: Mapping[str, Any], method: str, task: str, length: int) -> Cell
         if (entry["task"], entry["length"]) == (task, length):
             return Cell(state="-", reason=f"the shortest prompt has {entry['needed']:,} tokens")
     return Cell(state="-", reason="not measured")
-
-
-def _percent(share: float) -> Shown:
-    digits = 1 if 0 < share < 0.005 or 0.995 <= share < 1 else 0
-    return Shown(f"{share:.{digits}%}", repr(share))
 
 
 def _count(value: int | None) -> str:
