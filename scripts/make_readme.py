@@ -1,4 +1,4 @@
-"""Fills the generated parts of README.md and docs/evaluation.md from the committed results and the methods.
+"""Fills the generated parts of README.md and docs/updates.md from the committed results and the methods.
 
 python scripts/make_readme.py            write them
 python scripts/make_readme.py --check    fail where they are not what they should be
@@ -193,7 +193,7 @@ def _mode(row: dict[str, Any]) -> tuple[str, str, int | None]:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"demo": demo, "methods": methods, "attention": attention},
-    ROOT / "docs" / "evaluation.md": {"updates": updates},
+    ROOT / "docs" / "updates.md": {"updates": updates},
 }
 
 
