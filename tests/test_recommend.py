@@ -167,16 +167,18 @@ def test_the_scale_of_ntk_is_the_least_that_reaches(live: Any, advice: Advice) -
     assert found["scale"] == pytest.approx(least, rel=2e-3, abs=0.01)
 
 
-def test_distances_of_the_bands(advice: Advice) -> None:
+@pytest.mark.parametrize("factor", [1.5, FACTOR])
+def test_distances_of_the_bands(factor: float) -> None:
     """Every pair of a text of the target length, by brute force."""
-    target, near = TRAINED * FACTOR, TRAINED
+    target, near = int(TRAINED * factor), TRAINED
+    advice = recommend(on_meta(zoo.tiny_config("llama")), target)
     m = torch.arange(target)[:, None].expand(target, target)
     n = m.T
     for option in advice.options:
         kind = get_method(option.method)
         if not issubclass(kind, RotaryBands):
             continue
-        method: Any = kind.from_options(**({"scale": float(FACTOR)} if kind.takes_scale() else {}))
+        method: Any = kind.from_options(**({"scale": factor} if kind.takes_scale() else {}))
         farthest, read = 0.0, torch.zeros(target, target, dtype=torch.bool)
         for band in method.bands(near):
             inside = band.contains(m, n) & (n <= m)
@@ -242,13 +244,31 @@ def test_nothing_to_do(live: Any) -> None:
     )
 
 
-def test_another_trained_length() -> None:
-    advice = recommend(on_meta(zoo.tiny_config("llama")), TRAINED * 2, original=TRAINED // 2)
+def test_another_trained_length(live: Any) -> None:
+    """Every kind of method is then told so."""
+    half = TRAINED // 2
+    advice = recommend(on_meta(zoo.tiny_config("llama")), TRAINED * 2, original=half)
     assert advice.factor == 4
-    assert by_name(advice)["yarn"].options == {
-        "target_length": TRAINED * 2,
-        "original_max_position_embeddings": TRAINED // 2,
-    }
+    for method in ("yarn", "self_extend", "rerope", "log_n"):
+        options = by_name(advice)[method].options
+        assert options is not None
+        assert options["original_max_position_embeddings"] == half
+        with patched(live, method, **options):
+            patch = hf_posenc.get_patch(live)
+            assert patch is not None
+            assert patch.original_max_position_embeddings == half
+
+
+@pytest.mark.parametrize(("theta", "above"), [(1e4, "least"), (1e7, "ntk")])
+def test_another_base(theta: float, above: str) -> None:
+    parameters = {"rope_type": "default", "rope_theta": theta}
+    config = LlamaConfig(max_position_embeddings=4096, rope_parameters=parameters)
+    found = by_name(recommend(on_meta(config), 32_768))["abf"].options
+    assert found is not None
+    bounds = {"least": 0.0424 * 32_768**1.628, "ntk": theta * 8 ** (128 / 126)}
+    assert max(bounds, key=lambda name: bounds[name]) == above
+    assert bounds[above] <= found["rope_theta"] < bounds[above] * 1.1
+    assert found["rope_theta"] == float(f"{found['rope_theta']:.1e}")
 
 
 def test_what_the_architecture_does_not_take() -> None:

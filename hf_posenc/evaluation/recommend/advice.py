@@ -161,10 +161,14 @@ def recommend(
     spec = read_spec(table, carried.reach if compose else carried.trained, compose=compose)
     config: Any = inner.config
     model_type = config.get_text_config(decoder=True).model_type
-    start = Start(spec, target_length, beside)
+    named = original_length(table, compose=table.scaled)
+    length = {"original_max_position_embeddings": carried.reach}
+    start = Start(
+        spec, target_length, beside, carried.reach, length if carried.reach != named else {}
+    )
     options = []
     if target_length > carried.reach:
-        options = [_tried(option_of(kind, start, carried.reach), inner) for kind in METHODS]
+        options = [_tried(option_of(kind, start), inner) for kind in METHODS]
     return Advice(
         name=name,
         model_class=type(inner).__name__,

@@ -42,15 +42,19 @@ class Start:
     """What a method starts from.
 
     Attributes:
-        spec: The table and the length that it was trained at.
+        spec: The table that frequency methods start from, and the length that it was trained at.
         target: The target length, in tokens.
-        beside: What `patch_model` takes beside the method's options: `compose` or `replace`, where the checkpoint is
-            scaled already.
+        beside: What `patch_model` takes beside a frequency method's options: `compose` or `replace`, where the
+            checkpoint is scaled already, and the original length, where the config names another.
+        reach: The length that the table in force reaches, in tokens: methods that compute attention go on from there.
+        beside_attention: As `beside`, for these.
     """
 
     spec: RopeSpec
     target: int
     beside: Mapping[str, Any]
+    reach: int
+    beside_attention: Mapping[str, Any]
 
     @property
     def original(self) -> int:
@@ -113,23 +117,18 @@ class Option:
         return dataclasses.replace(self, works=REFUSED, reason=reason, trial=False)
 
 
-def option_of(kind: type[Method], start: Start, reach: int) -> Option:
-    """What a method does at the target length.
-
-    Args:
-        kind: The method.
-        start: What a frequency method starts from.
-        reach: The length that the table in force reaches, in tokens: the others go on from there.
-    """
+def option_of(kind: type[Method], start: Start) -> Option:
+    """What a method does at the target length."""
     if issubclass(kind, RotaryBands):
-        return _bands(kind, reach, start.target)
+        return _bands(kind, start)
     if issubclass(kind, RopeScaling):
         return _frequencies(kind, start)
+    options = dict(start.beside_attention)
     if kind is LogN:
         reason = "sharpens attention over many keys, and leaves the angles as they are"
-        return Option(kind.name, BESIDE, reason, {}, attention=True)
+        return Option(kind.name, BESIDE, reason, options, attention=True)
     reason = f"{kind.summary}; says nothing before training"
-    return Option(kind.name, TRAINED, reason, {}, attention=True)
+    return Option(kind.name, TRAINED, reason, options, attention=True)
 
 
 def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
@@ -140,13 +139,7 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
         )
         return Option(kind.name, FINE_TUNED, reason, None, attention=moving)
     if kind is ABF:
-        base = _two_digits(max(least_base(start.target), start.spec.theta))
-        reason = (
-            f"rope_theta {base:,.0f}: the least base for {start.target:,} tokens (arXiv 2405.14591)"
-        )
-        scaled = {"compose", "replace"} & set(start.beside)
-        options = {"rope_theta": base, **({"replace": True} if scaled else {})}
-        return Option(kind.name, FINE_TUNED, reason, options, attention=False)
+        return _another_base(start)
     if kind.needs.startswith("training"):
         reason = f"{kind.summary}; says nothing before training"
         return Option(kind.name, TRAINED, reason, dict(start.beside), attention=False)
@@ -173,6 +166,21 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
     reason = "; ".join(filter(None, (f"{angles}, {near}", evidence.sentence(shown))))
     options = {**options, **start.beside}
     return Option(kind.name, works, reason, options, moving, None, shown, met, slowed)
+
+
+def _another_base(start: Start) -> Option:
+    """A larger base, for a model that is then trained with it."""
+    dim = start.spec.dim
+    least = least_base(start.target)
+    ntk = start.spec.theta * start.factor ** (dim / max(1, dim - 2))
+    base = _two_digits(max(least, ntk))
+    reason = (
+        f"rope_theta {base:,.0f}: {start.target:,} tokens take {least:,.0f} (arXiv 2405.14591), and {ntk:,.0f} slow "
+        "the slowest pair as NTK does"
+    )
+    scaled = {"compose", "replace"} & set(start.beside)
+    options = {"rope_theta": base, **({"replace": True} if scaled else {})}
+    return Option(ABF.name, FINE_TUNED, reason, options, attention=False)
 
 
 def _reaching(
@@ -209,7 +217,8 @@ def _reaching(
     return made(scale), {"scale": scale}
 
 
-def _bands(kind: type[RotaryBands], original: int, target: int) -> Option:
+def _bands(kind: type[RotaryBands], start: Start) -> Option:
+    original, target = start.reach, start.target
     takes_scale = kind.takes_scale()
     method = kind.from_options(**({"scale": target / original} if takes_scale else {}))
     assert isinstance(method, RotaryBands)
@@ -227,7 +236,7 @@ def _bands(kind: type[RotaryBands], original: int, target: int) -> Option:
         reason = f"reads every distance as one of at most {farthest:,.0f} tokens"
     shown = evidence.seen(kind.name)
     reason = "; ".join(filter(None, (reason, evidence.sentence(shown))))
-    options = {"target_length": target} if takes_scale else {}
+    options = {**({"target_length": target} if takes_scale else {}), **start.beside_attention}
     return Option(kind.name, works, reason, options, attention=True, evidence=shown)
 
 

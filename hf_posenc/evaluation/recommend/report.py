@@ -74,9 +74,12 @@ def notes(advice: Advice) -> Iterator[str]:
     trained = [option.method for option in advice.options if option.works == TRAINED]
     if trained:
         yield f"After training only: {', '.join(trained)}."
+    refused: dict[str, list[str]] = {}
     for option in advice.options:
         if option.works == REFUSED:
-            yield f"{option.method}: {option.reason}"
+            refused.setdefault(option.reason, []).append(option.method)
+    for reason, methods in refused.items():
+        yield f"Not {', '.join(methods)}: {reason}"
     yield (
         f"Published, untrained: a perplexity within {TOLERANCE - 1:.0%} of the unpatched model's at its trained "
         "length, on the model and text of that table. It says what to try first; your text decides."
