@@ -39,9 +39,9 @@ from hf_posenc.evaluation.documents import (
     read_embedded,
     special_prefix,
 )
+from hf_posenc.evaluation.identity import environment
 from hf_posenc.evaluation.perplexity import measure
 from hf_posenc.evaluation.protocols import Settings
-from hf_posenc.evaluation.result import environment
 from hf_posenc.evaluation.statistics import Record, summarize
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "updates.json"
@@ -149,7 +149,10 @@ def _cached(
                         document.name,
                         nats,
                         settings.tail_tokens,
-                        None,
+                        bytes=None,
+                        words=None,
+                        weighted=nats,
+                        weight=settings.tail_tokens,
                     )
                 )
     return records

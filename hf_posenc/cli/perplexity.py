@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from hf_posenc.cli import options as opt
 from hf_posenc.cli.cost import print_cost
 from hf_posenc.cli.inputs import check_output, check_vocabulary, decide_plot, source_of
+from hf_posenc.cli.longppl import again, open_evaluator
 from hf_posenc.cli.presentation import announce, finish, reading
 from hf_posenc.cli.session import Remembers, command_line, open_session
 
@@ -86,7 +87,16 @@ def perplexity(
         typer.Option(
             metavar="EVALUATOR",
             help="Also score the key tokens alone (LongPPL), those that this model predicts by far context: a name, or "
-            "`self` for the measured model as it was loaded.",
+            "self for the measured one; NAME@METHOD patches it, such as self@rerope.",
+            rich_help_panel=opt.MEASURED,
+        ),
+    ] = None,
+    longppl_short: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            min=1,
+            help="Tokens of the evaluator's short context. Default: 4096; for shorter texts the trained length.",
             rich_help_panel=opt.MEASURED,
         ),
     ] = None,
@@ -193,6 +203,7 @@ def perplexity(
     from hf_posenc.evaluation.candidates import original_length, parse_candidates
     from hf_posenc.evaluation.documents import load_documents, read_embedded
     from hf_posenc.evaluation.identity import describe_model
+    from hf_posenc.evaluation.key_tokens import finder, with_evaluator
     from hf_posenc.evaluation.perplexity import Run
     from hf_posenc.evaluation.processes import current_shard
     from hf_posenc.evaluation.protocols import parse_lengths
@@ -206,7 +217,14 @@ def perplexity(
     wanted = parse_lengths(lengths) if lengths is not None else None
     with_plot = decide_plot(plot)
     check_output(output)
-    source, origin = source_of(text, dataset, config, split, column, streaming)
+
+    def source() -> tuple[Any, dict[str, Any]]:
+        given, origin = source_of(text, dataset, config, split, column, streaming)
+        if given is None:
+            return read_embedded(), {"kind": "held-out modules of the standard library"}
+        return given, origin
+
+    documents, origin = source()
     session = open_session(
         model, tokenizer=tokenizer, dtype=dtype, device=device, device_map=device_map, attn=attn
     )
@@ -236,19 +254,43 @@ def perplexity(
         published.comparable(table, settings)
     special = special_tokens(words, policy)
     needed = max(1, settings.shortest_document - len(special))
-    if source is None:
-        source, origin = read_embedded(), {"kind": "held-out modules of the standard library"}
-        limit = limit or DEMO_DOCUMENTS
-        max_doc_tokens = max_doc_tokens or needed
+    if not text and dataset is None:
+        limit, max_doc_tokens = limit or DEMO_DOCUMENTS, max_doc_tokens or needed
     with reading(place) as seen:
         usable, skipped = load_documents(
-            source, words, min_tokens=needed, max_tokens=max_doc_tokens, limit=limit, seen=seen
+            documents, words, min_tokens=needed, max_tokens=max_doc_tokens, limit=limit, seen=seen
         )
     check_vocabulary(live, usable)
     if place.index == 0:
         announce(settings, usable, skipped)
+    key_tokens = None
+    if longppl is not None:
+        evaluator = open_evaluator(
+            longppl,
+            session,
+            short=longppl_short,
+            longest=settings.lengths[-1],
+            original=original,
+            bos=policy,
+            dtype=dtype,
+            device=device,
+            device_map=device_map,
+        )
+        settings = with_evaluator(settings, evaluator)
+        key_tokens = finder(
+            evaluator,
+            usable,
+            words,
+            settings.lengths[-1],
+            lambda: again(source()[0], usable, evaluator.tokenizer),
+        )
     run = Run(
-        live, joined(usable) if settings.streams else usable, candidates, settings, special=special
+        live,
+        joined(usable) if settings.streams else usable,
+        candidates,
+        settings,
+        special=special,
+        key_tokens=key_tokens,
     )
     if dry_run:
         print_cost(run)

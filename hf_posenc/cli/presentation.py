@@ -146,10 +146,13 @@ def show(result: PerplexityResult) -> None:
 
 def show_published(result: PerplexityResult, tables: Sequence[PublishedTable]) -> None:
     """Prints published tables beside the result."""
-    from hf_posenc.evaluation.published.compare import beside
+    from hf_posenc.evaluation.published.compare import beside, remarks
 
+    console = out()
     for table in tables:
-        out().print(beside(table, result))
+        console.print(beside(table, result))
+        for line in remarks(table):
+            console.print(line, markup=False)
 
 
 def write(result: PerplexityResult, output: Path, with_plot: bool) -> None:
@@ -158,7 +161,7 @@ def write(result: PerplexityResult, output: Path, with_plot: bool) -> None:
     Raises:
         PosencError: They cannot be written.
     """
-    from hf_posenc.evaluation.plot import write_plot
+    from hf_posenc.evaluation.plot import available, write_plot
 
     result.write_json(output / "perplexity.json")
     result.write_csv(output / "perplexity.csv")
@@ -168,7 +171,7 @@ def write(result: PerplexityResult, output: Path, with_plot: bool) -> None:
         written += ", perplexity.png, perplexity.svg"
     console = out()
     console.print(f"Wrote {written} to {output}", markup=False)
-    if not with_plot:
+    if not available():
         console.print("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False)
 
 

@@ -68,7 +68,8 @@ class Run:
         candidates: What to compare, each `checked` against the model.
         settings: Lengths, protocols and their numbers.
         special: Token ids in front of the windows.
-        key_tokens: For `longppl`: which tokens of a document, given by its index, are key, shape (n,), bool.
+        key_tokens: For `longppl`: which tokens of a document, given by its index, are key, shape (n,), bool. Called
+            while nothing is patched in.
 
     Attributes:
         items: All the work, in the order in which it is done.
@@ -88,7 +89,8 @@ class Run:
         key_tokens: Callable[[int], Tensor] | None = None,
     ) -> None:
         self.model, self.documents, self.candidates = model, documents, candidates
-        self.settings, self._key_tokens = settings, key_tokens
+        self.settings, self._find_key_tokens = settings, key_tokens
+        self._key_tokens: dict[int, Tensor] = {}
         self.special = torch.tensor(list(special), dtype=torch.int64)
         self.items = self._items()
         with evaluation_mode(model):
@@ -151,6 +153,7 @@ class Run:
         for item in self.items:
             self._note_failures(item, store.get(item.key))
         wanted = [item for item in shard.mine(self.items) if store.get(item.key) is None]
+        self._prepare_key_tokens(store, wanted)
         total, done = sum(item.forwarded for item in wanted), 0
         scorer = FrugalScorer(self._scorer, self.settings.batch)
         with evaluation_mode(self.model):
@@ -168,6 +171,21 @@ class Run:
                         done += item.forwarded
                         store.append(item.key, measured.value())
                         self._note_failures(item, store.get(item.key))
+
+    def _prepare_key_tokens(self, store: Records, items: Sequence[Item]) -> None:
+        if self._find_key_tokens is None:
+            return
+        for index in dict.fromkeys(item.document for item in items):
+            key = ("key tokens", _document_key(self.documents[index]))
+            stored = store.get(key)
+            if stored is None:
+                mask = self._find_key_tokens(index)
+                store.append(key, {"tokens": len(mask), "key": mask.nonzero()[:, 0].tolist()})
+                stored = store.get(key)
+            assert stored is not None
+            mask = torch.zeros(stored["tokens"], dtype=torch.bool)
+            mask[stored["key"]] = True
+            self._key_tokens[index] = mask
 
     def collect(self, store: Records) -> Measurement | None:
         """Puts the stored values together; `None` while some are missing."""
@@ -238,10 +256,10 @@ class Run:
 
     def is_key(self, item: Item, window: Window, span: Span) -> Tensor | None:
         """Which tokens of a span count: all, or the key tokens."""
-        if span.protocol != "longppl" or self._key_tokens is None:
+        if span.protocol != "longppl":
             return None
         offset = window.begin - window.special
-        return self._key_tokens(item.document)[offset + span.first : offset + span.stop]
+        return self._key_tokens[item.document][offset + span.first : offset + span.stop]
 
 
 def measure(

@@ -97,6 +97,8 @@ def _cell_text(cell: Cell, lowest: float) -> Text:
 
 def _failure_text(result: PerplexityResult, method: str, protocol: str, length: int) -> Text:
     reason = result.failure(method, protocol, length)
+    if reason is None:
+        return Text("-")  # no token to score
     return Text("OOM" if reason == "out of memory" else "failed", style="red")
 
 
@@ -169,6 +171,7 @@ def _orders(result: PerplexityResult) -> Iterator[str]:
                 f"The order of methods at {length:,} tokens depends on the protocol: {first} has {swapped[0]} in a "
                 f"place that {protocol} gives to {swapped[1]}."
             )
+            return
 
 
 def to_html(result: PerplexityResult) -> str:

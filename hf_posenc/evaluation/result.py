@@ -277,7 +277,8 @@ class PerplexityResult:
         }
         cell = self.cell(entry.label, protocol, length)
         if cell is None:
-            return {**row, "status": self.failure(entry.label, protocol, length)}
+            reason = self.failure(entry.label, protocol, length)
+            return {**row, "status": reason or "nothing to score"}
         values = dataclasses.asdict(cell)
         for name, interval in (("perplexity", cell.interval), ("ratio", cell.ratio_interval)):
             values[f"{name}_low"], values[f"{name}_high"] = interval or (None, None)

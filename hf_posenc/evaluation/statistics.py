@@ -104,9 +104,10 @@ class Bootstrap:
         )  # (resamples, documents): how often each one was drawn
 
     def means(self, sums: Sequence[float], weights: Sequence[float]) -> np.ndarray[Any, Any]:
-        """The mean loss of every resample, shape (resamples,)."""
-        total: np.ndarray[Any, Any] = self._weights @ np.asarray(sums, dtype=np.float64)
-        return total / (self._weights @ np.asarray(weights, dtype=np.float64))
+        """The mean loss of every resample that has something to score, shape (up to resamples,)."""
+        total = self._weights @ np.asarray(sums, dtype=np.float64)
+        weight = self._weights @ np.asarray(weights, dtype=np.float64)
+        return np.asarray(total[weight > 0] / weight[weight > 0])
 
 
 def summarize(
@@ -146,6 +147,8 @@ def summarize(
     for (method, protocol, length), group in groups.items():
         if len(group) < len(names[protocol]):
             continue  # a document failed here: a mean over others would not be comparable
+        if not any(record.tokens for record in group.values()):
+            continue  # no key token at all
         rows = [group[name] for name in names[protocol]]
         reference = groups.get((baseline, protocol, length), {})
         other = [reference[name] for name in names[protocol] if name in reference]
@@ -174,7 +177,7 @@ class _Cells:
         baseline: Sequence[Record],
     ) -> Cell:
         sums, weights = self._weighed(rows)
-        loss = math.fsum(sums) / (math.fsum(weights) or math.nan)  # no key token at all
+        loss = math.fsum(sums) / math.fsum(weights)
         interval = ratio = ratio_interval = losses = None
         if self.bootstrap is not None:
             losses = self.bootstrap.means(sums, weights)
@@ -207,7 +210,8 @@ class _Cells:
 
     def _weighed(self, rows: Sequence[Record]) -> tuple[list[float], list[float]]:
         if self.aggregate == "documents":
-            return [row.weighted / (row.weight or math.nan) for row in rows], [1.0] * len(rows)
+            means = [row.weighted / row.weight if row.weight else 0.0 for row in rows]
+            return means, [1.0 if row.weight else 0.0 for row in rows]
         return [row.weighted for row in rows], [row.weight for row in rows]
 
     def _interval(self, logs: np.ndarray[Any, Any]) -> tuple[float, float]:
