@@ -277,6 +277,8 @@ def test_what_the_architecture_does_not_take() -> None:
     assert found["yarn"].works == AS_IT_IS
     assert found["rerope"].works == REFUSED
     assert found["rerope"].trial is False
+    assert found["dynamic_yarn"].spec == "dynamic_yarn:update=sequence"
+    assert found["dynamic_yarn"].works == AS_IT_IS
     assert advice.tested
 
 

@@ -207,16 +207,27 @@ def _beside(table: RotaryTable, carried: Carried, original: int | None) -> dict[
 
 
 def _tried(option: Option, model: nn.Module) -> Option:
-    """Patches the option in and takes it out, where there are the weights that it takes."""
+    """The option after its trial on the model; untried where it takes weights and there are none.
+
+    A dynamic method that the model does not take row by row is tried in the form that changes the table alone.
+    """
     unloaded = any(parameter.is_meta for parameter in model.parameters())
     if option.options is None or (option.attention and unloaded):
         return option
-    error = None
+    error = _refusal(option, model)
+    instead = option.by_sequence
+    if error is not None and instead is not None and _refusal(instead, model) is None:
+        return instead.after(None)
+    return option.after(error)
+
+
+def _refusal(option: Option, model: nn.Module) -> PosencError | None:
+    """Patches an option in and takes it out; why that did not work."""
+    assert option.options is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a method needs, the option says
         try:
             with patched(model, option.method, **option.options):
-                pass
-        except PosencError as refusal:
-            error = refusal
-    return option.after(error)
+                return None
+        except PosencError as error:
+            return error

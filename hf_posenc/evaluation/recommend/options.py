@@ -20,6 +20,7 @@ from hf_posenc.methods import (
     Method,
     RopeScaling,
     RotaryBands,
+    get_method,
 )
 from hf_posenc.rope import RopeSpec
 
@@ -108,6 +109,14 @@ class Option:
             return None
         said = "".join(f", {knob}={value!r}" for knob, value in self.options.items())
         return f"patch_model(model, {self.method!r}{said})"
+
+    @property
+    def by_sequence(self) -> Option | None:
+        """A dynamic method in the form that changes the table alone; `None` for the others."""
+        if self.options is None or "update" not in get_method(self.method).knobs():
+            return None
+        options = {**self.options, "update": "sequence"}
+        return dataclasses.replace(self, options=options, attention=False)
 
     def after(self, error: PosencError | None) -> Option:
         """The same after its trial on the model."""
@@ -279,4 +288,6 @@ def _two_digits(value: float) -> float:
 
 
 def _said(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else f"{value:.12g}"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else f"{value:.12g}"
