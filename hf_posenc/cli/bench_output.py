@@ -35,6 +35,7 @@ def finish(result: BenchResult, output: Path, with_plot: bool) -> None:
     from rich.markup import escape
 
     from hf_posenc.evaluation.bench import report
+    from hf_posenc.evaluation.plots import available
 
     console, model = out(), result.perplexity.model
     console.print(
@@ -47,7 +48,7 @@ def finish(result: BenchResult, output: Path, with_plot: bool) -> None:
         console.print(line, markup=False)
     written = result.write(output, plots=with_plot)
     console.print(f"Wrote {', '.join(written)} to {output}", markup=False)
-    if not with_plot:
+    if not available():
         console.print("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False)
     problems = list(report.problems(result))
     for line in problems:

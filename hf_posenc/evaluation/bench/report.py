@@ -157,7 +157,8 @@ def _perplexity(
         text.append(f"\n{low}-{high}", style="dim not bold")
     change, *_ = difference(cell)
     if change is not None and math.isfinite(change) and method != _baseline(result):
-        text.append(f"\n({change:+.3f}){'*' * bool(cell.differs)}", style="not bold")
+        shown = round(change, 3) or 0.0  # no -0.000
+        text.append(f"\n({shown:+.3f}){'*' * bool(cell.differs)}", style="not bold")
     return text
 
 
