@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, PretrainedConfig
 
 from hf_posenc import patch_model
 from hf_posenc.attention import engine
@@ -22,7 +22,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import estimate, free_memory
 from hf_posenc.evaluation.estimate import Cost, forward_cost, run_cost, visible_pairs
 from hf_posenc.evaluation.head_replay import TokenScorer
-from hf_posenc.evaluation.layer_shape import Attention
+from hf_posenc.evaluation.layer_shape import Attention, read_layer
 from hf_posenc.evaluation.model_shape import read_shape
 from tests import zoo
 from tests.zoo_registry import quiet as quietly
@@ -63,6 +63,24 @@ def test_operations_are_those_that_pytorch_counts(model_type: str) -> None:
     cost = forward_cost(model, length, scored=length)
     assert cost.flops + hidden_pairs == counted_flops(model, ids)
     assert cost.tokens == length
+
+
+class Expert(nn.Module):
+    """A gated MLP of 8 features within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+
+def test_experts_in_a_list_of_modules_as_remote_code_has_them() -> None:
+    layer = nn.Module()
+    layer.experts, layer.router = nn.ModuleList(Expert() for _ in range(6)), nn.Linear(4, 6)
+    config = PretrainedConfig(num_experts=6, num_experts_per_tok=2)
+    found = read_layer(layer, config, hidden=4)
+    assert found.weights == 2 * 3 * 32 + 24
+    assert found.intermediate == 2 * 3 * 8
+    assert found.attention is None
 
 
 def attentions(model: nn.Module) -> list[Attention]:

@@ -13,14 +13,13 @@ from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.evaluation.layer_shape import Attention
 from hf_posenc.evaluation.model_shape import ModelShape
 
-_FLOAT = (
-    4  # bytes; losses are made in float32, as are the rotations and softmaxes of patched layers
-)
-_ROTATIONS = (
-    5  # float32 copies of the queries, while a patched layer rotates them and merges its bands
-)
-_LEAST_ROWS = 16  # of a block of `attention.exact`
-_EXACT = 17  # bytes per score of such a block: four tensors in float32, and which pairs are visible
+# Bytes of a number in float32, in which losses are made, and the rotations and softmaxes of patched layers.
+_FLOAT = 4
+# Float32 copies of the queries, while a patched layer rotates them and merges its bands.
+_ROTATIONS = 5
+# Of a block of `attention.exact`: its least rows, and the bytes per score, which are four tensors in float32 and which
+# pairs are visible.
+_LEAST_ROWS, _EXACT = 16, 17
 
 
 @dataclass(frozen=True)
