@@ -8,7 +8,16 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from hf_posenc.cli import catalog, inspection, perplexity, recommend, report, retrieval
+from hf_posenc.cli import (
+    bench,
+    catalog,
+    inspection,
+    perplexity,
+    recommend,
+    report,
+    retrieval,
+    sweep,
+)
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.errors import PosencError
 
@@ -43,10 +52,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (perplexity, retrieval, recommend, report):
-    command.register(app)
-catalog.register(app)
-inspection.register(app)
+for commands in (perplexity, retrieval, bench, sweep, recommend, report, catalog, inspection):
+    commands.register(app)
 
 
 @app.callback(invoke_without_command=True)

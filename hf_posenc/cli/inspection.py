@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from hf_posenc.cli.console import out
-from hf_posenc.errors import PosencError
 from hf_posenc.methods import Method, get_method
 
 if TYPE_CHECKING:
@@ -33,12 +31,12 @@ def inspect_model(
     from rich import box
     from rich.table import Table
 
-    from hf_posenc.cli.loading import embedded_model
+    from hf_posenc.cli.loading import embedded_model, live_model
     from hf_posenc.patching import get_patch, inspect_rope, patch_model
 
     name = model or embedded_model()
     request = None if patch is None else _given_scale(patch)
-    live = _live(name, whole=request is not None and request.changes_attention)
+    live = live_model(name, whole=request is not None and request.changes_attention)
     if request is not None:
         method, options = request.arguments()
         patch_model(live, method, **options)
@@ -118,39 +116,3 @@ def _print_distances(method: Method, original: int) -> None:
         table.add_row(f"{distance:,}", seen)
     out().print(f"\n{method.name}: the query at position {last:,} sees its keys")
     out().print(table)
-
-
-def _live(name: str, *, whole: bool) -> Any:
-    """The model on the meta device: its rotary tables are real, its weights are never read.
-
-    Args:
-        name: A folder or a hub name.
-        whole: Load it with its weights: a method that computes attention itself is tried on them.
-    """
-    import torch
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-    from hf_posenc.cli.console import quiet_transformers
-    from hf_posenc.cli.loading import check_name, load_model
-    from hf_posenc.evaluation.documents import one_line
-    from hf_posenc.export import BLOCK
-    from hf_posenc.saving import FILE
-
-    quiet_transformers()
-    name = check_name(name)
-    if whole:
-        return load_model(name)
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except Exception as error:  # no such name, no config.json, an unknown model type
-        raise PosencError(f"The config of {name} cannot be loaded: {one_line(error)}") from error
-    if hasattr(config, BLOCK) or (Path(name) / FILE).is_file():
-        return load_model(name, device_map="meta")  # saved with a patch
-    auto: Any = (
-        AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
-    )
-    try:
-        with torch.device("meta"):
-            return auto.from_config(config)
-    except Exception as error:
-        raise PosencError(f"The model of {name} cannot be built: {one_line(error)}") from error

@@ -117,6 +117,43 @@ def load_model(
         raise PosencError(f"The model {name} cannot be loaded: {one_line(error)}") from error
 
 
+def live_model(name: str, *, whole: bool) -> Any:
+    """The model on the meta device: its rotary tables are real, its weights are never read.
+
+    Args:
+        name: A folder or a hub name.
+        whole: Load it with its weights: a method that computes attention itself is tried on them.
+
+    Raises:
+        PosencError: Its config cannot be loaded, or no model can be built from it.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+    from hf_posenc.evaluation.documents import one_line
+    from hf_posenc.export import BLOCK
+    from hf_posenc.saving import FILE
+
+    quiet_transformers()
+    name = check_name(name)
+    if whole:
+        return load_model(name)
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:  # no such name, no config.json, an unknown model type
+        raise PosencError(f"The config of {name} cannot be loaded: {one_line(error)}") from error
+    if hasattr(config, BLOCK) or (Path(name) / FILE).is_file():
+        return load_model(name, device_map="meta")  # saved with a patch
+    auto: Any = (
+        AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
+    )
+    try:
+        with torch.device("meta"):
+            return auto.from_config(config)
+    except Exception as error:
+        raise PosencError(f"The model of {name} cannot be built: {one_line(error)}") from error
+
+
 def _device(name: str | None) -> Any:
     import torch
 

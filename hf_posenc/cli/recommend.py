@@ -41,8 +41,7 @@ def recommend(
     """Rank the methods for a length, with reasons: from the config alone, nothing is measured."""
     import torch
 
-    from hf_posenc.cli.inspection import _live
-    from hf_posenc.cli.loading import embedded_model
+    from hf_posenc.cli.loading import embedded_model, live_model
     from hf_posenc.evaluation.files import to_json
     from hf_posenc.evaluation.protocols import parse_lengths
     from hf_posenc.evaluation.recommend import recommend as advise
@@ -53,7 +52,7 @@ def recommend(
     lengths = parse_lengths(target_length)
     if len(lengths) != 1:
         raise PosencError(f"--target-length is one length, not {target_length}.")
-    live = _live(model or embedded_model(), whole=weights)
+    live = live_model(model or embedded_model(), whole=weights)
     advice = advise(
         live,
         lengths[0],

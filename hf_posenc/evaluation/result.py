@@ -89,7 +89,7 @@ class Entry:
         return self.scale
 
 
-@dataclass
+@dataclass(repr=False)
 class PerplexityResult:
     """What `hf-posenc perplexity` measured.
 
@@ -171,6 +171,10 @@ class PerplexityResult:
     def not_finite(self) -> list[Cell]:
         """The cells whose loss was not a finite number."""
         return [cell for cell in self.cells if not math.isfinite(cell.nats)]
+
+    def __repr__(self) -> str:
+        methods = ", ".join(entry.label for entry in self.candidates)
+        return f"PerplexityResult({methods}; {len(self.documents)} documents, lengths {list(self.settings.lengths)})"
 
     @property
     def curve(self) -> dict[str, Any]:

@@ -22,7 +22,7 @@ class SelfExtend(RotaryBands):
 
     Args:
         scale: Target context as a multiple s of the original one, from which
-            `G = ceil((s L - W) / (L - W))`: a text of s L tokens then stays within L positions.
+            `G = ceil((s L - W) / (L - W))`: a text of s L tokens then stays within about L positions.
         window: Distances W below it are kept; half of the original context by default.
         group: Tokens G that share a position past the window, given outright; 8 if there is no
             scale either.
