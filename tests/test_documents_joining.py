@@ -18,8 +18,8 @@ from transformers import PreTrainedTokenizerFast
 from hf_posenc.evaluation.documents import Document, UnreadableError, tokenize
 from hf_posenc.evaluation.documents import joining as module
 from hf_posenc.evaluation.documents.cutting import Cutting, cutting_of
-from hf_posenc.evaluation.documents.joining import Piece, Sizes, joined
-from hf_posenc.evaluation.documents.window import Part, Tokens, open_window
+from hf_posenc.evaluation.documents.joining import Piece, Sizes, join, joined
+from hf_posenc.evaluation.documents.window import Part, Tokens, Window, open_window
 from tests.tokenizer_kinds import AT_TOKENS, AT_WORDS, NEVER, tokenizer_of
 
 KINDS = [*AT_TOKENS, *AT_WORDS]
@@ -126,6 +126,23 @@ def test_texts_that_may_not_be_cut_are_tokenized_whole_or_not_at_all(kind: str) 
         check(text, list(joined(chunks(text), tokenizer, max_tokens, SMALL)), whole, max_tokens)
         with pytest.raises(UnreadableError, match="longer than 1,024 characters, and nothing says"):
             list(joined(chunks(CODE), tokenizer, max_tokens, SMALL))
+
+
+def test_windows_join_only_where_all_of_the_middle_agrees() -> None:
+    def window(begin: int, **changed: int) -> Window:
+        arrays = {"ids": np.arange(100), "starts": np.arange(100), "stops": np.arange(1, 101)}
+        arrays["cuts"] = np.arange(100) % 5 == 0
+        for name, place in changed.items():
+            arrays[name][place] = not arrays[name][place] if name == "cuts" else 50
+        parts = {name: values[begin : begin + 80] for name, values in arrays.items()}
+        tokens = Tokens(parts.pop("ids"), None, None)
+        return Window(Part("." * 80, begin=begin), tokens, **parts)
+
+    left = window(0)  # the overlap is 20..80, its middle 35..65
+    assert join(left, window(20)) == (50, 30)
+    assert join(left, window(20, ids=70)) == (50, 30)  # near an edge anything may happen
+    for changed in ({"ids": 40}, {"ids": 63}, {"cuts": 60}, {"starts": 51}, {"stops": 51}):
+        assert join(left, window(20, **changed)) is None, changed
 
 
 def test_a_tokenizer_in_python_is_not_cut() -> None:

@@ -99,13 +99,15 @@ def _read(entry: Path) -> Iterator[Tokens]:
             }
             while True:
                 block = {n: np.fromfile(file, COLUMNS[n], BLOCK) for n, file in files.items()}
+                if len({len(values) for values in block.values()}) != 1:
+                    raise EOFError("not as many ends as tokens")
                 tokens = Tokens(
                     block["ids"].astype(np.int64), block.get("byte_ends"), block.get("word_ends")
                 )
                 yield tokens
                 if len(tokens) < BLOCK:
                     return
-    except (OSError, KeyError) as error:
+    except (OSError, EOFError, KeyError) as error:
         raise PosencError(
             f"The token cache {entry} is damaged: remove that folder ({error})"
         ) from error

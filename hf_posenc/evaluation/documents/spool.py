@@ -41,11 +41,12 @@ class Spool:
     """The tokens of all documents of a run.
 
     Args:
-        budget: Tokens that are kept in memory; the documents behind them go to the folder for temporary files.
+        budget: Tokens that are kept in memory, by default `BUDGET`; the documents behind them go to the folder for
+            temporary files.
     """
 
-    def __init__(self, budget: int = BUDGET) -> None:
-        self._left = budget
+    def __init__(self, budget: int | None = None) -> None:
+        self._left = BUDGET if budget is None else budget
         self._files: dict[str, _File] = {}
 
     def store(self, parts: Iterable[Tokens]) -> Stored:

@@ -1,0 +1,350 @@
+"""Every kind of file and dataset that documents come from, and where their tokens are kept."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_posenc.cli.inputs import check_vocabulary, source_of, token_cache_of
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import (
+    Document,
+    Entry,
+    LongDocument,
+    Skipped,
+    TokenCache,
+    TokenizedDocument,
+    files,
+    joining,
+    load_documents,
+    read_dataset,
+    read_paths,
+    spool,
+    token_files,
+    token_ids,
+    tokenize,
+)
+from tests.test_documents import write
+from tests.tiny_text import byte_tokenizer, prose
+
+ROWS = [{"text": prose(80, row), "input_ids": [5 + row, 6, 7], "n": row} for row in range(3)]
+TEXTS = [str(row["text"]) for row in ROWS]
+
+
+def texts(entries: Any) -> list[str]:
+    return ["".join(entry.chunks()) for entry in entries]
+
+
+def ids(entries: Any) -> list[list[int]]:
+    return [entry.tokens(0, len(entry)).tolist() for entry in entries]
+
+
+def jsonl(rows: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def zstd(data: bytes) -> bytes:
+    return bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(data))
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("ending", PACK)
+def test_text_and_json_lines_compressed_or_not(ending: str, tmp_path: Path) -> None:
+    text = write(tmp_path / f"a.txt{ending}", PACK[ending]("naïve\r\n".encode()))
+    assert list(read_paths([str(text)])) == [Document(str(text), "naïve\r\n")]
+    lines = write(tmp_path / f"b.jsonl{ending}", PACK[ending](jsonl(ROWS)))
+    found = list(read_paths([str(lines)]))
+    assert texts(found) == TEXTS
+    assert [entry.name for entry in found] == [f"{lines}:{number}" for number in (1, 2, 3)]
+
+
+def test_frames_and_members_that_follow_each_other(tmp_path: Path) -> None:
+    for ending in (".gz", ".zst"):
+        data = b"".join(PACK[ending](part.encode()) for part in ("one ", "two ", "three"))
+        path = write(tmp_path / f"a.txt{ending}", data)
+        assert texts(read_paths([str(path)])) == ["one two three"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """One dataset in every form."""
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_list(ROWS)
+    made.to_parquet(tmp_path / "rows.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=made.select([0]), test=made).save_to_disk(tmp_path / "splits")
+    write(tmp_path / "rows.jsonl", jsonl(ROWS))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "saved", "splits"])
+def test_rows_of_texts_and_of_tokens(data: Path, name: str) -> None:
+    path = str(data / name)
+    assert texts(read_paths([path])) == TEXTS
+    assert ids(read_paths([path], tokenized="input_ids")) == [[5, 6, 7], [6, 6, 7], [7, 6, 7]]
+    if name.startswith("s"):
+        assert texts(read_dataset(path)) == TEXTS
+        assert ids(read_dataset(path, tokenized="input_ids"))[2] == [7, 6, 7]
+    else:
+        (missing, *_) = read_paths([path], column="body")
+        assert isinstance(missing, Skipped)
+        expected = "no column 'body'; its columns are text, input_ids, n. Pass --column"
+        assert missing.reason == expected
+        (wrong, *_) = read_paths([path], tokenized="n")
+        assert isinstance(wrong, Skipped)
+        assert wrong.reason == "holds int, not a list of token ids"
+
+
+def test_a_split_that_a_saved_dataset_does_not_have(data: Path) -> None:
+    assert texts(read_paths([str(data / "splits")], split="train")) == TEXTS[:1]
+    with pytest.raises(PosencError, match=r"no split 'dev'; it has train, test\. Pass --split"):
+        list(read_paths([str(data / "splits")], split="dev"))
+    with pytest.raises(PosencError, match="no column 'body'; its columns are text, input_ids, n"):
+        list(read_dataset(str(data / "saved"), column="body"))
+
+
+def test_token_files(tmp_path: Path) -> None:
+    values = np.array([1, 65535, 3, 7], dtype="<u2")
+    (tmp_path / "a.bin").write_bytes(values.tobytes())
+    np.save(tmp_path / "b.npy", np.arange(6, dtype=np.int32).reshape(2, 3))
+    np.save(tmp_path / "c.npy", np.arange(4, dtype=">i8"))
+    given = [str(tmp_path / name) for name in ("a.bin", "b.npy", "c.npy")]
+    assert ids(read_paths(given)) == [[1, 65535, 3, 7], [0, 1, 2], [3, 4, 5], [0, 1, 2, 3]]
+    wide = read_paths(given[:1], token_dtype="uint32")
+    assert ids(wide) == [values.view("<u4").tolist()]
+    with pytest.raises(PosencError, match="Unknown token type 'float32'"):
+        list(read_paths(given, token_dtype="float32"))
+    # in a folder a .bin file may be anything
+    reasons = {type(entry).__name__ for entry in read_paths([str(tmp_path)])}
+    assert reasons == {"Skipped", "TokenizedDocument"}
+
+
+def test_large_token_files_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[type] = []
+
+    def spy(name: str, values: Any) -> TokenizedDocument | Skipped:
+        kinds.append(type(values))
+        return token_ids.document_of_ids(name, values)
+
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+    (tmp_path / "b.bin").write_bytes(np.arange(100, dtype="<u4").tobytes())
+    given = [str(tmp_path / "a.npy"), str(tmp_path / "b.bin")]
+    monkeypatch.setattr(token_files, "document_of_ids", spy)
+    for size, kind in ((1 << 24, np.ndarray), (8, np.memmap)):
+        monkeypatch.setattr(token_files, "MAPPED", size)
+        entries = list(read_paths(given, token_dtype="uint32"))
+        assert kinds == [kind] * 2
+        kinds.clear()
+        for entry in entries:
+            assert isinstance(entry, TokenizedDocument)
+            assert entry.largest() == 99
+            assert entry.tokens(90, 93).dtype == torch.int64
+        usable, _ = load_documents(entries, byte_tokenizer(), min_tokens=5, max_tokens=10)
+        assert ids(usable) == [list(range(10))] * 2
+
+
+def test_token_documents_lose_their_special_tokens_and_know_no_text() -> None:
+    def entry() -> list[Entry]:
+        ready = torch.tensor([0, 5, 6, 7], dtype=torch.int32)
+        return [TokenizedDocument("t", ready, None, None)]
+
+    (plain,), _ = load_documents(entry(), byte_tokenizer(), min_tokens=2)
+    (without,), _ = load_documents(entry(), byte_tokenizer(bos=True), min_tokens=2, max_tokens=2)
+    assert (plain.ids.tolist(), without.ids.tolist()) == ([0, 5, 6, 7], [5, 6])
+    known = without.to_dict()
+    assert [known[key] for key in ("tokens", "bytes", "words")] == [2, None, None]
+    assert known["text_sha256"] is known["text_sha256_of"] is None
+
+
+def test_documents_of_one_name_are_numbered() -> None:
+    source = [Document(name, prose(80, row)) for row, name in enumerate(("a", "a", "a (2)", "a"))]
+    usable, _ = load_documents(source, byte_tokenizer(), min_tokens=64)
+    assert [document.name for document in usable] == ["a", "a (2)", "a (2) (2)", "a (3)"]
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that counts as large is small."""
+    monkeypatch.setattr(files, "SMALL", 1000)
+    sizes = joining.Sizes(window=3000, overlap=512, largest=1 << 14)
+    monkeypatch.setattr(joining, "SIZES", sizes)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("ending", PACK)
+def test_long_files_stay_on_disk_and_give_the_same_tokens(ending: str, tmp_path: Path) -> None:
+    text = prose(2000) * 10 + " é"
+    path = write(tmp_path / f"long.txt{ending}", PACK[ending](text.encode()))
+    (entry,) = read_paths([str(path)])
+    assert isinstance(entry, LongDocument)
+    told: list[str] = []
+    (found,), _ = load_documents([entry], byte_tokenizer(), min_tokens=9, seen=told.append)
+    expected = tokenize(Document(str(path), text), byte_tokenizer())
+    assert found.to_dict() == expected.to_dict()
+    assert found.to_dict()["text_sha256_of"] == "all"
+    assert told[0] == str(path)
+    assert len(told) > 5
+
+
+@pytest.mark.usefixtures("small")
+def test_reading_stops_where_enough_is_known_and_the_result_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "huge.txt"
+    text = prose(2000) * 100
+    path.write_bytes(text.encode())
+    with path.open("r+b") as file:
+        file.truncate(
+            50 << 30
+        )  # 50 GB of NUL bytes behind the text, in no space: reading one is an error
+    (found,), skipped = load_documents(
+        read_paths([str(path)]), byte_tokenizer(), min_tokens=9, max_tokens=4096
+    )
+    assert not skipped
+    expected = tokenize(Document("d", text[:4096]), byte_tokenizer())
+    assert found.ids.tolist() == expected.ids.tolist()
+    assert found.sha256 == expected.sha256
+    assert found.to_dict()["text_sha256_of"] == "the first 4096 bytes"
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("budget", [0, 7000, 30_000])
+def test_tokens_beyond_the_budget_lie_in_files(
+    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool, "BUDGET", budget)
+    sizes = (5000, 20, 9000, 200, 4000)
+    source = [Document(f"d{size}", prose(size, size)) for size in sizes]
+    torn = write(tmp_path / "torn.txt.gz", gzip.compress(prose(9000).encode())[:-9])
+    entries = [*source[:2], *read_paths([str(torn)]), *source[2:]]
+    usable, skipped = load_documents(entries, byte_tokenizer(), min_tokens=64)
+    expected = [tokenize(each, byte_tokenizer()).to_dict() for each in source if each != source[1]]
+    assert [document.to_dict() for document in usable] == expected
+    assert [entry.name for entry in skipped] == ["d20", str(torn)]
+    expected_mapped = {0: [True] * 4, 7000: [False, True, False, True], 30_000: [False] * 4}
+    # in files an id takes four bytes
+    found_mapped = [document.ids.dtype == torch.int32 for document in usable]
+    assert found_mapped == expected_mapped[budget]
+
+
+def test_a_full_disk_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def __init__(self) -> None:
+            self.rows = 0
+
+        def write(self, data: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        def seek(self, *_: object) -> None: ...
+
+        truncate = seek
+
+    monkeypatch.setattr(spool, "BUDGET", 0)
+    monkeypatch.setattr("tempfile.TemporaryFile", Full)
+    with pytest.raises(PosencError, match=r"cannot be written to .*: No space left.* TMPDIR"):
+        tokenize(Document("d", prose(100)), byte_tokenizer())
+
+
+class Counting:
+    """A tokenizer that counts its calls."""
+
+    def __init__(self) -> None:
+        self.words, self.calls = byte_tokenizer(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.words, name)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.words(*args, **options)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_token_cache_saves_the_second_tokenization(tmp_path: Path) -> None:
+    path = write(tmp_path / "long.txt", prose(2000) * 10)
+    source = [Document("d", prose(5000)), *read_paths([str(path)])]
+    cache = tmp_path / "deep" / "cache"
+
+    def load(tokenizer: Any, max_tokens: int | None = None) -> list[dict[str, Any]]:
+        used = token_cache_of(cache, tokenizer)
+        usable, _ = load_documents(
+            source, tokenizer, min_tokens=9, max_tokens=max_tokens, cache=used
+        )
+        return [document.to_dict() for document in usable]
+
+    plain, first, second = byte_tokenizer(), Counting(), Counting()
+    expected = [document.to_dict() for document in load_documents(source, plain, min_tokens=9)[0]]
+    assert load(first) == load(second) == expected
+    assert (first.calls > 0, second.calls) == (True, 0)
+    assert [known["tokens"] for known in load(second, max_tokens=100)] == [100, 100]
+    assert load(byte_tokenizer(bos=True)) == expected  # another tokenizer, with entries of its own
+    assert not list(cache.glob("unfinished-*"))
+    assert len(list(cache.iterdir())) == 5
+    assert token_cache_of(None, plain) is None
+
+
+def test_many_writers_of_one_cache(tmp_path: Path) -> None:
+    source = [Document(str(row), prose(3000, row)) for row in range(5)]
+    expected = [tokenize(each, byte_tokenizer()).to_dict() for each in source]
+    found: list[list[dict[str, Any]]] = []
+
+    def load() -> None:
+        cache = TokenCache(tmp_path / "cache", "the tokenizer")
+        usable, _ = load_documents(source, byte_tokenizer(), min_tokens=9, cache=cache)
+        found.append([document.to_dict() for document in usable])
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
+    assert len(list((tmp_path / "cache").iterdir())) == 5
+
+
+def test_a_token_cache_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    write(tmp_path / "file", "")
+    cache = TokenCache(tmp_path / "file", "x")
+    with pytest.raises(PosencError, match=r"The token cache .* cannot be written to"):
+        load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
+    cache = TokenCache(tmp_path / "cache", "x")
+    load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
+    (entry,) = (tmp_path / "cache").iterdir()
+    (entry / "byte_ends").write_bytes(b"torn")
+    with pytest.raises(PosencError, match="is damaged: remove that folder"):
+        load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
+
+
+def test_what_the_command_line_asks_for(data: Path) -> None:
+    rows, said = source_of([str(data / "saved")], None, None, "test", "text", True, "input_ids")
+    assert ids(rows) == [[5, 6, 7], [6, 6, 7], [7, 6, 7]]
+    assert (said["kind"], said["tokenized"], said["token_dtype"]) == ("text", "input_ids", "uint16")
+    rows, said = source_of(None, str(data / "saved"), None, "test", "text", True, "input_ids")
+    assert ids(rows)[0] == [5, 6, 7]
+    assert (said["kind"], said["tokenized"], said["streaming"]) == ("dataset", "input_ids", True)
+    assert source_of(None, None, None, "test", "text", True) == (None, {})
+    with pytest.raises(PosencError, match="--tokenized names a column"):
+        source_of(None, None, None, "test", "text", True, "input_ids")
+
+
+def test_a_model_has_an_embedding_for_every_token() -> None:
+    class Model:
+        def get_input_embeddings(self) -> torch.nn.Embedding:
+            return torch.nn.Embedding(50, 2)
+
+    fits = TokenizedDocument("a", torch.tensor([1, 49], dtype=torch.uint16), None, None)
+    too_large = TokenizedDocument("b", torch.tensor([50]), None, None)
+    check_vocabulary(Model(), [fits])
+    with pytest.raises(PosencError, match="gives token 50, the model has 50"):
+        check_vocabulary(Model(), [fits, too_large])
