@@ -56,7 +56,7 @@ def result(
             "class": "LlamaForCausalLM",
             "dtype": "float32",
             "device": "cpu",
-            "weights": "aa" * 32,
+            "weights_sha256": "aa" * 32,
             "attention": "sdpa",
             "parameters": 1000,
             "tokenizer": {"class": "T", "vocabulary": 8, "sha256": "bb" * 32},

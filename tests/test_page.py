@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hf_posenc.evaluation.page import collect, render
+from hf_posenc.evaluation.page.numbers import shown_ratio
 from hf_posenc.evaluation.report import number
 from hf_posenc.evaluation.statistics import Record, summarize
 from tests.page_results import CURVES, LENGTHS, Element, Page, exact, page, result, write
@@ -97,7 +98,20 @@ def test_every_number_is_that_of_the_result(one: Page, protocol: str) -> None:
             expected += [cell["ratio"], *cell["ratio_interval"]]
         assert exact(shown) == expected
         texts = [data.text for data in shown.all("data")]
-        assert texts == [number(v, 4 if i == 0 else 3) for i, v in enumerate(expected)]
+        plain = [number(v, 4 if i == 0 else 3) for i, v in enumerate(expected[:3])]
+        assert texts == plain + [shown_ratio(ratio).text for ratio in expected[3:]]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        *((1.0, "1.00"), (0.5, "0.500"), (12.34, "12.3"), (1.0123, "1.012"), (0.95, "0.950")),
+        *((1.0004, "1.0004"), (0.99996, "0.99996"), (1 + 1e-9, "1.000000")),
+    ],
+)
+def test_a_ratio_that_is_not_one_does_not_read_one(ratio: float, text: str) -> None:
+    assert shown_ratio(ratio).text == text
+    assert float(shown_ratio(ratio).exact) == ratio
 
 
 def test_better_and_worse_are_said_only_where_the_interval_says_so(one: Page) -> None:

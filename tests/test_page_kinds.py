@@ -95,7 +95,7 @@ def test_other_prompts_are_another_section(tmp_path: Path) -> None:
     heads = [h.text for h in made.root.all("h2") if h.text.startswith("Retrieval")]
     assert heads == ["Retrieval 1", "Retrieval 2"]
     notes = [p.text for p in made.root.all("p", class_="apart")]
-    assert notes == ["Not comparable with Retrieval 1: samples is 8, not 4."]
+    assert notes == ["Not comparable with Retrieval 1: samples 8 instead of 4."]
     names = {name for name, _ in made.table("Retrieval, passkey")}
     assert names == {"nonerun 1, tiny", "reroperun 3, tiny"}
 
@@ -142,6 +142,7 @@ def test_a_benchmark_is_its_results_and_a_table_of_speed(tmp_path: Path) -> None
     made = page(folder)
     cells = made.table("Speed and memory")
     assert exact(cells["none", "tokens per second"]) == [1000.5, 900.0, 1100.0]
+    assert cells["none", "tokens per second"].text == "1,000900–1,100"
     assert cells["none", "peak memory"].text == "3.00 GiB"
     assert cells["yarn", "tokens per second"].text == "OOM"
     assert made.table("Perplexity, tail")

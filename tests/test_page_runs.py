@@ -91,7 +91,7 @@ def test_another_tail_is_another_table(tmp_path: Path) -> None:
 
 def test_another_model_has_a_baseline_of_its_own(tmp_path: Path) -> None:
     other = result()
-    other["model"]["weights"] = "ee" * 32
+    other["model"]["weights_sha256"] = "ee" * 32
     made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
     cells = made.table("Perplexity, tail")
     rows = {name for name, _ in cells}
@@ -104,16 +104,20 @@ def test_settings_say_where_runs_differ(tmp_path: Path) -> None:
     other = result({"none": CURVES["none"]})
     other["model"]["dtype"] = "bfloat16"
     made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
-    rows = {tr.children[0].text: tr for tr in made.root.all("tr") if len(tr.children) == 3}
+    table = next(t for t in made.root.all("table", class_="words settings"))
+    rows = {tr.children[0].text: tr for tr in table.all("tr")}
     dtype, attention = rows["model.dtype"], rows["model.attention"]
     assert [cell.text for cell in dtype.children[1:]] == ["float32", "bfloat16"]
     assert dtype.attributes.get("class") == "differs"
     assert attention.attributes.get("class") is None
+    assert [cell.attributes["colspan"] for cell in attention.children[1:]] == ["2"]
+    weights = rows["model.weights_sha256"].children[1]
+    assert (weights.text, weights.attributes["title"]) == ("aaaaaaaaaaaa…", "aa" * 32)
     for name in (
         "model.tokenizer.sha256",
         "settings.aggregate",
         "environment.torch",
-        "model.weights",
+        "model.weights_sha256",
     ):
         assert name in rows
     assert made.root.text.count("hf-posenc perplexity --patch none --patch yarn") == 2

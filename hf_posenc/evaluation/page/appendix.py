@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,9 @@ _ELSEWHERE = frozenset(
         *("scores", "tasks", "recipe", "rungs", "steps", "remarks"),
     }
 )
+HASH = 12
+"""Digits of a hash that are shown; all of them stand in its tooltip, and in the JSON."""
+_HASH = re.compile(r"[0-9a-f]{40,}")
 _FORWARDS = ("one for each length", "one for all lengths")
 
 
@@ -28,11 +32,13 @@ class Setting:
         name: Where it stands in the results, e.g. `model.dtype`.
         values: As text, per result; `""` where a result does not have it.
         differs: Whether the results that have it disagree.
+        same: The value that all have that have any, at least two of them; `""` otherwise.
     """
 
     name: str
     values: Sequence[str]
     differs: bool
+    same: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,9 @@ def settings(sources: Sequence[Source]) -> list[Setting]:
     rows = []
     for name in names:
         values = [table.get(name, "") for table in tables]
-        rows.append(Setting(name, values, len(set(filter(None, values))) > 1))
+        known = set(filter(None, values))
+        shared = len(known) == 1 and sum(map(bool, values)) > 1
+        rows.append(Setting(name, values, len(known) > 1, next(iter(known)) if shared else ""))
     return rows
 
 
@@ -77,6 +85,11 @@ def _said(value: Any) -> str:
     if value is None:
         return "none"
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def shortened(value: str) -> str:
+    """A hash by its first digits, anything else whole."""
+    return f"{value[:HASH]}…" if _HASH.fullmatch(value) else value
 
 
 def methods(sources: Sequence[Source]) -> list[tuple[Source, list[dict[str, str]]]]:

@@ -13,7 +13,7 @@ from typing import Any
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.page.collect import Source
-from hf_posenc.evaluation.page.numbers import Entry, Shown, failure_entry, number, shown
+from hf_posenc.evaluation.page.numbers import Entry, Shown, failure_entry, number, shown_ratio
 from hf_posenc.evaluation.protocols import Settings
 from hf_posenc.evaluation.published import PublishedTable, Value
 from hf_posenc.evaluation.published.compare import differences, remarks
@@ -80,7 +80,8 @@ def _section(source: Source) -> Section:
     speed = data.get("speed") or {}
     measured = ""
     if speed:
-        threads = f", {speed['threads']} thread(s)" if speed.get("threads") else ""
+        count = speed.get("threads")
+        threads = f", {count} thread{'s' * (count != 1)}" if count else ""
         measured = f"One prefill of {speed['length']:,} tokens on {speed['device']}{threads}"
         if speed.get("memory"):
             measured += f"; memory: {speed['memory']}"
@@ -98,15 +99,19 @@ def _speed(row: Mapping[str, Any]) -> Speed:
     rate = row.get("tokens_per_second")
     entry = failure_entry(row.get("failed"))
     if rate is not None:
-        entry = Entry(shown(rate), shown(row["lowest"], 3), shown(row["highest"], 3))
+        entry = Entry(_rate(rate), _rate(row["lowest"]), _rate(row["highest"]))
     times, peak, prefill = row.get("ratio"), row.get("peak_bytes"), row.get("prefill")
     return Speed(
         row["method"],
         entry,
-        None if times is None else shown(times, 3),
+        None if times is None else shown_ratio(times),
         "-" if peak is None else f"{number(peak / 2**30, 3)} GiB",
         "all" if prefill is None else f"{prefill:,}",
     )
+
+
+def _rate(value: float) -> Shown:
+    return Shown(f"{value:,.0f}" if value >= 100 else number(value, 3), repr(value))
 
 
 def _beside(name: str, source: Source) -> Beside:

@@ -60,9 +60,9 @@ def _merged(protocol: str, sources: list[Source]) -> Merged:
 def variant(source: Source) -> str:
     """What makes two models the same: a ratio between two others would not be a method's."""
     model = source.data["model"]
-    names = ("weights", "config", "class", "parameters", "dtype")
+    names = ("weights_sha256", "config_sha256", "patch", "class", "parameters", "dtype")
     known = [model.get(name) for name in names]
-    return json.dumps([*known, None if model.get("weights") else model.get("name")])
+    return json.dumps([*known, None if model.get("weights_sha256") else model.get("name")])
 
 
 def _same(one: Line, two: Line, protocol: str) -> bool:

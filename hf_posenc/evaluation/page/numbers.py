@@ -65,6 +65,21 @@ def interval_of(values: Sequence[float | None] | None) -> Interval | None:
     return values[0], values[1]
 
 
+def shown_ratio(value: float) -> Shown:
+    """A ratio with as many digits as it takes to tell it from 1, six decimals at most."""
+    if not 0.9 < value < 1.1 or value == 1:
+        return shown(value, 3)
+    texts = [f"{value:.{digits}f}" for digits in (3, 4, 5, 6)]
+    return Shown(next((text for text in texts if float(text) != 1), texts[-1]), repr(value))
+
+
+def ratio_ends(interval: Interval | None) -> tuple[Shown | None, Shown | None]:
+    """Both ends of a ratio's interval, where there is one."""
+    if interval is None:
+        return None, None
+    return shown_ratio(interval[0]), shown_ratio(interval[1])
+
+
 def percent(share: float) -> Shown:
     """A share in whole percent; one digit more where it would read 0 or 100 and is not."""
     digits = 1 if 0 < share < 0.005 or 0.995 <= share < 1 else 0
@@ -92,8 +107,8 @@ def ratio_entry(ratio: float | None, interval: Interval | None, documents: int) 
     """A ratio by itself, as the summary shows it."""
     if ratio is None or not math.isfinite(ratio):
         return Entry(state="-", reason="one of the two was not measured")
-    low, high = ends(interval)
-    return Entry(shown(ratio, 3), low, high, verdict=verdict(interval, documents))
+    low, high = ratio_ends(interval)
+    return Entry(shown_ratio(ratio), low, high, verdict=verdict(interval, documents))
 
 
 def failure_entry(reason: str | None) -> Entry:

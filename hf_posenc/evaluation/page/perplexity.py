@@ -16,7 +16,9 @@ from hf_posenc.evaluation.page.numbers import (
     Entry,
     ends,
     failure_entry,
+    ratio_ends,
     shown,
+    shown_ratio,
     verdict,
 )
 from hf_posenc.evaluation.page.summary import Row, Summary, about, summarized
@@ -150,14 +152,14 @@ def _entry(line: Line, length: int, lowest: float) -> Entry:
     if not math.isfinite(cell.perplexity):
         return NOT_FINITE
     low, high = ends(cell.interval)
-    ratio_low, ratio_high = ends(cell.ratio_interval)
+    ratio_low, ratio_high = ratio_ends(cell.ratio_interval)
     itself = line.baseline == line.label
     compared = cell.ratio is not None and math.isfinite(cell.ratio) and not itself
     return Entry(
         shown(cell.perplexity),
         low,
         high,
-        shown(cell.ratio, 3) if compared and cell.ratio is not None else None,
+        shown_ratio(cell.ratio) if compared and cell.ratio is not None else None,
         ratio_low if compared else None,
         ratio_high if compared else None,
         verdict(cell.ratio_interval, cell.documents),

@@ -46,6 +46,7 @@ def render(found: Collection, *, title: str = TITLE, figures: bool = True) -> st
         "few": FEW_DOCUMENTS,
         "legend": _legend,
         "count": _count,
+        "shortened": appendix.shortened,
         "runs": [_run(source) for source in found.files],
         "columns": _columns(found),
         "sources": found.sources,

@@ -117,7 +117,7 @@ def _section(group: list[Source], first: list[Source]) -> Section:
     settings, haystack = data["settings"], data.get("haystack") or {}
     one, two = _prompts(first[0].data), _prompts(data)
     apart = [
-        f"{name} is {_said(two.get(name))}, not {_said(one.get(name))}"
+        f"{name} {_said(two.get(name))} instead of {_said(one.get(name))}"
         for name in dict.fromkeys([*one, *two])
         if one.get(name) != two.get(name)
     ]

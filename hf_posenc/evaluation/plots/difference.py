@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 STAGGER = 0.35
-"""Over which share of the way between two lengths the methods' intervals stand side by side."""
+"""Over which share of the way between two lengths the methods' intervals stand side by side, at most."""
+CLOSE = 0.012
+"""How far apart they stand, at most, as a share of the axis."""
 
 
 def difference_figure(result: Measured, protocol: str = "tail") -> Figure:
@@ -87,7 +89,8 @@ def ratio_panel(panel: Axes, result: Measured, protocol: str) -> None:
     panel.axhline(1.0, color=BASELINE, linewidth=1.0, zorder=2)
     drawn = list(zip(result.candidates, looks(result.candidates), strict=True))
     gap = min((math.log2(b / a) for a, b in itertools.pairwise(lengths)), default=1.0)
-    step = STAGGER * gap / len(drawn)
+    span = math.log2(lengths[-1] / lengths[0]) or 1.0
+    step = min(STAGGER * gap / len(drawn), CLOSE * span)
     for index, (candidate, look) in enumerate(drawn):
         cells = [result.cell(candidate.label, protocol, length) for length in lengths]
         shift = 2 ** (step * (index - (len(drawn) - 1) / 2))
