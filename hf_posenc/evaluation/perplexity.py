@@ -216,6 +216,9 @@ class Run:
                 failures.items(), key=lambda entry: (labels.index(entry[0][0]), entry[0])
             )
         ]
+        for label, protocol, length in failures:
+            if (protocol, length) == ("prefix", self.settings.lengths[-1]):
+                made.curves.pop(label, None)  # of some documents only
         made.shared_prefix = {
             c.label: not (c.length_dependent or c.auto_scale) for c in self.candidates
         }
