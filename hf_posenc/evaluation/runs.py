@@ -149,7 +149,9 @@ def special_tokens(tokenizer: Any, policy: str) -> list[int]:
 
 
 def joined(documents: Sequence[TokenizedDocument]) -> list[TokenizedDocument]:
-    """The documents as one stream of tokens."""
+    """The documents as one stream of tokens; a single one stays where it is, which may be a file larger than memory."""
+    if len(documents) == 1:
+        return list(documents)
     hashes = [document.to_dict()["tokens_sha256"] for document in documents]
     digest = hashlib.sha256("\n".join(hashes).encode())
     ids = torch.cat([document.tokens(0, len(document.ids)) for document in documents])
