@@ -5,9 +5,10 @@ probable one where it stands, greedy decoding would have written exactly this an
 
 For the rank, the summed log probability of the answer is compared with those of the distractors, each in the same
 context: behind the same prompt. That forward leaves the prompt's keys and values in a cache; it is cut back to the
-prompt, and each answer, the right one again included, is read on from there. If that repeats the forward's own value
-for the right answer, the cache is exact and the sums count; if not, every distractor gets a forward of its own, as also
-where a method's cache is known not to be exact, or a model has none that can be cut.
+prompt, and each answer is read on from there, the right one first and last. If both times that repeats the forward's
+own value for the right answer, the cache is exact and the sums count; if not, every distractor gets a forward of its
+own, as also where a method's cache is known not to be exact, or a model has none that can be cut. A full sliding window
+or a recurrent state can only be cut where it has kept what it dropped; there the prompt is read once more, for that.
 """
 
 from __future__ import annotations
@@ -119,10 +120,12 @@ class AnswerScorer:
         Where memory runs out, the prompt is read in smaller and smaller pieces.
         """
         ids = torch.cat([prompt.ids, torch.tensor(answer.ids)])
+        # The last token predicts nothing, but where the length matters it is of that length.
+        read_last = not self.exact_cache
         while True:
             self.scorer.prefill = self._prefill if self.exact_cache else None
             try:
-                logits = list(self.scorer.logits(ids, len(prompt.ids), read_last=False))
+                logits = list(self.scorer.logits(ids, len(prompt.ids), read_last=read_last))
                 return _float(torch.cat([part.to(logits[0].device) for part in logits]))
             except Exception as error:
                 if not is_out_of_memory(error) or not self._cut(len(ids)):
@@ -147,24 +150,35 @@ class AnswerScorer:
         )
         predicted = _float(output.logits[0])
         known = getattr(output, "past_key_values", None)
-        first = predicted[0].log_softmax(-1)
-        if not hasattr(known, "crop"):
+        if not _cut(known, len(answer) - 1):
+            known = self._restorable(prompt)
+        if known is None:
             return predicted, None
-        sums = []
-        read_on = len(answer) - 1
-        for candidate in (prompt.answer, *prompt.distractors):
-            if not _cut(known, read_on):
-                return predicted, None
-            read_on = len(candidate.ids) - 1
-            total = float(first[candidate.ids[0]])
-            if read_on:
-                more = torch.tensor([candidate.ids[:-1]], device=device)
-                output = self.model(input_ids=more, past_key_values=known, use_cache=True)
+        first = predicted[0].log_softmax(-1)
+        sums: list[float] = []
+        # The right answer again at the end: what was read in between must have left no trace.
+        for candidate in (prompt.answer, *prompt.distractors, prompt.answer):
+            total, more = float(first[candidate.ids[0]]), len(candidate.ids) - 1
+            if more:
+                ids = torch.tensor([candidate.ids[:-1]], device=device)
+                output = self.model(input_ids=ids, past_key_values=known, use_cache=True)
                 total += _sum(_float(output.logits[0]).log_softmax(-1), candidate.ids[1:])
-            sums.append(total)
-            if len(sums) == 1 and not self._same(predicted, answer, total):
+            if candidate is prompt.answer and not self._same(predicted, answer, total):
                 return predicted, None
-        return predicted, sums
+            sums.append(total)
+            if not _cut(known, more):
+                return predicted, None
+        return predicted, sums[:-1]
+
+    def _restorable(self, prompt: Prompt) -> Any:
+        """The cache of the prompt alone, that keeps what it would forget: full sliding windows, recurrent states."""
+        ids = prompt.ids.unsqueeze(0).to(input_device(self.model))
+        output: Any = self.model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        known: Any = getattr(output, "past_key_values", None)
+        if not hasattr(known, "activate_past_recording"):
+            return None
+        known.activate_past_recording()  # only what comes behind a prefill is recorded
+        return known
 
     def _same(self, predicted: Tensor, answer: Sequence[int], total: float) -> bool:
         dtype = next(self.model.parameters()).dtype

@@ -52,8 +52,7 @@ def figure(result: RetrievalResult, value: str | None = None) -> Figure:
         raise PosencError(
             f"This result has no {shown!r} to draw: accuracy, or beaten where answers are ranked."
         )
-    colours = LinearSegmentedColormap.from_list("retrieval", COLOURS)
-    colours.set_bad(NO_NUMBER)
+    colours = LinearSegmentedColormap.from_list("retrieval", COLOURS).with_extremes(bad=NO_NUMBER)
     with mpl.rc_context({**STYLE, "axes.grid": False}):
         return _drawn(result, shown, colours)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.retrieval.encoder import Encoder
 from hf_posenc.evaluation.retrieval.fillers import Filler
 
@@ -135,8 +136,16 @@ def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int)
         length: Tokens of the prompt and its answer, at least `scene.shortest + len(special)`.
         special: Token ids in front.
         distractors: How many wrong answers to keep.
+
+    Raises:
+        PosencError: The length is too short.
     """
     room = length - len(special) - scene.fixed
+    if room < scene.least_filler:
+        least = scene.shortest + len(special)
+        raise PosencError(
+            f"This prompt and its answer have at least {least:,} tokens, not {length:,}."
+        )
     ids = [*special, *scene.head]
     used, end = 0, None
     for fraction, needle in scene.needles:
@@ -157,14 +166,18 @@ def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int)
 def _fair(scene: Scene, count: int) -> tuple[Answer, ...]:
     """The distractors with as many tokens as the answer, in their order; where those are too few, the nearest others.
 
-    A sum of log probabilities is only comparable between answers of one length.
+    A sum of log probabilities is only comparable between answers of one length. What the tokenizer does not tell apart
+    from the answer, or from another distractor, is none.
     """
     size = len(scene.answer.ids)
+    seen = {scene.answer.ids}
     equal: list[Answer] = []
     unequal: list[Answer] = []
     for other in scene.distractors() if count else ():
-        (equal if len(other.ids) == size else unequal).append(other)
-        if len(equal) == count:
-            break
+        if other.ids not in seen:
+            seen.add(other.ids)
+            (equal if len(other.ids) == size else unequal).append(other)
+            if len(equal) == count:
+                break
     unequal.sort(key=lambda other: abs(len(other.ids) - size))
     return tuple([*equal, *unequal][:count])

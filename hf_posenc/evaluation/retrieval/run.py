@@ -93,8 +93,8 @@ class RetrievalRun:
         left_out: Tasks and lengths for which there is no prompt.
 
     Raises:
-        PosencError: No task has a prompt as short as these lengths, or this is not a causal language model, or the tokenizer
-            is another model's.
+        PosencError: No task fits into these lengths, this is not a causal language model, or the tokenizer is
+            another model's.
     """
 
     def __init__(
