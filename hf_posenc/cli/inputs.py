@@ -113,7 +113,7 @@ def source_of(
     Raises:
         PosencError: Two sources, or a model in the place of a text.
     """
-    from hf_posenc.evaluation.documents import read_dataset, read_paths
+    from hf_posenc.evaluation.documents import printable, read_dataset, read_paths
 
     if text and dataset is not None:
         raise PosencError("--text and --dataset exclude each other: give one of them.")
@@ -127,7 +127,8 @@ def source_of(
                 f"--text {model} is a model's folder. MODEL goes in front of the options."
             )
         read["token_dtype"] = token_dtype
-        return read_paths(text, **read), {"kind": "text", "paths": text, **read}
+        names = [printable(path) for path in text]
+        return read_paths(text, **read), {"kind": "text", "paths": names, **read}
     if dataset is not None:
         options: dict[str, Any] = {"config": config, **read, "streaming": streaming}
         return read_dataset(dataset, **options), {"kind": "dataset", "name": dataset, **options}

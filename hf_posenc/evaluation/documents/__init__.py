@@ -22,6 +22,7 @@ from hf_posenc.evaluation.documents.embedded import read_embedded
 from hf_posenc.evaluation.documents.errors import UnreadableError, one_line
 from hf_posenc.evaluation.documents.files import read_paths
 from hf_posenc.evaluation.documents.loading import load_documents
+from hf_posenc.evaluation.documents.names import printable
 from hf_posenc.evaluation.documents.special import special_prefix
 from hf_posenc.evaluation.documents.token_files import TOKEN_DTYPES
 from hf_posenc.evaluation.documents.tokenizing import tokenize
@@ -37,6 +38,7 @@ __all__ = [
     "UnreadableError",
     "load_documents",
     "one_line",
+    "printable",
     "read_dataset",
     "read_embedded",
     "read_paths",

@@ -71,7 +71,9 @@ class _Reader:
     def read(self, given: str) -> Iterator[Entry]:
         """What one argument names."""
         path = Path(os.path.expanduser(given))  # noqa: PTH111 (pathlib's raises for an unknown user)
-        if os.path.isdir(path):  # noqa: PTH112 (pathlib's raises for a name that is too long)
+        if not given:  # an empty variable of a shell, and not the folder that pathlib takes it for
+            yield Skipped("(an empty name)", "no such file")
+        elif os.path.isdir(path):  # noqa: PTH112 (pathlib's raises for a name that is too long)
             if is_saved(path):
                 yield from read_saved(path, self.split, self.column)
             else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from hf_posenc.evaluation.documents.document import (
 )
 from hf_posenc.evaluation.documents.errors import UnreadableError
 from hf_posenc.evaluation.documents.spool import Spool
-from hf_posenc.evaluation.documents.token_ids import usable_ids
+from hf_posenc.evaluation.documents.token_ids import Vocabulary
 from hf_posenc.evaluation.documents.tokenizing import Tokenization
 
 
@@ -85,6 +86,10 @@ class _Loader:
         self._seen, self._cache, self._spool = seen, cache, Spool()
         self.longest = 0
 
+    @functools.cached_property
+    def _vocabulary(self) -> Vocabulary:
+        return Vocabulary(self._tokenizer)
+
     def load(self, entry: Entry) -> Tokenization | TokenizedDocument | Skipped:
         """The tokens of a document, or why it is not used."""
         self._seen(entry.name)
@@ -94,7 +99,7 @@ class _Loader:
             return Skipped(entry.name, "empty")
         try:
             if isinstance(entry, TokenizedDocument):
-                document = usable_ids(entry, self._tokenizer, self._max)
+                document = self._vocabulary.usable(entry, self._max)
                 return self._long_enough(document) or document
             found = self._tokenized(entry)
             short = self._long_enough(found)

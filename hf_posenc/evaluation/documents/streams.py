@@ -20,7 +20,7 @@ COMPRESSED = (".gz", ".zst")
 _LARGEST_ZSTD_WINDOW = (
     1 << 27
 )  # what a decompressor must allow by default; more is memory that the file chooses
-_ZSTD_INPUT = 512
+_ZSTD_INPUT = 256
 _KINDS = {
     b"\x1f\x8b": "gzip data: its name must end in .gz",
     b"\x28\xb5\x2f\xfd": "zstd data: its name must end in .zst",

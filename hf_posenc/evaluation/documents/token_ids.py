@@ -33,28 +33,38 @@ def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
     return TokenizedDocument(name, torch.from_numpy(ids), None, None)
 
 
-def usable_ids(
-    document: TokenizedDocument, tokenizer: Any, max_tokens: int | None = None
-) -> TokenizedDocument:
-    """A document of ids as a tokenizer would have given it: without special tokens in front, and cut.
+class Vocabulary:
+    """What a tokenizer can give.
 
-    Raises:
-        UnreadableError: An id that the tokenizer cannot give, so another one wrote them.
+    Args:
+        tokenizer: A transformers tokenizer.
     """
-    prefix = special_prefix(tokenizer, "auto")
-    first = len(prefix) if document.tokens(0, len(prefix)).tolist() == prefix else 0
-    stop = None if max_tokens is None else first + max_tokens
-    found = dataclasses.replace(document, ids=document.ids[first:stop])
-    size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
-    for block in found.blocks():
-        least, largest = int(block.min()), int(block.max())
-        if least < 0:
-            raise UnreadableError(f"token {least} is negative")
-        if largest >= size:
-            raise UnreadableError(
-                f"token {largest:,} is outside the vocabulary of {size:,}: not this tokenizer's ids"
-            )
-    return found
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._prefix = special_prefix(tokenizer, "auto")
+        self._size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
+
+    def usable(
+        self, document: TokenizedDocument, max_tokens: int | None = None
+    ) -> TokenizedDocument:
+        """A document of ids as the tokenizer would have given it: without special tokens in front, and cut.
+
+        Raises:
+            UnreadableError: An id that the tokenizer cannot give, so another one wrote them.
+        """
+        prefix = self._prefix
+        first = len(prefix) if document.tokens(0, len(prefix)).tolist() == prefix else 0
+        stop = None if max_tokens is None else first + max_tokens
+        found = dataclasses.replace(document, ids=document.ids[first:stop])
+        for block in found.blocks():
+            least, largest = int(block.min()), int(block.max())
+            if least < 0:
+                raise UnreadableError(f"token {least} is negative")
+            if largest >= self._size:
+                raise UnreadableError(
+                    f"token {largest:,} is outside the vocabulary of {self._size:,}: not this tokenizer's ids"
+                )
+        return found
 
 
 def _kind(values: Any, found: np.ndarray[Any, Any]) -> str:
