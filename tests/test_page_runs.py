@@ -84,9 +84,21 @@ def test_another_tail_is_another_table(tmp_path: Path) -> None:
     titles = [h.text for h in made.root.all("h3") if h.text in ("prefix", "tail")]
     assert titles == ["prefix", "tail", "tail"]  # the prefixes are the same, and share one table
     notes = [p.text for p in made.root.all("p", class_="apart")]
-    assert notes == ["Not the tail above, which is: the same last 64 tokens."]
+    reason = "the other one is: the same last 64 tokens"
+    assert notes == [f"Not comparable with the tail above: {reason}."]
     same = [f"{name}runs 1, 2, the same numbers" for name in CURVES]
     assert {name for name, _ in made.table("Perplexity, prefix")} == set(same)
+
+
+def test_another_setting_of_a_protocol_is_another_table_too(tmp_path: Path) -> None:
+    other = result()
+    other["settings"] |= {"windows_per_document": 3, "chunk": 64, "seed": 7}
+    made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
+    titles = [h.text for h in made.root.all("h3") if h.text in ("prefix", "tail")]
+    assert titles == ["prefix", "tail", "tail"]  # neither says anything about the prefix
+    reason = "windows_per_document 3 instead of None, longest length 1024 instead of None"
+    notes = [p.text for p in made.root.all("p", class_="apart")]
+    assert notes == [f"Not comparable with the tail above: {reason}."]
 
 
 def test_another_model_has_a_baseline_of_its_own(tmp_path: Path) -> None:

@@ -58,6 +58,10 @@ def _document_id(document: Mapping[str, Any]) -> str:
 
 def protocol_key(data: Mapping[str, Any], protocol: str) -> Hashable:
     """Everything that a protocol's numbers mean, the documents aside: its sentence and its settings."""
+    return str(data["protocols"][protocol]), json.dumps(_decisive(data, protocol), sort_keys=True)
+
+
+def _decisive(data: Mapping[str, Any], protocol: str) -> dict[str, Any]:
     settings: dict[str, Any] = data.get("settings", {})
     kept = {
         name: value
@@ -68,8 +72,20 @@ def protocol_key(data: Mapping[str, Any], protocol: str) -> Hashable:
         None,
         1,
     ):  # they are spread over what the longest leaves
-        kept["longest"] = max(settings["lengths"])
-    return str(data["protocols"][protocol]), json.dumps(kept, sort_keys=True)
+        kept["longest length"] = max(settings["lengths"])
+    return kept
+
+
+def why_another(first: Mapping[str, Any], other: Mapping[str, Any], protocol: str) -> str:
+    """In words, why two results of one protocol, on the same texts, are not in one table."""
+    if first["protocols"][protocol] != other["protocols"][protocol]:
+        return f"the other one is: {first['protocols'][protocol]}"
+    one, two = _decisive(first, protocol), _decisive(other, protocol)
+    return ", ".join(
+        f"{name} {two.get(name)} instead of {one.get(name)}"
+        for name in dict.fromkeys([*one, *two])
+        if one.get(name) != two.get(name)
+    )
 
 
 def by_texts(sources: Sequence[Source]) -> list[list[Source]]:

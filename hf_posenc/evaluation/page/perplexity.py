@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_posenc.evaluation.page.collect import Source
-from hf_posenc.evaluation.page.comparable import by_texts, why_apart
+from hf_posenc.evaluation.page.comparable import by_texts, why_another, why_apart
 from hf_posenc.evaluation.page.figures import Picture, pictures
 from hf_posenc.evaluation.page.lines import Line, Merged
 from hf_posenc.evaluation.page.merge import merge
@@ -100,13 +100,14 @@ def sections(sources: Sequence[Source], *, figures: bool) -> list[Section]:
 
 def _tables(group: Sequence[Source], figures: bool) -> list[Table]:
     tables: list[Table] = []
+    firsts: dict[str, Merged] = {}
     for merged in merge(group):
-        twin = next((table for table in tables if table.protocol == merged.protocol), None)
+        name = merged.protocol
+        first = firsts.setdefault(name, merged)
         apart = ""
-        if twin is not None:
-            apart = f"Not the {merged.protocol} above, which is: {twin.definition}."
-            if twin.definition == merged.definition:
-                apart = f"Not the {merged.protocol} above: its settings differ, see below."
+        if first is not merged:
+            reason = why_another(first.sources[0].data, merged.sources[0].data, name)
+            apart = f"Not comparable with the {name} above: {reason}."
         tables.append(_table(merged, apart, pictures(merged) if figures else []))
     return tables
 
