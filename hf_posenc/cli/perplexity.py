@@ -255,7 +255,8 @@ def perplexity(
     special = special_tokens(words, policy)
     needed = max(1, settings.shortest_document - len(special))
     if not text and dataset is None:
-        limit, max_doc_tokens = limit or DEMO_DOCUMENTS, max_doc_tokens or needed
+        limit = limit or DEMO_DOCUMENTS
+        max_doc_tokens = max_doc_tokens or max(needed, settings.lengths[-1] - len(special))
     with reading(place) as seen:
         usable, skipped = load_documents(
             documents, words, min_tokens=needed, max_tokens=max_doc_tokens, limit=limit, seen=seen
