@@ -107,7 +107,7 @@ def finish(
     from hf_posenc.evaluation import report
     from hf_posenc.evaluation.runs import open_store, result_of, wait_for_all, write_timings
 
-    with open_store(output, run, known["model"], shard) as store:
+    with open_store(output, run, known["model"], shard, known["command"]) as store:
         with progress_bar(shard) as progress:
             run.measure(store, shard, progress)
         if not wait_for_all(run, store, shard, say_waiting):

@@ -172,14 +172,18 @@ def _cumulative(ends: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def open_store(
-    folder: Path | str, run: Run, described: dict[str, Any], shard: Shard = ALONE
+    folder: Path | str,
+    run: Run,
+    described: dict[str, Any],
+    shard: Shard = ALONE,
+    command: str | None = None,
 ) -> Store:
     """The records of a run in a folder, keyed by everything that determines a number.
 
     Raises:
         PosencError: The folder cannot be written to, or another process writes the same share.
     """
-    return Store(Path(folder), record_settings(run, described), shard)
+    return Store(Path(folder), record_settings(run, described), shard, command)
 
 
 def record_settings(run: Run, described: dict[str, Any]) -> dict[str, Any]:

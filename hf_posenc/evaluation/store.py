@@ -78,6 +78,7 @@ class Store:
         folder: The run's output folder.
         settings: Everything that determines a number and is not part of the keys, JSON-ready.
         shard: This process's place among those of the run.
+        command: What began the run, written down beside the settings for whoever finds it unfinished.
 
     Attributes:
         fingerprint: Hash of the settings.
@@ -87,7 +88,13 @@ class Store:
         PosencError: The folder cannot be written to, or another process writes the same shard.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], shard: Shard = ALONE) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        shard: Shard = ALONE,
+        command: str | None = None,
+    ) -> None:
         self.fingerprint = fingerprint_of(settings)
         self.folder = folder / "records" / self.fingerprint
         name = f"shard-{shard.index + 1}-of-{shard.count}"
@@ -113,7 +120,8 @@ class Store:
             ) from error
         try:
             if not (self.folder / "settings.json").exists():
-                write_atomically(self.folder / "settings.json", to_json(dict(settings)))
+                about = {} if command is None else {"command": command}
+                write_atomically(self.folder / "settings.json", to_json({**about, **settings}))
             self._heal()
             self._file: BinaryIO = self._path.open("ab")
             self.refresh()
