@@ -1,11 +1,7 @@
-"""Every kind of file and dataset that documents come from, and where their tokens are kept."""
+"""Every kind of file and dataset that documents come from."""
 
 from __future__ import annotations
 
-import gzip
-import json
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from hf_posenc.cli.inputs import check_vocabulary, source_of, token_cache_of
+from hf_posenc.cli.inputs import check_vocabulary, source_of
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
     Entry,
-    LongDocument,
     Skipped,
-    TokenCache,
     TokenizedDocument,
-    files,
-    joining,
     load_documents,
     read_dataset,
     read_paths,
-    spool,
     token_files,
     token_ids,
-    tokenize,
 )
+from tests.documents_forms import PACK, json_lines
 from tests.test_documents import write
 from tests.tiny_text import byte_tokenizer, prose
 
 ROWS = [{"text": prose(80, row), "input_ids": [5 + row, 6, 7], "n": row} for row in range(3)]
+
+
 TEXTS = [str(row["text"]) for row in ROWS]
 
 
@@ -47,22 +40,11 @@ def ids(entries: Any) -> list[list[int]]:
     return [entry.tokens(0, len(entry)).tolist() for entry in entries]
 
 
-def jsonl(rows: list[dict[str, Any]]) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
-
-
-def zstd(data: bytes) -> bytes:
-    return bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(data))
-
-
-PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".zst": zstd}
-
-
 @pytest.mark.parametrize("ending", PACK)
 def test_text_and_json_lines_compressed_or_not(ending: str, tmp_path: Path) -> None:
     text = write(tmp_path / f"a.txt{ending}", PACK[ending]("naïve\r\n".encode()))
     assert list(read_paths([str(text)])) == [Document(str(text), "naïve\r\n")]
-    lines = write(tmp_path / f"b.jsonl{ending}", PACK[ending](jsonl(ROWS)))
+    lines = write(tmp_path / f"b.jsonl{ending}", PACK[ending](json_lines(ROWS)))
     found = list(read_paths([str(lines)]))
     assert texts(found) == TEXTS
     assert [entry.name for entry in found] == [f"{lines}:{number}" for number in (1, 2, 3)]
@@ -83,7 +65,7 @@ def data(tmp_path: Path) -> Path:
     made.to_parquet(tmp_path / "rows.parquet")
     made.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict(train=made.select([0]), test=made).save_to_disk(tmp_path / "splits")
-    write(tmp_path / "rows.jsonl", jsonl(ROWS))
+    write(tmp_path / "rows.jsonl", json_lines(ROWS))
     return tmp_path
 
 
@@ -170,160 +152,6 @@ def test_documents_of_one_name_are_numbered() -> None:
     source = [Document(name, prose(80, row)) for row, name in enumerate(("a", "a", "a (2)", "a"))]
     usable, _ = load_documents(source, byte_tokenizer(), min_tokens=64)
     assert [document.name for document in usable] == ["a", "a (2)", "a (2) (2)", "a (3)"]
-
-
-@pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything that counts as large is small."""
-    monkeypatch.setattr(files, "SMALL", 1000)
-    sizes = joining.Sizes(window=3000, overlap=512, largest=1 << 14)
-    monkeypatch.setattr(joining, "SIZES", sizes)
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("ending", PACK)
-def test_long_files_stay_on_disk_and_give_the_same_tokens(ending: str, tmp_path: Path) -> None:
-    text = prose(2000) * 10 + " é"
-    path = write(tmp_path / f"long.txt{ending}", PACK[ending](text.encode()))
-    (entry,) = read_paths([str(path)])
-    assert isinstance(entry, LongDocument)
-    told: list[str] = []
-    (found,), _ = load_documents([entry], byte_tokenizer(), min_tokens=9, seen=told.append)
-    expected = tokenize(Document(str(path), text), byte_tokenizer())
-    assert found.to_dict() == expected.to_dict()
-    assert found.to_dict()["text_sha256_of"] == "all"
-    assert told[0] == str(path)
-    assert len(told) > 5
-
-
-@pytest.mark.usefixtures("small")
-def test_reading_stops_where_enough_is_known_and_the_result_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "huge.txt"
-    text = prose(2000) * 100
-    path.write_bytes(text.encode())
-    with path.open("r+b") as file:
-        file.truncate(
-            50 << 30
-        )  # 50 GB of NUL bytes behind the text, in no space: reading one is an error
-    (found,), skipped = load_documents(
-        read_paths([str(path)]), byte_tokenizer(), min_tokens=9, max_tokens=4096
-    )
-    assert not skipped
-    expected = tokenize(Document("d", text[:4096]), byte_tokenizer())
-    assert found.ids.tolist() == expected.ids.tolist()
-    assert found.sha256 == expected.sha256
-    assert found.to_dict()["text_sha256_of"] == "the first 4096 bytes"
-
-
-@pytest.mark.usefixtures("small")
-@pytest.mark.parametrize("budget", [0, 7000, 30_000])
-def test_tokens_beyond_the_budget_lie_in_files(
-    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(spool, "BUDGET", budget)
-    sizes = (5000, 20, 9000, 200, 4000)
-    source = [Document(f"d{size}", prose(size, size)) for size in sizes]
-    torn = write(tmp_path / "torn.txt.gz", gzip.compress(prose(9000).encode())[:-9])
-    entries = [*source[:2], *read_paths([str(torn)]), *source[2:]]
-    usable, skipped = load_documents(entries, byte_tokenizer(), min_tokens=64)
-    expected = [tokenize(each, byte_tokenizer()).to_dict() for each in source if each != source[1]]
-    assert [document.to_dict() for document in usable] == expected
-    assert [entry.name for entry in skipped] == ["d20", str(torn)]
-    expected_mapped = {0: [True] * 4, 7000: [False, True, False, True], 30_000: [False] * 4}
-    # in files an id takes four bytes
-    found_mapped = [document.ids.dtype == torch.int32 for document in usable]
-    assert found_mapped == expected_mapped[budget]
-
-
-def test_a_full_disk_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
-        def __init__(self) -> None:
-            self.rows = 0
-
-        def write(self, data: bytes) -> int:
-            raise OSError(28, "No space left on device")
-
-        def seek(self, *_: object) -> None: ...
-
-        truncate = seek
-
-    monkeypatch.setattr(spool, "BUDGET", 0)
-    monkeypatch.setattr("tempfile.TemporaryFile", Full)
-    with pytest.raises(PosencError, match=r"cannot be written to .*: No space left.* TMPDIR"):
-        tokenize(Document("d", prose(100)), byte_tokenizer())
-
-
-class Counting:
-    """A tokenizer that counts its calls."""
-
-    def __init__(self) -> None:
-        self.words, self.calls = byte_tokenizer(), 0
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.words, name)
-
-    def __len__(self) -> int:
-        return len(self.words)
-
-    def __call__(self, *args: Any, **options: Any) -> Any:
-        self.calls += 1
-        return self.words(*args, **options)
-
-
-@pytest.mark.usefixtures("small")
-def test_a_token_cache_saves_the_second_tokenization(tmp_path: Path) -> None:
-    path = write(tmp_path / "long.txt", prose(2000) * 10)
-    source = [Document("d", prose(5000)), *read_paths([str(path)])]
-    cache = tmp_path / "deep" / "cache"
-
-    def load(tokenizer: Any, max_tokens: int | None = None) -> list[dict[str, Any]]:
-        used = token_cache_of(cache, tokenizer)
-        usable, _ = load_documents(
-            source, tokenizer, min_tokens=9, max_tokens=max_tokens, cache=used
-        )
-        return [document.to_dict() for document in usable]
-
-    plain, first, second = byte_tokenizer(), Counting(), Counting()
-    expected = [document.to_dict() for document in load_documents(source, plain, min_tokens=9)[0]]
-    assert load(first) == load(second) == expected
-    assert (first.calls > 0, second.calls) == (True, 0)
-    assert [known["tokens"] for known in load(second, max_tokens=100)] == [100, 100]
-    assert load(byte_tokenizer(bos=True)) == expected  # another tokenizer, with entries of its own
-    assert not list(cache.glob("unfinished-*"))
-    assert len(list(cache.iterdir())) == 5
-    assert token_cache_of(None, plain) is None
-
-
-def test_many_writers_of_one_cache(tmp_path: Path) -> None:
-    source = [Document(str(row), prose(3000, row)) for row in range(5)]
-    expected = [tokenize(each, byte_tokenizer()).to_dict() for each in source]
-    found: list[list[dict[str, Any]]] = []
-
-    def load() -> None:
-        cache = TokenCache(tmp_path / "cache", "the tokenizer")
-        usable, _ = load_documents(source, byte_tokenizer(), min_tokens=9, cache=cache)
-        found.append([document.to_dict() for document in usable])
-
-    threads = [threading.Thread(target=load) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [expected] * 4
-    assert len(list((tmp_path / "cache").iterdir())) == 5
-
-
-def test_a_token_cache_that_cannot_be_written_or_read(tmp_path: Path) -> None:
-    write(tmp_path / "file", "")
-    cache = TokenCache(tmp_path / "file", "x")
-    with pytest.raises(PosencError, match=r"The token cache .* cannot be written to"):
-        load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
-    cache = TokenCache(tmp_path / "cache", "x")
-    load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
-    (entry,) = (tmp_path / "cache").iterdir()
-    (entry / "byte_ends").write_bytes(b"torn")
-    with pytest.raises(PosencError, match="is damaged: remove that folder"):
-        load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
 
 
 def test_what_the_command_line_asks_for(data: Path) -> None:

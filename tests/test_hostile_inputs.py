@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
 import json
 import os
 import pickle
-import signal
 import sys
+import tempfile
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
-    Document,
-    LongDocument,
-    Skipped,
     files,
     joining,
     jsonl,
@@ -29,29 +29,16 @@ from hf_posenc.evaluation.documents import (
     read_dataset,
     read_paths,
 )
-from tests.tiny_text import byte_tokenizer, prose, tiny_checkpoint
+from tests.documents_forms import (
+    GOOD,
+    PACK,
+    no_hanging,  # noqa: F401 (a fixture)
+    refusal,
+    zstd,
+)
+from tests.tiny_text import byte_tokenizer, tiny_checkpoint
 
-PATIENCE = 60
-"""Seconds after which something hangs."""
-
-
-@pytest.fixture(autouse=True)
-def _no_hanging() -> Iterator[None]:
-    def stop(*_: object) -> None:
-        raise TimeoutError("this hangs")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(PATIENCE)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
-
-
-GOOD = prose(300)
-
-
-def zstd(data: bytes) -> bytes:
-    return bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(data))
+pytestmark = pytest.mark.usefixtures("no_hanging")
 
 
 def npy(values: Any, **options: Any) -> bytes:
@@ -141,6 +128,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "outside.bin": (b"\xff\xff" * 9, "token 65,535 is outside the vocabulary of 257"),
 }
 
+
 ZSTD: dict[str, tuple[Callable[[], bytes], str]] = {
     "text.zst": (lambda: GOOD.encode(), "not zstd data, or damaged"),
     "torn.txt.zst": (
@@ -150,13 +138,6 @@ ZSTD: dict[str, tuple[Callable[[], bytes], str]] = {
     "damaged.txt.zst": (lambda: zstd(b"x" * 9)[:5] + b"\xff" * 20, "not zstd data, or damaged"),
     "zstd.txt": (lambda: zstd(b"abc"), "zstd data: its name must end in .zst"),
 }
-
-
-def refusal(*paths: Path, **options: Any) -> str:
-    """The one error that reading these gives."""
-    with pytest.raises(PosencError) as caught:
-        load_documents(read_paths(map(str, paths), **options), byte_tokenizer(), min_tokens=1)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -197,176 +178,6 @@ def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.Mo
         list(read_dataset("anything"))
 
 
-def test_links_and_pipes(tmp_path: Path) -> None:
-    (tmp_path / "dangling.txt").symlink_to("nowhere")
-    (tmp_path / "circle.txt").symlink_to("circle.txt")
-    os.mkfifo(tmp_path / "pipe.txt")
-    os.mkfifo(tmp_path / "pipe.jsonl")
-    os.mkfifo(tmp_path / "pipe.npy")
-    reasons = {
-        "dangling.txt": "a link that leads nowhere",
-        "circle.txt": "cannot be read (Too many levels of symbolic links)",
-        **dict.fromkeys(
-            ("pipe.txt", "pipe.jsonl", "pipe.npy"),
-            "a pipe or a device, not a file: write its content to a file first",
-        ),
-    }
-    for name, reason in reasons.items():
-        assert list(read_paths([str(tmp_path / name)])) == [Skipped(str(tmp_path / name), reason)]
-    found = {Path(entry.name).name: entry for entry in read_paths([str(tmp_path)])}
-    assert {name: getattr(entry, "reason", None) for name, entry in found.items()} == reasons
-    assert "a pipe or a device" in refusal(Path("/dev/zero"))
-
-
-def test_one_file_by_several_names_is_read_once(tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    folder.mkdir()
-    (folder / "1.txt").write_text(GOOD)
-    (folder / "2.txt").symlink_to("1.txt")
-    os.link(folder / "1.txt", folder / "3.txt")
-    (folder / "again").symlink_to(folder)
-    entries = list(read_paths([str(folder), str(folder / "1.txt"), f"{folder}/*.txt"]))
-    first = str(folder / "1.txt")
-    same = [Skipped(str(folder / name), f"the same file as {first}") for name in ("2.txt", "3.txt")]
-    link = Skipped(str(folder / "again"), "a link to a folder that is read already")
-    assert entries == [Document(first, GOOD), *same, link, *same]
-
-
-def test_folders_without_files_and_names_without_a_file(tmp_path: Path) -> None:
-    (tmp_path / "nothing" / ".hidden").mkdir(parents=True)
-    names = [str(tmp_path / "nothing"), "x" * 5000, "a\0b", "[", "~nobody-at-all/x", ""]
-    entries = list(read_paths(names))
-    assert all(isinstance(entry, Skipped) for entry in entries)
-    assert entries[0] == Skipped(names[0], "a folder without files")
-    assert {getattr(entry, "reason", "") for entry in entries[1:]} == {"no such file"}
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no users here")
-def test_what_nobody_may_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("secret.txt", "secret.jsonl", "secret.npy"):
-        (tmp_path / name).write_bytes(b"x")
-        (tmp_path / name).chmod(0)
-    (tmp_path / "closed").mkdir()
-    (tmp_path / "closed" / "a.txt").write_text(GOOD)
-    (tmp_path / "closed").chmod(0)
-    (tmp_path / "open.txt").write_text(GOOD)
-    tmp_path.chmod(0o755)
-    monkeypatch.chdir(tmp_path)
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        entries = list(read_paths(["."]))
-    finally:
-        if root:
-            os.seteuid(0)
-        (tmp_path / "closed").chmod(0o755)
-    denied = "cannot be read (Permission denied)"
-    names = ("closed", "secret.jsonl", "secret.npy", "secret.txt")
-    skipped = [Skipped(name, denied) for name in names]
-    assert entries == [skipped[0], Document("open.txt", GOOD), *skipped[1:]]
-
-
-NAMES = (
-    *(
-        b"new\nline.txt",
-        b"tab\t\x1b[31mred.txt",
-        b"[bold]x.txt",
-        b"[/red].txt",
-        b"not-utf8-\xff.txt",
-    ),
-    *(
-        "naïve 東京 😀.txt".encode(),
-        b"-dash.txt",
-        b"%s {} $HOME `x`.txt",
-        b"*.txt",
-        "\u202e.txt".encode(),
-    ),
-)
-
-
-def test_names_can_be_printed_on_one_line(tmp_path: Path) -> None:
-    (tmp_path / "[").mkdir()
-    for name in NAMES:
-        with open(os.path.join(os.fsencode(tmp_path), name), "wb") as file:  # noqa: PTH118, PTH123
-            file.write(GOOD.encode())
-    usable, skipped = load_documents(read_paths([str(tmp_path)]), byte_tokenizer(), min_tokens=1)
-    assert not skipped
-    shown = {document.name.removeprefix(f"{tmp_path}/") for document in usable}
-    assert {r"new\nline.txt", r"tab\t\x1b[31mred.txt", "[bold]x.txt", "[/red].txt", "*.txt"} < shown
-    assert {"naïve 東京 😀.txt", r"\u202e.txt"} < shown
-    assert len(shown) == len(NAMES)
-    for printed in shown:
-        assert printed.isprintable()
-        printed.encode()
-
-
-def test_rows_that_are_no_documents(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": GOOD}), "", "[]", json.dumps({"text": 1.5}), '{"text": "to']
-    path = tmp_path / "a.jsonl"
-    path.write_text("\ufeff" + "\n".join(lines))
-    good, *others = read_paths([str(path)])
-    assert good == Document(f"{path}:1", GOOD)
-    assert [entry.name for entry in others] == [f"{path}:{number}" for number in (3, 4, 5)]
-    torn = tmp_path / "b.jsonl.gz"
-    torn.write_bytes(gzip.compress(f"{lines[0]}\n{os.urandom(200_000).hex()}".encode())[:99_000])
-    good, end = read_paths([str(torn)])
-    assert (good.name, end.name) == (f"{torn}:1", str(torn))
-    assert isinstance(end, Skipped)
-    assert end.reason == "cut off: its gzip data end too early"
-
-
-def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet.write_table(
-        pyarrow.table({"text": pyarrow.array([], "string")}), tmp_path / "a.parquet"
-    )
-    assert "a parquet file without rows" in refusal(tmp_path / "a.parquet")
-    parquet.write_table(pyarrow.table({"text": ["a", None]}), tmp_path / "b.parquet")
-    assert list(read_paths([str(tmp_path / "b.parquet")])) == [
-        Document(f"{tmp_path}/b.parquet#0", "a"),
-        Skipped(f"{tmp_path}/b.parquet#1", "column 'text' holds null, not text"),
-    ]
-    whole = (tmp_path / "b.parquet").read_bytes()
-    (tmp_path / "c.parquet").write_bytes(whole[:-20])
-    assert "not a parquet file, or damaged" in refusal(tmp_path / "c.parquet")
-
-
-def test_a_dataset_without_rows(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    (tmp_path / "data").mkdir()
-    datasets.Dataset.from_dict({"text": ["a"]}).select([]).to_parquet(
-        tmp_path / "data" / "test.parquet"
-    )
-    (entry,) = read_dataset(str(tmp_path / "data"))
-    assert entry == Skipped(f"{tmp_path}/data[test]", "a split without rows")
-
-
-def test_datasets_that_are_damaged_or_empty(tmp_path: Path) -> None:
-    datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "empty")
-    assert "of dataset" in refusal(tmp_path / "empty")
-    datasets.Dataset.from_dict({"text": ["a"]}).save_to_disk(tmp_path / "damaged")
-    for path in (tmp_path / "damaged").glob("*.arrow"):
-        path.write_bytes(b"garbage")
-    assert "of dataset" in refusal(tmp_path / "damaged")
-    (tmp_path / "damaged" / "state.json").write_text("{")
-    assert "cannot be read" in refusal(tmp_path / "damaged")
-
-
-def test_a_line_of_several_megabytes(tmp_path: Path) -> None:
-    text = prose(1000).replace("\n", " ") * 3000
-    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
-    (tmp_path / "b.txt").write_text(text)
-    row, file = read_paths([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")])
-    assert row == Document(f"{tmp_path}/a.jsonl:1", text)
-    assert isinstance(file, LongDocument)
-    usable, _ = load_documents([row, file], byte_tokenizer(), min_tokens=9, max_tokens=5000)
-    assert [len(document) for document in usable] == [5000, 5000]
-    assert usable[0].ids.tolist() == usable[1].ids.tolist()
-
-
 BOMB = 64 << 20
 
 
@@ -396,6 +207,47 @@ def test_bombs_take_little_memory(
     assert reasons[f"zeros.txt{ending}"] == "no text: a NUL byte at offset 0"
     assert [len(document) for document in usable] == [3, 999]
     assert peak < BOMB // 2
+
+
+ENDINGS = ("txt", "txt.gz", "txt.zst", "jsonl", "jsonl.gz", "parquet", "npy", "bin")
+
+
+def valid(ending: str) -> bytes:
+    """A good file of a kind."""
+    if ending == "parquet":
+        pyarrow, parquet = (
+            pytest.importorskip("pyarrow"),
+            pytest.importorskip("pyarrow.parquet"),
+        )
+        file = io.BytesIO()
+        parquet.write_table(pyarrow.table({"text": [GOOD]}), file)
+        return file.getvalue()
+    kind, *packed = ending.split(".")
+    plain = {
+        "txt": GOOD.encode(),
+        "jsonl": json.dumps({"text": GOOD}).encode() + b"\n",
+        "npy": npy(np.arange(99)),
+        "bin": np.arange(99, dtype="<u2").tobytes(),
+    }[kind]
+    return PACK["." + packed[0]](plain) if packed else plain
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@given(data=st.data())
+def test_any_damage_is_a_reason_and_never_another_error(ending: str, data: st.DataObject) -> None:
+    content = bytearray(valid(ending))
+    for _ in range(data.draw(st.integers(0, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    del content[data.draw(st.none() | st.integers(0, len(content))) or len(content) :]
+    content += data.draw(st.binary(max_size=20))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"a.{ending}"
+        path.write_bytes(content)
+        entries = list(read_paths([str(path)]))
+        assert entries
+        for entry in entries:
+            with contextlib.suppress(PosencError):
+                load_documents([entry], byte_tokenizer(), min_tokens=1)
 
 
 def test_a_run_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,6 @@ def read_parquet(path: Path, field: Field) -> Iterator[Entry]:
     """
     check_regular(path)
     try:
-        from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise UnreadableError(
@@ -32,12 +31,16 @@ def read_parquet(path: Path, field: Field) -> Iterator[Entry]:
         with ParquetFile(path) as file:
             if field.name not in file.schema_arrow.names:
                 raise UnreadableError(field.missing(file.schema_arrow.names))
-            if not file.metadata.num_rows:
-                yield Skipped(printable(path), "a parquet file without rows")
-            index = 0
+            announced, index = file.metadata.num_rows, 0
             for batch in file.iter_batches(batch_size=_ROWS, columns=[field.name]):
                 for row in batch.to_pylist():
                     yield field.entry(f"{printable(path)}#{index}", row)
                     index += 1
-    except (ArrowException, OSError) as error:
+            if index != announced:
+                raise UnreadableError(f"damaged: it has {index:,} rows and announces {announced:,}")
+            if not index:
+                yield Skipped(printable(path), "a parquet file without rows")
+    except UnreadableError:
+        raise
+    except Exception as error:  # those of Arrow, of the disk, and of text that is no UTF-8
         raise UnreadableError(f"not a parquet file, or damaged ({one_line(error)})") from error

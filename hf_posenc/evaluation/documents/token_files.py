@@ -31,7 +31,7 @@ def read_npy(path: Path) -> Iterator[Entry]:
         values = np.load(path, mmap_mode="c" if size >= MAPPED else None, allow_pickle=False)
     except OSError as error:
         raise UnreadableError(reason_of(error)) from error
-    except (ValueError, EOFError) as error:
+    except Exception as error:  # the header is Python, and so are the errors of reading it
         raise UnreadableError(f"not a .npy file of numbers ({one_line(error)})") from error
     if not isinstance(values, np.ndarray):  # an archive of several arrays under this name
         values.close()
