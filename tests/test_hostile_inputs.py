@@ -166,7 +166,7 @@ def test_zstd_garbage(name: str, tmp_path: Path) -> None:
 
 
 def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in ("zstandard", "pyarrow", "datasets"):
+    for library in ("zstandard", "pyarrow", "pyarrow.parquet", "datasets"):
         monkeypatch.setitem(sys.modules, library, None)
     for name, library in (("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow")):
         (tmp_path / name).write_bytes(b"x")
