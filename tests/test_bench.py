@@ -16,6 +16,7 @@ import torch
 import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.bench import SUITES, BenchResult
+from hf_posenc.evaluation.bench.markdown import table_lines
 from hf_posenc.evaluation.bench.measuring import gather
 from hf_posenc.evaluation.bench.pooled import pooled
 from hf_posenc.evaluation.bench.report import notes, problems, table
@@ -254,6 +255,17 @@ def test_a_finished_run_measures_nothing_again(tmp_path: Path) -> None:
     assert {name: (tmp_path / name).read_bytes() for name in names} == before
 
 
+def test_what_the_other_commands_measured_is_not_measured_again(tmp_path: Path) -> None:
+    model, words = tiny(), byte_tokenizer()
+    measure_perplexity(model, words, TEXTS, methods=METHODS, lengths=LENGTHS, output=tmp_path)
+    parts: list[str] = []
+    options: dict[str, Any] = {"output": tmp_path, "rounds": 0}
+    options["progress"] = lambda label, done, total: parts.append(label)
+    measured(model, **options)
+    assert parts
+    assert all(part.startswith("retrieval") for part in parts)
+
+
 def test_two_processes_give_what_one_gives(whole: str, tmp_path: Path) -> None:
     first = work(tiny())
     assert first.measure(tmp_path, Shard(0, 2)) is None
@@ -339,3 +351,12 @@ def test_the_model_is_what_it_was(result: BenchResult) -> None:
     measured(model, rounds=1, tasks=())
     assert hf_posenc.get_patch(model) is None
     assert torch.equal(model(ids).logits, before)
+
+
+def test_the_page_shows_the_table_of_its_json() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    result = BenchResult.from_dict(json.loads((docs / "benchmarks" / "bench.json").read_text()))
+    text = (docs / "bench.md").read_text()
+    shown = text.partition("<!-- generated: bench -->\n")[2].partition("<!-- end -->")[0]
+    assert shown.splitlines() == list(table_lines(table(result)))
+    assert f"Made by `{result.perplexity.command}`" in text

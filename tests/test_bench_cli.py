@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from hf_posenc.cli import bench
-from hf_posenc.cli.app import OneLineErrors
+from hf_posenc.cli.app import app
 from hf_posenc.evaluation.bench import SUITES, BenchResult
 from hf_posenc.evaluation.files import to_json
 from hf_posenc.evaluation.plot import available
 from tests.tiny_text import prose, tiny_checkpoint
 
 RUNNER = CliRunner()
-app = typer.Typer(cls=OneLineErrors)
-bench.register(app)
-app.callback()(lambda: None)
 
 
 def invoke(*arguments: object) -> Any:
@@ -127,6 +123,4 @@ def test_what_it_will_cost(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     ],
 )
 def test_what_it_refuses(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    import re
-
     assert re.search(said, refused(*arguments, "--output", tmp_path))

@@ -168,7 +168,7 @@ def gather(
     needed = max(1, made.shortest_document - len(special))
     if source is None:
         source, origin = read_embedded(), EMBEDDED_SOURCE
-        max_doc_tokens = max_doc_tokens or max(needed, made.lengths[-1])
+        max_doc_tokens = max_doc_tokens or max(needed, made.lengths[-1] - len(special))
     usable, skipped = load_documents(
         source,
         tokenizer,

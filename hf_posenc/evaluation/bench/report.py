@@ -267,8 +267,10 @@ def _about_speed(result: BenchResult) -> Iterator[str]:
     threads = (
         "" if speed.threads is None else f", {speed.threads} thread{'s' * (speed.threads != 1)}"
     )
+    replays = result.perplexity.head_replay != "off"
+    logits = "the last token" if replays else "every token, as this model cannot do with fewer"
     yield (
-        f"tok/s: prefill of {speed.length:,} tokens (one forward without a key-value cache, logits of the last token), "
+        f"tok/s: prefill of {speed.length:,} tokens (one forward without a key-value cache, logits of {logits}), "
         f"median of {len(speed.rounds)} after a warm-up each, methods in turn, on {speed.device}{threads}; x: times as "
         f"fast as {_baseline(result)}, median over the rounds."
     )

@@ -32,7 +32,7 @@ _OF_RETRIEVAL = (
 _OF_SPEED = ("tokens_per_second", "lowest", "highest", "ratio", "peak_bytes", "status")
 
 
-@dataclass
+@dataclass(repr=False)
 class BenchResult:
     """What `hf-posenc bench` measured.
 
@@ -51,6 +51,9 @@ class BenchResult:
     suite: str
     compare: Sequence[str] = ()
     remarks: Sequence[str] = ()
+
+    def __repr__(self) -> str:
+        return f"BenchResult({self.suite}, {self.perplexity!r})"
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON-ready values. All but `speed` is the same whenever the same is measured again."""
