@@ -212,8 +212,8 @@ def reading_guide(result: PerplexityResult) -> Iterator[str]:
     trained = ", the length it was trained at" if length == result.original else ""
     what = "the unpatched model" if baseline == UNPATCHED else baseline
     yield (
-        f"Baseline: {what} at {length:,} tokens{trained}{value}. A method holds where its perplexity ({protocol}) stays "
-        "at or below that as the context grows."
+        f"Baseline: {what} at {length:,} tokens{trained}{value}. A method holds where its perplexity ({protocol}) "
+        "stays at or below that as the context grows."
     )
     shown = "; ".join(SAYS[name] for name in settings.protocols)
     yield f"Protocol: {shown}. Compare numbers of one protocol only."
