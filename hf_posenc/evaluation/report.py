@@ -17,6 +17,8 @@ from hf_posenc.evaluation.result import PerplexityResult
 from hf_posenc.evaluation.statistics import Cell
 
 FEW_DOCUMENTS = 5
+SAME_RATIO = 0.0005
+"""A difference below 0.1 % is rounding of what is shown."""
 SAYS = {
     "prefix": "prefix averages over contexts of 1 to L tokens and hides a failure at the far end",
     "tail": "tail scores the same tokens at every L, so context is all that changes",
@@ -133,12 +135,11 @@ def _short_texts(result: PerplexityResult) -> Iterator[str]:
         return
     protocol = result.settings.protocols[-1]
     cells = [result.cell(entry.label, protocol, short[-1]) for entry in result.candidates[1:]]
+    ratios = [(cell, cell.ratio) for cell in cells if cell is not None and cell.ratio is not None]
     said = [
-        f"{cell.method} {_percent(cell)}"
-        for cell in cells
-        if cell is not None and cell.ratio is not None and cell.ratio != 1
+        f"{cell.method} {_percent(cell)}" for cell, ratio in ratios if abs(ratio - 1) >= SAME_RATIO
     ]
-    if any(cell is not None and cell.ratio == 1 for cell in cells):
+    if len(said) < len(ratios):
         said.append(f"the others as {baseline}" if said else f"all as {baseline}")
     if said:
         yield f"Short texts ({short[-1]:,} tokens, {protocol}, against {baseline}): {'; '.join(said)}."
