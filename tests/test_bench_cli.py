@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from hf_posenc.cli import bench
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.bench import SUITES, BenchResult
 from hf_posenc.evaluation.files import to_json
 from hf_posenc.evaluation.plot import available
+from hf_posenc.evaluation.retrieval import TASKS
 from tests.tiny_text import prose, tiny_checkpoint
 
 RUNNER = CliRunner()
@@ -108,6 +110,14 @@ def test_what_it_will_cost(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "timed prefill, warm-ups included: 512 tokens" in result.output
     assert not (tmp_path / "records").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"),
+    [("all", tuple(TASKS)), ("none", ()), ("vt, fwe", ("vt", "fwe")), (None, None)],
+)
+def test_tasks_by_name(text: str | None, tasks: Any) -> None:
+    assert bench._tasks(text) == tasks
 
 
 @pytest.mark.parametrize(

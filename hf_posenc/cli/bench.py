@@ -14,7 +14,7 @@ from hf_posenc.cli.presentation import announce, progress_bar, reading
 from hf_posenc.cli.session import Remembers, command_line, open_session
 
 NAME = "bench"
-NO_TASKS = "none"
+NO_TASKS, ALL_TASKS = "none", "all"
 _AT_ONCE = "Memory and speed"
 
 
@@ -98,7 +98,7 @@ def bench(
         str | None,
         typer.Option(
             metavar="NAMES",
-            help="Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or none.",
+            help="Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or all, or none.",
             show_default="the suite's",
             rich_help_panel=opt.MEASURED,
         ),
@@ -197,7 +197,7 @@ def bench(
     given: dict[str, Any] = {
         "lengths": _lengths(lengths),
         "target_length": _target(target_length),
-        "tasks": _names(tasks),
+        "tasks": _tasks(tasks),
     }
     settings = {
         "protocols": _names(protocol),
@@ -262,9 +262,16 @@ def _target(text: str | None) -> int | None:
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:
-    if text is None:
-        return None
-    return () if text.strip() == NO_TASKS else tuple(part.strip() for part in text.split(","))
+    return None if text is None else tuple(part.strip() for part in text.split(","))
+
+
+def _tasks(text: str | None) -> tuple[str, ...] | None:
+    from hf_posenc.evaluation.retrieval import TASKS
+
+    names = _names(text)
+    if names == (ALL_TASKS,):
+        return tuple(TASKS)
+    return () if names == (NO_TASKS,) else names
 
 
 def register(app: typer.Typer) -> None:
