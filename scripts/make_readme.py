@@ -1,4 +1,4 @@
-"""Fills the generated parts of README.md and docs/updates.md from the committed results and the methods.
+"""Fills the generated parts of README.md and of pages in docs/ from the committed results and the methods.
 
 python scripts/make_readme.py            write them
 python scripts/make_readme.py --check    fail where they are not what they should be
@@ -16,11 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli.catalog import kinds
+from hf_posenc.evaluation.bench import BenchResult
+from hf_posenc.evaluation.bench.markdown import table_lines
+from hf_posenc.evaluation.bench.report import table as bench_table
 from hf_posenc.evaluation.statistics import Record, summarize
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "docs" / "demo"
 BENCHMARK = ROOT / "docs" / "benchmarks" / "attention.json"
+BENCH = ROOT / "docs" / "benchmarks" / "bench.json"
 UPDATES = ROOT / "docs" / "benchmarks" / "updates.json"
 PLAIN = "plain causal"
 CONTROL = "sliding_window"
@@ -51,7 +55,26 @@ def demo() -> str:
     versions = result["environment"]
     made = f"Measured with torch {versions['torch']}, transformers {versions['transformers']}"
     link = "[docs/demo/](docs/demo/) has the intervals and every setting"
-    return f"{intro}\n\n{table}\n\n{verdict}\n{made}; {link}.\n\n{plot}"
+    return f"{intro}\n\n{table}\n\n{verdict}\n{_passkey()} {made}; {link}.\n\n{plot}"
+
+
+def _passkey() -> str:
+    """How often the committed benchmark's methods find the right passkey in its longest prompts."""
+    result = json.loads(BENCH.read_text(encoding="utf-8"))["retrieval"]
+    length = result["settings"]["lengths"][-1]
+    rows = [row for row in result["summary"] if row["length"] == length]
+    found = ", ".join(f"{row['method']} {row['first']:.0%}" for row in rows)
+    choices = result["settings"]["distractors"] + 1
+    return (
+        f"In prompts of {length:,} tokens the right passkey is the most probable of {choices}: {found}; chance is "
+        f"{1 / choices:.0%} ([docs/bench.md](docs/bench.md))."
+    )
+
+
+def bench() -> str:
+    """The table of the committed benchmark."""
+    result = BenchResult.from_dict(json.loads(BENCH.read_text(encoding="utf-8")))
+    return "\n".join(table_lines(bench_table(result)))
 
 
 def methods() -> str:
@@ -193,6 +216,7 @@ def _mode(row: dict[str, Any]) -> tuple[str, str, int | None]:
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "README.md": {"demo": demo, "methods": methods, "attention": attention},
+    ROOT / "docs" / "bench.md": {"bench": bench},
     ROOT / "docs" / "updates.md": {"updates": updates},
 }
 
