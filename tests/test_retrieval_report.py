@@ -200,7 +200,7 @@ def test_a_whole_run_by_the_command(model: Path, tmp_path: Path) -> None:
     if available():
         assert {"retrieval.png", "retrieval.svg", "retrieval_ranks.png"} <= names
     first = invoke(*arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "1/2")
-    assert "Share 1 of 2 is done; 6 of 12 samples are the others'" in first.output
+    assert "Share 1 of 2 is done; 6 of 12 parts are the others'" in first.output
     second = invoke(*arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "2/2")
     assert second.exit_code == 0, second.output
     files = [(tmp_path / name / "retrieval.json").read_bytes() for name in "ab"]

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_posenc.cli import options as opt
-from hf_posenc.cli.console import err, out, print_error, print_warning
+from hf_posenc.cli.console import out, print_error, print_warning
 from hf_posenc.cli.inputs import check_output, decide_plot
-from hf_posenc.cli.presentation import progress_bar
+from hf_posenc.cli.presentation import progress_bar, say_unfinished, say_waiting
 from hf_posenc.cli.session import Remembers, command_line, open_session
 from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.processes import Shard
     from hf_posenc.evaluation.retrieval import RetrievalResult, RetrievalRun
-    from hf_posenc.evaluation.store import Store
 
 # The second is the control: plain attention to as many tokens as the model was trained at.
 DEFAULT_PATCHES = ("none", "sliding_window", "pi", "ntk", "yarn", "dynamic_yarn", "rerope")
@@ -192,8 +191,8 @@ def _finish(run: RetrievalRun, shard: Shard, output: Path, with_plot: bool, **kn
     with measuring.open_store(output, run, known, shard) as store:
         with progress_bar(shard) as progress:
             run.measure(store, shard, progress)
-        if not wait_for_all(cast(Any, run), store, shard, _say_waiting):
-            _say_unfinished(run, store, shard)
+        if not wait_for_all(run, store, shard, say_waiting):
+            say_unfinished(run, store, shard)
             return
         if shard.launched and shard.index:
             return
@@ -244,26 +243,6 @@ def _write(result: RetrievalResult, output: Path, with_plot: bool) -> None:
     console.print(f"Wrote {', '.join(written)} to {output}", markup=False)
     if not with_plot:
         console.print("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False)
-
-
-def _say_waiting(count: int) -> None:
-    err().print(
-        f"Waiting for the other processes: {count:,} samples are still missing. All must write to the same --output.",
-        style="dim",
-    )
-
-
-def _say_unfinished(run: RetrievalRun, store: Store, shard: Shard) -> None:
-    from hf_posenc.evaluation.store import missing
-
-    if shard.launched:
-        return
-    count = len(missing(store, (item.key for item in run.items)))
-    out().print(
-        f"Share {shard.index + 1} of {shard.count} is done; {count:,} of {len(run.items):,} samples are the others'. "
-        "The last process to finish prints the result, as does the same command without --shard.",
-        markup=False,
-    )
 
 
 def register(app: typer.Typer) -> None:
