@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,11 +19,17 @@ from hf_posenc.evaluation.documents import (
     Document,
     LongDocument,
     TokenCache,
+    UnreadableError,
+    cutting,
+    files,
+    joining,
+    jsonl,
     load_documents,
     read_paths,
     spool,
     tokenize,
 )
+from hf_posenc.evaluation.documents.window import Tokens
 from tests.documents_forms import (
     PACK,
     small,  # noqa: F401 (a fixture)
@@ -82,6 +91,34 @@ def test_tokens_beyond_the_budget_lie_in_files(
     # in files an id takes four bytes
     found_mapped = [document.ids.dtype == torch.int32 for document in usable]
     assert found_mapped == expected_mapped[budget]
+
+
+def test_what_is_not_kept_takes_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    create = tempfile.TemporaryFile
+
+    def spy() -> Any:
+        made.append(create())
+        return made[-1]
+
+    def failing() -> Iterator[Tokens]:
+        yield ten
+        raise UnreadableError("cut off")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", spy)
+    ten = Tokens(np.arange(10), np.arange(10), None)
+    storage = spool.Spool(0)
+    kept = storage.store([ten])
+    with pytest.raises(UnreadableError):
+        storage.store(failing())
+    storage.forget(storage.store([ten, ten]))
+    for file in made:
+        file.flush()
+    assert [file.tell() for file in made] == [40, 80]
+    found = storage.column(kept, "ids")
+    assert found is not None
+    assert found.tolist() == list(range(10))
+    assert storage.column(kept, "word_ends") is None
 
 
 def test_a_full_disk_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,3 +210,14 @@ def test_a_token_cache_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     (entry / "byte_ends").write_bytes(b"torn")
     with pytest.raises(PosencError, match="is damaged: remove that folder"):
         load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
+
+
+def test_the_page_names_the_limits_that_hold() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "documents.md").read_text(encoding="utf-8")
+    sizes = joining.SIZES
+    limits = (sizes.window, sizes.whole, sizes.largest, sizes.overlap // 4, spool.BUDGET)
+    for limit in limits:
+        assert f"{limit:,}" in page
+    assert f"text of up to {files.SMALL >> 20} MiB is read at once" in page
+    assert f"may have {jsonl.LONGEST >> 20} MiB" in page
+    assert f"count beyond {cutting.LONGEST_COUNT}" in page

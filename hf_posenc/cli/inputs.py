@@ -10,19 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from hf_posenc.cli.options import DOCUMENTS
 from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.documents import Entry, TokenCache, TokenizedDocument
-
-_PANEL = "Documents"
 
 TokenizedOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
         help="The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.",
-        rich_help_panel=_PANEL,
+        rich_help_panel=DOCUMENTS,
     ),
 ]
 TokenDtypeOption = Annotated[
@@ -30,16 +29,7 @@ TokenDtypeOption = Annotated[
     typer.Option(
         metavar="NAME",
         help="What a .bin file of token ids consists of: uint16, uint32, int32, int64.",
-        rich_help_panel=_PANEL,
-    ),
-]
-MinTokensOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        help="Leave out documents of fewer tokens. Default: what the longest length needs, which is also the least.",
-        rich_help_panel=_PANEL,
+        rich_help_panel=DOCUMENTS,
     ),
 ]
 TokenCacheOption = Annotated[
@@ -47,7 +37,7 @@ TokenCacheOption = Annotated[
     typer.Option(
         metavar="DIR",
         help="Keep the documents' tokens in this folder; several processes and later runs then tokenize only once.",
-        rich_help_panel=_PANEL,
+        rich_help_panel=DOCUMENTS,
     ),
 ]
 
