@@ -18,6 +18,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
     LongDocument,
+    Skipped,
     TokenCache,
     UnreadableError,
     cutting,
@@ -71,6 +72,16 @@ def test_reading_stops_where_enough_is_known_and_the_result_says_so(tmp_path: Pa
     assert found.ids.tolist() == expected.ids.tolist()
     assert found.sha256 == expected.sha256
     assert found.to_dict()["text_sha256_of"] == "the first 4096 bytes"
+
+
+@pytest.mark.usefixtures("small")
+def test_a_long_file_of_white_space_is_empty(tmp_path: Path) -> None:
+    path = write(tmp_path / "blank.txt", " \n\u3000" * 3000)
+    source = [*read_paths([str(path)]), Document("d", prose(99))]
+    assert isinstance(source[0], LongDocument)
+    usable, skipped = load_documents(source, byte_tokenizer(), min_tokens=9)
+    assert skipped == [Skipped(str(path), "empty")]
+    assert [document.name for document in usable] == ["d"]
 
 
 @pytest.mark.usefixtures("small")

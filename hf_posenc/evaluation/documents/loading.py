@@ -102,10 +102,10 @@ class _Loader:
                 document = self._vocabulary.usable(entry, self._max)
                 return self._long_enough(document) or document
             found = self._tokenized(entry)
-            short = self._long_enough(found)
-            if short:
+            unused = Skipped(entry.name, "empty") if found.blank else self._long_enough(found)
+            if unused:
                 self._spool.forget(found.stored)
-            return short or found
+            return unused or found
         except UnreadableError as error:
             return Skipped(entry.name, str(error))
 

@@ -25,6 +25,9 @@ class Tokenization:
         cache: Knows tokens of earlier runs.
         told: Called with the number of tokens so far.
 
+    Attributes:
+        blank: There is nothing but white space in what was read.
+
     Raises:
         UnreadableError: The text cannot be read or tokenized.
         PosencError: The disk is full.
@@ -41,6 +44,7 @@ class Tokenization:
     ) -> None:
         self.name, self._spool, self._told = document.name, spool, told
         self._hash, self._hashed, self._stopped = hashlib.sha256(), 0, False
+        self.blank = True
         parts = self._parts(document, tokenizer, max_tokens)
         if isinstance(document, Document) or (cache and max_tokens is None):
             for chunk in document.chunks():
@@ -88,6 +92,7 @@ class Tokenization:
             raise UnreadableError(
                 f"holds half of a surrogate pair ({half}), which is no character"
             ) from error
+        self.blank &= not text.strip()
         self._hash.update(data)
         self._hashed += len(data)
 
