@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_posenc.cli import inputs as inp
 from hf_posenc.cli import options as opt
 from hf_posenc.cli.bench_output import finish, print_costs, say_unfinished, say_waiting
-from hf_posenc.cli.inputs import check_output, check_vocabulary, decide_plot, source_of
 from hf_posenc.cli.presentation import announce, progress_bar, reading
 from hf_posenc.cli.session import Remembers, command_line, open_session
 
@@ -140,6 +140,9 @@ def bench(
         ),
     ] = None,
     max_doc_tokens: opt.MaxDocTokensOption = None,
+    tokenized: inp.TokenizedOption = None,
+    token_dtype: inp.TokenDtypeOption = "uint16",
+    token_cache: inp.TokenCacheOption = None,
     tokenizer: opt.TokenizerOption = None,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = None,
@@ -191,9 +194,11 @@ def bench(
     parse_candidates(patch or ())
     for name in compare or ():
         get_table(name)
-    with_plot = decide_plot(plot)
-    check_output(output)
-    source, origin = source_of(text, dataset, config, split, column, streaming)
+    with_plot = inp.decide_plot(plot)
+    inp.check_output(output)
+    source, origin = inp.source_of(
+        text, dataset, config, split, column, streaming, tokenized, token_dtype
+    )
     given: dict[str, Any] = {
         "lengths": _lengths(lengths),
         "target_length": _target(target_length),
@@ -224,6 +229,7 @@ def bench(
             rounds=rounds,
             limit=limit,
             max_doc_tokens=max_doc_tokens,
+            cache=inp.token_cache_of(token_cache, session.tokenizer),
             bos=bos,
             preset=preset,
             compare=compare or (),
@@ -231,7 +237,7 @@ def bench(
             settings=settings,
             seen=seen,
         )
-    check_vocabulary(inputs.model, list(inputs.documents))
+    inp.check_vocabulary(inputs.model, list(inputs.documents))
     if place.index == 0:
         announce(inputs.settings, list(inputs.documents), list(inputs.skipped))
     work = Bench(inputs)

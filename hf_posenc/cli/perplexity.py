@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from hf_posenc.cli import inputs as inp
 from hf_posenc.cli import options as opt
 from hf_posenc.cli.cost import print_cost
-from hf_posenc.cli.inputs import check_output, check_vocabulary, decide_plot, source_of
 from hf_posenc.cli.longppl import again, open_evaluator
 from hf_posenc.cli.presentation import announce, finish, reading
 from hf_posenc.cli.session import Remembers, command_line, open_session
@@ -153,6 +153,9 @@ def perplexity(
         ),
     ] = None,
     max_doc_tokens: opt.MaxDocTokensOption = None,
+    tokenized: inp.TokenizedOption = None,
+    token_dtype: inp.TokenDtypeOption = "uint16",
+    token_cache: inp.TokenCacheOption = None,
     tokenizer: opt.TokenizerOption = None,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = None,
@@ -215,11 +218,13 @@ def perplexity(
     candidates = parse_candidates(patch or DEFAULT_PATCHES)
     tables = [get_table(name) for name in compare or ()]
     wanted = parse_lengths(lengths) if lengths is not None else None
-    with_plot = decide_plot(plot)
-    check_output(output)
+    with_plot = inp.decide_plot(plot)
+    inp.check_output(output)
 
     def source() -> tuple[Any, dict[str, Any]]:
-        given, origin = source_of(text, dataset, config, split, column, streaming)
+        given, origin = inp.source_of(
+            text, dataset, config, split, column, streaming, tokenized, token_dtype
+        )
         if given is None:
             return read_embedded(), {"kind": "held-out modules of the standard library"}
         return given, origin
@@ -259,9 +264,15 @@ def perplexity(
         max_doc_tokens = max_doc_tokens or max(needed, settings.lengths[-1] - len(special))
     with reading(place) as seen:
         usable, skipped = load_documents(
-            documents, words, min_tokens=needed, max_tokens=max_doc_tokens, limit=limit, seen=seen
+            documents,
+            words,
+            min_tokens=needed,
+            max_tokens=max_doc_tokens,
+            limit=limit,
+            seen=seen,
+            cache=inp.token_cache_of(token_cache, words),
         )
-    check_vocabulary(live, usable)
+    inp.check_vocabulary(live, usable)
     if place.index == 0:
         announce(settings, usable, skipped)
     key_tokens = None

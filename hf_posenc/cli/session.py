@@ -11,7 +11,8 @@ from hf_posenc.cli.inputs import TakesSeveral
 
 EMBEDDED = "hf_posenc's embedded model"
 _ARGUMENTS = "hf_posenc.arguments"
-_NOT_PART_OF_THE_RESULT = ("--output", "--shard", "--plot", "--no-plot")
+_WITH_A_VALUE = ("--output", "--shard", "--token-cache")
+_NOT_PART_OF_THE_RESULT = (*_WITH_A_VALUE, "--plot", "--no-plot")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,6 @@ def command_line(context: Any) -> str:
         option, equals, _ = argument.partition("=")
         if option not in _NOT_PART_OF_THE_RESULT:
             kept.append(argument)
-        elif option in ("--output", "--shard") and not equals and given:
+        elif option in _WITH_A_VALUE and not equals and given:
             given.pop(0)
     return shlex.join(["hf-posenc", context.info_name, *kept])

@@ -14,7 +14,7 @@ from hf_posenc.evaluation.bench.result import BenchResult
 from hf_posenc.evaluation.bench.suites import Suite, get_suite, suite_lengths
 from hf_posenc.evaluation.bench.work import Bench, Inputs
 from hf_posenc.evaluation.candidates import original_length, parse_candidates
-from hf_posenc.evaluation.documents import Document, load_documents, read_embedded
+from hf_posenc.evaluation.documents import Document, TokenCache, load_documents, read_embedded
 from hf_posenc.evaluation.documents.document import Entry
 from hf_posenc.evaluation.identity import describe_model
 from hf_posenc.evaluation.perplexity import Progress
@@ -126,6 +126,7 @@ def gather(
     compare: Sequence[str] = (),
     command: str | None = None,
     settings: dict[str, Any] | None = None,
+    cache: TokenCache | None = None,
     seen: Callable[[str], None] = lambda name: None,
 ) -> Inputs:
     """Tries the methods and reads the documents; see `bench` for what is not said here.
@@ -149,6 +150,7 @@ def gather(
         compare: See there.
         command: What gives this result again.
         settings: Further fields of `protocols.Settings`; `None` stands for what was not given.
+        cache: Where tokens are kept from one run to the next.
         seen: Called with the name of every document that is read.
 
     Raises:
@@ -176,6 +178,7 @@ def gather(
         max_tokens=max_doc_tokens,
         limit=chosen.documents,
         seen=seen,
+        cache=cache,
     )
     return Inputs(
         model=model,
