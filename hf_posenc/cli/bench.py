@@ -15,7 +15,6 @@ from hf_posenc.cli.session import Remembers, command_line, open_session
 
 NAME = "bench"
 NO_TASKS, ALL_TASKS = "none", "all"
-_AT_ONCE = "Memory and speed"
 
 
 def bench(
@@ -49,51 +48,11 @@ def bench(
             rich_help_panel=opt.MEASURED,
         ),
     ] = None,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="A peer's own arithmetic: yarn, pi, pose, longlora, su, lm-eval or hf-docs. Other options win.",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
-    protocol: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="One or several of prefix, tail, sliding, disjoint, stream.",
-            show_default="prefix,tail, or as the preset says",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
-    tail_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K",
-            min=1,
-            help="Tokens that `tail` scores. Default: 1024, at most half of the shortest length.",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            metavar="S",
-            min=1,
-            help="Tokens from one window of `sliding` or `stream` to the next.",
-            show_default="256, or as the preset says",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
-    aggregate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="What weighs the same: tokens, windows, documents.",
-            show_default="tokens, or as the preset says",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
+    preset: opt.PresetOption = None,
+    protocol: opt.ProtocolOption = None,
+    tail_tokens: opt.TailTokensOption = None,
+    stride: opt.StrideOption = None,
+    aggregate: opt.AggregateOption = None,
     tasks: Annotated[
         str | None,
         typer.Option(
@@ -113,14 +72,7 @@ def bench(
             rich_help_panel=opt.MEASURED,
         ),
     ] = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ID",
-            help="A published table to show beside; refused where its protocol is another one.",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
+    compare: opt.CompareOption = None,
     bos: opt.BosOption = None,
     seed: opt.SeedOption = 0,
     text: opt.TextOption = None,
@@ -148,30 +100,9 @@ def bench(
     device: opt.DeviceOption = None,
     device_map: opt.DeviceMapOption = None,
     attn: opt.AttnOption = None,
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Tokens that the model runs at a time, over a key-value cache: less memory, where a method allows it.",
-            rich_help_panel=_AT_ONCE,
-        ),
-    ] = None,
-    chunk: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Tokens whose logits are held at a time. Default: by the vocabulary.",
-            rich_help_panel=_AT_ONCE,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Say what it will cost, and stop.", rich_help_panel=_AT_ONCE
-        ),
-    ] = False,
+    prefill_chunk: opt.PrefillChunkOption = None,
+    chunk: opt.ChunkOption = None,
+    dry_run: opt.DryRunOption = False,
     output: opt.OutputOption = Path("out"),
     plot: opt.PlotOption = None,
     shard: opt.ShardOption = None,

@@ -10,6 +10,7 @@ import typer
 DOCUMENTS = "Documents"
 MEASURED = "What is measured"
 MODEL = "The model"
+AT_ONCE = "Memory and speed"
 OUTPUT = "Output"
 
 ModelArgument = Annotated[
@@ -32,6 +33,59 @@ LengthsOption = Annotated[
         metavar="L,L,...",
         help="Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step). Default: the original "
         "length times 1, 2, 4, 8, 16 up to 4,096 tokens, and three of them at least.",
+        rich_help_panel=MEASURED,
+    ),
+]
+PresetOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="A peer's own arithmetic: yarn, pi, pose, longlora, su, lm-eval or hf-docs. Other options win.",
+        rich_help_panel=MEASURED,
+    ),
+]
+ProtocolOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAMES",
+        help="One or several of prefix, tail, sliding, disjoint, stream.",
+        show_default="prefix,tail, or as the preset says",
+        rich_help_panel=MEASURED,
+    ),
+]
+TailTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="K",
+        min=1,
+        help="Tokens that `tail` scores. Default: 1024, at most half of the shortest length.",
+        rich_help_panel=MEASURED,
+    ),
+]
+StrideOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="S",
+        min=1,
+        help="Tokens from one window of `sliding` or `stream` to the next; the text is read L / S times.",
+        show_default="256, or as the preset says",
+        rich_help_panel=MEASURED,
+    ),
+]
+AggregateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="What weighs the same: tokens, windows, documents.",
+        show_default="tokens, or as the preset says",
+        rich_help_panel=MEASURED,
+    ),
+]
+CompareOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ID",
+        help="A published table to print beside; refused where its protocol is another one.",
         rich_help_panel=MEASURED,
     ),
 ]
@@ -134,6 +188,28 @@ AttnOption = Annotated[
         help="sdpa, eager, flash_attention_2, ... Default: the model's.",
         rich_help_panel=MODEL,
     ),
+]
+PrefillChunkOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Tokens that the model runs at a time, over a key-value cache: less memory, where a method allows it.",
+        rich_help_panel=AT_ONCE,
+    ),
+]
+ChunkOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        min=1,
+        help="Tokens whose logits are held at a time. Default: by the vocabulary.",
+        rich_help_panel=AT_ONCE,
+    ),
+]
+DryRunOption = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Say what it will cost, and stop.", rich_help_panel=AT_ONCE),
 ]
 OutputOption = Annotated[
     Path,

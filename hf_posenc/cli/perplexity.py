@@ -21,7 +21,6 @@ DEFAULT_PATCHES = (
 )
 DEMO_DOCUMENTS = 12
 NAME = "perplexity"
-_AT_ONCE = "Memory and speed"
 
 
 def perplexity(
@@ -36,42 +35,10 @@ def perplexity(
             rich_help_panel=opt.MEASURED,
         ),
     ] = True,
-    preset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="A peer's own arithmetic: yarn, pi, pose, longlora, su, lm-eval or hf-docs. Other options win.",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
-    protocol: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAMES",
-            help="One or several of prefix, tail, sliding, disjoint, stream.",
-            show_default="prefix,tail, or as the preset says",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
-    tail_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="K",
-            min=1,
-            help="Tokens that `tail` scores. Default: 1024, at most half of the shortest length.",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
-    stride: Annotated[
-        int | None,
-        typer.Option(
-            metavar="S",
-            min=1,
-            help="Tokens from one window of `sliding` or `stream` to the next; the text is read L / S times.",
-            show_default="256, or as the preset says",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
+    preset: opt.PresetOption = None,
+    protocol: opt.ProtocolOption = None,
+    tail_tokens: opt.TailTokensOption = None,
+    stride: opt.StrideOption = None,
     windows_per_document: Annotated[
         int | None,
         typer.Option(
@@ -100,15 +67,7 @@ def perplexity(
             rich_help_panel=opt.MEASURED,
         ),
     ] = None,
-    aggregate: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="What weighs the same: tokens, windows, documents.",
-            show_default="tokens, or as the preset says",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
+    aggregate: opt.AggregateOption = None,
     buckets: Annotated[
         int | None,
         typer.Option(
@@ -127,14 +86,7 @@ def perplexity(
             rich_help_panel=opt.MEASURED,
         ),
     ] = None,
-    compare: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ID",
-            help="A published table to print beside; refused where its protocol is another one.",
-            rich_help_panel=opt.MEASURED,
-        ),
-    ] = None,
+    compare: opt.CompareOption = None,
     seed: opt.SeedOption = 0,
     text: opt.TextOption = None,
     dataset: opt.DatasetOption = None,
@@ -167,33 +119,12 @@ def perplexity(
             metavar="N",
             min=1,
             help="Windows of one document at once. Halved where memory runs out.",
-            rich_help_panel=_AT_ONCE,
+            rich_help_panel=opt.AT_ONCE,
         ),
     ] = 1,
-    prefill_chunk: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Tokens that the model runs at a time, over a key-value cache: less memory, where a method allows it.",
-            rich_help_panel=_AT_ONCE,
-        ),
-    ] = None,
-    chunk: Annotated[
-        int | None,
-        typer.Option(
-            metavar="N",
-            min=1,
-            help="Tokens whose logits are held at a time. Default: by the vocabulary.",
-            rich_help_panel=_AT_ONCE,
-        ),
-    ] = None,
-    dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Say what it will cost, and stop.", rich_help_panel=_AT_ONCE
-        ),
-    ] = False,
+    prefill_chunk: opt.PrefillChunkOption = None,
+    chunk: opt.ChunkOption = None,
+    dry_run: opt.DryRunOption = False,
     output: opt.OutputOption = Path("out"),
     plot: opt.PlotOption = None,
     shard: opt.ShardOption = None,
