@@ -16,7 +16,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import original_length, parse_candidates
 from hf_posenc.evaluation.documents import (
     Document,
-    Skipped,
+    Entry,
     TokenizedDocument,
     load_documents,
     special_prefix,
@@ -39,7 +39,7 @@ _PATIENCE = 60.0  # seconds after which a waiting process says what it waits for
 def measure_perplexity(
     model: nn.Module,
     tokenizer: Any,
-    documents: Iterable[str | Document | Skipped],
+    documents: Iterable[str | Entry],
     *,
     methods: Sequence[str] = ("none",),
     lengths: Sequence[int] | None = None,
