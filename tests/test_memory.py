@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hf_posenc import patch_model
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import parse_candidates
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.head_replay import TokenScorer
@@ -66,14 +65,16 @@ def test_pieces_bound_what_the_decoder_makes() -> None:
     )
     ids = zoo.tokens(57)[0]
     scorer = TokenScorer(model, ids, prefill=16)
+    scorer(ids)  # tries pieces first, on a text of its own
     seen.clear()
     scorer(ids)
     hook.remove()
     assert seen == [16, 16, 16, 9]
 
 
-def test_a_model_without_a_cache_says_so() -> None:
-    model = zoo.build("llama")
+def test_a_model_without_a_cache_is_run_whole_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(57)[0]
+    expected = TokenScorer(model, ids)(ids)
     forward = model.forward
 
     def cacheless(*args: Any, **kwargs: Any) -> Any:
@@ -81,10 +82,11 @@ def test_a_model_without_a_cache_says_so() -> None:
         output.past_key_values = None
         return output
 
-    scorer = TokenScorer(model, zoo.tokens(57)[0], prefill=16)
+    scorer = TokenScorer(model, ids, prefill=16)
     model.forward = cacheless
-    with pytest.raises(PosencError, match="leave --prefill-chunk out"):
-        scorer(zoo.tokens(57)[0])
+    assert torch.equal(scorer(ids), expected)
+    assert scorer.refused == "it returns no cache"
+    assert "LlamaForCausalLM cannot be prefilled in pieces: it returns no cache" in caplog.text
 
 
 def test_several_windows_at_once_give_the_losses_of_each() -> None:

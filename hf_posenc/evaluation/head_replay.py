@@ -9,9 +9,8 @@ else a family does after its decoder stay the model's code.
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +18,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import one_line
+from hf_posenc.evaluation.decoder import (
+    check_causal,
+    find_decoder,
+    forward_replaced,
+    input_embeddings,
+    sliced,
+    without_cache,
+)
+from hf_posenc.evaluation.prefill import LEAST, Pieces, Prefill
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +41,17 @@ class TokenScorer:
     """Computes the negative log-likelihood of every token of a window.
 
     On construction a probe of a few tokens is run in both ways, by head replay and by the plain forward; where the
-    logits differ by more than rounding, the scorer says so and uses the plain forward from then on.
+    logits differ by more than rounding, the scorer says so and uses the plain forward from then on. A prefill in pieces
+    is tried before it is used (`prefill.Prefill`): where the numbers would be others, a warning says that texts are run
+    whole.
 
     Args:
         model: A causal language model, patched or not; its evaluation mode is the caller's business.
-        probe_ids: Some token ids, shape (n,) with n of at least 2; the first 9 are used.
+        probe_ids: Some token ids, shape (n,) with n of at least 2; the first 9 are used, all of them for texts that try
+            a prefill in pieces.
         chunk: Tokens whose logits are held at a time; by default `LOGITS_PER_CHUNK` divided by the vocabulary.
-        prefill: Tokens that the decoder runs at a time, with the keys and values of those before in a cache; by default
-            all at once. What a layer makes on the way is then of this length, and the cache is all that grows.
+        prefill: Tokens that the decoder runs at a time, 2 or more, with the keys and values of those before in a cache;
+            by default all. What a layer makes on the way is then of this length, and the cache is all that grows.
 
     Attributes:
         exact: Whether the probe's logits by head replay had the very bits of the plain forward's.
@@ -50,7 +60,8 @@ class TokenScorer:
         prefill: As above; may be changed between calls.
 
     Raises:
-        PosencError: The model does not return logits for every token, or `chunk` or `prefill` is not positive.
+        PosencError: The model is an encoder-decoder, does not return logits for every token or reads ahead; or `chunk`
+            is below 1, or `prefill` below 2.
     """
 
     def __init__(
@@ -61,24 +72,32 @@ class TokenScorer:
         chunk: int | None = None,
         prefill: int | None = None,
     ) -> None:
-        for name, tokens in (("chunk", chunk), ("prefill", prefill)):
-            if tokens is not None and tokens < 1:
-                raise PosencError(f"A {name} has at least 1 token, not {tokens}.")
+        for name, tokens, least in (("chunk", chunk, 1), ("prefill", prefill, LEAST)):
+            if tokens is not None and tokens < least:
+                some = "1 token" if least == 1 else f"{least} tokens"
+                raise PosencError(f"A {name} has at least {some}, not {tokens}.")
         self.model = model
         self.prefill: int | None = None
-        self._options = _no_cache(model)
+        self._options = without_cache(model)
         probe = probe_ids[:_PROBE_TOKENS].unsqueeze(0).to(input_device(model))
         with torch.inference_mode():
-            self._decoder, full = self._find_decoder(probe)
+            self._decoder, full = find_decoder(model, probe, self._options)
+            check_causal(model, probe, full, self._options)
             self.chunk = chunk or _default_chunk(full.shape[-1])
             self.replays, self.exact = self._probe(probe, full)
         self.prefill = prefill
+        self._pieces = Prefill(model, probe_ids, self._losses)
         if not self.replays:
             logger.warning(
                 "%s: head replay does not reproduce the model's logits; full logits are held instead, "
                 "which needs length x vocabulary of memory.",
                 type(model).__name__,
             )
+
+    @property
+    def refused(self) -> str | None:
+        """Why the last texts were not run in pieces, though `prefill` asked for it."""
+        return self._pieces.refused
 
     @torch.inference_mode()
     def __call__(self, ids: Tensor, first: int = 1, *, read_last: bool = True) -> Tensor:
@@ -94,16 +113,11 @@ class TokenScorer:
             float64, on the CPU.
 
         Raises:
-            PosencError: There is no such token, or the prefill is to be in pieces and the model keeps no cache.
+            PosencError: There is no such token.
         """
-        done, losses = first, []
-        targets = ids.reshape(-1, ids.shape[-1])
-        for logits in self.logits(targets, first, read_last=read_last):
-            wanted = targets[:, done : done + logits.shape[1]].to(logits.device)
-            done += logits.shape[1]
-            loss = F.cross_entropy(_float(logits).flatten(0, 1), wanted.flatten(), reduction="none")
-            losses.append(loss.to("cpu", torch.float64).view_as(wanted))
-        return torch.cat(losses, dim=1).reshape(*ids.shape[:-1], -1)
+        windows = ids.reshape(-1, ids.shape[-1])
+        losses = _nats(self.logits(windows, first, read_last=read_last), windows[:, first:])
+        return losses.reshape(*ids.shape[:-1], -1)
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Iterator[Tensor]:
@@ -127,8 +141,15 @@ class TokenScorer:
         windows = ids.reshape(-1, ids.shape[-1]).to(input_device(self.model))
         read = windows if read_last else windows[:, :-1]
         # The token at index i is predicted by the hidden state at i - 1.
-        made = self._replay if self.replays else self._full
-        for logits in made(read, first - 1, ids.shape[-1] - 1):
+        places = first - 1, ids.shape[-1] - 1
+        if self.replays:
+            pieces = (
+                None if self.prefill is None else self._pieces.pieces(self.prefill, read.shape[1])
+            )
+            made = self._replay(read, *places, pieces)
+        else:
+            made = self._full(read, *places)
+        for logits in made:
             yield logits if ids.dim() > 1 else logits[0]
 
     def _forward(self, ids: Tensor, **options: Any) -> Any:
@@ -141,85 +162,50 @@ class TokenScorer:
         for begin in range(start, stop, step):
             yield logits[:, begin : min(begin + step, stop)]
 
-    def _replay(self, windows: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+    def _replay(
+        self, windows: Tensor, start: int, stop: int, pieces: Pieces | None = None
+    ) -> Iterator[Tensor]:
         """The same by head replay: the logits of a chunk are all that exists of them at a time."""
         decoder = self._decoder
         assert decoder is not None
         step = self._chunk_of(windows)
-        for offset, length, output in self._hidden(windows, decoder):
+        for offset, length, output in self._hidden(windows, decoder, pieces):
             for begin in range(max(start, offset), min(stop, offset + length), step):
                 end = min(begin + step, stop, offset + length)
                 part = slice(begin - offset, end - offset)
-                with _forward_replaced(
-                    decoder, lambda *_, part=part, output=output, **__: _sliced(output, part)
+                with forward_replaced(
+                    decoder, lambda *_, part=part, output=output, **__: sliced(output, part)
                 ):
                     logits: Tensor = self._forward(windows[:, begin:end]).logits
                 yield logits
 
-    def _hidden(self, windows: Tensor, decoder: nn.Module) -> Iterator[tuple[int, int, Any]]:
+    def _hidden(
+        self, windows: Tensor, decoder: nn.Module, pieces: Pieces | None
+    ) -> Iterator[tuple[int, int, Any]]:
         """Runs the decoder; yields the place, the length and the output of every piece of the prefill."""
         output: Any = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal output
             output = forward(*args, **kwargs)
-            return _sliced(output, slice(-1, None))  # the head behind it then sees a single token
+            return sliced(output, slice(-1, None))  # the head behind it then sees a single token
 
         forward = decoder.forward
-        tokens = windows.shape[1]
-        piece = self.prefill or tokens
-        cache: Any = None
-        for begin in range(0, tokens, piece):
-            part = windows[:, begin : begin + piece]
-            options = {} if piece >= tokens else {"use_cache": True, "past_key_values": cache}
-            with _forward_replaced(decoder, run):
-                cache = getattr(self._forward(part, **options), "past_key_values", None)
-            if options and cache is None:
-                raise PosencError(
-                    f"{type(self.model).__name__} keeps no key-value cache, so its prefill cannot be run in pieces: "
-                    "leave --prefill-chunk out."
-                )
-            yield begin, part.shape[1], output
+        tokens, before = windows.shape[1], None
+        for begin, end in [(0, tokens)] if pieces is None else pieces.bounds(tokens):
+            options = {} if pieces is None else pieces.arguments(before, windows, begin, end)
+            with forward_replaced(decoder, run):
+                before = self._forward(windows[:, begin:end], **options)
+            yield begin, end - begin, output
+
+    def _losses(self, ids: Tensor, pieces: Pieces | None) -> Tensor:
+        """The losses of a text run so, shape (n - 1,), for a prefill to be tried."""
+        window = ids.unsqueeze(0).to(input_device(self.model))
+        chunks = self._replay(window, 0, len(ids) - 1, pieces)
+        return _nats(chunks, ids[None, 1:])[0]
 
     def _chunk_of(self, windows: Tensor) -> int:
         return max(1, self.chunk // len(windows))
-
-    def _find_decoder(self, probe: Tensor) -> tuple[nn.Module | None, Tensor]:
-        """The outermost module that reads the tokens and returns hidden states, and the probe's full logits.
-
-        Found by watching a forward: names and nesting differ between families (`model`, `transformer`,
-        `gpt_neox`, `model.decoder`), and wrappers such as PEFT's add levels of their own.
-        """
-        embeddings = _input_embeddings(self.model)
-        found: list[nn.Module] = []
-
-        def watch(module: nn.Module, _: Any, output: Any) -> None:
-            hidden = _hidden_states(output)
-            if hidden is not None and hidden.shape[:2] == probe.shape:
-                found.append(module)  # hooks run when a module returns, so the outermost comes last
-
-        hooks = [
-            module.register_forward_hook(watch)
-            for module in self.model.modules()
-            if module is not self.model and any(part is embeddings for part in module.modules())
-        ]
-        try:
-            output = self.model(input_ids=probe, **self._options)
-        except Exception as error:  # a dtype or an attention backend that this machine lacks
-            raise PosencError(
-                f"{type(self.model).__name__} cannot be run here: {type(error).__name__}: {one_line(error)}"
-            ) from error
-        finally:
-            for hook in hooks:
-                hook.remove()
-        logits = getattr(output, "logits", None)
-        if not isinstance(logits, Tensor) or logits.shape[:2] != probe.shape:
-            raise PosencError(
-                f"{type(self.model).__name__} does not return logits for every token: perplexity needs a causal "
-                "language model."
-            )
-        found = [module for module in found if module is not embeddings]
-        return (found[-1] if found else None), logits
 
     def _probe(self, probe: Tensor, full: Tensor) -> tuple[bool, bool]:
         """Whether head replay gives the probe's logits: (up to rounding, bit for bit)."""
@@ -257,58 +243,24 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 def input_device(model: nn.Module) -> torch.device:
     """Where the model's token ids go."""
-    return next(_input_embeddings(model).parameters()).device
-
-
-def _input_embeddings(model: nn.Module) -> nn.Module:
-    embeddings: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-    return embeddings
-
-
-def _no_cache(model: nn.Module) -> dict[str, Any]:
-    """`use_cache=False` as an argument, so that the model's config need not be touched."""
-    parameters = inspect.signature(model.forward).parameters
-    variadic = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {"use_cache": False} if variadic or "use_cache" in parameters else {}
-
-
-def _hidden_states(output: Any) -> Tensor | None:
-    """The decoder's last hidden states, shape (batch, n, hidden), if this is a decoder's output."""
-    if isinstance(output, tuple):
-        first = output[0] if output else None
-    else:
-        first = None if hasattr(output, "logits") else getattr(output, "last_hidden_state", None)
-    return first if isinstance(first, Tensor) and first.dim() == 3 else None
-
-
-def _sliced(output: Any, positions: slice) -> Any:
-    """The same output with the last hidden states of these positions only."""
-    hidden = _hidden_states(output)
-    assert hidden is not None
-    if isinstance(output, tuple):
-        return (hidden[:, positions], *output[1:])
-    return type(output)(**{**output, "last_hidden_state": hidden[:, positions]})
-
-
-@contextlib.contextmanager
-def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replaces the forward of this one module object, and puts back exactly what was there."""
-    had = "forward" in vars(module)  # accelerate's hooks put one there
-    before = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        if had:
-            module.forward = before  # type: ignore[assignment]
-        else:
-            del module.forward
+    return next(input_embeddings(model).parameters()).device
 
 
 def _default_chunk(vocabulary: int) -> int:
     """`LOGITS_PER_CHUNK` in tokens, rounded down to whole tiles of 64 rows where there are so many."""
     chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
     return chunk - chunk % 64 if chunk > 64 else chunk
+
+
+def _nats(chunks: Iterator[Tensor], targets: Tensor) -> Tensor:
+    """Losses of tokens, shape (windows, m), float64, on the CPU, from the logits that predict them, chunk by chunk."""
+    done, losses = 0, []
+    for logits in chunks:
+        wanted = targets[:, done : done + logits.shape[1]].to(logits.device)
+        done += logits.shape[1]
+        loss = F.cross_entropy(_float(logits).flatten(0, 1), wanted.flatten(), reduction="none")
+        losses.append(loss.to("cpu", torch.float64).view_as(wanted))
+    return torch.cat(losses, dim=1)
 
 
 def _float(logits: Tensor) -> Tensor:
