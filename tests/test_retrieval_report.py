@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,27 @@ def test_what_cannot_be_done_is_one_line(
     assert len(lines) == 1
     assert lines[0].startswith("error: ")
     assert said in lines[0]
+
+
+def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    with (docs / "benchmarks" / "retrieval.csv").open() as file:
+        rows = {
+            (row["task"], row["method"], int(row["length"])): row for row in csv.DictReader(file)
+        }
+    page = (docs / "retrieval.md").read_text(encoding="utf-8")
+    block = page.split("<!-- measured: retrieval -->")[1].split("<!-- end -->")[0]
+    task, seen = "", 0
+    lengths: list[int] = []
+    for line in block.strip().splitlines():
+        first, *cells = (part.strip() for part in line.strip("|").split("|"))
+        if line.startswith("| `"):
+            for length, shown in zip(lengths, cells, strict=True):
+                row = rows[task, first.strip("`"), length]
+                low, high = (float(row[name]) * 100 for name in ("first_low", "first_high"))
+                assert shown == f"{report.percent(float(row['first']))} ({low:.0f}-{high:.0f})"
+                seen += 1
+        elif cells and not cells[0].startswith("---"):
+            task, lengths = first, [int(cell.replace(",", "")) for cell in cells]
+    assert seen == len([row for row in rows.values() if row["status"] == "ok"])
+    assert {float(row["accuracy"]) for row in rows.values()} == {0.0}
