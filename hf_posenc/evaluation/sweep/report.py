@@ -99,7 +99,7 @@ def sweep_lines(result: SweepResult) -> Iterator[str]:
     elif len(result.rungs[0].entered) > 1:
         yield "It is told apart from every other method."
     for row in (row for row in result.rows if row.control):
-        yield _against(row, settings)
+        yield against(row, settings)
 
 
 def problems(rows: Iterable[Row]) -> Iterator[str]:
@@ -131,7 +131,7 @@ def on_short(row: Row, settings: TailSettings) -> str:
     return "" if row.short is None else f", {row.short.ratio - 1:+.1%} at {settings.original:,}"
 
 
-def _against(control: Row, settings: TailSettings) -> str:
+def against(control: Row, settings: TailSettings) -> str:
     """How the best stands to a control, as a sentence."""
     if control.to_best is None:
         return f"{control.label} gave no number to compare with."
@@ -143,7 +143,7 @@ def _against(control: Row, settings: TailSettings) -> str:
         return f"It is not told apart from {what}."
     if control.to_best.ratio > 1:
         return f"It is better than {what}."
-    return f"It is worse than {what}: on these documents, no method of the sweep makes more of the longer context."
+    return f"It is worse than {what}: on these documents, nothing here makes more of the longer context."
 
 
 def _perplexity(row: Row) -> Text:

@@ -10,7 +10,7 @@ from hf_posenc.evaluation.report import FEW_DOCUMENTS, number
 from hf_posenc.evaluation.sweep.board import Row
 from hf_posenc.evaluation.sweep.factors import LABEL
 from hf_posenc.evaluation.sweep.losses import perplexity_of
-from hf_posenc.evaluation.sweep.report import on_short, rows_table
+from hf_posenc.evaluation.sweep.report import against, on_short, rows_table
 from hf_posenc.evaluation.sweep.search_result import SearchResult
 
 
@@ -46,10 +46,12 @@ def search_lines(result: SearchResult) -> Iterator[str]:
     )
     start = result.best_start()
     if start is not None:
-        yield _against(start)
+        yield _to_start(start)
+    for row in (row for row in result.rows if row.control):
+        yield against(row, settings)
 
 
-def _against(start: Row) -> str:
+def _to_start(start: Row) -> str:
     """How the search stands to the best published start, on documents that neither was fitted to."""
     stands = start.to_best
     if stands is None:
