@@ -134,6 +134,29 @@ def test_what_the_commands_say_and_write(model: Path, folder: Path, tmp_path: Pa
     assert patch.config.to_dict() == {k: v for k, v in values["recipe"].items() if k != "recipe"}
 
 
+def test_a_dry_run_says_what_it_costs(model: Path, folder: Path, tmp_path: Path) -> None:
+    result = invoke(*arguments("sweep", model, folder, tmp_path, "--dry-run"))
+    once = 64 + 128
+    # 6 methods and 2 controls on 2 documents, 3 and 2 on the next 2, 2 and 2 on the last
+    assert f"{once * (8 * 2 + 5 * 2 + 4):,} tokens instead of {once * 8 * 5:,}" in result.stdout
+    result = invoke(*arguments("search", model, folder, tmp_path, "--dry-run"))
+    assert f"{24 * 2 * 2 * 128 + 6 * 3 * 2 * once:,} tokens for 24 evaluations" in result.stdout
+    assert records(tmp_path) == 0
+
+
+def test_a_prefill_in_pieces_gives_the_same_numbers(
+    model: Path, folder: Path, tmp_path: Path
+) -> None:
+    found = []
+    for more in ((), ("--prefill-chunk", "48", "--chunk", "7")):
+        output = tmp_path / str(len(more))
+        result = invoke(*arguments("sweep", model, folder, output, *more))
+        assert result.exit_code == 0, result.output
+        found.append(json.loads((output / "sweep.json").read_text())["records"])
+    assert [r["nats"] for r in found[1]] == pytest.approx([r["nats"] for r in found[0]], rel=1e-5)
+    assert [r["nats"] for r in found[1]] != [r["nats"] for r in found[0]]  # it was in pieces
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

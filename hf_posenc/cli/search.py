@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from hf_posenc.cli import inputs as inp
 from hf_posenc.cli import options as opt
 from hf_posenc.cli import tail_runs as tail
-from hf_posenc.cli.inputs import check_output, decide_plot, source_of
+from hf_posenc.cli.console import out
 from hf_posenc.cli.session import command_line, open_session
 
 DEMO_DOCUMENTS = 24
@@ -76,11 +77,17 @@ def search(
     streaming: opt.StreamingOption = True,
     limit: opt.LimitOption = None,
     max_doc_tokens: opt.MaxDocTokensOption = None,
+    tokenized: inp.TokenizedOption = None,
+    token_dtype: inp.TokenDtypeOption = "uint16",
+    token_cache: inp.TokenCacheOption = None,
     tokenizer: opt.TokenizerOption = None,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = None,
     device_map: opt.DeviceMapOption = None,
     attn: opt.AttnOption = None,
+    prefill_chunk: opt.PrefillChunkOption = None,
+    chunk: opt.ChunkOption = None,
+    dry_run: opt.DryRunOption = False,
     output: opt.OutputOption = Path("out"),
     plot: opt.PlotOption = None,
     shard: opt.ShardOption = None,
@@ -98,9 +105,11 @@ def search(
 
     place = current_shard(shard)
     own = SearchSettings(budget, search_documents, short_texts, attention_factor, replace)
-    with_plot = decide_plot(plot)
-    check_output(output)
-    source, origin = source_of(text, dataset, config, split, column, streaming)
+    with_plot = inp.decide_plot(plot)
+    inp.check_output(output)
+    source, origin = inp.source_of(
+        text, dataset, config, split, column, streaming, tokenized, token_dtype
+    )
     session = open_session(
         model, tokenizer=tokenizer, dtype=dtype, device=device, device_map=device_map, attn=attn
     )
@@ -111,6 +120,8 @@ def search(
         max_regression=max_regression,
         tail_tokens=tail_tokens,
         windows_per_document=windows_per_document,
+        chunk=chunk,
+        prefill=prefill_chunk,
         seed=seed,
     )
     inputs = tail.read_inputs(
@@ -122,11 +133,15 @@ def search(
         bos=bos,
         limit=limit,
         max_doc_tokens=max_doc_tokens,
+        cache=inp.token_cache_of(token_cache, session.tokenizer),
         demo=DEMO_DOCUMENTS,
         command=command_line(context),
     )
     with tail.metering(inputs, output, place) as (meter, total):
         total[0] = work(meter, settings, own)
+        if dry_run:
+            out().print(f"{total[0]:,} tokens for {own.budget:,} evaluations.", markup=False)
+            return
         result = run_search(meter, settings, own, about=inputs.about, skipped=inputs.skipped)
     if place.index:
         return

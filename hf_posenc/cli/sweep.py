@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
+from hf_posenc.cli import inputs as inp
 from hf_posenc.cli import options as opt
 from hf_posenc.cli import tail_runs as tail
 from hf_posenc.cli.console import out
-from hf_posenc.cli.inputs import check_output, decide_plot, source_of
 from hf_posenc.cli.search import search
 from hf_posenc.cli.session import Remembers, command_line, open_session
 
@@ -65,11 +65,17 @@ def sweep(
     streaming: opt.StreamingOption = True,
     limit: opt.LimitOption = None,
     max_doc_tokens: opt.MaxDocTokensOption = None,
+    tokenized: inp.TokenizedOption = None,
+    token_dtype: inp.TokenDtypeOption = "uint16",
+    token_cache: inp.TokenCacheOption = None,
     tokenizer: opt.TokenizerOption = None,
     dtype: opt.DtypeOption = "auto",
     device: opt.DeviceOption = None,
     device_map: opt.DeviceMapOption = None,
     attn: opt.AttnOption = None,
+    prefill_chunk: opt.PrefillChunkOption = None,
+    chunk: opt.ChunkOption = None,
+    dry_run: opt.DryRunOption = False,
     output: opt.OutputOption = Path("out"),
     plot: opt.PlotOption = None,
     shard: opt.ShardOption = None,
@@ -92,9 +98,11 @@ def sweep(
     candidates = crossed(
         specs, wanted or (2.0,)
     )  # refuses what cannot be read before a model is loaded
-    with_plot = decide_plot(plot)
-    check_output(output)
-    source, origin = source_of(text, dataset, config, split, column, streaming)
+    with_plot = inp.decide_plot(plot)
+    inp.check_output(output)
+    source, origin = inp.source_of(
+        text, dataset, config, split, column, streaming, tokenized, token_dtype
+    )
     session = open_session(
         model, tokenizer=tokenizer, dtype=dtype, device=device, device_map=device_map, attn=attn
     )
@@ -106,6 +114,8 @@ def sweep(
         max_regression=max_regression,
         tail_tokens=tail_tokens,
         windows_per_document=windows_per_document,
+        chunk=chunk,
+        prefill=prefill_chunk,
         seed=seed,
     )
     if wanted is None:
@@ -119,11 +129,16 @@ def sweep(
         bos=bos,
         limit=limit,
         max_doc_tokens=max_doc_tokens,
+        cache=inp.token_cache_of(token_cache, session.tokenizer),
         demo=DEMO_DOCUMENTS,
         command=command_line(context),
     )
     with tail.metering(inputs, output, place) as (meter, total):
-        total[0] = work(meter, candidates, first_documents)[0]
+        total[0], everything = work(meter, candidates, first_documents)
+        if dry_run:
+            saved = f" instead of {everything:,} for everything on every document"
+            out().print(f"{total[0]:,} tokens{saved}.", markup=False)
+            return
         result = run_sweep(
             meter,
             candidates,

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from hf_posenc.cli.session import Session
-    from hf_posenc.evaluation.documents import Document, Skipped, TokenizedDocument
+    from hf_posenc.evaluation.documents import Entry, Skipped, TokenCache, TokenizedDocument
     from hf_posenc.evaluation.processes import Shard
     from hf_posenc.evaluation.sweep.meter import Meter
     from hf_posenc.evaluation.sweep.result import SweepResult
@@ -113,12 +113,13 @@ def read_inputs(
     session: Session,
     settings: TailSettings,
     place: Shard,
-    source: Iterable[Document | Skipped] | None,
+    source: Iterable[Entry] | None,
     origin: dict[str, Any],
     *,
     bos: str | None,
     limit: int | None,
     max_doc_tokens: int | None,
+    cache: TokenCache | None,
     demo: int,
     command: str,
 ) -> Inputs:
@@ -133,6 +134,7 @@ def read_inputs(
         bos: Policy for special tokens.
         limit: Number of usable documents.
         max_doc_tokens: Documents are cut to so many tokens.
+        cache: Where their tokens are kept from one run to the next.
         demo: The limit for the held-out modules, where none is given.
         command: What the result says of how it was made.
 
@@ -151,7 +153,13 @@ def read_inputs(
     needed = settings.target - len(special)
     with reading(place) as seen:
         usable, skipped = load_documents(
-            source, words, min_tokens=needed, max_tokens=max_doc_tokens, limit=limit, seen=seen
+            source,
+            words,
+            min_tokens=needed,
+            max_tokens=max_doc_tokens,
+            limit=limit,
+            seen=seen,
+            cache=cache,
         )
     check_vocabulary(session.model, usable)
     if place.index == 0:

@@ -19,9 +19,9 @@ from hf_posenc.evaluation.sweep.factors import Genome
 CHANCE = 0.3
 """A gene changes with this chance (the authors' code, microsoft/LongRoPE)."""
 STEP = 0.01
-"""Factors are drawn from a grid of this step (section 3.3)."""
+"""Factors are drawn from a grid of this step (section 3.2, table 4)."""
 CEILING = 1.25
-"""Up to this multiple of the scale: a slow pair may be interpolated more than PI does (section 3.3)."""
+"""Up to this multiple of the scale: a slow pair may be interpolated more than PI does (section 3.2, table 4)."""
 TRIES = 20
 """How often a child is drawn again that is not monotone or was there before."""
 

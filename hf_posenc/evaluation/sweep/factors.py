@@ -20,7 +20,7 @@ from hf_posenc.seams.discovery import original_length, read_spec
 from hf_posenc.seams.layers import select
 
 STARTS = ("pi", "ntk", "yarn")
-"""The population begins with these: LongRoPE, arXiv 2402.13753, section 3.3."""
+"""The population begins with these: LongRoPE, arXiv 2402.13753, section 3.2."""
 
 LABEL = "search"
 SHORT_TEXTS = ("same", "native")

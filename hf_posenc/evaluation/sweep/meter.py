@@ -68,7 +68,11 @@ class Meter:
     def __post_init__(self) -> None:
         probe = torch.tensor([*self.special, *self.documents[0].tokens(0, 16).tolist()])
         with evaluation_mode(self.model):
-            self._scorer = FrugalScorer(TokenScorer(self.model, probe, chunk=self.settings.chunk))
+            self._scorer = FrugalScorer(
+                TokenScorer(
+                    self.model, probe, chunk=self.settings.chunk, prefill=self.settings.prefill
+                )
+            )
         self._hashes = [document.to_dict()["tokens_sha256"] for document in self.documents]
 
     def loss(self, candidate: Candidate, length: int, document: int) -> Loss:

@@ -23,6 +23,7 @@ class TailSettings:
         windows_per_document: Tails scored in each document, evenly spaced.
         max_regression: How much the perplexity at the original length may grow, as a fraction; `None`: any.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
+        prefill: Tokens that the model runs at a time, over a key-value cache; `None`: all at once.
         seed: Seed of all that is drawn.
         resamples: Number of bootstrap resamples.
 
@@ -36,6 +37,7 @@ class TailSettings:
     windows_per_document: int = 1
     max_regression: float | None = None
     chunk: int | None = None
+    prefill: int | None = None
     seed: int = 0
     resamples: int = RESAMPLES
 
@@ -50,7 +52,9 @@ class TailSettings:
                 f"--max-regression is a fraction of at least 0, such as 0.02, not {self.max_regression}."
             )
         if self.windows_per_document < 1:
-            raise PosencError(f"windows_per_document is at least 1, not {self.windows_per_document}.")
+            raise PosencError(
+                f"windows_per_document is at least 1, not {self.windows_per_document}."
+            )
         object.__setattr__(self, "tail_tokens", self.protocol.tail_tokens)  # checks the others too
 
     @property
@@ -60,8 +64,11 @@ class TailSettings:
             lengths=(self.original, self.target),
             protocols=("tail",),
             tail_tokens=self.tail_tokens,
-            windows_per_document=None if self.windows_per_document == 1 else self.windows_per_document,
+            windows_per_document=None
+            if self.windows_per_document == 1
+            else self.windows_per_document,
             chunk=self.chunk,
+            prefill=self.prefill,
             seed=self.seed,
             resamples=self.resamples,
         )
@@ -74,7 +81,7 @@ class TailSettings:
     @property
     def decisive(self) -> dict[str, Any]:
         """What determines the loss of a candidate on a document at a length: part of the store's fingerprint."""
-        names = ("original", "target", "tail_tokens", "windows_per_document", "chunk")
+        names = ("original", "target", "tail_tokens", "windows_per_document", "chunk", "prefill")
         return {"protocol": "tail", **{name: getattr(self, name) for name in names}}
 
     def to_dict(self) -> dict[str, Any]:
