@@ -5,41 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from typer.core import TyperCommand
 
-from hf_posenc.cli.options import DOCUMENTS
 from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.documents import Entry, TokenCache, TokenizedDocument
-
-TokenizedOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.",
-        rich_help_panel=DOCUMENTS,
-    ),
-]
-TokenDtypeOption = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME",
-        help="What a .bin file of token ids consists of: uint16, uint32, int32, int64.",
-        rich_help_panel=DOCUMENTS,
-    ),
-]
-TokenCacheOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="Keep the documents' tokens in this folder; several processes and later runs then tokenize only once.",
-        rich_help_panel=DOCUMENTS,
-    ),
-]
 
 
 class TakesSeveral(TyperCommand):

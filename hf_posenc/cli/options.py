@@ -155,6 +155,30 @@ MaxDocTokensOption = Annotated[
         rich_help_panel=DOCUMENTS,
     ),
 ]
+TokenizedOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+TokenDtypeOption = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="What a .bin file of token ids consists of: uint16, uint32, int32, int64.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
+TokenCacheOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Keep the documents' tokens in this folder; several processes and later runs then tokenize only once.",
+        rich_help_panel=DOCUMENTS,
+    ),
+]
 TokenizerOption = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Default: the model's.", rich_help_panel=MODEL),
