@@ -94,3 +94,15 @@ def test_losses_without_a_finite_perplexity(nats: float, shown: str) -> None:
 def test_many_small_terms_add_up() -> None:
     rows = records("none", [(1e8, 1), *[(1e-8, 1)] * 1000])
     assert summarize(rows, seed=0, resamples=1)[0].nats == 1e8 + 1e-5
+
+
+def test_rounding_is_no_difference() -> None:
+    rows = [(100.0 + index, 50) for index in range(6)]
+    lower = [(nats * (1 - 1e-6), tokens) for nats, tokens in rows]
+    clearly = [(nats * 0.99, tokens) for nats, tokens in rows]
+    cells = summarize(
+        [*records("none", rows), *records("rounded", lower), *records("lower", clearly)], seed=0
+    )
+    assert [cell.differs for cell in cells] == [0, 0, -1]
+    assert cells[1].ratio_interval is not None
+    assert cells[1].ratio_interval[1] < 1

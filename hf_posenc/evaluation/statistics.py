@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 10_000
+ROUNDING = 1e-4
+"""A ratio of perplexities that is no farther from 1 is rounding: other kernels on the same numbers."""
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,15 @@ class Cell:
     @property
     def differs(self) -> int:
         """-1 where the paired interval says lower than the baseline, 1 where higher, 0 where it does not say."""
-        if self.ratio_interval is None:
-            return 0
-        low, high = self.ratio_interval
-        return int(low > 1) - int(high < 1)
+        return side_of_one(self.ratio_interval)
+
+
+def side_of_one(interval: tuple[float, float] | None) -> int:
+    """On which side of 1 a ratio is by its whole interval and by more than rounding: -1, 1, or 0 for neither."""
+    if interval is None:
+        return 0
+    low, high = interval
+    return int(low > 1 + ROUNDING) - int(high < 1 - ROUNDING)
 
 
 class Bootstrap:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from hf_posenc.evaluation.report import FEW_DOCUMENTS
 from hf_posenc.evaluation.report import number as number
+from hf_posenc.evaluation.statistics import ROUNDING, side_of_one
 
 Interval = tuple[float, float]
 OUT_OF_MEMORY = "out of memory"
@@ -66,10 +67,10 @@ def interval_of(values: Sequence[float | None] | None) -> Interval | None:
 
 
 def shown_ratio(value: float) -> Shown:
-    """A ratio with as many digits as it takes to tell it from 1, six decimals at most."""
-    if not 0.9 < value < 1.1 or value == 1:
+    """A ratio with as many digits as it takes to tell it from 1, but for what is rounding."""
+    if not 0.9 < value < 1.1 or abs(value - 1) < ROUNDING:
         return shown(value, 3)
-    texts = [f"{value:.{digits}f}" for digits in (3, 4, 5, 6)]
+    texts = [f"{value:.{digits}f}" for digits in (3, 4)]
     return Shown(next((text for text in texts if float(text) != 1), texts[-1]), repr(value))
 
 
@@ -100,7 +101,7 @@ def verdict(interval: Interval | None, documents: int) -> str:
     """
     if interval is None or documents < FEW_DOCUMENTS or not all(map(math.isfinite, interval)):
         return ""
-    return "better" if interval[1] < 1 else "worse" if interval[0] > 1 else ""
+    return {-1: "better", 0: "", 1: "worse"}[side_of_one(interval)]
 
 
 def ratio_entry(ratio: float | None, interval: Interval | None, documents: int) -> Entry:

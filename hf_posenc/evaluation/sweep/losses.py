@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_posenc.evaluation.statistics import Bootstrap
+from hf_posenc.evaluation.statistics import Bootstrap, side_of_one
 
 INTERVAL = (0.025, 0.975)
 
@@ -72,7 +72,7 @@ class Comparison:
     @property
     def decided(self) -> bool:
         """Whether the interval leaves out 1, no difference. Without an interval nothing is decided."""
-        return self.interval is not None and not self.interval[0] <= 1 <= self.interval[1]
+        return side_of_one(self.interval) != 0
 
 
 class Scales:
