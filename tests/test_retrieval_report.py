@@ -34,7 +34,7 @@ def entry(label: str, method: str | None, auto: bool = False) -> Any:
 
 
 def result(*, right: bool = True, rank: int = 1, ranks: bool = True) -> RetrievalResult:
-    """`good` finds everything up to 1,024 tokens; `bad` within 256 only, and has no memory for more than 512."""
+    """`good` finds everything; `bad` within 256 tokens, or at the end, and has no memory for more than 512."""
     settings = RetrievalSettings(
         lengths=LENGTHS,
         tasks=("passkey", "vt"),
@@ -49,7 +49,7 @@ def result(*, right: bool = True, rank: int = 1, ranks: bool = True) -> Retrieva
             length=length,
             depth=depth,
             sample=sample,
-            correct=right and (method == "good (auto)" or length == 256),
+            correct=right and (method == "good (auto)" or length == 256 or depth == 1.0),
             score=1.0,
             nats=1.0,
             rank=(rank if method == "good (auto)" or length == 256 else 4) if ranks else None,
@@ -96,7 +96,7 @@ def test_the_table_says_what_was_found_and_how_sure_that_is() -> None:
         assert text in shown
     good, bad = (line for line in shown.splitlines() if line.strip().startswith(("good", "bad")))
     assert good.split() == ["good", "(auto)", "100%", "100%", "100%", "1,024", "1,024"]
-    assert bad.split() == ["bad", "100%", "0%", "OOM", "256", "-"]
+    assert bad.split() == ["bad", "100%", "33%", "OOM", "256", "-"]
     shown = printed(report.table(result(), "vt"))
     assert "k_max" not in shown  # nothing has a depth
     assert [line.split()[1] for line in shown.splitlines() if line.strip().startswith("bad")] == [
@@ -158,7 +158,7 @@ def test_heat_maps_show_every_cell_and_the_trained_length(tmp_path: Path) -> Non
     assert (good == 1.0).all()
     assert good.shape == (3, 3)  # depths x lengths
     assert (bad[:, 0] == 1.0).all()
-    assert (bad[:, 1] == 0.0).all()
+    assert list(bad[:, 1]) == [0.0, 0.0, 1.0]  # the front of the prompt on top
     assert np.isnan(bad[:, 2]).all()
     assert {text.get_text() for text in panels[1].texts} == {"100", "0", "OOM"}
     assert "too short" in {text.get_text() for text in panels[2].texts}

@@ -32,7 +32,7 @@ from hf_posenc.evaluation.retrieval.statistics import (
     summarize,
     wilson,
 )
-from hf_posenc.evaluation.store import ALONE
+from hf_posenc.evaluation.store import ALONE, Memory
 from tests import zoo
 from tests.retrieval_models import Copier
 from tests.tiny_text import VOCABULARY, byte_tokenizer
@@ -165,6 +165,30 @@ def test_lengths_that_are_too_short_for_a_task_are_left_out(tmp_path: Path) -> N
     assert not fits.left_out
     with pytest.raises(PosencError, match=r"vt needs at least [\d,]+ with this tokenizer"):
         run_of(Copier(), tasks=("vt",), lengths=(left.needed - 1,))
+    alone = Candidate.parse("none")
+    behind = settings(tasks=("vt",), lengths=(left.needed,))
+    with pytest.raises(
+        PosencError, match=f"vt needs at least {left.needed + 1:,} "
+    ):  # a special token too
+        RetrievalRun(Copier(), byte_tokenizer(), [alone], behind, special=[0])
+
+
+@pytest.mark.parametrize(("update", "long"), [("row", 1), ("sequence", 4)])
+def test_what_depends_on_the_length_is_not_read_on_from_a_cache(update: str, long: int) -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    candidate = Candidate.parse(f"dynamic_ntk:update={update}").checked(model)
+    run = RetrievalRun(
+        model,
+        byte_tokenizer(),
+        [candidate],
+        settings(lengths=(400,), samples=1, depths=(0.5,)),
+    )
+    read: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    run.measure(Memory())
+    assert len([n for n in read if n > 300]) == long
 
 
 def test_a_result_survives_its_file(tmp_path: Path) -> None:
