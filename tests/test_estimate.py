@@ -232,6 +232,8 @@ def test_a_prefill_in_pieces_keeps_a_cache(
     assert pieces.cache >= seen * dtype.itemsize
     assert pieces.activations < whole.activations / 2
     assert pieces.flops == whole.flops
+    rows = [forward_cost(model, 1024, chunk=4096, prefill_chunk=p).logits for p in (None, 128)]
+    assert rows[0] / rows[1] == 1023 / 128  # a chunk of logits is of one piece
     for cost, prefill in ((whole, None), (pieces, 128)):
         assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), 1.35)
 

@@ -37,7 +37,8 @@ class Cost:
         tokens: Tokens forwarded.
         flops: Floating-point operations.
         weights: Bytes of the model's weights and buffers.
-        activations: Bytes of what the decoder makes on the way through a layer, masks and scores included.
+        activations: Bytes of what the decoder makes on the way through a layer, masks and scores included; in pieces,
+            also of the logits that are still held from the piece before.
         cache: Bytes of keys and values, where the prefill is in pieces; layers with a window keep no more than that.
         hidden: Bytes of the last hidden states, which wait for the head.
         logits: Bytes of the logits of a chunk, of their float32 copy and of their log-softmax.
@@ -143,12 +144,13 @@ def run_cost(
     for (tokens, scored), count in counted.items():
         piece = tokens if prefill_chunk is None or full_logits else min(prefill_chunk, tokens)
         run, together = Pass(piece, tokens, size), min(batch, count)
-        rows = min(chunk, scored * together)
+        rows = min(chunk, together * min(scored, piece))
+        held = rows * shape.vocabulary * size if piece < tokens else 0
         cost = Cost(
             tokens=tokens * count,
             flops=_flops(shape, tokens, scored) * count,
             weights=weights,
-            activations=together * activation_bytes(shape, run),
+            activations=together * activation_bytes(shape, run) + held,
             cache=together * cache_bytes(shape, run),
             hidden=together * piece * shape.hidden * size,
             logits=logit_bytes(shape, rows, size, whole=together * tokens if full_logits else 0),
