@@ -1,11 +1,10 @@
-"""Estimates against PyTorch's own count of operations, and against every tensor that a forward makes."""
+"""Estimates of operations against PyTorch's own count; whole runs, and models without weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import types
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,19 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
-from hf_posenc import patch_model
-from hf_posenc.attention import engine
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import estimate, free_memory
+from hf_posenc.evaluation import free_memory
 from hf_posenc.evaluation.estimate import Cost, forward_cost, run_cost, visible_pairs
-from hf_posenc.evaluation.head_replay import TokenScorer
 from hf_posenc.evaluation.layer_shape import Attention, read_layer
-from hf_posenc.evaluation.model_shape import read_shape
 from tests import zoo
+from tests.live_bytes import attentions, build
 from tests.zoo_registry import quiet as quietly
 
 # --- operations -------------------------------------------------------------------------------------
@@ -84,10 +79,6 @@ def test_experts_in_a_list_of_modules_as_remote_code_has_them() -> None:
     assert found.attention is None
 
 
-def attentions(model: nn.Module) -> list[Attention]:
-    return [found for layer in read_shape(model).layers if (found := layer.attention) is not None]
-
-
 @pytest.mark.parametrize("length", [1, 7, 8, 9, 40])
 @pytest.mark.parametrize(("window", "chunked"), [(None, False), (8, False), (8, True), (64, True)])
 def test_pairs_are_those_of_the_mask(length: int, window: int | None, chunked: bool) -> None:
@@ -121,201 +112,6 @@ def test_a_head_reads_scored_tokens_only() -> None:
     every, few = (forward_cost(model, 64, scored=scored).flops for scored in (63, 10))
     assert every - few == 2 * 53 * 64 * 4096
     assert forward_cost(model, 64).flops == every
-
-
-# --- memory -----------------------------------------------------------------------------------------
-
-_DispatchMode: Any = TorchDispatchMode
-
-
-class LiveBytes(_DispatchMode):  # type: ignore[misc]
-    """The most bytes that the tensors made under it had at once; exact and the same in every run."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.now = self.peak = 0
-        tensors = [*model.parameters(), *model.buffers()]
-        self.known = {tensor.untyped_storage()._cdata for tensor in tensors}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self:  # operations that are made of others: what the others make counts too
-            output = func.decompose(*args, **(kwargs or {}))
-        if output is NotImplemented:
-            output = func(*args, **(kwargs or {}))
-        for value in output if isinstance(output, tuple | list) else (output,):
-            if isinstance(value, Tensor):
-                self.made(value.untyped_storage())
-        return output
-
-    def made(self, storage: Any) -> None:
-        if storage._cdata not in self.known:
-            self.known.add(storage._cdata)
-            self.now += storage.nbytes()
-            self.peak = max(self.peak, self.now)
-            weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
-
-    def freed(self, key: int, size: int) -> None:
-        self.known.discard(key)
-        self.now -= size
-
-
-def measured(model: Any, length: int, *, chunk: int, prefill: int | None = None) -> int:
-    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=chunk)
-    assert scorer.replays
-    scorer.prefill = prefill
-    live: Any = LiveBytes(model)
-    with live:
-        scorer(zoo.tokens(length)[0])
-    return int(live.peak)
-
-
-def build(model_type: str, **sizes: Any) -> Any:
-    """A tiny model with an MLP as wide as large models have it."""
-    return zoo.build(
-        model_type, **{"intermediate_size": 208, "max_position_embeddings": 2048, **sizes}
-    )
-
-
-def within(cost: Cost, peak: int, most: float = 1.25) -> bool:
-    """Whether an estimate is right, and rather too high than too low."""
-    ratio = cost.beside_weights / peak
-    assert 0.9 < ratio < most, f"{ratio:.3f}: {cost} for {peak:,} bytes"
-    return True
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        *("llama", "qwen3", "cohere", "granite", "phi", "phi3", "olmo2", "stablelm"),
-        *("gpt_neox", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "lfm2", "gemma2"),
-    ],
-)
-def test_memory_is_estimated_within_a_quarter(model_type: str, dtype: torch.dtype) -> None:
-    model = build(model_type).to(dtype)
-    for length in (256, 1024):
-        cost = forward_cost(model, length, chunk=32)
-        assert within(cost, measured(model, length, chunk=32))
-
-
-@pytest.mark.parametrize("model_type", ["bloom", "gptj", "gpt_oss"])
-def test_families_with_an_attention_of_their_own_hold_more_scores(model_type: str) -> None:
-    model = build(model_type)
-    for length in (256, 1024):
-        cost = forward_cost(model, length, chunk=32)
-        assert within(cost, measured(model, length, chunk=32), 1.75)
-
-
-@pytest.mark.parametrize("vocabulary", [128, 4096, 32768])
-@pytest.mark.parametrize("chunk", [16, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_count_by_the_chunk(vocabulary: int, chunk: int, dtype: torch.dtype) -> None:
-    model = build("llama", vocab_size=vocabulary).to(dtype)
-    cost, peak = forward_cost(model, 512, chunk=chunk), measured(model, 512, chunk=chunk)
-    assert within(cost, peak)
-    assert (cost.logits > cost.activations) == (vocabulary * chunk > 2**18)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("model_type", "attention"),
-    [("llama", "sdpa"), ("llama", "eager"), ("gemma3_text", "sdpa"), ("mixtral", "sdpa")],
-)
-def test_a_prefill_in_pieces_keeps_a_cache(
-    model_type: str, attention: str, dtype: torch.dtype
-) -> None:
-    model = build(model_type, **({"sliding_window": 32} if "gemma" in model_type else {})).to(dtype)
-    model.set_attn_implementation(attention)
-    whole, pieces = (forward_cost(model, 1024, chunk=16, prefill_chunk=p) for p in (None, 128))
-    seen = sum(min(layer.window or 1024, 1024) * layer.cached for layer in attentions(model))
-    assert whole.cache == 0
-    assert pieces.cache >= seen * dtype.itemsize
-    assert pieces.activations < whole.activations / 2
-    assert pieces.flops == whole.flops
-    rows = [forward_cost(model, 1024, chunk=4096, prefill_chunk=p).logits for p in (None, 128)]
-    assert rows[0] / rows[1] == 1023 / 128  # a chunk of logits is of one piece
-    for cost, prefill in ((whole, None), (pieces, 128)):
-        assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), 1.35)
-
-
-def test_a_prefill_in_pieces_keeps_no_more_than_a_window() -> None:
-    model = build("mistral", sliding_window=32)
-    short, long = (forward_cost(model, n, chunk=16, prefill_chunk=64) for n in (512, 2048))
-    assert short.cache == long.cache > 0
-    assert short.beside_weights == long.beside_weights
-    for length in (512, 2048):
-        assert within(short, measured(model, length, chunk=16, prefill=64), 1.35)
-
-
-def test_masks_and_scores_grow_with_the_square() -> None:
-    windowed = build("mistral", sliding_window=32)
-    assert forward_cost(windowed, 2048, chunk=16).activations > 2048**2 * 6
-    assert forward_cost(windowed, 31, chunk=16).activations < 31**2 * 2000
-    eager, fused = build("llama"), build("llama")
-    eager.set_attn_implementation("eager")
-    more = forward_cost(eager, 1024).activations - forward_cost(fused, 1024).activations
-    assert more > 4 * 1024**2 * 4  # heads, pairs, bytes
-    for model in (windowed, eager, fused):
-        assert within(forward_cost(model, 1024, chunk=16), measured(model, 1024, chunk=16))
-
-
-METHODS: dict[str, dict[str, Any]] = {
-    "yarn": {"scale": 4},
-    "rerope": {"window": 64},
-    "dual_chunk": {},
-    "alibi": {},
-    "log_n": {},
-    "dynamic_ntk": {"update": "request"},
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", METHODS)
-def test_patched_models_on_the_kernels(method: str, dtype: torch.dtype) -> None:
-    model = patch_model(
-        build("llama", max_position_embeddings=256).to(dtype), method, **METHODS[method]
-    )
-    cost = forward_cost(model, 1024, chunk=16)
-    assert within(cost, measured(model, 1024, chunk=16))
-
-
-@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "alibi", "log_n"])
-def test_patched_models_on_other_devices(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = tuple(backend for backend in engine.BACKENDS if backend.name == "exact")
-    monkeypatch.setattr(engine, "BACKENDS", exact)  # what a GPU computes with
-    model = patch_model(build("llama", max_position_embeddings=256), method, **METHODS[method])
-    shape = dataclasses.replace(read_shape(model), device=torch.device("cuda"))
-    monkeypatch.setattr(estimate, "read_shape", lambda _: shape)
-    for prefill in (None, 128):
-        cost = forward_cost(model, 1024, chunk=16, prefill_chunk=prefill)
-        peak = measured(model, 1024, chunk=16, prefill=prefill)
-        assert within(cost, peak, 1.5)
-
-
-def test_full_logits_are_held_whole() -> None:
-    model = build("llama", vocab_size=4096)
-    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=16)
-    scorer.replays = False
-    live: Any = LiveBytes(model)
-    with live:
-        scorer(zoo.tokens(512)[0])
-    cost = forward_cost(model, 512, chunk=16, full_logits=True)
-    assert within(cost, live.peak)
-    assert cost.logits > 512 * 4096 * 4
-
-
-def test_windows_of_a_batch() -> None:
-    model = build("llama")
-    one, four = (forward_cost(model, 256, windows=n, chunk=16) for n in (1, 4))
-    assert four.flops == 4 * one.flops
-    assert four.tokens == 4 * 256
-    assert four.activations == 4 * one.activations
-    assert four.logits == one.logits  # a chunk is shared out
-    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=16)
-    live: Any = LiveBytes(model)
-    with live:
-        scorer(zoo.tokens(256).expand(4, -1))
-    assert within(four, live.peak)
 
 
 # --- whole runs, and models without weights ---------------------------------------------------------
@@ -404,8 +200,9 @@ def test_what_cannot_be_estimated() -> None:
         with pytest.raises(PosencError, match=f"{name} is at least 1, not 0"):
             forward_cost(model, **options)
     auto: Any = AutoModel
-    with pytest.raises(PosencError, match="LlamaModel has no language head"):
-        forward_cost(auto.from_config(zoo.tiny_config("llama")), 64)
+    for other in (nn.Linear(2, 2), auto.from_config(zoo.tiny_config("llama"))):
+        with pytest.raises(PosencError, match=f"{type(other).__name__} has no language head"):
+            forward_cost(other, 64)
 
 
 def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

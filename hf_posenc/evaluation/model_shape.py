@@ -55,7 +55,7 @@ def read_shape(model: nn.Module) -> ModelShape:
         PosencError: The model has no head or no list of layers.
     """
     whole: Any = model
-    head = whole.get_output_embeddings()
+    head = whole.get_output_embeddings() if hasattr(whole, "get_output_embeddings") else None
     if head is None:
         raise PosencError(
             f"{type(model).__name__} has no language head, so there is nothing to score: give a causal language model."
