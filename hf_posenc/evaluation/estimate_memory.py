@@ -1,8 +1,8 @@
 """Bytes of the tensors that exist at once in a forward, from a model's sizes.
 
 The numbers of copies are those of transformers' forwards in inference mode, as seen by watching every tensor that they
-make (tests/test_estimate_memory.py does so again). Too low for Falcon, which makes a mask of all pairs where none is needed,
-and for layers that keep states for every token (Mamba without its CUDA kernels).
+make (tests/test_estimate_memory.py does so again). Too low for Falcon, which makes a mask of all pairs where none is
+needed, and for layers that keep states for every token (Mamba without its CUDA kernels).
 """
 
 from __future__ import annotations
