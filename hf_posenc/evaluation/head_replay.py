@@ -26,7 +26,8 @@ from hf_posenc.evaluation.decoder import (
     sliced,
     without_cache,
 )
-from hf_posenc.evaluation.prefill import LEAST, Pieces, Prefill
+from hf_posenc.evaluation.pieces import LEAST, Pieces
+from hf_posenc.evaluation.prefill import Prefill
 
 logger = logging.getLogger(__name__)
 
@@ -194,8 +195,14 @@ class TokenScorer:
         tokens, before = windows.shape[1], None
         for begin, end in [(0, tokens)] if pieces is None else pieces.bounds(tokens):
             options = {} if pieces is None else pieces.arguments(before, windows, begin, end)
+            output = None
             with forward_replaced(decoder, run):
-                before = self._forward(windows[:, begin:end], **options)
+                try:
+                    before = self._forward(windows[:, begin:end], **options)
+                except Exception:
+                    # ProphetNet's head also counts the token ids. What the decoder made is there all the same.
+                    if output is None or pieces is not None:
+                        raise
             yield begin, end - begin, output
 
     def _losses(self, ids: Tensor, pieces: Pieces | None) -> Tensor:

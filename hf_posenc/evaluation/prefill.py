@@ -8,28 +8,23 @@ interface tells.
 from __future__ import annotations
 
 import inspect
-import itertools
 import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
 
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import one_line
+from hf_posenc.evaluation.pieces import LEAST, NoCacheError, Pieces
 from hf_posenc.install import STATE
 from hf_posenc.resolve import unwrap
 
 logger = logging.getLogger(__name__)
-
-CACHES = ("past_key_values", "cache_params", "state")
-"""What families call their cache, as an output and as an argument."""
-
-LEAST = 2
-"""Tokens in a piece. A single one would be a decoding step, for which some families have another formula."""
 
 LEAST_PROBE = 64
 LONGEST_PIECE = 1024
@@ -42,54 +37,6 @@ SAME_HALF = 0.1
 
 _NEAR = 4  # tokens behind a seam, where a lost state shows most
 _REACH = re.compile(r"window|chunk|topk|compress|budget|local_attention|block_size")
-
-
-class NoCacheError(Exception):
-    """A forward returned no cache."""
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """How to run a text in pieces.
-
-    Attributes:
-        size: Tokens in a piece.
-        positions: Whether the model must be told where a piece stands; most find out from the cache.
-    """
-
-    size: int
-    positions: bool = False
-
-    def bounds(self, tokens: int) -> list[tuple[int, int]]:
-        """Where each piece begins and ends. A last token that would be alone belongs to the piece before."""
-        edges = [*range(0, tokens, self.size), tokens]
-        if len(edges) > 2 and edges[-1] - edges[-2] < LEAST:
-            del edges[-2]
-        return list(itertools.pairwise(edges))
-
-    def arguments(self, output: Any, windows: Tensor, begin: int, end: int) -> dict[str, Any]:
-        """What the forward of a piece is given beside its token ids.
-
-        Args:
-            output: What the forward of the piece before returned; `None` for the first.
-            windows: Token ids, shape (windows, n).
-            begin: The piece's first token.
-            end: One past its last.
-
-        Raises:
-            NoCacheError: The piece before left no cache.
-        """
-        given: dict[str, Any] = {"use_cache": True}
-        if begin:
-            names = (name for name in CACHES if getattr(output, name, None) is not None)
-            name = next(names, None)
-            if name is None:
-                raise NoCacheError
-            given[name] = getattr(output, name)
-        if self.positions:
-            places = torch.arange(begin, end, device=windows.device)
-            given["position_ids"] = places.expand(len(windows), -1)
-        return given
 
 
 class Prefill:
@@ -163,25 +110,31 @@ class Prefill:
     def _try(self, size: int, short: int, long: int) -> Pieces:
         """The first way in pieces that agrees with one forward over `short` tokens, and with itself over `long`."""
         part = max(LEAST, min(size, 2 * short // 5))
-        told = "position_ids" in inspect.signature(unwrap(self._model).forward).parameters
         refused: _RefusedError | None = None
-        try:
-            for positions in (False, True)[: 1 + told]:
-                try:
-                    self._compare(short, Pieces(part, positions), None)
-                    if long > short:
-                        part = min(size, LONGEST_PIECE)
-                        other = part - part // 3 if part > LEAST else LEAST + 1
-                        self._compare(long, Pieces(part, positions), Pieces(other, positions))
-                except _RefusedError as error:
-                    refused = refused or error
-                else:
-                    return Pieces(size, positions)
-        finally:
-            # Some families keep a state in their modules until a forward without cache.
-            self._score(self._text(2), None)
+        for way in self._ways():
+            try:
+                self._compare(short, way(part), None)
+                if long > short:
+                    longest = min(size, LONGEST_PIECE)
+                    other = longest - longest // 3 if longest > LEAST else LEAST + 1
+                    self._compare(long, way(longest), way(other))
+            except _RefusedError as error:
+                refused = refused or error
+            else:
+                return way(size)
         assert refused is not None
         raise refused
+
+    def _ways(self) -> list[Callable[[int], Pieces]]:
+        """As most models take pieces; told where they stand; given a cache."""
+        model: Any = unwrap(self._model)
+        taken = inspect.signature(model.forward).parameters
+        ways: list[Callable[[int], Pieces]] = [Pieces]
+        if "position_ids" in taken:
+            ways.append(partial(Pieces, positions=True))
+        if "past_key_values" in taken and _text_config(model) is not None:
+            ways.append(partial(Pieces, cache=partial(DynamicCache, config=_text_config(model))))
+        return ways
 
     def _compare(self, tokens: int, way: Pieces, other: Pieces | None) -> None:
         ids = self._text(tokens)
@@ -237,9 +190,7 @@ def disagreement(pieces: Tensor, whole: Tensor, seams: list[int]) -> float:
 
 def _reach(model: nn.Module) -> int:
     """The largest window, chunk or top-k of the text config, in tokens."""
-    config: Any = getattr(unwrap(model), "config", None)
-    if hasattr(config, "get_text_config"):
-        config = config.get_text_config(decoder=True)
+    config = _text_config(unwrap(model))
     fields = {} if config is None else config.to_dict()
     values = [
         number
@@ -248,6 +199,11 @@ def _reach(model: nn.Module) -> int:
         for number in (value if isinstance(value, list | tuple) else [value])
     ]
     return max((number for number in values if type(number) is int), default=0)
+
+
+def _text_config(model: Any) -> Any:
+    config: Any = getattr(model, "config", None)
+    return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else None
 
 
 def _at_most(tokens: int, wanted: int) -> int:
