@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import os
 from typing import TYPE_CHECKING
-
-import torch
 
 from hf_posenc.cli.console import out
 
@@ -82,12 +79,8 @@ def _cost(run: Run, items: list[Item]) -> Cost:
 
 
 def _free(run: Run) -> str:
+    from hf_posenc.evaluation.free_memory import free_memory
+
     device = next(run.model.parameters()).device
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return f"{torch.cuda.get_device_name(device)}: {free / GIB:,.1f} of {total / GIB:,.1f} GiB are free."
-    try:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):  # a system that does not say
-        return ""
-    return f"This machine has {total / GIB:,.1f} GiB."
+    free = free_memory(device)
+    return "" if free is None else f"{free / GIB:,.1f} GiB are free on {device}."
