@@ -49,7 +49,11 @@ def _trained(
 
 def _bpe(cutter: Any = None, normalizer: Any = None, post: Any = None, **options: Any) -> Any:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    settings: dict[str, Any] = {"vocab_size": 500, "show_progress": False, "special_tokens": _SPECIAL}
+    settings: dict[str, Any] = {
+        "vocab_size": 500,
+        "show_progress": False,
+        "special_tokens": _SPECIAL,
+    }
     trainer = trainers.BpeTrainer(initial_alphabet=alphabet, **settings, **options)
     return _trained(models.BPE(unk_token="<unk>"), trainer, cutter, normalizer, post)
 
