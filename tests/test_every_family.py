@@ -58,7 +58,6 @@ WHOLE_ONLY: dict[str, tuple[str, str]] = {
     "prophetnet": ("shape", "reads on from a cache one token at a time"),
     "recurrent_gemma": ("returns no cache", "keeps its states in its modules"),
     "xlm": ("returns no cache", "does not return it"),
-    "xlstm": ("ValueError", "caches its state in another shape than it takes"),
 }
 """Types that cannot be prefilled in pieces: what the message says, and what was found in their code."""
 
@@ -66,6 +65,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},  # else none of 4 layers attends
     "mamba2": {"num_heads": 4, "head_dim": 32},
     "xlm": {"causal": True},
+    "xlstm": {"qk_dim_factor": 1.0},  # its config rounds up to widths of 64, its layers do not
     "xmod": {"default_language": "en_XX"},
 }
 INDEX_HEADS = 16
