@@ -84,7 +84,12 @@ class FrugalScorer:
             self.batch = max(1, len(ids) // 2)
         elif self.scorer.chunk > LEAST_CHUNK and tokens > LEAST_CHUNK:
             self.scorer.chunk = max(LEAST_CHUNK, min(self.scorer.chunk, tokens) // SHRINK)
-        elif self.pieces and self.scorer.replays and self._pieced(tokens) > LEAST_PREFILL:
+        elif (
+            self.pieces
+            and self.scorer.replays
+            and self.scorer.refused is None  # else they would be run whole all the same
+            and self._pieced(tokens) > LEAST_PREFILL
+        ):
             self.scorer.prefill = max(LEAST_PREFILL, self._pieced(tokens) // SHRINK)
         else:
             return False
