@@ -7,7 +7,7 @@ import importlib.metadata
 import json
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -115,10 +115,23 @@ def weights_hash(model: nn.Module) -> str:
     2^64. So the order of summation does not matter and no weight leaves its device.
     """
     digest = hashlib.sha256()
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in tensors:
+    for name, tensor in _tensors(model):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sums(tensor)}\n".encode())
     return digest.hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer once, by name; what accelerate has offloaded is brought in."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            hook = getattr(module, "_hf_hook", None)
+            stored = getattr(hook, "weights_map", None) if tensor.is_meta else None
+            yield f"{path}.{name}", tensor if stored is None else stored[name]
 
 
 @torch.no_grad()

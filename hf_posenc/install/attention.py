@@ -140,7 +140,7 @@ def _owner(model: nn.Module, table: RotaryTable) -> tuple[str, Any]:
 
 
 def _refuse(model: nn.Module, owner: nn.Module, tables: Sequence[RotaryTable]) -> None:
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if any(_has_no_weights(module) for module in model.modules()):
         raise UnsupportedModelError(
             "This model is on the meta device. A method that computes attention itself is tried on the model before it "
             "is trusted: load the model first, then patch it."
@@ -159,6 +159,12 @@ def _refuse(model: nn.Module, owner: nn.Module, tables: Sequence[RotaryTable]) -
             "keys of its own, so a method that computes attention itself has no meaning there. "
             f"{FREQUENCY_METHODS_WORK}"
         )
+
+
+def _has_no_weights(module: nn.Module) -> bool:
+    """Whether its parameters are on the meta device and accelerate does not bring them in for a forward."""
+    offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)
+    return not offloaded and any(p.is_meta for p in module.parameters(recurse=False))
 
 
 def _tried(model: nn.Module, owner: nn.Module, ids: Tensor) -> tuple[nn.Module, Tensor]:
