@@ -169,7 +169,7 @@ def _draw(results: Results, path: Path) -> None:
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    from hf_posenc.evaluation.plot import COLOURS, STYLE
+    from hf_posenc.evaluation.plots import COLOURS, STYLE
 
     panels = (
         ("length (tokens)", [(length, _title(length, VOCABULARY)) for length in LENGTHS]),

@@ -7,7 +7,7 @@ from pathlib import Path
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from hf_posenc.evaluation.plot import COLOURS, STYLE
+from hf_posenc.evaluation.plots import COLOURS, STYLE
 from scripts.benchmark_attention import AGAIN, OTHERS, PLAIN
 
 Results = dict[str, dict[str, dict[str, float]]]

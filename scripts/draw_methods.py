@@ -21,7 +21,7 @@ from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from hf_posenc.evaluation.plot import COLOURS, STYLE
+from hf_posenc.evaluation.plots import COLOURS, STYLE
 from hf_posenc.methods import (
     FIRE,
     METHODS,

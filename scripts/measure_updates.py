@@ -208,7 +208,7 @@ def plot() -> None:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-    from hf_posenc.evaluation.plot import COLOURS, STYLE
+    from hf_posenc.evaluation.plots import COLOURS, STYLE
 
     values = json.loads(RESULT.read_text(encoding="utf-8"))
     looks: dict[str, Any] = {"sequence": "--", "request": ":", "row": "-"}

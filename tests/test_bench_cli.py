@@ -15,7 +15,7 @@ from hf_posenc.cli import bench
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.bench import SUITES, BenchResult
 from hf_posenc.evaluation.files import to_json
-from hf_posenc.evaluation.plot import available
+from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval import TASKS
 from tests.tiny_text import prose, tiny_checkpoint
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc.cli.app import app
 from hf_posenc.embedded import HELD_OUT, model_path
-from hf_posenc.evaluation.plot import available
+from hf_posenc.evaluation.plots import available
 from hf_posenc.methods import METHODS
 from tests import zoo
 from tests.tiny_text import byte_tokenizer, prose, tiny_checkpoint
@@ -379,7 +379,7 @@ def test_a_dataset(model: Path, tmp_path: Path) -> None:
 def test_the_plot_needs_matplotlib(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hf_posenc.evaluation.plot.available", lambda: False)
+    monkeypatch.setattr("hf_posenc.evaluation.plots.available", lambda: False)
     result = run(model, texts, tmp_path)
     assert result.exit_code == 0
     assert "No plot: it needs matplotlib (pip install 'hf-posenc[plot]')" in result.stdout

@@ -150,3 +150,18 @@ def test_importing_the_package_loads_no_optional_library(probe: dict[str, list[o
     assert not roots & heavy
     ours = {str(name).split(".")[1] for name in probe["new"] if str(name).startswith("hf_posenc.")}
     assert not ours & {"cli", "evaluation", "training", "embedded"}, "these load on first use"
+
+
+def test_what_programs_call_is_found_at_the_top_and_loaded_on_first_use() -> None:
+    probe = (
+        "import json, sys, hf_posenc.evaluation as e; before = sorted(sys.modules);"
+        "print(json.dumps([before, {name: getattr(e, name).__name__ for name in e.__all__}, dir(e)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    before, found, listed = json.loads(done.stdout.splitlines()[-1])
+    assert not [name for name in before if name.startswith("hf_posenc.evaluation.")]
+    assert found == {name: name for name in found}
+    assert set(found) <= set(listed)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import plot, plots
+from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.plots.axes import MAX_LABEL, shortened, thinned
 from hf_posenc.evaluation.plots.position import SPAN, position_points
 
@@ -163,11 +163,6 @@ def test_many_lengths_have_few_ticks_and_long_names_leave_room() -> None:
     assert set(ticks) <= set(many)
     assert shortened("yarn") == "yarn"
     assert len(shortened("x" * 100)) == MAX_LABEL
-
-
-def test_the_first_name_has_all_figures() -> None:
-    for name in ("figure", "position_figure", "difference_figure", "ratio_figure", "write_plot"):
-        assert getattr(plot, name) is getattr(plots, name)
 
 
 def test_a_name_is_no_formula() -> None:

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import plot, report
+from hf_posenc.evaluation import plots, report
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
 from hf_posenc.evaluation.identity import environment
@@ -278,7 +278,7 @@ def test_the_plot_is_drawn_in_both_formats_and_is_reproducible(tmp_path: Path) -
     curves = {**CURVES, "ntk": (14.55, math.nan, 30.0)}
     result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
     for name in ("a", "b"):
-        plot.write_plot(result, tmp_path / f"{name}.png", tmp_path / f"{name}.svg")
+        plots.write_plot(result, tmp_path / f"{name}.png", tmp_path / f"{name}.svg")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "a.svg").read_text()
     for text in (
@@ -298,7 +298,7 @@ def test_panels_lines_and_axes() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
-    drawn = plot.figure(
+    drawn = plots.figure(
         example({**CURVES, "ntk": (14.55, math.nan, 30.0), "yarn:scale=4": (16.0, 15.0, 14.0)})
     )
     prefix, tail = drawn.axes
@@ -344,7 +344,7 @@ def test_the_control_is_grey_and_a_dynamic_method_has_the_colour_of_its_static_f
 
     curves = dict.fromkeys(("none", "sliding_window", "yarn", "dynamic_yarn", "rerope"), (9.0,) * 3)
     lines = {
-        str(line.get_label()): line for line in plot.figure(example(curves)).axes[0].get_lines()
+        str(line.get_label()): line for line in plots.figure(example(curves)).axes[0].get_lines()
     }
     assert lines["dynamic_yarn"].get_color() == lines["yarn (auto)"].get_color()
     assert lines["dynamic_yarn"].get_linestyle() != lines["yarn (auto)"].get_linestyle()
@@ -368,7 +368,7 @@ def test_the_control_is_grey_and_a_dynamic_method_has_the_colour_of_its_static_f
 def test_labels_are_moved_apart_as_little_as_it_takes(
     places: list[float], expected: list[float]
 ) -> None:
-    moved = plot.spread(places, 0.1)
+    moved = plots.spread(places, 0.1)
     assert moved == pytest.approx(expected)
 
 
@@ -378,4 +378,4 @@ def test_without_matplotlib_the_plot_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PosencError, match=r"pip install 'hf-posenc\[plot\]'"):
-        plot.write_plot(example(CURVES), tmp_path / "a.png")
+        plots.write_plot(example(CURVES), tmp_path / "a.png")

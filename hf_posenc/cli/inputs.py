@@ -40,7 +40,7 @@ def decide_plot(plot: bool | None) -> bool:
     Raises:
         PosencError: A plot was asked for, and there is no matplotlib.
     """
-    from hf_posenc.evaluation.plot import available
+    from hf_posenc.evaluation.plots import available
 
     if plot and not available():
         raise PosencError("--plot needs matplotlib: pip install 'hf-posenc[plot]'.")

@@ -161,7 +161,7 @@ def write(result: PerplexityResult, output: Path, with_plot: bool) -> None:
     Raises:
         PosencError: They cannot be written.
     """
-    from hf_posenc.evaluation.plot import available, write_plot
+    from hf_posenc.evaluation.plots import available, write_plot
 
     result.write_json(output / "perplexity.json")
     result.write_csv(output / "perplexity.csv")

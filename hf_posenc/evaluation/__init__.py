@@ -1,1 +1,53 @@
-"""Measuring what a method does to long documents. Takes any causal language model, patched or not."""
+"""Measuring what a method does to long documents. Takes any causal language model, patched or not.
+
+What a program or a notebook calls stands here and is imported on first use. Functions that share their name with a
+folder are in it: `hf_posenc.evaluation.bench.bench`, `hf_posenc.evaluation.recommend.recommend`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_posenc.evaluation.bench import BenchResult
+    from hf_posenc.evaluation.documents import read_dataset, read_paths
+    from hf_posenc.evaluation.result import PerplexityResult
+    from hf_posenc.evaluation.retrieval import RetrievalResult, measure_retrieval
+    from hf_posenc.evaluation.runs import measure_perplexity
+    from hf_posenc.evaluation.sweep import SearchResult, SweepResult
+
+__all__ = [
+    "BenchResult",
+    "PerplexityResult",
+    "RetrievalResult",
+    "SearchResult",
+    "SweepResult",
+    "measure_perplexity",
+    "measure_retrieval",
+    "read_dataset",
+    "read_paths",
+]
+
+# A command that only lists methods, or prints its help, must not wait for datasets, statistics and models.
+_HOMES = {
+    "BenchResult": "bench",
+    "PerplexityResult": "result",
+    "RetrievalResult": "retrieval",
+    "SearchResult": "sweep",
+    "SweepResult": "sweep",
+    "measure_perplexity": "runs",
+    "measure_retrieval": "retrieval",
+    "read_dataset": "documents",
+    "read_paths": "documents",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -248,7 +248,7 @@ class PerplexityResult:
 
     def plot(self) -> Figure:
         """Perplexity against context length, one panel per protocol; needs matplotlib."""
-        from hf_posenc.evaluation.plot import figure
+        from hf_posenc.evaluation.plots import figure
 
         return figure(self)
 
