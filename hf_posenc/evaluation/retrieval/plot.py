@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 VALUES = {
     "accuracy": "answers right",
-    "beaten": "distractors less probable than the answer (chance: 50 %)",
+    "beaten": "distractors less probable\nthan the answer (chance: 50 %)",
 }
 COLOURS = ("#F0496E", "#EBB839", "#0CD79F")  # those of EasyContext's needle plots
 NO_NUMBER = "#e6e6e6"
@@ -96,7 +96,7 @@ def _drawn(result: RetrievalResult, value: str, colours: Colormap) -> Figure:
     scale = ScalarMappable(cmap=colours)
     scale.set_clim(0, 1)
     bar = right.colorbar(scale, cax=right.add_axes((0.05, 0.1, 0.17, 0.8)))
-    bar.set_label(VALUES[value])
+    bar.set_label(VALUES[value], fontsize=8)
     bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0", "25 %", "50 %", "75 %", "100 %"])
     return drawn
 
