@@ -213,6 +213,43 @@ def test_missing_numbers_are_shown_and_explained() -> None:
     assert not list(report.problems(example(CURVES)))
 
 
+def test_a_model_that_gives_nothing_finite_is_equal_to_nothing() -> None:
+    result = example({"none": (math.nan,) * 3, "pi:scale=4": (math.nan,) * 3})
+    result = dataclasses.replace(result, model={"name": "tiny", "dtype": "float32"})
+    assert "nan-nan" not in shown(result)
+    assert "Short texts" not in " ".join(report.notes(result))
+    assert "--dtype" not in " ".join(report.problems(result))  # it is float32 already
+
+
+def test_without_key_tokens_the_text_says_so_and_speaks_of_the_other_protocols() -> None:
+    result = example({"none": (10.0, 20.0, 40.0), "yarn:scale=4": (12.0, 12.0, 12.0)})
+    settings = dataclasses.replace(result.settings, protocols=("prefix", "tail", "longppl"))
+    result = dataclasses.replace(result, settings=settings)
+    notes = " ".join(report.notes(result))
+    assert "no key token" in notes
+    assert "Short texts (256 tokens, tail" in notes
+    assert "trained at (10.00). A method holds where its perplexity (tail)" in next(
+        report.reading_guide(result)
+    )
+
+
+def test_one_stream_has_no_ranges() -> None:
+    result = example(CURVES, documents=1)
+    settings = dataclasses.replace(result.settings, protocols=("stream",), stride=128)
+    notes = " ".join(report.notes(dataclasses.replace(result, settings=settings)))
+    assert "One stream, 1 skipped; no ranges" in notes
+    assert "Fewer than" not in notes
+    assert "is not read" not in notes
+    assert "1 document, 1 skipped; no ranges" in " ".join(report.notes(result))
+
+
+def test_windows_with_gaps_between_them_are_named() -> None:
+    result = example(CURVES)
+    settings = dataclasses.replace(result.settings, protocols=("sliding",), stride=512)
+    notes = " ".join(report.notes(dataclasses.replace(result, settings=settings)))
+    assert "Windows of 256 tokens lie 512 apart: the text between them is not read" in notes
+
+
 def test_notes_and_guide() -> None:
     notes = " ".join(report.notes(example(CURVES, documents=4)))
     assert "4 documents, 1 skipped" in notes
@@ -379,3 +416,13 @@ def test_without_matplotlib_the_plot_says_what_to_install(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PosencError, match=r"pip install 'hf-posenc\[plot\]'"):
         plots.write_plot(example(CURVES), tmp_path / "a.png")
+
+
+def test_a_notebook_shows_a_result_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: shown.append(given))
+    page = report.as_html([Table(title="one table")], ["one line"])
+    assert "one table" in page
+    assert page.count("one line") == 1
+    assert not shown

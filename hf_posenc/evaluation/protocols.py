@@ -106,7 +106,8 @@ class Settings:
         if "tail" in self.protocols and not 1 <= self.tail_tokens < self.lengths[0]:
             raise PosencError(
                 f"The tail has {self.tail_tokens} tokens, which must be fewer than the shortest length "
-                f"({self.lengths[0]}): the same tokens are scored at every length."
+                f"({self.lengths[0]}): the same tokens are scored at every length. Give longer --lengths, or "
+                f"--tail-tokens {default_tail_tokens(self.lengths)}."
             )
         self._check_stream()
         for name in ("stride", "windows_per_document", "min_tokens", "buckets", "chunk", "prefill"):
@@ -121,9 +122,10 @@ class Settings:
         """Refuses protocols that want the documents joined beside such that want them apart, or shorter ones."""
         apart = [name for name in self.protocols if name in ("prefix", "tail", "longppl")]
         if self.streams and apart:
+            joins = "this preset" if self.joined else "stream"
             raise PosencError(
-                f"{' and '.join(apart)} take documents one by one, and {', '.join(self.protocols)} would join them: "
-                "measure them in two runs."
+                f"{joins} joins the documents, and {' and '.join(apart)} need{'s' * (len(apart) == 1)} them one by "
+                "one: measure them in two runs."
             )
         if (
             self.streams

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich import box
 from rich.console import Console
@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.evaluation.candidates import UNPATCHED
+from hf_posenc.evaluation.memory import OUT_OF_MEMORY
 from hf_posenc.evaluation.presets import PRESETS
 from hf_posenc.evaluation.result import PerplexityResult
 from hf_posenc.evaluation.statistics import Cell
@@ -60,7 +61,7 @@ def table(result: PerplexityResult, protocol: str) -> Table:
     for length in lengths:
         counts = {c.tokens for c in result.cells if (c.protocol, c.length) == (protocol, length)}
         footer = f"{counts.pop():,}" if counts else "-"
-        made.add_column(_heading(length, result.original), footer, justify="right", no_wrap=True)
+        made.add_column(heading(length, result.original), footer, justify="right", no_wrap=True)
     made.add_column("bits/\nbyte", justify="right", no_wrap=True)
     lowest = {length: _lowest(result, protocol, length) for length in lengths}
     for candidate in result.candidates:
@@ -77,10 +78,14 @@ def table(result: PerplexityResult, protocol: str) -> Table:
     return made
 
 
-def _heading(length: int, original: int | None) -> str:
-    if not original:
-        return f"{length:,}"
-    return f"{length:,}\nx{length / original:.3g}"
+def heading(length: int, original: int | None) -> str:
+    """A length above its column, and below it how many times the trained length that is."""
+    return f"{length:,}\nx{length / original:.3g}" if original else f"{length:,}"
+
+
+def failed(reason: str | None) -> Text:
+    """A field without a number."""
+    return Text("OOM" if reason == OUT_OF_MEMORY else "failed", style="red")
 
 
 def _lowest(result: PerplexityResult, protocol: str, length: int) -> float:
@@ -91,7 +96,7 @@ def _lowest(result: PerplexityResult, protocol: str, length: int) -> float:
 def _cell_text(cell: Cell, lowest: float) -> Text:
     arrow = {-1: " ↓", 0: "", 1: " ↑"}[cell.differs]
     text = Text(number(cell.perplexity) + arrow, style="bold" if cell.perplexity == lowest else "")
-    if cell.interval is not None:
+    if cell.interval is not None and not math.isnan(cell.perplexity):
         low, high = cell.interval
         text.append(f"\n{number(low, 3)}-{number(high, 3)}", style="dim not bold")
     return text
@@ -99,17 +104,17 @@ def _cell_text(cell: Cell, lowest: float) -> Text:
 
 def _failure_text(result: PerplexityResult, method: str, protocol: str, length: int) -> Text:
     reason = result.failure(method, protocol, length)
-    if reason is None:
-        return Text("-")  # no token to score
-    return Text("OOM" if reason == "out of memory" else "failed", style="red")
+    return Text("-") if reason is None else failed(reason)  # none: no token to score
 
 
 def notes(result: PerplexityResult) -> Iterator[str]:
     """What a reader must know beside the table: documents, scales, and what could not be measured."""
     settings, count = result.settings, len(result.documents)
     skipped = f", {len(result.skipped)} skipped" if result.skipped else ""
+    what = "One stream" if settings.streams else f"{count} document{'s' * (count != 1)}"
+    ranges = f"ranges: 95 % bootstrap over documents, seed {settings.seed}"
     yield (
-        f"{count} document{'s' * (count != 1)}{skipped}; ranges: 95 % bootstrap over documents, seed {settings.seed}; "
+        f"{what}{skipped}; {ranges if count > 1 else 'no ranges, which need several documents'}; "
         f"bits/byte at {settings.lengths[-1]:,} tokens."
     )
     baseline = result.candidates[0].label
@@ -118,13 +123,34 @@ def notes(result: PerplexityResult) -> Iterator[str]:
             f"↓ ↑: lower or higher than {baseline} by more than chance (paired 95 % interval of the ratio); no arrow: "
             "it may be chance."
         )
-    if count < FEW_DOCUMENTS:
+    if 1 < count < FEW_DOCUMENTS:
         yield f"Fewer than {FEW_DOCUMENTS} documents: the ranges say little."
+    yield from _gaps(result)
+    if "longppl" in settings.protocols and not any(c.protocol == "longppl" for c in result.cells):
+        yield "longppl: the evaluator found no key token in these texts, so there is nothing to score."
     yield from _short_texts(result)
     yield from _orders(result)
     auto = next((candidate for candidate in result.candidates if candidate.auto_scale), None)
     if auto is not None:
         yield f"(auto): scale = length / {auto.original:,}, the original length, set anew at every length."
+
+
+def _gaps(result: PerplexityResult) -> Iterator[str]:
+    """Windows that are farther apart than they are long leave text unread between them."""
+    settings = result.settings
+    slid = [name for name in settings.protocols if name in ("sliding", "stream")]
+    short = [length for length in settings.lengths if length < settings.stride]
+    if slid and short:
+        yield (
+            f"Windows of {_listed(short)} tokens lie {settings.stride:,} apart: the text between them is not read, and "
+            f"{' and '.join(slid)} score all that is in them; --stride sets another distance."
+        )
+
+
+def _telling(result: PerplexityResult, length: int) -> str:
+    """The last protocol that has a number for the baseline at this length."""
+    label, names = result.candidates[0].label, result.settings.protocols
+    return next((name for name in reversed(names) if result.cell(label, name, length)), names[-1])
 
 
 def _short_texts(result: PerplexityResult) -> Iterator[str]:
@@ -133,9 +159,13 @@ def _short_texts(result: PerplexityResult) -> Iterator[str]:
     short = [n for n in result.settings.lengths if result.original and n <= result.original]
     if not short or len(result.settings.lengths) == len(short):
         return
-    protocol = result.settings.protocols[-1]
+    protocol = _telling(result, short[-1])
     cells = [result.cell(entry.label, protocol, short[-1]) for entry in result.candidates[1:]]
-    ratios = [(cell, cell.ratio) for cell in cells if cell is not None and cell.ratio is not None]
+    ratios = [
+        (cell, cell.ratio)
+        for cell in cells
+        if cell is not None and cell.ratio is not None and math.isfinite(cell.ratio)
+    ]
     said = [
         f"{cell.method} {_percent(cell)}" for cell, ratio in ratios if abs(ratio - 1) >= SAME_RATIO
     ]
@@ -177,12 +207,26 @@ def _orders(result: PerplexityResult) -> Iterator[str]:
 
 def to_html(result: PerplexityResult) -> str:
     """The tables and notes, for a notebook."""
-    console = Console(
-        file=io.StringIO(), record=True, width=160, highlight=False, force_jupyter=False
+    return as_html(
+        (table(result, protocol) for protocol in result.settings.protocols), notes(result)
     )
-    for protocol in result.settings.protocols:
-        console.print(table(result, protocol))
-    for line in notes(result):
+
+
+def as_html(tables: Iterable[Table], lines: Iterable[str], width: int = 160) -> str:
+    """Tables and the sentences below them as HTML.
+
+    Args:
+        tables: As the terminal shows them.
+        lines: Sentences.
+        width: Of the tables, in characters.
+    """
+    # In a notebook rich would display what it records, and the result then stood there twice.
+    console = Console(
+        file=io.StringIO(), record=True, width=width, highlight=False, force_jupyter=False
+    )
+    for made in tables:
+        console.print(made)
+    for line in lines:
         console.print(line, markup=False)
     return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
 
@@ -193,7 +237,7 @@ def problems(result: PerplexityResult) -> Iterator[str]:
         label = candidate.label
         lengths = sorted({cell.length for cell in result.not_finite() if cell.method == label})
         if lengths:
-            yield f"{label}: the loss is not a finite number at length {_listed(lengths)}; try --dtype float32."
+            yield f"{label}: the loss is not a finite number at length {_listed(lengths)}{_advice(result)}."
         reasons: dict[str, set[int]] = {}
         for failure in result.failures:
             if failure.method == label:
@@ -202,12 +246,18 @@ def problems(result: PerplexityResult) -> Iterator[str]:
             yield f"{label}: failed at length {_listed(sorted(where))}: {reason}"
 
 
+def _advice(result: PerplexityResult) -> str:
+    """More digits help only where there were few."""
+    enough = str(result.model.get("dtype")) in ("float32", "float64")
+    return "" if enough else "; try --dtype float32"
+
+
 def reading_guide(result: PerplexityResult) -> Iterator[str]:
     """Two lines: what to compare with, and what the protocols say."""
     settings = result.settings
     baseline = result.candidates[0].label
     length = next((n for n in settings.lengths if n == result.original), settings.lengths[0])
-    protocol = settings.protocols[-1]
+    protocol = _telling(result, length)
     cell = result.cell(baseline, protocol, length)
     value = f" ({number(cell.perplexity)})" if cell else ""
     trained = ", the length it was trained at" if length == result.original else ""
