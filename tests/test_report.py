@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from rich.table import Table
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots, report

@@ -264,7 +264,7 @@ def test_the_bound_on_short_texts() -> None:
     nobody = planted(losses, short, max_regression=0.005)
     assert nobody.winner is None
     said = " ".join(report.sweep_lines(nobody))
-    assert "the nearest is both with +1.0%" in said
+    assert "the nearest is both with +1.0 %" in said
     row = nobody.row("long")
     assert str(report.verdict(row, nobody.settings, None)) == "past the bound"
 

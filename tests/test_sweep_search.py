@@ -296,7 +296,9 @@ def test_the_outcome_is_judged_by_the_interval() -> None:
 
     yarn = [2.0, 3.0, 4.0, 5.0, 6.0, 2.5]
     better = judged([value - 0.05 for value in yarn], yarn)
-    assert better.endswith(f"beats yarn (scale 4) by {1 - math.exp(-0.05):.1%} of its perplexity.")
+    assert better.endswith(
+        f"beats yarn (scale 4) by {100 * (1 - math.exp(-0.05)):.1f} % of its perplexity."
+    )
     assert judged([value + 0.05 for value in yarn], yarn).endswith(
         "worse than yarn (scale 4): keep that."
     )

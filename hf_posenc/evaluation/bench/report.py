@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Iterator
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.evaluation import report as perplexity_report
 from hf_posenc.evaluation.bench.pooled import pooled
 from hf_posenc.evaluation.bench.result import BenchResult, difference
-from hf_posenc.evaluation.memory import OUT_OF_MEMORY
 from hf_posenc.evaluation.published import PublishedTable, get
 from hf_posenc.evaluation.published.compare import beside, remarks
-from hf_posenc.evaluation.report import FEW_DOCUMENTS, number
+from hf_posenc.evaluation.report import FEW_DOCUMENTS, as_html, failed, heading, number
 from hf_posenc.evaluation.retrieval import RetrievalResult
 from hf_posenc.evaluation.retrieval import report as retrieval_report
-from hf_posenc.evaluation.retrieval.report import percent
+from hf_posenc.evaluation.retrieval.report import percent, percent_range
 from hf_posenc.evaluation.statistics import Cell
 
 BOUND = 1000.0
@@ -39,7 +36,7 @@ def table(result: BenchResult) -> Table:
     made = _empty(f"Benchmark, suite {result.suite}: perplexity by method and context length")
     made.add_column("method", overflow="fold")  # what gives way on a narrow terminal
     for length in lengths:
-        made.add_column(_heading(length, measured.original), justify="right", no_wrap=True)
+        made.add_column(heading(length, measured.original), justify="right", no_wrap=True)
     for name in _beside_headings(result):
         made.add_column(name, justify="right", no_wrap=True)
     for place, protocol in enumerate(settings.protocols):
@@ -123,12 +120,7 @@ def problems(result: BenchResult) -> Iterator[str]:
 
 def to_html(result: BenchResult) -> str:
     """The tables and notes, for a notebook."""
-    console = Console(file=io.StringIO(), record=True, width=180, highlight=False)
-    for made in tables(result):
-        console.print(made)
-    for line in notes(result):
-        console.print(line, markup=False)
-    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    return as_html(tables(result), notes(result), width=180)
 
 
 def _empty(title: str) -> Table:
@@ -141,16 +133,12 @@ def _empty(title: str) -> Table:
     )
 
 
-def _heading(length: int, original: int | None) -> str:
-    return f"{length:,}\nx{length / original:.3g}" if original else f"{length:,}"
-
-
 def _perplexity(
     result: BenchResult, method: str, protocol: str, length: int, lowest: float
 ) -> Text:
     cell = result.perplexity.cell(method, protocol, length)
     if cell is None:
-        return _failure(result.perplexity.failure(method, protocol, length))
+        return failed(result.perplexity.failure(method, protocol, length))
     text = Text(_bounded(cell.perplexity), style="bold" if cell.perplexity == lowest else "")
     if cell.interval is not None and math.isfinite(cell.perplexity):
         low, high = (_bounded(end, 3) for end in cell.interval)
@@ -180,10 +168,6 @@ def _lowest(result: BenchResult, protocol: str, length: int) -> float:
     return min((value for value in values if math.isfinite(value)), default=math.nan)
 
 
-def _failure(reason: str | None) -> Text:
-    return Text("OOM" if reason == OUT_OF_MEMORY else "failed", style="red")
-
-
 def _beside_headings(result: BenchResult) -> list[str]:
     headings = []
     if result.retrieval is not None:
@@ -202,7 +186,7 @@ def _beside(result: BenchResult, method: str) -> list[Text]:
     if result.speed is not None:
         cell = result.speed.cell(method)
         if cell.tokens_per_second is None:
-            return [*fields, _failure(cell.failed), _failure(cell.failed)]
+            return [*fields, failed(cell.failed), failed(cell.failed)]
         speed = Text(f"{cell.tokens_per_second:,.0f}")
         if cell.ratio is not None and method != _baseline(result):
             speed.append(f"\nx{cell.ratio:.2f}", style="dim")
@@ -215,18 +199,14 @@ def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Tex
     found = pooled(result, method, tasks=tasks)
     if found.cell is None:
         left_out = not any(failure.method == method for failure in result.failures)
-        return Text("-", style="dim") if left_out else _failure(found.failure)
+        return Text("-", style="dim") if left_out else failed(found.failure)
     cell = found.cell
     text = Text(percent(cell.accuracy))
-    text.append(f"\n{_range(cell.interval)}", style="dim")
+    text.append(f"\n{percent_range(cell.interval)}", style="dim")
     if cell.first is not None and cell.first_interval is not None and cell.chance is not None:
         above = cell.first_interval[0] > cell.chance
         text.append(f"\n1st {percent(cell.first)}{'*' * above}")
     return text
-
-
-def _range(interval: tuple[float, float]) -> str:
-    return f"{interval[0] * 100:.0f}-{interval[1] * 100:.0f}"
 
 
 def _about_retrieval(result: BenchResult) -> Iterator[str]:

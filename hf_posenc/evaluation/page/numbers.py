@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_posenc.evaluation.memory import OUT_OF_MEMORY
 from hf_posenc.evaluation.report import FEW_DOCUMENTS
 from hf_posenc.evaluation.report import number as number
 from hf_posenc.evaluation.statistics import ROUNDING, side_of_one
 
 Interval = tuple[float, float]
-OUT_OF_MEMORY = "out of memory"
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hf_posenc.evaluation.memory import OUT_OF_MEMORY
 from hf_posenc.evaluation.page.collect import Source
 from hf_posenc.evaluation.page.heat import Heat, heats
-from hf_posenc.evaluation.page.numbers import OUT_OF_MEMORY, Shown, interval_of, percent
+from hf_posenc.evaluation.page.numbers import Shown, interval_of, percent
 
 Index = Mapping[tuple[str, str, int], Mapping[str, Any]]
 

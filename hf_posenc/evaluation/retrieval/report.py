@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_posenc.evaluation.memory import OUT_OF_MEMORY
+from hf_posenc.evaluation.report import as_html, failed, heading
 from hf_posenc.evaluation.retrieval.catalogue import get_task
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
 from hf_posenc.evaluation.retrieval.settings import DECODES
@@ -34,7 +32,7 @@ def table(result: RetrievalResult, task: str) -> Table:
     for length in settings.lengths:
         chances = [c.chance for c in _column(result, task, length) if c.chance is not None]
         footer = percent(max(chances)) if chances else "-"
-        made.add_column(_heading(length, result.original), footer, justify="right", no_wrap=True)
+        made.add_column(heading(length, result.original), footer, justify="right", no_wrap=True)
     made.add_column(f"passes\n{YARN_SUCCESS:.0%}", justify="right", no_wrap=True)
     depths = get_task(task).has_depth and longest is not None
     if depths:
@@ -55,10 +53,6 @@ def percent(share: float) -> str:
     if 0 < share < 0.005 or 0.995 <= share < 1:
         return f"{share:.1%}"
     return f"{share:.0%}"
-
-
-def _heading(length: int, original: int | None) -> str:
-    return f"{length:,}\nx{length / original:.3g}" if original else f"{length:,}"
 
 
 def _longest(result: RetrievalResult, task: str) -> int | None:
@@ -84,18 +78,19 @@ def _shown(
     cell = result.cell(method, task, length)
     if cell is None:
         reason = result.failure(method, task, length)
-        return Text("OOM" if reason == OUT_OF_MEMORY else "failed", style="red")
+        return failed(reason)
     top = best > (0, 0) and (cell.accuracy, cell.first or 0.0) == best
     text = Text(percent(cell.accuracy), style="bold" if top else "")
-    text.append(f"\n{_range(cell.interval)}", style="dim not bold")
+    text.append(f"\n{percent_range(cell.interval)}", style="dim not bold")
     if cell.first is not None and cell.first_interval is not None:
         above = cell.chance is not None and cell.first_interval[0] > cell.chance
         text.append(f"\n1st {percent(cell.first)}", style="not bold" if above else "dim not bold")
-        text.append(f"\n{_range(cell.first_interval)}", style="dim not bold")
+        text.append(f"\n{percent_range(cell.first_interval)}", style="dim not bold")
     return text
 
 
-def _range(interval: tuple[float, float]) -> str:
+def percent_range(interval: tuple[float, float]) -> str:
+    """Both ends of an interval of shares, in whole percent."""
     return f"{interval[0] * 100:.0f}-{interval[1] * 100:.0f}"
 
 
@@ -159,9 +154,4 @@ def problems(result: RetrievalResult) -> Iterator[str]:
 
 def to_html(result: RetrievalResult) -> str:
     """The tables and notes, for a notebook."""
-    console = Console(file=io.StringIO(), record=True, width=160, highlight=False)
-    for task in result.settings.tasks:
-        console.print(table(result, task))
-    for line in notes(result):
-        console.print(line, markup=False)
-    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+    return as_html((table(result, task) for task in result.settings.tasks), notes(result))

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import html as markup
-import io
 from collections.abc import Iterable, Iterator
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_posenc.evaluation.report import FEW_DOCUMENTS, number
+from hf_posenc.evaluation.report import FEW_DOCUMENTS, failed, number
 from hf_posenc.evaluation.sweep.board import Row
 from hf_posenc.evaluation.sweep.losses import Comparison
 from hf_posenc.evaluation.sweep.result import SweepResult
 from hf_posenc.evaluation.sweep.settings import TailSettings
-
-WIDTH = 110
 
 
 def rows_table(rows: Iterable[Row], settings: TailSettings, best: str | None, title: str) -> Table:
@@ -58,7 +53,7 @@ def sweep_table(result: SweepResult) -> Table:
 def verdict(row: Row, settings: TailSettings, best: str | None) -> Text:
     """How a line stands to the best, in a word; "undecided" where the paired interval holds no difference."""
     if row.failed is not None:
-        return Text("OOM" if row.failed == "out of memory" else "failed", style="red")
+        return failed(row.failed)
     if row.label == best:
         return Text("best")
     past = settings.max_regression is not None and row.short is not None
@@ -120,15 +115,15 @@ def _no_winner(result: SweepResult) -> str:
         return "No method gave a number: there is no winner."
     ratio, label = min(shorts)
     return (
-        f"No method stays within +{bound:.1%} at {settings.original:,} tokens; the nearest is {label} with "
-        f"{ratio - 1:+.1%}. There is no winner: allow more, or try a method that leaves short texts alone, such as "
+        f"No method stays within +{100 * bound:.1f} % at {settings.original:,} tokens; the nearest is {label} with "
+        f"{100 * (ratio - 1):+.1f} %. There is no winner: allow more, or try a method that leaves short texts alone, such as "
         "dynamic_yarn."
     )
 
 
 def on_short(row: Row, settings: TailSettings) -> str:
     """The price on short texts, as the end of a sentence."""
-    return "" if row.short is None else f", {row.short.ratio - 1:+.1%} at {settings.original:,}"
+    return "" if row.short is None else f", {_percent(row.short)} at {settings.original:,}"
 
 
 def against(control: Row, settings: TailSettings) -> str:
@@ -169,11 +164,3 @@ def _ratio(comparison: Comparison | None) -> Text:
         low, high = comparison.interval
         text.append(f"  {number(low, 4)}-{number(high, 4)}", style="dim")
     return text
-
-
-def html(table: Table, lines: Iterable[str]) -> str:
-    """A table and the sentences below it, for a notebook."""
-    console = Console(record=True, file=io.StringIO(), width=WIDTH, force_jupyter=False)
-    console.print(table)
-    shown: str = console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-    return shown + "".join(f"<p>{markup.escape(line)}</p>" for line in lines)

@@ -146,9 +146,10 @@ class SweepResult:
         return sweep_figure(self)
 
     def _repr_html_(self) -> str:
-        from hf_posenc.evaluation.sweep.report import html, sweep_lines, sweep_table
+        from hf_posenc.evaluation.report import as_html
+        from hf_posenc.evaluation.sweep.report import sweep_lines, sweep_table
 
-        return html(sweep_table(self), sweep_lines(self))
+        return as_html([sweep_table(self)], sweep_lines(self))
 
 
 ABOUT = ("model", "source", "environment", "command")

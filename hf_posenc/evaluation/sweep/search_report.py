@@ -59,6 +59,6 @@ def _to_start(start: Row) -> str:
     if not stands.decided:
         return f"On documents that it has not read, the search is not told apart from {start.label}: keep that."
     if stands.ratio > 1:
-        gain = 1 - 1 / stands.ratio
-        return f"On documents that it has not read, the search beats {start.label} by {gain:.1%} of its perplexity."
+        gain = 100 * (1 - 1 / stands.ratio)
+        return f"On documents that it has not read, the search beats {start.label} by {gain:.1f} % of its perplexity."
     return f"On documents that it has not read, the search is worse than {start.label}: keep that."

@@ -158,10 +158,10 @@ class SearchResult:
         return search_figure(self)
 
     def _repr_html_(self) -> str:
-        from hf_posenc.evaluation.sweep.report import html
+        from hf_posenc.evaluation.report import as_html
         from hf_posenc.evaluation.sweep.search_report import search_lines, search_table
 
-        return html(search_table(self), search_lines(self))
+        return as_html([search_table(self)], search_lines(self))
 
 
 def best_of(steps: Sequence[Step]) -> Step | None:
