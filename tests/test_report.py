@@ -423,7 +423,7 @@ def test_a_notebook_shows_a_result_once(monkeypatch: pytest.MonkeyPatch) -> None
     shown: list[Any] = []
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("rich.jupyter.display", lambda *given: shown.append(given))
-    page = report.as_html([Table(title="one table")], ["one line"])
+    page = report.as_html([Table("one table")], ["one line"])
     assert "one table" in page
     assert page.count("one line") == 1
     assert not shown

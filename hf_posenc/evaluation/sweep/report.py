@@ -116,8 +116,8 @@ def _no_winner(result: SweepResult) -> str:
     ratio, label = min(shorts)
     return (
         f"No method stays within +{100 * bound:.1f} % at {settings.original:,} tokens; the nearest is {label} with "
-        f"{100 * (ratio - 1):+.1f} %. There is no winner: allow more, or try a method that leaves short texts alone, such as "
-        "dynamic_yarn."
+        f"{100 * (ratio - 1):+.1f} %. There is no winner: allow more, or try a method that leaves short texts "
+        "alone, such as dynamic_yarn."
     )
 
 
