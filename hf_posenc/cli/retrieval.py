@@ -225,7 +225,7 @@ def _show(result: RetrievalResult) -> None:
 
 
 def _write(result: RetrievalResult, output: Path, with_plot: bool) -> None:
-    from hf_posenc.evaluation.plots import save
+    from hf_posenc.evaluation.plots import write_figure
 
     result.write_json(output / "retrieval.json")
     result.write_csv(output / "retrieval.csv")
@@ -235,10 +235,9 @@ def _write(result: RetrievalResult, output: Path, with_plot: bool) -> None:
         if result.settings.ranks:
             drawn["retrieval_ranks"] = "beaten"
         for name, value in drawn.items():
-            figure = result.plot(value)
-            for kind in ("png", "svg"):
-                save(figure, output / f"{name}.{kind}")
-                written.append(f"{name}.{kind}")
+            names = [f"{name}.png", f"{name}.svg"]
+            write_figure(result.plot(value), *(output / file for file in names))
+            written += names
     console = out()
     console.print(f"Wrote {', '.join(written)} to {output}", markup=False)
     if not with_plot:

@@ -228,8 +228,8 @@ def finish(
         PosencError: A file cannot be written.
         typer.Exit: Status 1 where there is no recipe, after everything that was measured has been written.
     """
-    from hf_posenc.evaluation.files import replace_atomically, to_json, write_atomically
-    from hf_posenc.evaluation.plots import save
+    from hf_posenc.evaluation.files import to_json, write_atomically
+    from hf_posenc.evaluation.plots import write_figure
     from hf_posenc.evaluation.sweep.recipe import recipe_text
 
     kind, model = result.to_dict()["kind"], result.about["model"]
@@ -248,11 +248,9 @@ def finish(
         write_atomically(recipe, recipe_text(result.recipe))
         written.append(recipe.name)
     if with_plot:
-        drawn = result.plot()
-        for suffix in ("png", "svg"):
-            name = f"{kind}.{suffix}"
-            replace_atomically(output / name, lambda path: save(drawn, path))
-            written.append(name)
+        names = [f"{kind}.png", f"{kind}.svg"]
+        write_figure(result.plot(), *(output / name for name in names))
+        written += names
     console.print(f"Wrote {', '.join(written)} to {output}", markup=False)
     for line in problems:
         print_warning(line)

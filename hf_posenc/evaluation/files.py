@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import csv
+import io
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,15 @@ def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
 def to_json(value: Any) -> str:
     """Readable JSON with a newline at its end; a number that is not finite becomes `null`."""
     return json.dumps(finite(value), indent=1, allow_nan=False, ensure_ascii=True) + "\n"
+
+
+def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
+    """A header and a line per row (RFC 4180); what a row does not have, or has as `None`, is empty."""
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns)
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
 
 
 def finite(value: Any) -> Any:

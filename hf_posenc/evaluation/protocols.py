@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.statistics import RESAMPLES
 
 DEFINITIONS = {
     "prefix": "the first L tokens of each document",
@@ -84,7 +85,7 @@ class Settings:
     prefill: int | None = None
     batch: int = 1
     seed: int = 0
-    resamples: int = 10_000
+    resamples: int = RESAMPLES
     preset: str | None = None
 
     def __post_init__(self) -> None:

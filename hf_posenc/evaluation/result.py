@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import Skipped
-from hf_posenc.evaluation.files import finite, to_json, write_atomically
+from hf_posenc.evaluation.files import finite, to_csv, to_json, write_atomically
 from hf_posenc.evaluation.items import edges
 from hf_posenc.evaluation.perplexity import Failure, Measurement
 from hf_posenc.evaluation.protocols import Settings
@@ -135,6 +133,7 @@ class PerplexityResult:
             resamples=settings.resamples,
             aggregate=settings.aggregate,
             base=settings.base,
+            baseline=self.candidates[0].label if self.candidates else None,
         )
         self._by_key = {(c.method, c.protocol, c.length): c for c in self.cells}
 
@@ -263,14 +262,13 @@ class PerplexityResult:
 
     def write_csv(self, path: Path) -> None:
         """Writes one row per cell of the table; a cell that could not be measured has a `status` and no numbers."""
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS)
-        writer.writeheader()
-        for entry in self.candidates:
-            for protocol in self.settings.protocols:
-                for length in self.settings.lengths:
-                    writer.writerow(self._row(entry, protocol, length))
-        write_atomically(path, text.getvalue())
+        rows = (
+            self._row(entry, protocol, length)
+            for entry in self.candidates
+            for protocol in self.settings.protocols
+            for length in self.settings.lengths
+        )
+        write_atomically(path, to_csv(COLUMNS, rows))
 
     def _row(self, entry: Entry, protocol: str, length: int) -> dict[str, Any]:
         row = {

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 
 RESAMPLES = 10_000
+INTERVAL = (0.025, 0.975)
+"""The quantiles at the ends of every interval: 95 %."""
+
 ROUNDING = 1e-4
 """A ratio of perplexities that is no farther from 1 is rounding: other kernels on the same numbers."""
 
@@ -124,6 +127,7 @@ def summarize(
     resamples: int = RESAMPLES,
     aggregate: str = "tokens",
     base: float | None = None,
+    baseline: str | None = None,
 ) -> list[Cell]:
     """Adds up the records of each (method, protocol, length), in the order of their first appearance.
 
@@ -133,6 +137,7 @@ def summarize(
         resamples: Its number of resamples.
         aggregate: With `"documents"`, every document weighs the same; the others are in the records' weights.
         base: What is raised to the mean loss; `None`: e.
+        baseline: The method that ratios refer to, which may have no record where it failed; `None`: the first record's.
     """
     groups: dict[tuple[str, str, int], dict[str, Record]] = {}
     for record in records:
@@ -144,7 +149,8 @@ def summarize(
         here = names.setdefault(record.protocol, [])
         if record.document not in here:
             here.append(record.document)
-    baseline = records[0].method if records else ""
+    if baseline is None and records:
+        baseline = records[0].method
     bootstraps = {
         count: Bootstrap(count, seed, resamples)
         for count in {len(here) for here in names.values()}
@@ -157,7 +163,7 @@ def summarize(
         if not any(record.tokens for record in group.values()):
             continue  # no key token at all
         rows = [group[name] for name in names[protocol]]
-        reference = groups.get((baseline, protocol, length), {})
+        reference = groups.get((baseline or "", protocol, length), {})
         other = [reference[name] for name in names[protocol] if name in reference]
         cells.append(
             _Cells(aggregate, base, bootstraps.get(len(rows))).cell(
@@ -207,7 +213,7 @@ class _Cells:
             ratio=ratio,
             ratio_interval=ratio_interval,
             bits_per_byte=nats / math.log(2) / size if size else None,
-            word_perplexity=_exp(nats / words) if words else None,
+            word_perplexity=exp_or_inf(nats / words) if words else None,
             nats=nats,
             tokens=sum(row.tokens for row in rows),
             bytes=size,
@@ -225,11 +231,11 @@ class _Cells:
         with np.errstate(
             invalid="ignore"
         ):  # losses that are infinite give an interval that is no number
-            low, high = np.quantile(logs, [0.025, 0.975])
+            low, high = np.quantile(logs, INTERVAL)
         return self._power(float(low)), self._power(float(high))
 
     def _power(self, loss: float) -> float:
-        return _exp(loss) if self.base is None else _exp(loss * math.log(self.base))
+        return exp_or_inf(loss) if self.base is None else exp_or_inf(loss * math.log(self.base))
 
 
 def _total(values: Iterable[int | None]) -> int | None:
@@ -238,7 +244,7 @@ def _total(values: Iterable[int | None]) -> int | None:
     return None if None in known else sum(value for value in known if value is not None)
 
 
-def _exp(value: float) -> float:
+def exp_or_inf(value: float) -> float:
     """`exp` that overflows to infinity instead of raising; NaN stays NaN."""
     try:
         return math.exp(value)

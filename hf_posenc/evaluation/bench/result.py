@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_posenc.evaluation.bench.pooled import pooled
 from hf_posenc.evaluation.bench.speed_result import SpeedResult
-from hf_posenc.evaluation.files import finite, replace_atomically, to_json, write_atomically
+from hf_posenc.evaluation.files import finite, to_csv, to_json, write_atomically
 from hf_posenc.evaluation.result import PerplexityResult
 from hf_posenc.evaluation.retrieval import RetrievalResult
 from hf_posenc.evaluation.statistics import Cell
@@ -118,6 +116,8 @@ class BenchResult:
         Raises:
             PosencError: A file cannot be written, or matplotlib is not installed.
         """
+        from hf_posenc.evaluation.plots import write_figure
+
         write_atomically(folder / "bench.json", to_json(self.to_dict()))
         write_atomically(folder / "bench.csv", self._csv())
         write_atomically(folder / "table.md", self._repr_markdown_())
@@ -125,7 +125,7 @@ class BenchResult:
         for name, figure in (("curve.png", self.plot), ("heatmap.png", self.heatmap)):
             drawn = figure() if plots else None
             if drawn is not None:
-                _write_figure(drawn, folder / name)
+                write_figure(drawn, folder / name)
                 written.append(name)
         return written
 
@@ -139,18 +139,20 @@ class BenchResult:
             ("speed", _OF_SPEED),
         ):
             columns += [f"{prefix}_{name}" for name in names]
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, columns)
-        writer.writeheader()
+        rows = []
         for entry in self.perplexity.candidates:
             for length in self.perplexity.settings.lengths:
-                row = {"method": entry.label, "length": length, "scale": entry.scale_at(length)}
+                row: dict[str, Any] = {
+                    "method": entry.label,
+                    "length": length,
+                    "scale": entry.scale_at(length),
+                }
                 for protocol in protocols:
                     row |= _prefixed(protocol, self._of_protocol(entry.label, protocol, length))
                 row |= _prefixed("retrieval", self._of_retrieval(entry.label, length))
                 row |= _prefixed("speed", self._of_speed(entry.label, length))
-                writer.writerow(row)
-        return text.getvalue()
+                rows.append(row)
+        return to_csv(columns, rows)
 
     def _of_protocol(self, method: str, protocol: str, length: int) -> dict[str, Any]:
         cell = self.perplexity.cell(method, protocol, length)
@@ -194,9 +196,3 @@ def _log(ratio: float | None) -> float | None:
 
 def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return {f"{prefix}_{name}": value for name, value in values.items()}
-
-
-def _write_figure(drawn: Figure, path: Path) -> None:
-    from hf_posenc.evaluation.plots import save
-
-    replace_atomically(path, lambda temporary: save(drawn, temporary))

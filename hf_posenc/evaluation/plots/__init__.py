@@ -6,7 +6,7 @@ notebook and in the HTML page.
 
 from hf_posenc.evaluation.plots.axes import spread
 from hf_posenc.evaluation.plots.difference import difference_figure, ratio_figure
-from hf_posenc.evaluation.plots.files import save, write_plot
+from hf_posenc.evaluation.plots.files import save, write_figure, write_plot
 from hf_posenc.evaluation.plots.lengths import figure
 from hf_posenc.evaluation.plots.position import position_figure
 from hf_posenc.evaluation.plots.style import COLOURS, CONTROL, STYLE, available, require
@@ -23,5 +23,6 @@ __all__ = [
     "require",
     "save",
     "spread",
+    "write_figure",
     "write_plot",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.evaluation.files import replace_atomically
 from hf_posenc.evaluation.plots.lengths import figure
 from hf_posenc.evaluation.plots.style import STYLE, Measured, require
 
@@ -16,12 +17,20 @@ def write_plot(result: Measured, *paths: Path) -> None:
     """Draws the result once and writes it to every path, in the format of its suffix.
 
     Raises:
-        PosencError: matplotlib is not installed.
+        PosencError: matplotlib is not installed, or a file cannot be written.
     """
     require()
-    drawn = figure(result)
+    write_figure(figure(result), *paths)
+
+
+def write_figure(drawn: Figure, *paths: Path) -> None:
+    """Writes a figure to every path, in the format of its suffix; each file is whole or as it was before.
+
+    Raises:
+        PosencError: A file cannot be written.
+    """
     for path in paths:
-        save(drawn, path)
+        replace_atomically(path, lambda temporary: save(drawn, temporary))
 
 
 def save(drawn: Figure, path: Path | Any, format: str | None = None) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.evaluation.files import finite, to_json, write_atomically
+from hf_posenc.evaluation.files import finite, to_csv, to_json, write_atomically
 from hf_posenc.evaluation.result import Entry
 from hf_posenc.evaluation.retrieval.catalogue import get_task
 from hf_posenc.evaluation.retrieval.run import Failure, LeftOut
@@ -188,14 +186,14 @@ class RetrievalResult:
 
     def write_csv(self, path: Path) -> None:
         """Writes a row for each method, task and length, and one for each depth; `status` says why one is empty."""
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS)
-        writer.writeheader()
-        for entry in self.candidates:
-            for task in self.settings.tasks:
-                for length in self.settings.lengths:
-                    writer.writerows(self._rows(entry, task, length))
-        write_atomically(path, text.getvalue())
+        rows = (
+            row
+            for entry in self.candidates
+            for task in self.settings.tasks
+            for length in self.settings.lengths
+            for row in self._rows(entry, task, length)
+        )
+        write_atomically(path, to_csv(COLUMNS, rows))
 
     def _rows(self, entry: Entry, task: str, length: int) -> list[dict[str, Any]]:
         known = {"method": entry.label, "task": task, "length": length}

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hf_posenc.evaluation.sweep.losses import (
     Comparison,
+    Intervals,
     Loss,
-    Scales,
     failure_of,
     log_perplexity,
     perplexity,
@@ -54,14 +54,14 @@ class Board:
         original: The original length, in tokens.
         target: The target length.
         baseline: The label of the model as loaded.
-        scales: Seed and resamples.
+        intervals: Makes intervals, by seed and number of resamples.
     """
 
     losses: Losses
     original: int
     target: int
     baseline: str
-    scales: Scales
+    intervals: Intervals
 
     def of(self, label: str, length: int, documents: Sequence[int]) -> list[Loss]:
         """The losses of a method at a length on some documents."""
@@ -70,7 +70,7 @@ class Board:
     def short(self, label: str, documents: Sequence[int]) -> Comparison | None:
         """Short-text regression, as a ratio."""
         ours, plain = (self.of(name, self.original, documents) for name in (label, self.baseline))
-        return self.scales.compare(ours, plain)
+        return self.intervals.compare(ours, plain)
 
     def objective(self, label: str, documents: Sequence[int]) -> float:
         """Log tail perplexity at the target length; infinite where there is no number."""
@@ -109,13 +109,13 @@ class Board:
         losses = self.of(label, self.target, documents)
         to_best = None
         if best is not None and best != label:
-            to_best = self.scales.compare(losses, self.of(best, self.target, documents))
+            to_best = self.intervals.compare(losses, self.of(best, self.target, documents))
         return Row(
             label=label,
             control=control,
             documents=len(documents),
             perplexity=perplexity(losses),
-            interval=self.scales.interval(losses),
+            interval=self.intervals.interval(losses),
             short=None if label == self.baseline else self.short(label, documents),
             to_best=to_best,
             failed=failure_of(losses),

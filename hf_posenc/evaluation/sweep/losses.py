@@ -9,9 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_posenc.evaluation.statistics import Bootstrap, side_of_one
-
-INTERVAL = (0.025, 0.975)
+from hf_posenc.evaluation.statistics import INTERVAL, Bootstrap, exp_or_inf, side_of_one
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ class Comparison:
         return side_of_one(self.interval) != 0
 
 
-class Scales:
-    """Weighs losses: perplexities and their ratios with intervals, from one seed.
+class Intervals:
+    """Intervals of perplexities and of their ratios, from one seed.
 
     Args:
         seed: Seed of the bootstrap.
@@ -97,7 +95,7 @@ class Scales:
         """The paired ratio over the same documents; `None` where one side has no number."""
         if failure_of(losses) is not None or failure_of(others) is not None:
             return None
-        ratio = perplexity_of(log_perplexity(losses) - log_perplexity(others))
+        ratio = exp_or_inf(log_perplexity(losses) - log_perplexity(others))
         if len(losses) < 2:
             return Comparison(ratio, None)
         return Comparison(ratio, _interval(self._resampled(losses) - self._resampled(others)))
@@ -113,17 +111,9 @@ class Scales:
 
 def perplexity(losses: Sequence[Loss]) -> float:
     """`exp` of `log_perplexity`; infinity where that overflows."""
-    return perplexity_of(log_perplexity(losses))
-
-
-def perplexity_of(value: float) -> float:
-    """`exp` that overflows to infinity instead of raising; NaN stays NaN."""
-    try:
-        return math.exp(value)
-    except OverflowError:
-        return math.inf
+    return exp_or_inf(log_perplexity(losses))
 
 
 def _interval(logs: np.ndarray[Any, Any]) -> tuple[float, float]:
     low, high = np.quantile(logs, INTERVAL)
-    return perplexity_of(float(low)), perplexity_of(float(high))
+    return exp_or_inf(float(low)), exp_or_inf(float(high))

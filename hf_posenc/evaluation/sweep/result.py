@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.evaluation.files import finite
 from hf_posenc.evaluation.sweep.board import Board, Losses, Row
 from hf_posenc.evaluation.sweep.halving import Rung, run_rungs, rung_sizes
-from hf_posenc.evaluation.sweep.losses import Loss, Scales
+from hf_posenc.evaluation.sweep.losses import Intervals, Loss
 from hf_posenc.evaluation.sweep.settings import TailSettings
 from hf_posenc.evaluation.sweep.trials import Trial
 
@@ -62,8 +62,10 @@ class SweepResult:
     def board(self) -> Board:
         """The losses with what is asked of them."""
         settings = self.settings
-        scales = Scales(settings.seed, settings.resamples)
-        return Board(self.losses, settings.original, settings.target, self.trials[0].label, scales)
+        intervals = Intervals(settings.seed, settings.resamples)
+        return Board(
+            self.losses, settings.original, settings.target, self.trials[0].label, intervals
+        )
 
     def row(self, label: str) -> Row:
         """The line of a method."""

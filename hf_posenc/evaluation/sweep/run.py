@@ -10,7 +10,7 @@ from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.sweep.board import Board
 from hf_posenc.evaluation.sweep.halving import FIRST, planned, run_rungs, rung_sizes
-from hf_posenc.evaluation.sweep.losses import Loss, Scales, perplexity
+from hf_posenc.evaluation.sweep.losses import Intervals, Loss, perplexity
 from hf_posenc.evaluation.sweep.meter import Item, Meter
 from hf_posenc.evaluation.sweep.recipe import recipe_of
 from hf_posenc.evaluation.sweep.result import SweepResult
@@ -44,8 +44,8 @@ def sweep(
     controls = [candidate.label for candidate, control in candidates if control]
     names = list(by_label)
     losses: dict[tuple[str, int, int], Loss] = {}
-    scales = Scales(settings.seed, settings.resamples)
-    board = Board(losses, settings.original, settings.target, names[0], scales)
+    intervals = Intervals(settings.seed, settings.resamples)
+    board = Board(losses, settings.original, settings.target, names[0], intervals)
 
     def measure(entered: Sequence[str], documents: Sequence[int]) -> None:
         wanted = [*controls, *entered]

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from hf_posenc.evaluation.report import FEW_DOCUMENTS, number
+from hf_posenc.evaluation.statistics import exp_or_inf
 from hf_posenc.evaluation.sweep.board import Row
 from hf_posenc.evaluation.sweep.factors import LABEL
-from hf_posenc.evaluation.sweep.losses import perplexity_of
 from hf_posenc.evaluation.sweep.report import against, on_short, rows_table
 from hf_posenc.evaluation.sweep.search_result import SearchResult
 
@@ -40,8 +40,8 @@ def search_lines(result: SearchResult) -> Iterator[str]:
     )
     found = result.row(LABEL)
     yield (
-        f"On its own documents the search went from {number(perplexity_of(begun.score))} ({begun.kind}) to "
-        f"{number(perplexity_of(result.best.score))}; on the others it is at {number(found.perplexity)}"
+        f"On its own documents the search went from {number(exp_or_inf(begun.score))} ({begun.kind}) to "
+        f"{number(exp_or_inf(result.best.score))}; on the others it is at {number(found.perplexity)}"
         f"{on_short(found, settings)}."
     )
     start = result.best_start()

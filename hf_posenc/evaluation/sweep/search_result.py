@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.evaluation.files import finite
 from hf_posenc.evaluation.sweep.board import Board, Losses, Row
 from hf_posenc.evaluation.sweep.factors import LABEL, Genome
-from hf_posenc.evaluation.sweep.losses import Scales
+from hf_posenc.evaluation.sweep.losses import Intervals
 from hf_posenc.evaluation.sweep.result import FORMAT, about_of, losses_of, records_of
 from hf_posenc.evaluation.sweep.settings import TailSettings
 from hf_posenc.evaluation.sweep.trials import Trial
@@ -98,8 +98,10 @@ class SearchResult:
     def board(self) -> Board:
         """The losses with what is asked of them."""
         settings = self.settings
-        scales = Scales(settings.seed, settings.resamples)
-        return Board(self.losses, settings.original, settings.target, self.trials[0].label, scales)
+        intervals = Intervals(settings.seed, settings.resamples)
+        return Board(
+            self.losses, settings.original, settings.target, self.trials[0].label, intervals
+        )
 
     def row(self, label: str) -> Row:
         """The line of a method."""
