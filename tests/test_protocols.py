@@ -54,6 +54,22 @@ def test_tail_scores_the_same_tokens_at_every_length(special: int, read_last: bo
     assert all(window.end == 100 for window in windows)
 
 
+def test_a_tail_that_would_score_special_tokens_is_refused() -> None:
+    settings = make(protocols=("tail",), tail_tokens=15)
+    assert plan(100, settings, special=1, shared_prefix=True)
+    with pytest.raises(PosencError, match=r"a length of 16 has room for 14 .* --tail-tokens 14 or"):
+        plan(100, settings, special=2, shared_prefix=True)
+
+
+@pytest.mark.parametrize("special", [0, 1, 2, 3])
+def test_windows_with_gaps_between_them_score_text_only(special: int) -> None:
+    settings = make((16,), protocols=("sliding",), stride=20)
+    tokens = scored(plan(100, settings, special=special, shared_prefix=True), "sliding")[16]
+    covered = [begin + i for begin in range(0, 100, 20) for i in range(16 - special)]
+    # without anything in front of it, the first token of a window has no prediction
+    assert tokens == [t for t in covered if special or t % 20]
+
+
 def test_a_window_that_serves_both_protocols_runs_once() -> None:
     windows = plan(64, make(), special=0, shared_prefix=True)
     assert len(windows) == 3

@@ -251,6 +251,24 @@ def test_windows_with_gaps_between_them_are_named() -> None:
     assert "Windows of 256 tokens lie 512 apart: the text between them is not read" in notes
 
 
+def test_special_tokens_in_front_of_a_window_widen_the_gap() -> None:
+    result = example(CURVES)
+    settings = dataclasses.replace(result.settings, protocols=("sliding",), stride=256)
+    for model, told in (({}, False), ({"bos": {"token_ids": [0]}}, True)):
+        same = dataclasses.replace(result, settings=settings, model=model)
+        assert ("the text between them is not read" in " ".join(report.notes(same))) is told
+    settings = dataclasses.replace(settings, bos_windows="first")
+    first = dataclasses.replace(result, settings=settings, model={"bos": {"token_ids": [0]}})
+    assert "is not read" not in " ".join(report.notes(first))
+
+
+def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:
+    failures = [Failure("none", p, n, "no luck") for p in ("prefix", "tail") for n in LENGTHS]
+    result = example(CURVES, failures=failures)
+    assert {cell.method for cell in result.cells} == {"yarn (auto)", "pi (scale 4)"}
+    assert all(cell.ratio is None and not cell.differs for cell in result.cells)
+
+
 def test_notes_and_guide() -> None:
     notes = " ".join(report.notes(example(CURVES, documents=4)))
     assert "4 documents, 1 skipped" in notes

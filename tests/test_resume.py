@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ from hf_posenc.evaluation.identity import describe_model
 from hf_posenc.evaluation.perplexity import Run
 from hf_posenc.evaluation.processes import Shard
 from hf_posenc.evaluation.protocols import Settings
-from hf_posenc.evaluation.runs import open_store, result_of
+from hf_posenc.evaluation.runs import joined, open_store, result_of
 from tests import zoo
 from tests.tiny_text import VOCABULARY, byte_tokenizer, prose
 
@@ -148,6 +149,27 @@ def test_another_method_or_document_is_added_to_what_is_there(tmp_path: Path) ->
         assert run.collect(store) is not None
     assert len(lines(tmp_path)) == len(run.items)
     assert 0 < before < len(run.items)
+
+
+def test_another_text_of_the_same_tokens_is_measured_anew(tmp_path: Path) -> None:
+    run, described = make_run()
+    with open_store(tmp_path, run, described) as store:
+        run.measure(store)
+    first, *others = run.documents
+    assert first.byte_ends is not None
+    # such as a normalizer or unknown tokens make of it
+    edited = dataclasses.replace(first, byte_ends=first.byte_ends * 2, sha256="0" * 64)
+    again = Run(run.model, [edited, *others], run.candidates, run.settings)
+    with open_store(tmp_path, again, described) as store:
+        assert again.collect(store) is None
+        again.measure(store)
+        measured = again.collect(store)
+    assert measured is not None
+    for record in measured.records:  # a byte is a token of these texts
+        if record.protocol == "tail":
+            assert record.bytes == record.tokens * (2 if record.document == "d0" else 1)
+    streams = [joined(documents) for documents in (run.documents, again.documents)]
+    assert streams[0][0].sha256 != streams[1][0].sha256
 
 
 def test_changed_settings_or_weights_start_anew(tmp_path: Path) -> None:

@@ -79,6 +79,12 @@ def test_a_cell_that_lacks_a_document_is_left_out() -> None:
     assert [cell.method for cell in summarize(rows, seed=0)] == ["none"]
 
 
+def test_a_baseline_that_failed_is_not_replaced_by_the_next_method() -> None:
+    rows = records("yarn", [(10.0, 5), (12.0, 5)]) + records("pi", [(11.0, 5), (12.0, 5)])
+    assert [cell.ratio for cell in summarize(rows, seed=0, baseline="none")] == [None, None]
+    assert summarize(rows, seed=0, baseline="pi")[1].ratio == 1
+
+
 def test_bytes_that_are_not_known_give_no_bits_per_byte() -> None:
     (cell,) = summarize(records("none", [(10.0, 5), (12.0, 5)], size=None), seed=0)
     assert cell.bits_per_byte is None

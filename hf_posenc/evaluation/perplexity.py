@@ -283,4 +283,7 @@ def measure(
 
 
 def _document_key(document: TokenizedDocument) -> str:
-    return f"{document.name} {document.to_dict()['tokens_sha256'][:16]}"
+    # The text too: with unknown tokens or a normalizer, texts of other bytes and words have the same tokens.
+    known = document.to_dict()
+    hashes = [known[name][:16] for name in ("tokens_sha256", "text_sha256") if known[name]]
+    return " ".join([document.name, *hashes])

@@ -139,7 +139,9 @@ def _gaps(result: PerplexityResult) -> Iterator[str]:
     """Windows that are farther apart than they are long leave text unread between them."""
     settings = result.settings
     slid = [name for name in settings.protocols if name in ("sliding", "stream")]
-    short = [length for length in settings.lengths if length < settings.stride]
+    every = settings.bos_windows == "every" or "stream" in slid
+    special = len(result.model.get("bos", {}).get("token_ids", ())) if every else 0
+    short = [length for length in settings.lengths if length - special < settings.stride]
     if slid and short:
         yield (
             f"Windows of {_listed(short)} tokens lie {settings.stride:,} apart: the text between them is not read, and "

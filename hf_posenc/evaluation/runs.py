@@ -152,7 +152,8 @@ def joined(documents: Sequence[TokenizedDocument]) -> list[TokenizedDocument]:
     """The documents as one stream of tokens; a single one stays where it is, which may be a file larger than memory."""
     if len(documents) == 1:
         return list(documents)
-    hashes = [document.to_dict()["tokens_sha256"] for document in documents]
+    known = [document.to_dict() for document in documents]
+    hashes = [f"{each['tokens_sha256']} {each['text_sha256']}" for each in known]
     digest = hashlib.sha256("\n".join(hashes).encode())
     ids = torch.cat([document.tokens(0, len(document.ids)) for document in documents])
     name = f"stream of {len(documents)} document{'s' * (len(documents) != 1)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.protocols import Settings
 
 
@@ -86,6 +87,9 @@ def plan(
 
     Returns:
         The windows, shortest first: transformers' own dynamic RoPE keeps the largest length it has met as state.
+
+    Raises:
+        PosencError: The tail does not fit behind the special tokens of the shortest length.
     """
     wanted = sorted(settings.lengths if lengths is None else lengths)
     made: dict[tuple[int, int, int, bool], list[Span]] = {}
@@ -135,6 +139,11 @@ Cut = tuple[
 def _tail(tokens: int, settings: Settings, special: int, length: int) -> Iterator[Cut]:
     extra = 0 if settings.read_last else 1
     size, scored = length + extra, settings.tail_tokens
+    if size - scored < special:
+        raise PosencError(
+            f"The tail has {scored} tokens, and a length of {length} has room for {size - special} behind the special "
+            f"tokens: give --tail-tokens {size - special} or fewer, or longer lengths."
+        )
     for end in _tail_ends(tokens, settings, special - extra):
         place = (end - (size - special), end, special, settings.read_last)
         yield place, size - scored, size, scored
@@ -161,9 +170,9 @@ def _sliding(tokens: int, settings: Settings, special: int, length: int) -> Iter
             begin, front = max(0, begin - special), max(0, special - begin)
         end = min(begin + length - front, tokens)
         stop, before = front + end - begin, front + reached - begin
-        first = max(1, before)
+        first = max(1, front, before)  # special tokens are no text, in front of a gap neither
         if first < stop:
-            cuts.append(((begin, end, front, True), first, stop, stop - max(0, before)))
+            cuts.append(((begin, end, front, True), first, stop, stop - max(front, before)))
         reached, index = max(reached, end), index + 1
     if settings.windows_per_document is not None:
         full = [cut for cut in cuts[1:] if cut[2] == length] or cuts
