@@ -390,7 +390,7 @@ def test_json_says_the_same(folder: Path) -> None:
     ("arguments", "said"),
     [
         (("--target-length", "2k,4k"), "one length"),
-        (("--target-length", "many"), "no length"),
+        (("--target-length", "many"), "--target-length many: 'many' is no length"),
         (("--target-length", "2k", "--dtype", "int4"), "bfloat16"),
         (("/no/such/folder", "--target-length", "2k"), "no model folder"),
     ],

@@ -204,6 +204,7 @@ def test_a_whole_run_by_the_command(model: Path, tmp_path: Path) -> None:
     assert "Share 1 of 2 is done; 6 of 12 parts are the others'" in first.output
     second = invoke(*arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "2/2")
     assert second.exit_code == 0, second.output
+    assert ("No plot: it needs matplotlib" in second.output) != available()
     files = [(tmp_path / name / "retrieval.json").read_bytes() for name in "ab"]
     assert files[0] == files[1]
 

@@ -9,8 +9,8 @@ import typer
 
 from hf_posenc.cli import inputs as inp
 from hf_posenc.cli import options as opt
-from hf_posenc.cli.bench_output import finish, print_costs, say_unfinished, say_waiting
-from hf_posenc.cli.presentation import announce, progress_bar, reading
+from hf_posenc.cli.bench_output import finish, print_costs, say_unfinished
+from hf_posenc.cli.presentation import announce, progress_bar, reading, say_waiting
 from hf_posenc.cli.session import Remembers, command_line, open_session
 
 NAME = "bench"
@@ -190,12 +190,9 @@ def _lengths(text: str | None) -> tuple[int, ...] | None:
 
 
 def _target(text: str | None) -> int | None:
-    from hf_posenc.errors import PosencError
+    from hf_posenc.evaluation.protocols import parse_length
 
-    lengths = _lengths(text)
-    if lengths is not None and len(lengths) != 1:
-        raise PosencError(f"--target-length is one length, not {len(lengths)}: give --lengths.")
-    return None if lengths is None else lengths[0]
+    return None if text is None else parse_length(text, "--target-length")
 
 
 def _names(text: str | None) -> tuple[str, ...] | None:

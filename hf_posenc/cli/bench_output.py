@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import typer
-
-from hf_posenc.cli.console import err, out, print_error
+from hf_posenc.cli.console import out
 from hf_posenc.cli.cost import print_cost
+from hf_posenc.cli.presentation import exit_on, say_written, show_model
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench import BenchResult
@@ -32,37 +31,16 @@ def finish(result: BenchResult, output: Path, with_plot: bool) -> None:
         PosencError: A file cannot be written.
         typer.Exit: Status 1 where a number is missing, after everything that was measured has been written.
     """
-    from rich.markup import escape
-
     from hf_posenc.evaluation.bench import report
-    from hf_posenc.evaluation.plots import available
 
-    console, model = out(), result.perplexity.model
-    console.print(
-        f"\n[bold]{escape(str(model['name']))}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M "
-        f"parameters, {model['dtype']} on {model['device']}, {model['attention']} attention\n"
-    )
+    show_model(result.perplexity.model)
+    console = out()
     for table in report.tables(result):
         console.print(table)
     for line in (*report.notes(result), ""):
         console.print(line, markup=False)
-    written = result.write(output, plots=with_plot)
-    console.print(f"Wrote {', '.join(written)} to {output}", markup=False)
-    if not available():
-        console.print("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False)
-    problems = list(report.problems(result))
-    for line in problems:
-        print_error(line)
-    if problems:
-        raise typer.Exit(1)
-
-
-def say_waiting(count: int) -> None:
-    """Says that other processes are still at work."""
-    err().print(
-        f"Waiting for the other processes: {count:,} parts are still missing. All must write to the same --output.",
-        style="dim",
-    )
+    say_written(result.write(output, plots=with_plot), output)
+    exit_on(report.problems(result))
 
 
 def say_unfinished(work: Bench, shard: Shard) -> None:

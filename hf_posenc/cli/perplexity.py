@@ -135,7 +135,7 @@ def perplexity(
     interrupted goes on where it was when the same command is given again.
     """
     from hf_posenc.evaluation.candidates import original_length, parse_candidates
-    from hf_posenc.evaluation.documents import load_documents, read_embedded
+    from hf_posenc.evaluation.documents import EMBEDDED_SOURCE, load_documents, read_embedded
     from hf_posenc.evaluation.identity import describe_model
     from hf_posenc.evaluation.key_tokens import finder, with_evaluator
     from hf_posenc.evaluation.perplexity import Run
@@ -157,7 +157,7 @@ def perplexity(
             text, dataset, config, split, column, streaming, tokenized, token_dtype
         )
         if given is None:
-            return read_embedded(), {"kind": "held-out modules of the standard library"}
+            return read_embedded(), EMBEDDED_SOURCE
         return given, origin
 
     documents, origin = source()

@@ -1,9 +1,9 @@
-"""What `hf-posenc perplexity` shows while it runs and when it is done."""
+"""What the commands that measure show while they run and when they are done."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -121,23 +121,23 @@ def finish(
     show(result)
     show_published(result, tables)
     write(result, output, with_plot)
-    problems = list(report.problems(result))
-    for line in problems:
-        print_error(line)
-    if problems:
-        raise typer.Exit(1)
+    exit_on(report.problems(result))
+
+
+def show_model(model: Mapping[str, Any]) -> None:
+    """Prints what was measured: the heading of every result."""
+    out().print(
+        f"\n[bold]{escape(str(model['name']))}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M "
+        f"parameters, {model['dtype']} on {model['device']}, {model['attention']} attention\n"
+    )
 
 
 def show(result: PerplexityResult) -> None:
     """Prints the tables and what a reader must know beside them."""
     from hf_posenc.evaluation import report
 
+    show_model(result.model)
     console = out()
-    model = result.model
-    console.print(
-        f"\n[bold]{escape(str(model['name']))}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M "
-        f"parameters, {model['dtype']} on {model['device']}, {model['attention']} attention\n"
-    )
     for protocol in result.settings.protocols:
         console.print(report.table(result, protocol))
     for line in (*report.notes(result), "", *report.reading_guide(result), ""):
@@ -161,18 +161,38 @@ def write(result: PerplexityResult, output: Path, with_plot: bool) -> None:
     Raises:
         PosencError: They cannot be written.
     """
-    from hf_posenc.evaluation.plots import available, write_plot
+    from hf_posenc.evaluation.plots import write_plot
 
     result.write_json(output / "perplexity.json")
     result.write_csv(output / "perplexity.csv")
-    written = "perplexity.json, perplexity.csv"
+    written = ["perplexity.json", "perplexity.csv"]
     if with_plot:
         write_plot(result, output / "perplexity.png", output / "perplexity.svg")
-        written += ", perplexity.png, perplexity.svg"
+        written += ["perplexity.png", "perplexity.svg"]
+    say_written(written, output)
+
+
+def say_written(names: Sequence[str], output: Path) -> None:
+    """Says which files were written, and why there is no plot among them where there cannot be."""
+    from hf_posenc.evaluation.plots import available
+
     console = out()
-    console.print(f"Wrote {written} to {output}", markup=False)
+    console.print(f"Wrote {', '.join(names)} to {output}", markup=False)
     if not available():
         console.print("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False)
+
+
+def exit_on(problems: Iterable[str]) -> None:
+    """Prints what has no number, one line each.
+
+    Raises:
+        typer.Exit: Status 1, where there is any.
+    """
+    found = list(problems)
+    for line in found:
+        print_error(line)
+    if found:
+        raise typer.Exit(1)
 
 
 def say_waiting(count: int) -> None:

@@ -43,19 +43,17 @@ def recommend(
 
     from hf_posenc.cli.loading import embedded_model, live_model
     from hf_posenc.evaluation.files import to_json
-    from hf_posenc.evaluation.protocols import parse_lengths
+    from hf_posenc.evaluation.protocols import parse_length
     from hf_posenc.evaluation.recommend import recommend as advise
     from hf_posenc.evaluation.recommend import report
 
     if dtype not in DTYPES:
         raise PosencError(f"Unknown dtype {dtype!r}: {', '.join(DTYPES)}.")
-    lengths = parse_lengths(target_length)
-    if len(lengths) != 1:
-        raise PosencError(f"--target-length is one length, not {target_length}.")
+    length = parse_length(target_length, "--target-length")
     live = live_model(model or embedded_model(), whole=weights)
     advice = advise(
         live,
-        lengths[0],
+        length,
         name=model or "",
         original=original,
         dtype=getattr(torch, dtype),

@@ -8,9 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posenc.cli import options as opt
-from hf_posenc.cli.console import out, print_error, print_warning
+from hf_posenc.cli.console import out, print_warning
 from hf_posenc.cli.inputs import check_output, decide_plot
-from hf_posenc.cli.presentation import progress_bar, say_unfinished, say_waiting
+from hf_posenc.cli.presentation import (
+    exit_on,
+    progress_bar,
+    say_unfinished,
+    say_waiting,
+    say_written,
+    show_model,
+)
 from hf_posenc.cli.session import Remembers, command_line, open_session
 from hf_posenc.errors import PosencError
 
@@ -201,23 +208,14 @@ def _finish(run: RetrievalRun, shard: Shard, output: Path, with_plot: bool, **kn
         measuring.write_timings(run, store, output / "timings.json")
     _show(result)
     _write(result, output, with_plot)
-    problems = list(report.problems(result))
-    for line in problems:
-        print_error(line)
-    if problems:
-        raise typer.Exit(1)
+    exit_on(report.problems(result))
 
 
 def _show(result: RetrievalResult) -> None:
-    from rich.markup import escape
-
     from hf_posenc.evaluation.retrieval import report
 
-    console, model = out(), result.model
-    console.print(
-        f"\n[bold]{escape(str(model['name']))}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M "
-        f"parameters, {model['dtype']} on {model['device']}, {model['attention']} attention\n"
-    )
+    show_model(result.model)
+    console = out()
     for task in result.settings.tasks:
         console.print(report.table(result, task))
     for line in (*report.notes(result), "", *report.reading_guide(result), ""):
@@ -238,10 +236,7 @@ def _write(result: RetrievalResult, output: Path, with_plot: bool) -> None:
             names = [f"{name}.png", f"{name}.svg"]
             write_figure(result.plot(value), *(output / file for file in names))
             written += names
-    console = out()
-    console.print(f"Wrote {', '.join(written)} to {output}", markup=False)
-    if not with_plot:
-        console.print("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False)
+    say_written(written, output)
 
 
 def register(app: typer.Typer) -> None:

@@ -9,12 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.markup import escape
 
 from hf_posenc.cli import options as opt
 from hf_posenc.cli.console import err, out, print_error, print_warning
 from hf_posenc.cli.inputs import check_vocabulary
-from hf_posenc.cli.presentation import announce, progress_bar, reading
+from hf_posenc.cli.presentation import (
+    announce,
+    progress_bar,
+    reading,
+    say_written,
+    show_model,
+)
 from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
@@ -95,7 +100,7 @@ def tail_settings(original: int | None, target: str | None, **given: Any) -> Tai
     Raises:
         PosencError: The original length is not known, or numbers do not go together.
     """
-    from hf_posenc.evaluation.protocols import parse_lengths
+    from hf_posenc.evaluation.protocols import parse_length
     from hf_posenc.evaluation.sweep.settings import TailSettings
 
     if original is None:
@@ -103,10 +108,8 @@ def tail_settings(original: int | None, target: str | None, **given: Any) -> Tai
             "The model's config names no context length that it was trained on; give it with a method, as in "
             "--patch yarn:original_max_position_embeddings=4096."
         )
-    lengths = (4 * original,) if target is None else parse_lengths(target)
-    if len(lengths) != 1:
-        raise PosencError(f"--target-length is one length, not {len(lengths)}.")
-    return TailSettings(original, lengths[0], **given)
+    length = 4 * original if target is None else parse_length(target, "--target-length")
+    return TailSettings(original, length, **given)
 
 
 def read_inputs(
@@ -141,13 +144,18 @@ def read_inputs(
     Raises:
         PosencError: No document can be used, or the tokenizer is another model's.
     """
-    from hf_posenc.evaluation.documents import load_documents, read_embedded, special_prefix
+    from hf_posenc.evaluation.documents import (
+        EMBEDDED_SOURCE,
+        load_documents,
+        read_embedded,
+        special_prefix,
+    )
     from hf_posenc.evaluation.identity import describe_model, environment
 
     words, policy = session.tokenizer, bos or "auto"
     special = special_prefix(words, policy)
     if source is None:
-        source, origin = read_embedded(), {"kind": "held-out modules of the standard library"}
+        source, origin = read_embedded(), EMBEDDED_SOURCE
         limit = limit or demo
         max_doc_tokens = max_doc_tokens or settings.target * settings.windows_per_document
     needed = settings.target - len(special)
@@ -232,12 +240,9 @@ def finish(
     from hf_posenc.evaluation.plots import write_figure
     from hf_posenc.evaluation.sweep.recipe import recipe_text
 
-    kind, model = result.to_dict()["kind"], result.about["model"]
+    kind = result.to_dict()["kind"]
+    show_model(result.about["model"])
     console = out()
-    console.print(
-        f"\n[bold]{escape(model['name'])}[/bold]: {model['class']}, {model['dtype']} on {model['device']}, "
-        f"{model['attention']} attention\n"
-    )
     console.print(table)
     for line in (*lines, ""):
         console.print(line, markup=False)
@@ -251,7 +256,7 @@ def finish(
         names = [f"{kind}.png", f"{kind}.svg"]
         write_figure(result.plot(), *(output / name for name in names))
         written += names
-    console.print(f"Wrote {', '.join(written)} to {output}", markup=False)
+    say_written(written, output)
     for line in problems:
         print_warning(line)
     if result.recipe is None:

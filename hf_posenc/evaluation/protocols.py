@@ -190,30 +190,48 @@ def default_tail_tokens(lengths: Sequence[int]) -> int:
     return min(TAIL_TOKENS, min(lengths) // 2)
 
 
-def parse_lengths(text: str) -> tuple[int, ...]:
+def parse_length(text: str, option: str) -> int:
+    """Reads one length, such as `512` or `4k`.
+
+    Args:
+        text: What was given.
+        option: To which option, for the error.
+
+    Raises:
+        PosencError: Something else than one positive number.
+    """
+    lengths = parse_lengths(text, option)
+    if len(lengths) != 1:
+        raise PosencError(f"{option} {text}: one length is wanted, such as 32k.")
+    return lengths[0]
+
+
+def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
     """Reads `512,1024,4k`, and `2k:128k:2k` (first, last, step); k is 1,024.
+
+    Args:
+        text: What was given.
+        option: To which option, for the error.
 
     Raises:
         PosencError: Something else than positive numbers.
     """
     lengths: set[int] = set()
     for part in text.lower().replace(" ", "").split(","):
-        numbers = [_tokens(piece, text) for piece in part.split(":")]
+        numbers = [_tokens(piece, f"{option} {text}") for piece in part.split(":")]
         if len(numbers) == 1:
             lengths.add(numbers[0])
         elif len(numbers) == 3 and numbers[2] > 0:
             lengths.update(range(numbers[0], numbers[1] + 1, numbers[2]))
         else:
-            raise PosencError(f"--lengths {text}: {part!r} is no range; give first:last:step.")
+            raise PosencError(f"{option} {text}: {part!r} is no range; give first:last:step.")
     return tuple(sorted(lengths))
 
 
-def _tokens(text: str, whole: str) -> int:
+def _tokens(text: str, given: str) -> int:
     digits, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
     if not digits.isdecimal():
-        raise PosencError(
-            f"--lengths {whole}: {text!r} is no length; give tokens as in 512,1024,4k."
-        )
+        raise PosencError(f"{given}: {text!r} is no length; give tokens as in 512,1024,4k.")
     return int(digits) * factor
 
 

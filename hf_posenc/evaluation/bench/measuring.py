@@ -14,15 +14,19 @@ from hf_posenc.evaluation.bench.result import BenchResult
 from hf_posenc.evaluation.bench.suites import Suite, get_suite, suite_lengths
 from hf_posenc.evaluation.bench.work import Bench, Inputs
 from hf_posenc.evaluation.candidates import original_length, parse_candidates
-from hf_posenc.evaluation.documents import Document, TokenCache, load_documents, read_embedded
-from hf_posenc.evaluation.documents.document import Entry
+from hf_posenc.evaluation.documents import (
+    EMBEDDED_SOURCE,
+    Document,
+    Entry,
+    TokenCache,
+    load_documents,
+    read_embedded,
+)
 from hf_posenc.evaluation.identity import describe_model
 from hf_posenc.evaluation.perplexity import Progress
 from hf_posenc.evaluation.published import get as get_table
 from hf_posenc.evaluation.published.compare import comparable
 from hf_posenc.evaluation.runs import make_settings, special_tokens
-
-EMBEDDED_SOURCE = {"kind": "held-out modules of the standard library"}
 
 
 def bench(

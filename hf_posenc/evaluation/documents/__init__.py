@@ -18,7 +18,7 @@ from hf_posenc.evaluation.documents.document import (
     Skipped,
     TokenizedDocument,
 )
-from hf_posenc.evaluation.documents.embedded import read_embedded
+from hf_posenc.evaluation.documents.embedded import EMBEDDED_SOURCE, read_embedded
 from hf_posenc.evaluation.documents.errors import UnreadableError, one_line
 from hf_posenc.evaluation.documents.files import read_paths
 from hf_posenc.evaluation.documents.loading import load_documents
@@ -28,6 +28,7 @@ from hf_posenc.evaluation.documents.token_files import TOKEN_DTYPES
 from hf_posenc.evaluation.documents.tokenizing import tokenize
 
 __all__ = [
+    "EMBEDDED_SOURCE",
     "TOKEN_DTYPES",
     "Document",
     "Entry",

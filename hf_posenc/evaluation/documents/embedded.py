@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from hf_posenc.evaluation.documents.document import Document
+
+EMBEDDED_SOURCE: dict[str, Any] = {"kind": "held-out modules of the standard library"}
+"""What a result says of `read_embedded`."""
 
 
 def read_embedded() -> Iterator[Document]:
