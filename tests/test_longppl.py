@@ -13,9 +13,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
+from hf_posenc.evaluation.key_tokens import Evaluator
 from hf_posenc.evaluation.longppl import carry, key_tokens, short_windows
+from hf_posenc.evaluation.store import fingerprint_of
 from tests.tiny_text import byte_tokenizer
 
 SHORT, STEP = 48, 20
@@ -89,6 +92,23 @@ def test_the_default_thresholds_are_the_papers() -> None:
         named = key_tokens(scorer, document_ids(), short=SHORT, step=STEP, alpha=2.0, beta=-2.0)
     assert torch.equal(default, named)
     assert default.any()
+
+
+def test_what_decides_the_key_tokens_is_told_apart() -> None:
+    model, _ = evaluator()
+
+    def told(spec: str = "none", special: tuple[int, ...] = (), short: int = SHORT) -> str:
+        candidate = Candidate.parse(spec).checked(model)
+        made = Evaluator("self", model, byte_tokenizer(), candidate, special, short)
+        return fingerprint_of(made.to_dict())
+
+    seen = {told(), told("rerope:window=8"), told(special=(0,)), told(short=SHORT + 1)}
+    eps = model.config.rms_norm_eps
+    model.config.rms_norm_eps = 2 * eps  # the weights are the same
+    seen.add(told())
+    model.config.rms_norm_eps = eps
+    assert len(seen) == 5
+    assert told() in seen
 
 
 class Calls:

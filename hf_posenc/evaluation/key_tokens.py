@@ -49,11 +49,13 @@ class Evaluator:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything that determines which tokens are key."""
+        identity = model_identity(self.model, self.name)
         return {
-            "name": self.name,
+            "name": identity.pop("name"),
             "patch": self.candidate.spec,
-            "weights_sha256": model_identity(self.model, self.name)["weights_sha256"],
+            "model": identity,
             "tokenizer_sha256": tokenizer_hash(self.tokenizer),
+            "special": list(self.special),
             "short": self.short,
             "step": self.step,
             "alpha": ALPHA,
