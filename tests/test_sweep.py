@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 
 import hf_posenc
 from hf_posenc.errors import PosencError
@@ -239,6 +241,21 @@ def test_a_difference_is_called_one_only_where_the_paired_interval_says_so() -> 
     assert "Not told apart from it by these documents: near." in said
     words = [str(report.verdict(row, result.settings, "best")) for row in result.rows]
     assert words == ["worse, control", "best", "undecided", "worse"]
+
+
+def test_a_terminal_of_80_columns_shows_names_and_verdicts() -> None:
+    long = "dynamic_ntk (scale 16, original_max_position_embeddings 64)"
+    flat = [3.0, 4.0, 5.0, 6.0, 7.0, 3.5]
+    lines = {"control": [v + 2 for v in reversed(flat)], long: [v + 0.1 for v in flat]}
+    result = planted({"none": flat, "yarn (scale 4)": flat, **lines}, first_documents=6)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(report.sweep_table(result))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert "yarn (scale" in shown
+    assert "dynamic_ntk" in shown
+    assert "undecided, " in shown
+    assert "control" in shown
 
 
 def test_one_document_decides_nothing() -> None:

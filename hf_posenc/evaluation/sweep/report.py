@@ -14,6 +14,9 @@ from hf_posenc.evaluation.sweep.losses import Comparison
 from hf_posenc.evaluation.sweep.result import SweepResult
 from hf_posenc.evaluation.sweep.settings import TailSettings
 
+METHOD_WIDTH, VERDICT_WIDTH = 12, 9
+"""Columns that a method's name and the last word have at least; what is longer goes on in the next line."""
+
 
 def rows_table(rows: Iterable[Row], settings: TailSettings, best: str | None, title: str) -> Table:
     """Tail perplexity at the target length, the price on short texts, and how each method stands to the best."""
@@ -24,12 +27,12 @@ def rows_table(rows: Iterable[Row], settings: TailSettings, best: str | None, ti
         pad_edge=False,
         collapse_padding=True,
     )
-    made.add_column("method", overflow="fold")
-    made.add_column("documents", justify="right", no_wrap=True)
-    made.add_column(f"tail at {settings.target:,}", justify="right", no_wrap=True)
+    made.add_column("method", overflow="fold", min_width=METHOD_WIDTH)
+    made.add_column("docu-\nments", justify="right", no_wrap=True)
+    made.add_column(f"tail at\n{settings.target:,}", justify="right", no_wrap=True)
     made.add_column(f"at {settings.original:,}, by\nunpatched", justify="right", no_wrap=True)
-    made.add_column("by the best", justify="right", no_wrap=True)
-    made.add_column("", no_wrap=True)
+    made.add_column("by the\nbest", justify="right", no_wrap=True)
+    made.add_column("", overflow="fold", min_width=VERDICT_WIDTH)
     for row in rows:
         style = "bold" if row.label == best else "dim" if row.control else ""
         made.add_row(
@@ -147,7 +150,7 @@ def _perplexity(row: Row) -> Text:
     text = Text(number(row.perplexity))
     if row.interval is not None:
         text.append(
-            f"  {number(row.interval[0], 3)}-{number(row.interval[1], 3)}", style="dim not bold"
+            f"\n{number(row.interval[0], 3)}-{number(row.interval[1], 3)}", style="dim not bold"
         )
     return text
 
@@ -162,5 +165,5 @@ def _ratio(comparison: Comparison | None) -> Text:
     text = Text(number(comparison.ratio))
     if comparison.interval is not None:
         low, high = comparison.interval
-        text.append(f"  {number(low, 4)}-{number(high, 4)}", style="dim")
+        text.append(f"\n{number(low, 4)}-{number(high, 4)}", style="dim")
     return text
