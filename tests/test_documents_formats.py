@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_posenc.cli.inputs import check_vocabulary, source_of
+from hf_posenc.cli.inputs import source_of
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import (
     Document,
     Entry,
@@ -22,6 +24,9 @@ from hf_posenc.evaluation.documents import (
     token_files,
     token_ids,
 )
+from hf_posenc.evaluation.perplexity import Run
+from hf_posenc.evaluation.protocols import Settings
+from hf_posenc.evaluation.sweep.meter import Meter
 from tests.documents_forms import PACK, json_lines
 from tests.test_documents import write
 from tests.tiny_text import byte_tokenizer, prose
@@ -167,12 +172,18 @@ def test_what_the_command_line_asks_for(data: Path) -> None:
 
 
 def test_a_model_has_an_embedding_for_every_token() -> None:
-    class Model:
-        def get_input_embeddings(self) -> torch.nn.Embedding:
-            return torch.nn.Embedding(50, 2)
-
-    fits = TokenizedDocument("a", torch.tensor([1, 49], dtype=torch.uint16), None, None)
-    too_large = TokenizedDocument("b", torch.tensor([50]), None, None)
-    check_vocabulary(Model(), [fits])
-    with pytest.raises(PosencError, match="gives token 50, the model has 50"):
-        check_vocabulary(Model(), [fits, too_large])
+    shape: dict[str, Any] = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 2
+    )
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, head_dim=2, **shape))
+    settings, plain = Settings(lengths=(8, 16)), Candidate.parse("none").checked(model)
+    fits = TokenizedDocument("a", torch.full((16,), 49, dtype=torch.uint16), None, None)
+    too_large = TokenizedDocument("b", torch.arange(35, 51), None, None)
+    Run(model, [fits], [plain], settings)
+    Meter(model, [fits], settings)
+    for make in (
+        lambda: Run(model, [fits, too_large], [plain], settings),
+        lambda: Meter(model, [fits, too_large], settings),
+    ):
+        with pytest.raises(PosencError, match="gives token 50, the model has 50"):
+            make()

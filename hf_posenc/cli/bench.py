@@ -168,7 +168,6 @@ def bench(
             settings=settings,
             seen=seen,
         )
-    inp.check_vocabulary(inputs.model, list(inputs.documents))
     if place.index == 0:
         announce(inputs.settings, list(inputs.documents), list(inputs.skipped))
     work = Bench(inputs)

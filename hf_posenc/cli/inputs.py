@@ -12,7 +12,7 @@ from typer.core import TyperCommand
 from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.documents import Entry, TokenCache, TokenizedDocument
+    from hf_posenc.evaluation.documents import Entry, TokenCache
 
 
 class TakesSeveral(TyperCommand):
@@ -108,17 +108,3 @@ def token_cache_of(folder: Path | None, tokenizer: Any) -> TokenCache | None:
     from hf_posenc.evaluation.identity import tokenizer_hash
 
     return TokenCache(folder, tokenizer_hash(tokenizer))
-
-
-def check_vocabulary(model: Any, documents: list[TokenizedDocument]) -> None:
-    """Makes sure that the model has an embedding for every token.
-
-    Raises:
-        PosencError: It has not.
-    """
-    words = model.get_input_embeddings().weight.shape[0]
-    largest = max(document.largest() for document in documents)
-    if largest >= words:
-        raise PosencError(
-            f"The tokenizer does not belong to the model: it gives token {largest:,}, the model has {words:,}."
-        )

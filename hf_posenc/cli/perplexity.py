@@ -203,7 +203,6 @@ def perplexity(
             seen=seen,
             cache=inp.token_cache_of(token_cache, words),
         )
-    inp.check_vocabulary(live, usable)
     if place.index == 0:
         announce(settings, usable, skipped)
     key_tokens = None

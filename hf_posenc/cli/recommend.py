@@ -8,7 +8,7 @@ import typer
 
 from hf_posenc.cli.console import out
 from hf_posenc.cli.options import ModelArgument
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import unknown
 
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -48,7 +48,7 @@ def recommend(
     from hf_posenc.evaluation.recommend import report
 
     if dtype not in DTYPES:
-        raise PosencError(f"Unknown dtype {dtype!r}: {', '.join(DTYPES)}.")
+        raise unknown("dtype", dtype, DTYPES)
     length = parse_length(target_length, "--target-length")
     live = live_model(model or embedded_model(), whole=weights)
     advice = advise(

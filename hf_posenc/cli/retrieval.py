@@ -126,9 +126,8 @@ def retrieval(
     }
     if tasks is not None or model is None:
         given["tasks"] = _task_names(tasks or DEMO_TASKS)
-    RetrievalSettings(
-        lengths=wanted or DEMO_LENGTHS, **given
-    )  # what is wrong with it is said at once
+    # what is wrong with it is said before a model is loaded
+    RetrievalSettings(lengths=wanted or DEMO_LENGTHS, **given)
     with_plot = decide_plot(plot)
     check_output(output)
     text = _read(haystack) if haystack else None

@@ -95,9 +95,8 @@ def sweep(
 
     place = current_shard(shard)
     specs, wanted = patch or DEFAULT_PATCHES, None if scales is None else parse_scales(scales)
-    candidates = crossed(
-        specs, wanted or (2.0,)
-    )  # refuses what cannot be read before a model is loaded
+    # refuses what cannot be read before a model is loaded
+    candidates = crossed(specs, wanted or (2.0,))
     with_plot = inp.decide_plot(plot)
     inp.check_output(output)
     source, origin = inp.source_of(

@@ -12,7 +12,6 @@ import typer
 
 from hf_posenc.cli import options as opt
 from hf_posenc.cli.console import err, out, print_error, print_warning
-from hf_posenc.cli.inputs import check_vocabulary
 from hf_posenc.cli.presentation import (
     announce,
     progress_bar,
@@ -169,7 +168,6 @@ def read_inputs(
             seen=seen,
             cache=cache,
         )
-    check_vocabulary(session.model, usable)
     if place.index == 0:
         announce(settings.protocol, usable, skipped)
     about = {

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import PosencError
 from hf_posenc.patching import get_patch
 
 _PACKAGES = ("hf-posenc", "torch", "transformers", "tokenizers", "numpy")
-_BLOCK = (
-    2**24
-)  # elements summed at a time, so that a large matrix needs no second copy of its own size
+_BLOCK = 2**24
+"""Elements summed at a time, so that a large matrix needs no second copy of its own size."""
 
 
 def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
@@ -63,6 +63,28 @@ def describe_model(
         },
         "bos": {"policy": bos, "token_ids": list(special)},
     }
+
+
+def name_of(model: Any) -> str:
+    """Where a model was loaded from; its class, if from nowhere."""
+    return getattr(model.config, "_name_or_path", "") or type(model).__name__
+
+
+def check_vocabulary(model: Any, largest: int) -> None:
+    """Makes sure that the model has an embedding for every token.
+
+    Args:
+        model: The model.
+        largest: The largest token id that it will be given.
+
+    Raises:
+        PosencError: It has not.
+    """
+    words = model.get_input_embeddings().weight.shape[0]
+    if largest >= words:
+        raise PosencError(
+            f"The tokenizer does not belong to the model: it gives token {largest:,}, the model has {words:,}."
+        )
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

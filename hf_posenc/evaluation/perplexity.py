@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
+from hf_posenc.evaluation.identity import check_vocabulary
 from hf_posenc.evaluation.items import Item, Sum, Worker
 from hf_posenc.evaluation.memory import FrugalScorer
 from hf_posenc.evaluation.processes import Shard
@@ -75,7 +76,7 @@ class Run:
         items: All the work, in the order in which it is done.
 
     Raises:
-        PosencError: The model is not a causal language model.
+        PosencError: The model is not a causal language model, or the tokens are another model's.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Run:
         self._key_tokens: dict[int, Tensor] = {}
         self.special = torch.tensor(list(special), dtype=torch.int64)
         self.items = self._items()
+        check_vocabulary(model, max(document.largest() for document in documents))
         with evaluation_mode(model):
             self._scorer = TokenScorer(
                 model,
@@ -100,9 +102,8 @@ class Run:
                 chunk=settings.chunk,
                 prefill=settings.prefill,
             )
-        self._failed: dict[
-            tuple[str, str, int], int
-        ] = {}  # the first document that a cell failed at
+        # the first document that a cell failed at
+        self._failed: dict[tuple[str, str, int], int] = {}
 
     @property
     def forwarded(self) -> int:

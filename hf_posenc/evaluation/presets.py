@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import unknown
 
 E_OF_LONGLORA = 2.71828
 """LongLoRA's eval.py writes e so."""
@@ -97,5 +97,5 @@ def preset_settings(name: str | None) -> tuple[dict[str, Any], str]:
     if name is None:
         return {}, "auto"
     if name not in PRESETS:
-        raise PosencError(f"Unknown preset {name!r}: {', '.join(PRESETS)}.")
+        raise unknown("preset", name, PRESETS)
     return {**PRESETS[name].settings, "preset": name}, PRESETS[name].bos

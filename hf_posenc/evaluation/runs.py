@@ -15,14 +15,14 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import original_length, parse_candidates
 from hf_posenc.evaluation.documents import (
-    Document,
     Entry,
     TokenizedDocument,
+    as_entries,
     load_documents,
     special_prefix,
 )
 from hf_posenc.evaluation.files import to_json, write_atomically
-from hf_posenc.evaluation.identity import describe_model, environment
+from hf_posenc.evaluation.identity import describe_model, environment, name_of
 from hf_posenc.evaluation.perplexity import Progress, Run
 from hf_posenc.evaluation.presets import preset_settings
 from hf_posenc.evaluation.processes import Shard
@@ -78,12 +78,8 @@ def measure_perplexity(
     given = {**settings, "lengths": None if lengths is None else tuple(sorted(set(lengths)))}
     chosen, policy = make_settings(given, original, preset=preset, bos=bos)
     special = special_tokens(tokenizer, policy)
-    source = (
-        Document(f"#{index}", text) if isinstance(text, str) else text
-        for index, text in enumerate(documents)
-    )
     usable, skipped = load_documents(
-        source,
+        as_entries(documents),
         tokenizer,
         min_tokens=max(1, chosen.shortest_document - len(special)),
         max_tokens=max_doc_tokens,
@@ -91,8 +87,7 @@ def measure_perplexity(
     )
     used = joined(usable) if chosen.streams else usable
     run = Run(model, used, candidates, chosen, special=special)
-    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
-    described = describe_model(name, model, tokenizer, special, policy)
+    described = describe_model(name_of(model), model, tokenizer, special, policy)
     with (
         contextlib.nullcontext(Memory()) if output is None else open_store(output, run, described)
     ) as store:

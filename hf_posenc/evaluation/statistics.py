@@ -109,13 +109,13 @@ class Bootstrap:
         draws = np.random.default_rng(seed).multinomial(
             documents, [1 / documents] * documents, size=resamples
         )
-        self._weights = draws.astype(
-            np.float64
-        )  # (resamples, documents): how often each one was drawn
+        # how often each one was drawn, shape (resamples, documents)
+        self._weights = draws.astype(np.float64)
 
     def means(self, sums: Sequence[float], weights: Sequence[float]) -> np.ndarray[Any, Any]:
         """The mean loss of every resample that has something to score, shape (up to resamples,)."""
-        total = self._weights @ np.asarray(sums, dtype=np.float64)
+        with np.errstate(invalid="ignore"):  # an infinite sum that was not drawn: inf times 0
+            total = self._weights @ np.asarray(sums, dtype=np.float64)
         weight = self._weights @ np.asarray(weights, dtype=np.float64)
         return np.asarray(total[weight > 0] / weight[weight > 0])
 
@@ -228,9 +228,7 @@ class _Cells:
         return [row.weighted for row in rows], [row.weight for row in rows]
 
     def _interval(self, logs: np.ndarray[Any, Any]) -> tuple[float, float]:
-        with np.errstate(
-            invalid="ignore"
-        ):  # losses that are infinite give an interval that is no number
+        with np.errstate(invalid="ignore"):  # infinite losses have no interval
             low, high = np.quantile(logs, INTERVAL)
         return self._power(float(low)), self._power(float(high))
 

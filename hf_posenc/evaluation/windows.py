@@ -131,9 +131,8 @@ def _spans(
                 yield place, Span(protocol, length, first, stop, weight)
 
 
-Cut = tuple[
-    Place, int, int, int
-]  # a window, the first token that counts, one past the last, how many are new
+Cut = tuple[Place, int, int, int]
+"""A window, the first token that counts, one past the last, and how many are new."""
 
 
 def _tail(tokens: int, settings: Settings, special: int, length: int) -> Iterator[Cut]:
@@ -187,9 +186,8 @@ def _disjoint(tokens: int, special: int, length: int) -> Iterator[Cut]:
 
     Every piece reads L tokens and predicts L. The last one reads L tokens too, going back as far as it must.
     """
-    reached = (
-        0 if special else 1
-    )  # without anything in front of it, the first token has no prediction
+    # without anything in front of it, the first token has no prediction
+    reached = 0 if special else 1
     begin, end, front = 0, min(length + 1 - special, tokens), special
     while reached < end:
         stop, first = front + end - begin, front + reached - begin

@@ -16,13 +16,13 @@ from hf_posenc.evaluation.bench.work import Bench, Inputs
 from hf_posenc.evaluation.candidates import original_length, parse_candidates
 from hf_posenc.evaluation.documents import (
     EMBEDDED_SOURCE,
-    Document,
     Entry,
     TokenCache,
+    as_entries,
     load_documents,
     read_embedded,
 )
-from hf_posenc.evaluation.identity import describe_model
+from hf_posenc.evaluation.identity import describe_model, name_of
 from hf_posenc.evaluation.perplexity import Progress
 from hf_posenc.evaluation.published import get as get_table
 from hf_posenc.evaluation.published.compare import comparable
@@ -78,18 +78,11 @@ def bench(
         PosencError: Something does not go together, a published table is of another protocol, or no document can be
             used.
     """
-    source = None
-    if documents is not None:
-        source = (
-            Document(f"#{index}", entry) if isinstance(entry, str) else entry
-            for index, entry in enumerate(documents)
-        )
-    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     inputs = gather(
         model,
         tokenizer,
-        source,
-        name=name,
+        None if documents is None else as_entries(documents),
+        name=name_of(model),
         origin={"kind": "python"},
         methods=methods,
         lengths=lengths,

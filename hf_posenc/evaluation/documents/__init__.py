@@ -17,6 +17,7 @@ from hf_posenc.evaluation.documents.document import (
     LongDocument,
     Skipped,
     TokenizedDocument,
+    as_entries,
 )
 from hf_posenc.evaluation.documents.embedded import EMBEDDED_SOURCE, read_embedded
 from hf_posenc.evaluation.documents.errors import UnreadableError, one_line
@@ -37,6 +38,7 @@ __all__ = [
     "TokenCache",
     "TokenizedDocument",
     "UnreadableError",
+    "as_entries",
     "load_documents",
     "one_line",
     "printable",

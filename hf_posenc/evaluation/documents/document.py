@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -121,6 +121,12 @@ class TokenizedDocument:
 
 Entry: TypeAlias = Document | LongDocument | TokenizedDocument | Skipped
 """What a reader gives for each thing that it was asked to read."""
+
+
+def as_entries(documents: Iterable[str | Entry]) -> Iterator[Entry]:
+    """What a Python caller may give as documents: texts, which get their place as a name, and what readers give."""
+    for index, document in enumerate(documents):
+        yield Document(f"#{index}", document) if isinstance(document, str) else document
 
 
 def _between(ends: Tensor | None, first: int, stop: int) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import unknown
 from hf_posenc.evaluation.retrieval.frequencies import FrequentWords
 from hf_posenc.evaluation.retrieval.needles import NiahMultikey2, NiahMultikey3, NiahSingle1
 from hf_posenc.evaluation.retrieval.tasks import Passkey, Task
@@ -28,5 +28,5 @@ def get_task(name: str) -> Task:
         PosencError: There is none of that name.
     """
     if name not in TASKS:
-        raise PosencError(f"Unknown task {name!r}: {', '.join(TASKS)}.")
+        raise unknown("task", name, TASKS)
     return TASKS[name]

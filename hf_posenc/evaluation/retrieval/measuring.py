@@ -13,7 +13,7 @@ from torch import nn
 from hf_posenc.evaluation.candidates import original_length, parse_candidates
 from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.files import to_json, write_atomically
-from hf_posenc.evaluation.identity import describe_model, environment
+from hf_posenc.evaluation.identity import describe_model, environment, name_of
 from hf_posenc.evaluation.perplexity import Progress
 from hf_posenc.evaluation.processes import Shard
 from hf_posenc.evaluation.protocols import default_lengths
@@ -69,9 +69,8 @@ def measure_retrieval(
         special=special,
         haystack=haystack,
     )
-    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     known = {
-        "model": describe_model(name, model, tokenizer, special, bos),
+        "model": describe_model(name_of(model), model, tokenizer, special, bos),
         "haystack": describe_haystack(haystack),
     }
     with (

@@ -15,6 +15,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import one_line
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
+from hf_posenc.evaluation.identity import check_vocabulary
 from hf_posenc.evaluation.memory import OUT_OF_MEMORY, is_out_of_memory
 from hf_posenc.evaluation.perplexity import Progress
 from hf_posenc.evaluation.processes import Shard
@@ -115,7 +116,7 @@ class RetrievalRun:
         self.left_out: list[LeftOut] = []
         self.items = self._items(self._fitting())
         ids = self.prompt(self.items[0].place).ids
-        _check_vocabulary(model, int(ids.max()))
+        check_vocabulary(model, int(ids.max()))
         with evaluation_mode(model):
             scorer = TokenScorer(model, ids, chunk=settings.chunk)
         self._scorer = AnswerScorer(model, scorer)
@@ -212,9 +213,8 @@ class RetrievalRun:
             if item.candidate.moves and item.candidate.request is None:
                 self._scorer.scorer(prompt.ids[:2])  # resets transformers' stateful dynamic RoPE
             made = self._score(item, prompt)
-        except (
-            Exception
-        ) as error:  # a family may fail in its own way past its length; the run goes on without it
+        except Exception as error:
+            # A family may fail in its own way past its length; the run goes on without it.
             return {"failed": _reason(error)}
         return {
             **made,
@@ -249,14 +249,6 @@ class RetrievalRun:
             _record(item, values[item.key]) for item in self.items if item.cell not in failures
         ]
         return records, [Failure(*cell, reason) for cell, reason in failures.items()]
-
-
-def _check_vocabulary(model: Any, largest: int) -> None:
-    words = model.get_input_embeddings().weight.shape[0]
-    if largest >= words:
-        raise PosencError(
-            f"The tokenizer does not belong to the model: it gives token {largest:,}, the model has {words:,}."
-        )
 
 
 def _record(item: Item, value: Mapping[str, Any]) -> Record:

@@ -16,6 +16,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import TokenizedDocument, one_line
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
+from hf_posenc.evaluation.identity import check_vocabulary
 from hf_posenc.evaluation.memory import OUT_OF_MEMORY, FrugalScorer, is_out_of_memory
 from hf_posenc.evaluation.processes import Shard
 from hf_posenc.evaluation.protocols import Settings
@@ -52,6 +53,9 @@ class Meter:
         shard: Which of the items are this process's.
         progress: Called after every item.
         waiting: Called once with the number of records that other processes have still to write.
+
+    Raises:
+        PosencError: The model is not a causal language model, or the tokens are another model's.
     """
 
     model: nn.Module
@@ -66,6 +70,7 @@ class Meter:
     _hashes: list[str] = field(init=False)
 
     def __post_init__(self) -> None:
+        check_vocabulary(self.model, max(document.largest() for document in self.documents))
         probe = torch.tensor([*self.special, *self.documents[0].tokens(0, 16).tolist()])
         with evaluation_mode(self.model):
             self._scorer = FrugalScorer(
@@ -136,9 +141,8 @@ class Meter:
             body = self.documents[document].tokens(window.begin, window.end)
             ids = torch.cat([front, body])
             if candidate.request is None and candidate.moves:
-                self._scorer(
-                    [ids[:2]], 1
-                )  # resets transformers' own dynamic RoPE, which keeps a state
+                # resets transformers' own dynamic RoPE, which keeps a state
+                self._scorer([ids[:2]], 1)
             losses = self._scorer([ids], window.first_scored)[0]
             nats += float(losses.sum())
             tokens += len(losses)
