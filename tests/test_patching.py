@@ -153,6 +153,7 @@ def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
         ("dynamic_yarn", {"target_length": 512}, "follows the length"),
         ("dynamic_ntk", {"update": "rows"}, "update mode"),
         ("yarn", {"scale": 4, "layers": "some"}, "layers is"),
+        ("yarn", {"scale": 4, "layers": 0}, "a list of layer indices, not 0"),
         ("yarn", {"scale": 4, "layers": [0, 1]}, "cuts through"),
         ("yarn", {"scale": 4, "compose": True, "replace": True}, "exclude each other"),
         (["yarn", "pi"], {"scale": 4}, "one seam"),

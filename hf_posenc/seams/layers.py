@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -40,7 +40,11 @@ def select(
                 'rotate, and they never look past their window. Pass layers="all" to patch them all the same.'
             )
         return chosen
-    if isinstance(layers, str) or not all(isinstance(layer, int) for layer in layers):
+    if (
+        isinstance(layers, str)
+        or not isinstance(layers, Iterable)
+        or not all(isinstance(layer, int) for layer in layers)
+    ):
         raise PosencError(f'layers is "full", "all" or a list of layer indices, not {layers!r}.')
     wanted = set(layers)
     groups = {index: _layers_of(table) for index, table in enumerate(tables)}
