@@ -10,7 +10,7 @@ import pytest
 
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.page import collect
-from hf_posenc.evaluation.result import Entry
+from hf_posenc.evaluation.result import MethodEntry
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
 from hf_posenc.evaluation.retrieval.run import Failure, LeftOut
 from hf_posenc.evaluation.retrieval.settings import RetrievalSettings
@@ -34,7 +34,7 @@ def retrieval(
                         values = (correct, float(correct), 1.5, 1 if correct else 3, 11, 100)
                         records.append(Record(method, "passkey", length, depth, sample, *values))
     entries = [
-        Entry(name, name, None if name == "none" else name, [], {}, None, False, 256, False)
+        MethodEntry(name, name, None if name == "none" else name, [], {}, None, False, 256, False)
         for name in right
     ]
     made = RetrievalResult(

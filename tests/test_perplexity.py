@@ -18,6 +18,7 @@ from hf_posenc.evaluation.candidates import Candidate, original_length, parse_ca
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.perplexity import Failure, Measurement, measure
 from hf_posenc.evaluation.protocols import Settings
+from hf_posenc.evaluation.result import MethodEntry
 from hf_posenc.evaluation.statistics import Record
 from hf_posenc.methods import LogN, PositionInterpolation
 from tests import zoo
@@ -150,9 +151,9 @@ def test_the_scale_follows_the_length_and_never_shrinks_a_text() -> None:
     candidate = Candidate.parse("yarn").checked(tiny())
     assert candidate.label == "yarn (auto)"
     assert [candidate.scale_at(length) for length in LENGTHS] == [1.0, 1.0, 2.0, 4.0]
-    stored = candidate.to_dict(LENGTHS)
-    assert stored["scale"] == {"32": 1.0, "64": 1.0, "128": 2.0, "256": 4.0}
-    assert stored["original_max_position_embeddings"] == 64
+    stored = MethodEntry.of(candidate, shared=False)
+    assert [stored.scale_at(length) for length in LENGTHS] == [1.0, 1.0, 2.0, 4.0]
+    assert (stored.scale, stored.auto_scale, stored.original) == (None, True, 64)
     own = Candidate.parse("yarn:original_max_position_embeddings=32").checked(tiny())
     assert [own.scale_at(length) for length in LENGTHS] == [1.0, 2.0, 4.0, 8.0]
 

@@ -11,6 +11,7 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.requests import Request
+from hf_posenc.evaluation.result import MethodEntry
 from hf_posenc.methods import METHODS, LengthDependent, LogN, ReRoPE, YaRN
 from tests import zoo
 
@@ -126,11 +127,11 @@ def test_two_methods_on_one_seam_are_refused_by_the_name_of_the_entry() -> None:
 
 def test_a_composition_is_stored_with_all_its_parts() -> None:
     candidate = Candidate.parse("yarn:scale=4,layers=all+log_n").checked(zoo.build("llama"))
-    stored = candidate.to_dict((64, 128))
-    assert stored["method"] == "yarn+log_n"
-    assert stored["parts"] == [
+    stored = MethodEntry.of(candidate, shared=True)
+    assert stored.method == "yarn+log_n"
+    assert stored.parts == [
         {"method": "yarn", "options": {"scale": 4}},
         {"method": "log_n", "options": {}},
     ]
-    assert stored["beside"] == {"layers": "all"}
-    assert (stored["scale"], stored["auto_scale"]) == (4, False)
+    assert stored.beside == {"layers": "all"}
+    assert (stored.scale, stored.auto_scale) == (4, False)

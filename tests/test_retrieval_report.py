@@ -28,9 +28,9 @@ LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.5, 1.0)
 
 
 def entry(label: str, method: str | None, auto: bool = False) -> Any:
-    from hf_posenc.evaluation.result import Entry
+    from hf_posenc.evaluation.result import MethodEntry
 
-    return Entry(label, label, method, [], {}, None, auto, 256, False)
+    return MethodEntry(label, label, method, [], {}, None, auto, 256, False)
 
 
 def result(*, right: bool = True, rank: int = 1, ranks: bool = True) -> RetrievalResult:

@@ -128,23 +128,6 @@ class Candidate:
         with patched(model, method, **options):
             yield
 
-    def to_dict(self, lengths: Sequence[int]) -> dict[str, Any]:
-        """What a result stores of it, the scale in force at every length included."""
-        scales: Any = self.scale
-        if self.auto_scale:
-            scales = {str(length): self.scale_at(length) for length in lengths}
-        parts = () if self.request is None else self.request.parts
-        return {
-            "label": self.label,
-            "spec": self.spec,
-            "method": self.method,
-            "parts": [{"method": part.method, "options": part.options} for part in parts],
-            "beside": {} if self.request is None else self.request.beside,
-            "scale": scales,
-            "auto_scale": self.auto_scale,
-            "original_max_position_embeddings": self.original,
-        }
-
 
 def parse_candidates(specs: Sequence[str]) -> list[Candidate]:
     """Reads a list of specs, each method once.

@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Entry:
+class MethodEntry:
     """A candidate as a result knows it.
 
     Attributes:
@@ -65,7 +65,7 @@ class Entry:
     prefix_from_one_forward: bool
 
     @classmethod
-    def of(cls, candidate: Candidate, shared: bool) -> Entry:
+    def of(cls, candidate: Candidate, shared: bool) -> MethodEntry:
         """What a result keeps of a candidate."""
         parts = () if candidate.request is None else candidate.request.parts
         return cls(
@@ -113,7 +113,7 @@ class PerplexityResult:
     source: dict[str, Any]
     settings: Settings
     original: int | None
-    candidates: Sequence[Entry]
+    candidates: Sequence[MethodEntry]
     documents: Sequence[Mapping[str, Any]]
     skipped: Sequence[Skipped]
     records: Sequence[Record]
@@ -149,7 +149,7 @@ class PerplexityResult:
             **known: The other fields.
         """
         return cls(
-            candidates=[Entry.of(c, measured.shared_prefix[c.label]) for c in candidates],
+            candidates=[MethodEntry.of(c, measured.shared_prefix[c.label]) for c in candidates],
             records=measured.records,
             failures=measured.failures,
             curves=measured.curves,
@@ -224,7 +224,7 @@ class PerplexityResult:
             source=dict(values["source"]),
             settings=Settings.from_dict(values["settings"]),
             original=values["original_max_position_embeddings"],
-            candidates=[Entry(**entry) for entry in values["methods"]],
+            candidates=[MethodEntry(**entry) for entry in values["methods"]],
             documents=list(values["documents"]),
             skipped=[Skipped(**entry) for entry in values["skipped"]],
             records=[
@@ -270,7 +270,7 @@ class PerplexityResult:
         )
         write_atomically(path, to_csv(COLUMNS, rows))
 
-    def _row(self, entry: Entry, protocol: str, length: int) -> dict[str, Any]:
+    def _row(self, entry: MethodEntry, protocol: str, length: int) -> dict[str, Any]:
         row = {
             "method": entry.label,
             "protocol": protocol,

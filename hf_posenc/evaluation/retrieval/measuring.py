@@ -17,7 +17,7 @@ from hf_posenc.evaluation.identity import describe_model, environment, name_of
 from hf_posenc.evaluation.perplexity import Progress
 from hf_posenc.evaluation.processes import Shard
 from hf_posenc.evaluation.protocols import default_lengths
-from hf_posenc.evaluation.result import Entry
+from hf_posenc.evaluation.result import MethodEntry
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.retrieval.settings import RetrievalSettings
@@ -126,7 +126,7 @@ def result_of(run: RetrievalRun, store: Records, **known: Any) -> RetrievalResul
     records, failures = collected
     return RetrievalResult(
         settings=run.settings,
-        candidates=[Entry.of(candidate, False) for candidate in run.candidates],
+        candidates=[MethodEntry.of(candidate, False) for candidate in run.candidates],
         records=records,
         failures=failures,
         left_out=run.left_out,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.evaluation.files import finite, to_csv, to_json, write_atomically
-from hf_posenc.evaluation.result import Entry
+from hf_posenc.evaluation.result import MethodEntry
 from hf_posenc.evaluation.retrieval.catalogue import get_task
 from hf_posenc.evaluation.retrieval.run import Failure, LeftOut
 from hf_posenc.evaluation.retrieval.settings import DECODES, RetrievalSettings
@@ -53,7 +53,7 @@ class RetrievalResult:
     haystack: dict[str, Any]
     settings: RetrievalSettings
     original: int | None
-    candidates: Sequence[Entry]
+    candidates: Sequence[MethodEntry]
     records: Sequence[Record]
     failures: Sequence[Failure]
     left_out: Sequence[LeftOut]
@@ -153,7 +153,7 @@ class RetrievalResult:
             settings=RetrievalSettings.from_dict(values["settings"]),
             original=values["original_max_position_embeddings"],
             candidates=[
-                Entry(**entry, prefix_from_one_forward=False) for entry in values["methods"]
+                MethodEntry(**entry, prefix_from_one_forward=False) for entry in values["methods"]
             ],
             records=[Record(**entry) for entry in values["records"]],
             failures=[Failure(**entry) for entry in values["failures"]],
@@ -195,7 +195,7 @@ class RetrievalResult:
         )
         write_atomically(path, to_csv(COLUMNS, rows))
 
-    def _rows(self, entry: Entry, task: str, length: int) -> list[dict[str, Any]]:
+    def _rows(self, entry: MethodEntry, task: str, length: int) -> list[dict[str, Any]]:
         known = {"method": entry.label, "task": task, "length": length}
         known["scale"] = entry.scale_at(length)
         cell = self.cell(entry.label, task, length)
@@ -213,7 +213,7 @@ def _flat(cell: Cell) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in _PAIRS}
 
 
-def _without_prefix(entry: Entry) -> dict[str, Any]:
+def _without_prefix(entry: MethodEntry) -> dict[str, Any]:
     values = dataclasses.asdict(entry)
     del values["prefix_from_one_forward"]  # perplexity's
     return values
