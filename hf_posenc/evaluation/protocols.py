@@ -7,11 +7,11 @@ always named, and stored with every result.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.statistics import RESAMPLES
 
 DEFINITIONS = {
@@ -93,9 +93,9 @@ class Settings:
             raise PosencError(f"Lengths are ascending and different, not {list(self.lengths)}.")
         if self.lengths[0] < MIN_LENGTH:
             raise PosencError(f"A length has at least {MIN_LENGTH} tokens, not {self.lengths[0]}.")
-        unknown = [name for name in self.protocols if name not in PROTOCOLS]
-        if unknown or not self.protocols:
-            raise PosencError(f"Unknown protocol {', '.join(unknown)!r}: {', '.join(PROTOCOLS)}.")
+        others = [name for name in self.protocols if name not in PROTOCOLS]
+        if others or not self.protocols:
+            raise PosencError(f"Unknown protocol {', '.join(others)!r}: {', '.join(PROTOCOLS)}.")
         if len(set(self.protocols)) < len(self.protocols):
             raise PosencError(f"A protocol is named twice: {', '.join(self.protocols)}.")
         if self.aggregate not in AGGREGATES:
@@ -109,6 +109,10 @@ class Settings:
                 f"The tail has {self.tail_tokens} tokens, which must be fewer than the shortest length "
                 f"({self.lengths[0]}): the same tokens are scored at every length. Give longer --lengths, or "
                 f"--tail-tokens {default_tail_tokens(self.lengths)}."
+            )
+        if "longppl" in self.protocols and self.evaluator is None:
+            raise PosencError(
+                "longppl needs a model that says which tokens count: --longppl EVALUATOR."
             )
         self._check_stream()
         for name in ("stride", "windows_per_document", "min_tokens", "buckets", "chunk", "prefill"):
@@ -166,7 +170,8 @@ class Settings:
             )
         if self.joined and protocol != "stream":
             text += "; the documents as one stream"
-        if self.aggregate != "tokens":
+        by_tokens = protocol == "longppl" and self.aggregate != "documents"
+        if self.aggregate != "tokens" and not by_tokens:  # key tokens weigh the same in any window
             text += f"; {AGGREGATES[self.aggregate]}"
         return text
 
@@ -183,6 +188,22 @@ class Settings:
         """Reads what `to_dict` wrote."""
         lists = {name: tuple(values[name]) for name in ("lengths", "protocols")}
         return cls(**{**values, **lists})
+
+
+def check_settings(kind: type[Any], given: Iterable[str]) -> None:
+    """Refuses what is no setting, such as a misspelt one.
+
+    Args:
+        kind: The dataclass of the settings.
+        given: Names, as a Python caller gave them.
+
+    Raises:
+        PosencError: One of them is no field; the closest one is named.
+    """
+    names = {field.name for field in dataclasses.fields(kind)}
+    for name in given:
+        if name not in names:
+            raise unknown("setting", name, names)
 
 
 def default_tail_tokens(lengths: Sequence[int]) -> int:
@@ -222,6 +243,8 @@ def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
         if len(numbers) == 1:
             lengths.add(numbers[0])
         elif len(numbers) == 3 and numbers[2] > 0:
+            if numbers[1] < numbers[0]:
+                raise PosencError(f"{option} {text}: {part!r} ends before it begins.")
             lengths.update(range(numbers[0], numbers[1] + 1, numbers[2]))
         else:
             raise PosencError(f"{option} {text}: {part!r} is no range; give first:last:step.")

@@ -26,7 +26,7 @@ from hf_posenc.evaluation.identity import describe_model, environment, name_of
 from hf_posenc.evaluation.perplexity import Progress, Run
 from hf_posenc.evaluation.presets import preset_settings
 from hf_posenc.evaluation.processes import Shard
-from hf_posenc.evaluation.protocols import Settings, default_lengths
+from hf_posenc.evaluation.protocols import Settings, check_settings, default_lengths
 from hf_posenc.evaluation.result import PerplexityResult
 from hf_posenc.evaluation.store import ALONE, Memory, Records, Store, Work, unfinished
 
@@ -123,8 +123,9 @@ def make_settings(
         The settings, and the policy for special tokens.
 
     Raises:
-        PosencError: An unknown preset, or things that do not go together.
+        PosencError: An unknown preset or setting, or things that do not go together.
     """
+    check_settings(Settings, given)
     values, policy = preset_settings(preset)
     values = {**values, **{name: value for name, value in given.items() if value is not None}}
     values.setdefault("lengths", None)

@@ -87,11 +87,11 @@ def percent(share: float) -> Shown:
     return Shown(f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%", repr(share))
 
 
-def ends(interval: Interval | None, digits: int = 3) -> tuple[Shown | None, Shown | None]:
+def ends(interval: Interval | None) -> tuple[Shown | None, Shown | None]:
     """Both ends of an interval, where there is one."""
     if interval is None:
         return None, None
-    return shown(interval[0], digits), shown(interval[1], digits)
+    return shown(interval[0], 3), shown(interval[1], 3)
 
 
 def verdict(interval: Interval | None, documents: int) -> str:

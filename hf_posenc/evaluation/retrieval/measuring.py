@@ -16,7 +16,7 @@ from hf_posenc.evaluation.files import to_json, write_atomically
 from hf_posenc.evaluation.identity import describe_model, environment, name_of
 from hf_posenc.evaluation.perplexity import Progress
 from hf_posenc.evaluation.processes import Shard
-from hf_posenc.evaluation.protocols import default_lengths
+from hf_posenc.evaluation.protocols import check_settings, default_lengths
 from hf_posenc.evaluation.result import MethodEntry
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
@@ -57,6 +57,7 @@ def measure_retrieval(
     Raises:
         PosencError: Something does not go together, or no task has prompts of these lengths.
     """
+    check_settings(RetrievalSettings, settings)
     candidates = [candidate.checked(model) for candidate in parse_candidates(methods)]
     original = original_length(model, candidates)
     wanted = default_lengths(original) if lengths is None else sorted(set(lengths))

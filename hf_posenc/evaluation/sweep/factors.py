@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,8 +111,6 @@ def genome_of(rope: RopeSpec, method: str, scale: float, attention_factor: float
     return Genome(tuple(ordered.tolist()), own if attention_factor is None else attention_factor)
 
 
-def starts(
-    rope: RopeSpec, scale: float, attention_factor: float | None, methods: Sequence[str] = STARTS
-) -> dict[str, Genome]:
+def starts(rope: RopeSpec, scale: float, attention_factor: float | None) -> dict[str, Genome]:
     """The individuals that a search begins with, by the method that they are."""
-    return {name: genome_of(rope, name, scale, attention_factor) for name in methods}
+    return {name: genome_of(rope, name, scale, attention_factor) for name in STARTS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,6 @@ def search(
     *,
     about: dict[str, Any],
     skipped: Sequence[Skipped] = (),
-    scored: Callable[[int, float], None] = lambda count, best: None,
 ) -> SearchResult:
     """Searches, then measures what was found on the documents that the search has not read.
 
@@ -95,7 +94,6 @@ def search(
         own: The search's own settings.
         about: The model (with its `name`), the source of the documents, the versions.
         skipped: Documents that were not used.
-        scored: Called after every round with the number of individuals and the best perplexity so far.
     """
     searched = split(len(meter.documents), own.search_documents)
     rope = rope_of(meter.model, replace=own.replace)
@@ -113,9 +111,8 @@ def search(
         made = [candidate(genome) for _, genome in batch]
         scores = _scores(meter, made, searched, settings)
         steps += [Step(kind, genome, s) for (kind, genome), s in zip(batch, scores, strict=True)]
-        best = best_of(steps)
-        scored(len(steps), math.inf if best is None else math.exp(best.score))
         batch = _sent(path, scores)
+    best = best_of(steps)
     found = [] if best is None else [(candidate(best.genome), False)]
     compared = [*_published(settings.scale, begin, beside), *found]
     result = _measured(meter, compared, settings, own, steps, searched, about, skipped)
