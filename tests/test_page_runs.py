@@ -169,6 +169,21 @@ def test_what_is_no_result_is_said(tmp_path: Path) -> None:
         collect([tmp_path / "empty"])
 
 
+@pytest.mark.parametrize("lost", ["documents", "records", "settings", "model", "methods", "curve"])
+def test_a_result_that_lost_a_part_is_named_and_left_out(tmp_path: Path, lost: str) -> None:
+    whole = result()
+    write(tmp_path / "a", whole)
+    write(tmp_path / "b", {name: value for name, value in whole.items() if name != lost})
+    found = collect([tmp_path / "a", tmp_path / "b"])
+    assert len(found.sources) == 1
+    assert f"it lacks {lost}." in found.remarks[0]
+    inside = {"kind": "bench", "format": 1, "perplexity": {**whole, lost: None}, "retrieval": None}
+    (tmp_path / "b" / "perplexity.json").unlink()
+    (tmp_path / "b" / "bench.json").write_text(json.dumps(inside))
+    with pytest.raises(PosencError, match=f"it lacks perplexity: {lost}"):
+        collect([tmp_path / "b"])
+
+
 def test_a_file_may_be_given_and_the_page_is_the_same_every_time(tmp_path: Path) -> None:
     write(tmp_path / "a", result())
     file = tmp_path / "renamed.json"

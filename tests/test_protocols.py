@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -70,6 +71,16 @@ def test_windows_with_gaps_between_them_score_text_only(special: int) -> None:
     assert tokens == [t for t in covered if special or t % 20]
 
 
+def test_a_definition_says_how_windows_weigh_but_for_key_tokens() -> None:
+    settings = make(
+        protocols=("prefix", "longppl"), aggregate="windows", evaluator={"name": "self"}
+    )
+    assert "every window weighs the same" in settings.definition("prefix")
+    assert "every window" not in settings.definition("longppl")  # by the number of key tokens
+    documents = dataclasses.replace(settings, aggregate="documents")
+    assert "every document weighs the same" in documents.definition("longppl")
+
+
 def test_a_window_that_serves_both_protocols_runs_once() -> None:
     windows = plan(64, make(), special=0, shared_prefix=True)
     assert len(windows) == 3
@@ -132,6 +143,7 @@ def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> No
         ({"bos_windows": "some"}, "bos_windows is every or first, not 'some'"),
         ({"stride": 0}, "stride is at least 1, not 0"),
         ({"tail_tokens": 16}, "fewer than the shortest length .* or --tail-tokens 8"),
+        ({"protocols": ("tail", "longppl")}, "--longppl EVALUATOR"),
         ({"protocols": ("tail", "stream")}, "stream joins the documents, and tail needs them one"),
         ({"windows_per_document": 0}, "windows_per_document is at least 1, not 0"),
         ({"seed": -1}, "seed is at least 0, not -1"),
@@ -148,6 +160,12 @@ def test_lengths_as_text() -> None:
     for bad in ("", "abc", "1.5k", "-4", "512,,1024", "4m"):
         with pytest.raises(PosencError, match="is no length"):
             parse_lengths(bad)
+
+
+def test_a_range_backwards_is_no_range() -> None:
+    assert parse_lengths("1k:2k:1k") == (1024, 2048)
+    with pytest.raises(PosencError, match="'2k:1k:1k' ends before it begins"):
+        parse_lengths("2k:1k:1k")
 
 
 def test_default_lengths_follow_the_model() -> None:

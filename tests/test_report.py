@@ -224,7 +224,8 @@ def test_a_model_that_gives_nothing_finite_is_equal_to_nothing() -> None:
 
 def test_without_key_tokens_the_text_says_so_and_speaks_of_the_other_protocols() -> None:
     result = example({"none": (10.0, 20.0, 40.0), "yarn:scale=4": (12.0, 12.0, 12.0)})
-    settings = dataclasses.replace(result.settings, protocols=("prefix", "tail", "longppl"))
+    protocols = ("prefix", "tail", "longppl")
+    settings = dataclasses.replace(result.settings, protocols=protocols, evaluator={"name": "self"})
     result = dataclasses.replace(result, settings=settings)
     notes = " ".join(report.notes(result))
     assert "no key token" in notes

@@ -15,6 +15,18 @@ KINDS = ("perplexity", "retrieval", "bench", "sweep", "search")
 RECORDS = "records"
 PARTS = ("perplexity", "retrieval")
 """Results inside a benchmark's."""
+NEEDED = {
+    "model": ("perplexity", "retrieval", "sweep", "search"),
+    "settings": ("perplexity", "retrieval", "sweep", "search"),
+    "methods": ("perplexity", "retrieval", "sweep", "search"),
+    "records": ("perplexity", "retrieval", "sweep", "search"),
+    "documents": ("perplexity", "sweep", "search"),
+    "curve": ("perplexity",),
+    "failures": ("perplexity", "retrieval"),
+    "haystack": ("retrieval",),
+    "perplexity": ("bench",),
+}
+"""Objects and lists that no result of a kind is without."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +134,9 @@ def _add(found: Collection, file: Path, name: Path, seen: dict[str, str]) -> Non
     if kind not in KINDS:
         found.remarks.append(f"{file}: not a result of hf-posenc.")
         return
+    if lacking := _lacking(kind, data):
+        found.remarks.append(f"{file}: damaged, or written by another version: it lacks {lacking}.")
+        return
     digest = hashlib.sha256(text).hexdigest()
     if digest in seen:
         found.remarks.append(f"{file}: the same result as {seen[digest]}.")
@@ -132,6 +147,18 @@ def _add(found: Collection, file: Path, name: Path, seen: dict[str, str]) -> Non
     for part in PARTS if kind == "bench" else ():
         if data.get(part):
             found.sources.append(Source(number, name.as_posix(), part, data[part], part=True))
+
+
+def _lacking(kind: str, data: dict[str, Any]) -> str:
+    """What a table cannot be made without and a result does not have; empty for a whole one."""
+    wanted = [name for name, of in NEEDED.items() if kind in of]
+    lacking = [name for name in wanted if not isinstance(data.get(name), dict | list)]
+    for part in PARTS if kind == "bench" else ():
+        inside = data.get(part)
+        if inside is not None:
+            more = _lacking(part, inside) if isinstance(inside, dict) else "everything"
+            lacking += [f"{part}: {more}"] if more else []
+    return ", ".join(lacking)
 
 
 def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:
