@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,10 +16,11 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
-from hf_posenc.evaluation.key_tokens import Evaluator
+from hf_posenc.evaluation.key_tokens import Evaluator, finder
 from hf_posenc.evaluation.longppl import carry, key_tokens, short_windows
 from hf_posenc.evaluation.store import fingerprint_of
-from tests.tiny_text import byte_tokenizer
+from tests import zoo
+from tests.tiny_text import byte_tokenizer, prose
 
 SHORT, STEP = 48, 20
 
@@ -109,6 +110,34 @@ def test_what_decides_the_key_tokens_is_told_apart() -> None:
     model.config.rms_norm_eps = eps
     assert len(seen) == 5
     assert told() in seen
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+def test_an_evaluator_that_keeps_the_longest_text_as_state_reads_every_piece_anew(
+    rope_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lenient = partial(key_tokens, alpha=0.01, beta=-9.0)  # the weights are random
+    monkeypatch.setattr("hf_posenc.evaluation.key_tokens.key_tokens", lenient)
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 8.0}
+    model = zoo.build("llama", vocab_size=257, rope_parameters=rope)  # trained at 64 tokens
+    document = tokenize(Document("d", prose(200)), byte_tokenizer())
+    candidate = Candidate.parse("none").checked(model)
+    found = finder(
+        Evaluator("self", model, byte_tokenizer(), candidate, (), 80),
+        [document],
+        byte_tokenizer(),
+        200,
+        list,
+    )(0)
+
+    def losses(part: Tensor, first: int) -> Tensor:
+        with torch.no_grad():
+            logits = zoo.twin(model)(input_ids=part[None], use_cache=False).logits[0].double()
+        return -logits.log_softmax(-1)[:-1].gather(1, part[1:, None])[first - 1 :, 0]
+
+    expected = lenient(losses, document.tokens(0, 200), short=80, step=20)
+    assert 0 < expected.sum() < 120
+    assert torch.equal(found, expected)
 
 
 class Calls:

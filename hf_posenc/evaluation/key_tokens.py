@@ -122,7 +122,13 @@ def _mask(evaluator: Evaluator, document: TokenizedDocument, length: int) -> Ten
     model, candidate = evaluator.model, evaluator.candidate
     with evaluation_mode(model), candidate.applied(model, length):
         scorer = TokenScorer(model, ids)
-        return key_tokens(scorer, ids, short=evaluator.short, step=evaluator.step)[len(special) :]
+
+        def losses(part: Tensor, first: int) -> Tensor:
+            if candidate.moves and candidate.request is None:
+                scorer(part[:2])  # resets transformers' stateful dynamic RoPE
+            return scorer(part, first)
+
+        return key_tokens(losses, ids, short=evaluator.short, step=evaluator.step)[len(special) :]
 
 
 def with_evaluator(settings: Settings, evaluator: Evaluator) -> Settings:

@@ -17,11 +17,12 @@ tokenizers with and without such gaps can be compared.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.head_replay import TokenScorer
 
 SHORT = 4096
 """K, tokens of the short context, as in the authors' code."""
@@ -53,7 +54,7 @@ def short_windows(tokens: int, *, short: int = SHORT, step: int = STEP) -> list[
 
 
 def key_tokens(
-    scorer: TokenScorer,
+    scorer: Callable[[Tensor, int], Tensor],
     ids: Tensor,
     *,
     short: int = SHORT,
@@ -64,7 +65,8 @@ def key_tokens(
     """Finds the tokens that an evaluator predicts well, and only in their long context.
 
     Args:
-        scorer: Of the evaluator, which is to be in evaluation mode and good at this length.
+        scorer: The evaluator's `TokenScorer`, or what calls it; the evaluator is to be in evaluation mode and good at
+            this length.
         ids: Token ids of one document, shape (n,), with what special tokens the evaluator wants in front.
         short: K, tokens of the short context; the first K tokens are never key.
         step: Tokens that share one short context. Smaller is closer to the paper's definition, and dearer: every step
