@@ -132,11 +132,9 @@ def test_what_is_given_comes_before_what_the_preset_says() -> None:
     settings, bos = make_settings({"lengths": (64,), "stride": 8}, None, preset="pose")
     assert (settings.stride, settings.protocols, bos) == (8, ("sliding",), "always")
     assert make_settings({"lengths": (64,)}, None, preset="pose", bos="never")[1] == "never"
-    with pytest.raises(PosencError, match="Unknown preset 'posse'. Did you mean 'pose'"):
+    with pytest.raises(PosencError, match="Did you mean 'pose'"):
         make_settings({"lengths": (64,)}, None, preset="posse")
-    with pytest.raises(
-        PosencError, match="Unknown setting 'tail_token'. Did you mean 'tail_tokens'"
-    ):
+    with pytest.raises(PosencError, match="Did you mean 'tail_tokens'"):
         make_settings({"lengths": (64,), "tail_token": 8}, None)
 
 

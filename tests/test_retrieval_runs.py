@@ -247,7 +247,7 @@ def test_the_python_function_patches_measures_and_leaves_no_trace() -> None:
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
-    with pytest.raises(PosencError, match="Unknown setting 'sample'. Did you mean 'samples'"):
+    with pytest.raises(PosencError, match="Did you mean 'samples'"):
         measure_retrieval(zoo.build("llama"), byte_tokenizer(), sample=1)
     for given in (
         {"tasks": ("passky",)},
