@@ -14,7 +14,7 @@ from hf_posenc.cli.presentation import announce, progress_bar, reading, say_wait
 from hf_posenc.cli.session import Remembers, command_line, open_session
 
 NAME = "bench"
-NO_TASKS, ALL_TASKS = "none", "all"
+NO_TASKS = "none"
 
 
 def bench(
@@ -126,7 +126,8 @@ def bench(
     for name in compare or ():
         get_table(name)
     with_plot = inp.decide_plot(plot)
-    inp.check_output(output)
+    if not dry_run:
+        inp.check_output(output)
     source, origin = inp.source_of(
         text, dataset, config, split, column, streaming, tokenized, token_dtype
     )
@@ -136,7 +137,7 @@ def bench(
         "tasks": _tasks(tasks),
     }
     settings = {
-        "protocols": _names(protocol),
+        "protocols": None if protocol is None else inp.names_of(protocol),
         "tail_tokens": tail_tokens,
         "stride": stride,
         "aggregate": aggregate,
@@ -194,17 +195,10 @@ def _target(text: str | None) -> int | None:
     return None if text is None else parse_length(text, "--target-length")
 
 
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(part.strip() for part in text.split(","))
-
-
 def _tasks(text: str | None) -> tuple[str, ...] | None:
-    from hf_posenc.evaluation.retrieval import TASKS
-
-    names = _names(text)
-    if names == (ALL_TASKS,):
-        return tuple(TASKS)
-    return () if names == (NO_TASKS,) else names
+    if text is None:
+        return None
+    return () if text.strip() == NO_TASKS else inp.tasks_of(text)
 
 
 def register(app: typer.Typer) -> None:

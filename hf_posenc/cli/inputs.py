@@ -61,6 +61,19 @@ def check_output(folder: Path) -> None:
         ) from error
 
 
+def names_of(text: str) -> tuple[str, ...]:
+    """Reads names with commas between them."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+def tasks_of(text: str) -> tuple[str, ...]:
+    """Reads `--tasks`: names, or `all`."""
+    from hf_posenc.evaluation.retrieval import TASKS
+
+    names = names_of(text)
+    return tuple(TASKS) if names == ("all",) else names
+
+
 def source_of(
     text: list[str] | None,
     dataset: str | None,

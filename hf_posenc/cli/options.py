@@ -76,7 +76,7 @@ AggregateOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help="What weighs the same: tokens, windows, documents.",
+        help="What weighs the same: tokens, windows, batches or documents; or hf-docs.",
         show_default="tokens, or as the preset says",
         rich_help_panel=MEASURED,
     ),

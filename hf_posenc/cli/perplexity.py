@@ -150,7 +150,8 @@ def perplexity(
     tables = [get_table(name) for name in compare or ()]
     wanted = parse_lengths(lengths) if lengths is not None else None
     with_plot = inp.decide_plot(plot)
-    inp.check_output(output)
+    if not dry_run:
+        inp.check_output(output)
 
     def source() -> tuple[Any, dict[str, Any]]:
         given, origin = inp.source_of(
@@ -169,7 +170,7 @@ def perplexity(
     original = original_length(live, candidates)
     if wanted and short and preset is None and original and original < wanted[0]:
         wanted = (original, *wanted)
-    names = None if protocol is None else tuple(part.strip() for part in protocol.split(","))
+    names = None if protocol is None else inp.names_of(protocol)
     given = {
         "lengths": wanted,
         "protocols": names,

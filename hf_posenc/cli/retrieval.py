@@ -9,7 +9,7 @@ import typer
 
 from hf_posenc.cli import options as opt
 from hf_posenc.cli.console import out, print_warning
-from hf_posenc.cli.inputs import check_output, decide_plot
+from hf_posenc.cli.inputs import check_output, decide_plot, tasks_of
 from hf_posenc.cli.presentation import (
     exit_on,
     progress_bar,
@@ -125,7 +125,7 @@ def retrieval(
         "seed": seed,
     }
     if tasks is not None or model is None:
-        given["tasks"] = _task_names(tasks or DEMO_TASKS)
+        given["tasks"] = tasks_of(tasks or DEMO_TASKS)
     # what is wrong with it is said before a model is loaded
     RetrievalSettings(lengths=wanted or DEMO_LENGTHS, **given)
     with_plot = decide_plot(plot)
@@ -152,14 +152,6 @@ def retrieval(
         original=original,
         command=command_line(context),
     )
-
-
-def _task_names(text: str) -> tuple[str, ...]:
-    from hf_posenc.evaluation.retrieval import TASKS
-
-    if text.strip() == "all":
-        return tuple(TASKS)
-    return tuple(part.strip() for part in text.split(","))
 
 
 def _read(paths: list[str]) -> str:
