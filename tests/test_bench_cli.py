@@ -106,10 +106,10 @@ def test_two_shares_then_the_whole(tiny: tuple[Path, Path], tmp_path: Path) -> N
 def test_what_it_will_cost(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     model, texts = tiny
     result = invoke(model, "--text", texts / "0.txt", "--lengths", "64,128", "--dry-run",
-                    "--tasks", "none", "--patch", "none", "--rounds", 2, "--output", tmp_path)  # fmt: skip
+                    "--tasks", "none", "--patch", "none", "--rounds", 2, "--output", tmp_path / "new")  # fmt: skip
     assert result.exit_code == 0, result.output
     assert "timed prefill, warm-ups included: 512 tokens" in result.output
-    assert not (tmp_path / "records").exists()
+    assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,8 @@ def search(
     place = current_shard(shard)
     own = SearchSettings(budget, search_documents, short_texts, attention_factor, replace)
     with_plot = inp.decide_plot(plot)
-    inp.check_output(output)
+    if not dry_run:
+        inp.check_output(output)
     source, origin = inp.source_of(
         text, dataset, config, split, column, streaming, tokenized, token_dtype
     )
@@ -137,7 +138,7 @@ def search(
         demo=DEMO_DOCUMENTS,
         command=command_line(context),
     )
-    with tail.metering(inputs, output, place) as (meter, total):
+    with tail.metering(inputs, None if dry_run else output, place) as (meter, total):
         total[0] = work(meter, settings, own)
         if dry_run:
             out().print(f"{total[0]:,} tokens for {own.budget:,} evaluations.", markup=False)

@@ -98,7 +98,8 @@ def sweep(
     # refuses what cannot be read before a model is loaded
     candidates = crossed(specs, wanted or (2.0,))
     with_plot = inp.decide_plot(plot)
-    inp.check_output(output)
+    if not dry_run:
+        inp.check_output(output)
     source, origin = inp.source_of(
         text, dataset, config, split, column, streaming, tokenized, token_dtype
     )
@@ -132,7 +133,7 @@ def sweep(
         demo=DEMO_DOCUMENTS,
         command=command_line(context),
     )
-    with tail.metering(inputs, output, place) as (meter, total):
+    with tail.metering(inputs, None if dry_run else output, place) as (meter, total):
         total[0], everything = work(meter, candidates, first_documents)
         if dry_run:
             saved = f" instead of {everything:,} for everything on every document"

@@ -180,12 +180,14 @@ def read_inputs(
 
 
 @contextlib.contextmanager
-def metering(inputs: Inputs, output: Path, place: Shard) -> Iterator[tuple[Meter, list[int]]]:
-    """A meter over the records of the output folder, with its progress shown.
+def metering(
+    inputs: Inputs, output: Path | None, place: Shard
+) -> Iterator[tuple[Meter, list[int]]]:
+    """A meter over the records of the output folder, with its progress shown; without a folder it keeps nothing.
 
     Gives the meter, and a list of one number: the tokens that the bar ends at, which the caller sets.
     """
-    from hf_posenc.evaluation.store import Store
+    from hf_posenc.evaluation.store import Memory, Store
     from hf_posenc.evaluation.sweep.meter import Meter
 
     decisive = {
@@ -206,7 +208,8 @@ def metering(inputs: Inputs, output: Path, place: Shard) -> Iterator[tuple[Meter
             f"Waiting for {count:,} measurement{'s' * (count > 1)} of other processes.", style="dim"
         )
 
-    with Store(output, decisive, place) as store, progress_bar(place) as show:
+    records = contextlib.nullcontext(Memory()) if output is None else Store(output, decisive, place)
+    with records as store, progress_bar(place) as show:
         meter = Meter(
             inputs.session.model,
             inputs.documents,
