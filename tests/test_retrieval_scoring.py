@@ -15,7 +15,10 @@ from hf_posenc.evaluation.retrieval.catalogue import TASKS
 from hf_posenc.evaluation.retrieval.encoder import Encoder
 from hf_posenc.evaluation.retrieval.generation import generate, judge
 from hf_posenc.evaluation.retrieval.prompts import Answer, Place, Prompt, lay_out
+from hf_posenc.evaluation.retrieval.run import RetrievalRun
+from hf_posenc.evaluation.retrieval.settings import RetrievalSettings
 from hf_posenc.evaluation.retrieval.tasks import Kit
+from hf_posenc.evaluation.store import Memory
 from tests import zoo
 from tests.retrieval_models import Copier
 from tests.tiny_text import VOCABULARY, byte_tokenizer
@@ -173,6 +176,32 @@ def test_a_model_that_copies_is_right_and_one_that_forgets_is_not(depth: float) 
     wrong = scorer_of(Copier(window=prompt.distance - 1))(prompt)
     assert (wrong.correct, wrong.score) == (False, 0.0)
     assert wrong.rank == 7  # all answers are as probable as the right one: a tie is no find
+
+
+def test_a_model_that_keeps_the_longest_text_as_state_reads_every_answer_anew() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+    model = zoo.build("llama", vocab_size=VOCABULARY, rope_parameters=rope)  # trained at 64 tokens
+    ids = zoo.tokens(70)[0]
+    right, longer = Answer((5, 6, 7), (3,)), Answer(tuple(range(5, 45)), (40,))
+    scorer = scorer_of(model)
+    scorer.exact_cache, scorer.stateful = False, True
+    scorer(Prompt(ids, longer, (), (), None))
+    prompt = Prompt(ids, right, (), (), None)
+    expected = reference(zoo.twin(model), prompt, right)[0]
+    assert scorer(prompt).nats == pytest.approx(-expected, rel=1e-6)
+
+
+def test_a_run_says_which_models_keep_a_state() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+    for parameters, resets in ((None, 0), (rope, 3)):
+        given = {} if parameters is None else {"rope_parameters": parameters}
+        model = zoo.build("llama", vocab_size=VOCABULARY, **given)
+        candidates = [candidate.checked(model) for candidate in parse_candidates(["none"])]
+        settings = RetrievalSettings((400,), ("passkey",), (0.5,), samples=1, distractors=2)
+        run = RetrievalRun(model, byte_tokenizer(), candidates, settings)
+        lengths = forwards(model)
+        run.measure(Memory())
+        assert lengths.count(2) == resets  # the answer and both distractors
 
 
 def test_a_part_that_is_right_counts_for_the_score_alone() -> None:

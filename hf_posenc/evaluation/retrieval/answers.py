@@ -14,7 +14,6 @@ or a recurrent state can only be cut where it has kept what it dropped; there th
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import math
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.evaluation.head_replay import TokenScorer, input_device
-from hf_posenc.evaluation.memory import LEAST_PREFILL, SHRINK, is_out_of_memory
+from hf_posenc.evaluation.memory import LEAST_PREFILL, SHRINK, is_out_of_memory, release
 from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -69,10 +68,12 @@ class AnswerScorer:
     Attributes:
         exact_cache: Whether what is patched in may be read on from a cache, and prefilled in pieces, without another
             result; set by the caller.
+        stateful: Whether the model keeps the longest text it has read as state (transformers' own dynamic RoPE), which
+            two tokens in between reset; set by the caller.
     """
 
     def __init__(self, model: nn.Module, scorer: TokenScorer) -> None:
-        self.model, self.scorer, self.exact_cache = model, scorer, True
+        self.model, self.scorer, self.exact_cache, self.stateful = model, scorer, True, False
         self._few_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._prefill = scorer.prefill
 
@@ -92,7 +93,7 @@ class AnswerScorer:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                _free(error)  # one answer after the other needs no cache
+                release(error)  # one answer after the other needs no cache
         if predicted is None:
             predicted = self._forward(prompt, answer)
         right = _sum(predicted.log_softmax(-1), answer.ids)
@@ -111,6 +112,11 @@ class AnswerScorer:
             candidates=None if sums is None else len(sums),
         )
 
+    def reset(self, prompt: Prompt) -> None:
+        """Makes a model that keeps the longest text as state forget it."""
+        if self.stateful:
+            self.scorer(prompt.ids[:2])
+
     def _alone(self, prompt: Prompt, answer: Answer) -> float:
         return _sum(self._forward(prompt, answer).log_softmax(-1), answer.ids)
 
@@ -119,6 +125,7 @@ class AnswerScorer:
 
         Where memory runs out, the prompt is read in smaller and smaller pieces.
         """
+        self.reset(prompt)
         ids = torch.cat([prompt.ids, torch.tensor(answer.ids)])
         # The last token predicts nothing, but where the length matters it is of that length.
         read_last = not self.exact_cache
@@ -130,7 +137,7 @@ class AnswerScorer:
             except Exception as error:
                 if not is_out_of_memory(error) or not self._cut(len(ids)):
                     raise
-                _free(error)
+                release(error)
 
     def _cut(self, tokens: int) -> bool:
         """Reads less at a time from now on; whether there was something to cut."""
@@ -204,10 +211,3 @@ def _sum(log_probabilities: Tensor, ids: Sequence[int]) -> float:
 
 def _float(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-def _free(error: Exception) -> None:
-    error.__traceback__ = None  # its frames hold the tensors that are to be freed
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -13,10 +13,9 @@ from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import Candidate
-from hf_posenc.evaluation.documents import one_line
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
 from hf_posenc.evaluation.identity import check_vocabulary
-from hf_posenc.evaluation.memory import OUT_OF_MEMORY, is_out_of_memory
+from hf_posenc.evaluation.memory import reason_of
 from hf_posenc.evaluation.perplexity import Progress
 from hf_posenc.evaluation.processes import Shard
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError
@@ -191,6 +190,7 @@ class RetrievalRun:
                 items = list(group)
                 candidate = items[0].candidate
                 self._scorer.exact_cache = not candidate.length_dependent
+                self._scorer.stateful = candidate.moves and candidate.request is None
                 with candidate.applied(self.model, length):
                     for item in items:
                         value = self._value(item)
@@ -210,12 +210,10 @@ class RetrievalRun:
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         try:
-            if item.candidate.moves and item.candidate.request is None:
-                self._scorer.scorer(prompt.ids[:2])  # resets transformers' stateful dynamic RoPE
             made = self._score(item, prompt)
         except Exception as error:
             # A family may fail in its own way past its length; the run goes on without it.
-            return {"failed": _reason(error)}
+            return {"failed": str(error) if isinstance(error, NotFiniteError) else reason_of(error)}
         return {
             **made,
             "distance": prompt.distance,
@@ -226,6 +224,7 @@ class RetrievalRun:
     def _score(self, item: Item, prompt: Prompt) -> dict[str, Any]:
         if self.settings.decode == "teacher-forced":
             return asdict(self._scorer(prompt))
+        self._scorer.reset(prompt)
         task = get_task(item.place.task)
         return judge(task, prompt, generate(self.model, self.tokenizer, prompt, task.new_tokens))
 
@@ -267,11 +266,3 @@ def _record(item: Item, value: Mapping[str, Any]) -> Record:
         distance=value["distance"],
         text=value.get("text"),
     )
-
-
-def _reason(error: Exception) -> str:
-    if is_out_of_memory(error):
-        return OUT_OF_MEMORY
-    if isinstance(error, NotFiniteError):
-        return str(error)
-    return f"{type(error).__name__}: {one_line(error)}"
