@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.evaluation.candidates import Candidate
-from hf_posenc.evaluation.documents import one_line
-from hf_posenc.evaluation.memory import OUT_OF_MEMORY, FrugalScorer, is_out_of_memory
+from hf_posenc.evaluation.memory import FrugalScorer, reason_of
 from hf_posenc.evaluation.store import Key
 from hf_posenc.evaluation.windows import Span, Window
 
@@ -141,8 +140,7 @@ class Worker:
 
     def _give_up(self, windows: Sequence[Window], error: Exception) -> list[Window]:
         """Notes the longest length as failed; the shorter prefixes of the same window are tried without it."""
-        out = is_out_of_memory(error)
-        reason = OUT_OF_MEMORY if out else f"{type(error).__name__}: {one_line(error)}"
+        reason = reason_of(error)
         for window in windows:
             for span in window.spans:
                 if span.stop == window.tokens:

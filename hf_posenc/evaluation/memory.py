@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import one_line
 from hf_posenc.evaluation.head_replay import TokenScorer
 
 LEAST_CHUNK = 64
@@ -57,8 +59,7 @@ class FrugalScorer:
             except Exception as error:
                 if not is_out_of_memory(error) or not self._cut(ids):
                     raise
-                error.__traceback__ = None  # its frames hold the tensors that are to be freed
-                _free()
+                release(error)
                 continue
             done += list(losses) if len(part) > 1 else [losses]
         return done
@@ -109,7 +110,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def _free() -> None:
+def reason_of(error: Exception) -> str:
+    """Why there is no number, in the words of the results and reports."""
+    if is_out_of_memory(error):
+        return OUT_OF_MEMORY
+    said = one_line(error)
+    return said if isinstance(error, PosencError) else f"{type(error).__name__}: {said}"
+
+
+def release(error: Exception) -> None:
+    """Gives back the memory of what an error ended."""
+    error.__traceback__ = None  # its frames hold the tensors that are to be freed
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from hf_posenc.evaluation.bench.clock import Clock
 from hf_posenc.evaluation.bench.speed_result import SpeedResult
 from hf_posenc.evaluation.candidates import Candidate
-from hf_posenc.evaluation.documents import TokenizedDocument, one_line
+from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
 from hf_posenc.evaluation.identity import environment
-from hf_posenc.evaluation.memory import OUT_OF_MEMORY, FrugalScorer, is_out_of_memory
+from hf_posenc.evaluation.memory import FrugalScorer, reason_of
 from hf_posenc.evaluation.perplexity import Progress
 from hf_posenc.evaluation.processes import Shard
 from hf_posenc.evaluation.store import ALONE, Key, Records, Store, missing
@@ -149,8 +149,7 @@ class SpeedRun:
                     if scorer.reduced == limits:  # otherwise memory ran out on the way
                         break
             except Exception as error:  # as in a run of perplexities
-                said = f"{type(error).__name__}: {one_line(error)}"
-                return {"failed": OUT_OF_MEMORY if is_out_of_memory(error) else said}
+                return {"failed": reason_of(error)}
             prefill = self._scorer.prefill if scorer.pieces else None
         return {"seconds": seconds, "peak_bytes": peak, "prefill": prefill}
 

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import Candidate
-from hf_posenc.evaluation.documents import TokenizedDocument, one_line
+from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
 from hf_posenc.evaluation.identity import check_vocabulary
-from hf_posenc.evaluation.memory import OUT_OF_MEMORY, FrugalScorer, is_out_of_memory
+from hf_posenc.evaluation.memory import FrugalScorer, reason_of
 from hf_posenc.evaluation.processes import Shard
 from hf_posenc.evaluation.protocols import Settings
 from hf_posenc.evaluation.store import ALONE, Key, Memory, Records, Store, missing
@@ -169,12 +168,3 @@ class Meter:
             time.sleep(POLL)
             self.store.refresh()
             left = missing(self.store, left)
-
-
-def reason_of(error: Exception) -> str:
-    """Why a candidate gave no number, in the words of the reports."""
-    if isinstance(error, PosencError):
-        return one_line(error)
-    if is_out_of_memory(error):
-        return OUT_OF_MEMORY
-    return f"{type(error).__name__}: {one_line(error)}"
