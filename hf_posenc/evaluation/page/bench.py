@@ -5,7 +5,6 @@ Its perplexities and its retrieval stand in their own sections, together with th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +14,7 @@ from hf_posenc.evaluation import published
 from hf_posenc.evaluation.page.collect import Source
 from hf_posenc.evaluation.page.numbers import Entry, Shown, failure_entry, number, shown_ratio
 from hf_posenc.evaluation.protocols import Settings
-from hf_posenc.evaluation.published import PublishedTable, Value
-from hf_posenc.evaluation.published.compare import differences, remarks
+from hf_posenc.evaluation.published.compare import differences, printed, remarks
 
 
 @dataclass(frozen=True)
@@ -124,15 +122,9 @@ def _beside(name: str, source: Source) -> Beside:
             name, ["this version of hf-posenc does not have it"], settings.lengths, [], []
         )
     rows = [
-        (row.model, row.method, [_printed(table, table.value(row, n)) for n in settings.lengths])
+        (row.model, row.method, [printed(table, table.value(row, n)) for n in settings.lengths])
         for row in table.rows
         if any(table.value(row, n) is not None for n in settings.lengths)
     ]
     title = f"{table.paper}, {table.table}"
     return Beside(title, differences(table, settings), settings.lengths, rows, list(remarks(table)))
-
-
-def _printed(table: PublishedTable, value: Value) -> str:
-    if value is None or isinstance(value, str):
-        return value or "-"
-    return f"{math.exp(value):.4g}" if table.metric == "loss" else f"{value:g}"

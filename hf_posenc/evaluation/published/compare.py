@@ -112,7 +112,7 @@ def beside(table: PublishedTable, result: PerplexityResult, *, force: bool = Fal
     for row in table.rows:
         values = [table.value(row, length) for length in lengths]
         if any(value is not None for value in values):
-            made.add_row(row.model, row.method, *(_shown(table, value) for value in values))
+            made.add_row(row.model, row.method, *(printed(table, value) for value in values))
     return made
 
 
@@ -128,7 +128,8 @@ def remarks(table: PublishedTable) -> Iterator[str]:
     )
 
 
-def _shown(table: PublishedTable, value: Value) -> str:
+def printed(table: PublishedTable, value: Value) -> str:
+    """A published number as a perplexity; a bound, or why there is none, as it was printed."""
     if value is None or isinstance(value, str):
         return value or "-"
     return f"{math.exp(value):.4g}" if table.metric == "loss" else f"{value:g}"
