@@ -172,6 +172,20 @@ def test_another_text_of_the_same_tokens_is_measured_anew(tmp_path: Path) -> Non
     assert streams[0][0].sha256 != streams[1][0].sha256
 
 
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("_attn_implementation", "eager"), ("_experts_implementation", "batched_mm")],
+)
+def test_another_backend_starts_anew(backend: str, name: str, tmp_path: Path) -> None:
+    run, described = make_run()
+    with open_store(tmp_path, run, described) as store:
+        before = store.fingerprint
+    setattr(run.model.config, backend, name)
+    described = describe_model("tiny", run.model, byte_tokenizer(), (), "never")
+    with open_store(tmp_path, run, described) as store:
+        assert store.fingerprint != before
+
+
 def test_changed_settings_or_weights_start_anew(tmp_path: Path) -> None:
     folders = set()
     for settings in ({}, {"tail_tokens": 8}, {"prefill": 16}):

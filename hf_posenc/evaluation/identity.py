@@ -30,7 +30,7 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
 
     Returns:
         JSON-ready values: class, revision, hashes of its config and of all its weights, dtype, kind of device,
-        attention backend.
+        backends of attention and of mixtures of experts.
     """
     config: Any = model.config
     parameters = list(model.parameters())
@@ -44,6 +44,7 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "device": device_kind(model),
         "attention": getattr(config, "_attn_implementation", None),
+        "experts": getattr(config, "_experts_implementation", None),
         "config_sha256": config_hash(config),
         "weights_sha256": weights_hash(model),
         "patch": None if patch is None else patch.config.to_dict(),
