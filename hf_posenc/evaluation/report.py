@@ -145,7 +145,7 @@ def _gaps(result: PerplexityResult) -> Iterator[str]:
     if slid and short:
         yield (
             f"Windows of {_listed(short)} tokens lie {settings.stride:,} apart: the text between them is not read, and "
-            f"{' and '.join(slid)} score all that is in them; --stride sets another distance."
+            "all that is in them is scored; --stride sets another distance."
         )
 
 
