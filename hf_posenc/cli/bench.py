@@ -169,9 +169,9 @@ def bench(
             settings=settings,
             seen=seen,
         )
+    work = Bench(inputs)
     if place.index == 0:
         announce(inputs.settings, list(inputs.documents), list(inputs.skipped))
-    work = Bench(inputs)
     if dry_run:
         print_costs(work)
         return

@@ -204,8 +204,6 @@ def perplexity(
             seen=seen,
             cache=inp.token_cache_of(token_cache, words),
         )
-    if place.index == 0:
-        announce(settings, usable, skipped)
     key_tokens = None
     if longppl is not None:
         evaluator = open_evaluator(
@@ -235,6 +233,8 @@ def perplexity(
         special=special,
         key_tokens=key_tokens,
     )
+    if place.index == 0:
+        announce(settings, usable, skipped)
     if dry_run:
         print_cost(run)
         return

@@ -168,8 +168,6 @@ def read_inputs(
             seen=seen,
             cache=cache,
         )
-    if place.index == 0:
-        announce(settings.protocol, usable, skipped)
     about = {
         "model": describe_model(session.name, session.model, words, special, policy),
         "source": {**origin, "limit": limit, "max_doc_tokens": max_doc_tokens},
@@ -209,7 +207,7 @@ def metering(
         )
 
     records = contextlib.nullcontext(Memory()) if output is None else Store(output, decisive, place)
-    with records as store, progress_bar(place) as show:
+    with records as store:
         meter = Meter(
             inputs.session.model,
             inputs.documents,
@@ -220,7 +218,10 @@ def metering(
             progress=advance,
             waiting=waiting,
         )
-        yield meter, total
+        if place.index == 0:
+            announce(inputs.settings.protocol, inputs.documents, inputs.skipped)
+        with progress_bar(place) as show:
+            yield meter, total
 
 
 def finish(
