@@ -16,6 +16,7 @@ from rich.console import Console
 import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import Candidate
+from hf_posenc.evaluation.report import number
 from hf_posenc.evaluation.store import Store
 from hf_posenc.evaluation.sweep import report
 from hf_posenc.evaluation.sweep.halving import kept_of, planned, run_rungs, rung_sizes
@@ -23,6 +24,7 @@ from hf_posenc.evaluation.sweep.meter import Meter
 from hf_posenc.evaluation.sweep.recipe import recipe_text
 from hf_posenc.evaluation.sweep.result import SweepResult
 from hf_posenc.evaluation.sweep.run import sweep, work
+from hf_posenc.evaluation.sweep.search_result import SearchResult
 from hf_posenc.evaluation.sweep.settings import TailSettings
 from hf_posenc.evaluation.sweep.trials import Trial, crossed, parse_scales, tried
 from hf_posenc.methods import LogN, YaRN
@@ -370,3 +372,18 @@ def test_a_target_within_the_trained_length_is_refused() -> None:
         TailSettings(64, 64)
     with pytest.raises(PosencError, match="--max-regression"):
         TailSettings(64, 128, max_regression=-0.1)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sweep", SweepResult), ("search", SearchResult)])
+def test_the_page_has_the_numbers_of_the_committed_runs(name: str, kind: Any) -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    result = kind.from_dict(json.loads((docs / "benchmarks" / f"{name}.json").read_text()))
+    page = (docs / "sweep.md").read_text(encoding="utf-8")
+    for row in result.rows:
+        found = [
+            line
+            for line in page.splitlines()
+            if line.startswith(f"| `{row.label}` | {row.documents} |")
+        ]
+        assert any(f"| {number(row.perplexity)} |" in line for line in found), row.label
+    assert len(repr(result)) < 200

@@ -28,7 +28,7 @@ COLUMNS = (
 """The columns of the CSV; `depth` is empty in the rows over all depths."""
 
 
-@dataclass
+@dataclass(repr=False)
 class RetrievalResult:
     """What `hf-posenc retrieval` measured.
 
@@ -63,6 +63,10 @@ class RetrievalResult:
     fingerprint: str | None = None
     cells: list[Cell] = field(init=False)
     depth_cells: list[Cell] = field(init=False)
+
+    def __repr__(self) -> str:
+        methods = ", ".join(entry.label for entry in self.candidates)
+        return f"RetrievalResult({methods}; {', '.join(self.settings.tasks)}, lengths {list(self.settings.lengths)})"
 
     def __post_init__(self) -> None:
         self.cells = summarize(self.records, by_depth=False)

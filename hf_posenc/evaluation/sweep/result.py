@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 
 
-@dataclass
+@dataclass(repr=False)
 class SweepResult:
     """What `hf-posenc sweep` measured. All but the losses and what was asked for is worked out from them.
 
@@ -50,6 +50,9 @@ class SweepResult:
     rungs: list[Rung] = field(init=False)
     winner: str | None = field(init=False)
     rows: list[Row] = field(init=False)
+
+    def __repr__(self) -> str:
+        return f"SweepResult({len(self.trials)} methods, {len(self.documents)} documents; best: {self.winner})"
 
     def __post_init__(self) -> None:
         racers = [trial.label for trial in self.trials if not trial.control]

@@ -48,7 +48,7 @@ class Step:
         return cls(values["kind"], genome, math.inf if score is None else score)
 
 
-@dataclass
+@dataclass(repr=False)
 class SearchResult:
     """What `hf-posenc search` found.
 
@@ -79,6 +79,9 @@ class SearchResult:
     recipe: dict[str, Any] | None = None
     best: Step | None = field(init=False)
     rows: list[Row] = field(init=False)
+
+    def __repr__(self) -> str:
+        return f"SearchResult({len(self.steps)} evaluations, {len(self.documents)} documents)"
 
     def __post_init__(self) -> None:
         self.best = best_of(self.steps)
