@@ -134,7 +134,7 @@ def test_unusable_documents_are_counted_and_reading_stops_at_the_limit() -> None
     )
     assert [document.name for document in usable] == ["long 0", "long 1"]
     assert skipped == [
-        Skipped("short", "too short: 20 tokens, the longest length needs 64"),
+        Skipped("short", "too short: 20 tokens, 64 are needed"),
         Skipped("empty", "empty"),
         Skipped("gone", "no such file"),
     ]
@@ -146,8 +146,8 @@ def test_no_usable_document_is_an_error_that_says_what_to_do() -> None:
     with pytest.raises(PosencError) as caught:
         load_documents(source, byte_tokenizer(), min_tokens=64)
     assert str(caught.value) == (
-        "No document can be used (a: too short: 20 tokens, the longest length needs 64; and 1 more). "
-        "The longest document has 50 tokens, 64 are needed: give shorter --lengths."
+        "No document can be used (a: too short: 20 tokens, 64 are needed; and 1 more). "
+        "The longest document has 50 tokens, 64 are needed: give shorter --lengths, or fewer --min-tokens."
     )
     with pytest.raises(PosencError, match="no document to read"):
         load_documents([], byte_tokenizer(), min_tokens=64)

@@ -53,6 +53,8 @@ def check_output(folder: Path) -> None:
     Raises:
         PosencError: It cannot be made.
     """
+    if folder.is_file():
+        raise PosencError(f"--output {folder} is a file: give a folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -94,7 +94,7 @@ BosOption = Annotated[
     typer.Option(
         metavar="POLICY",
         help="auto (special tokens as the tokenizer puts them in front of a text), always, or never.",
-        show_default="auto, or as the preset says",
+        show_default="auto; as the preset says where there is one",
         rich_help_panel=MEASURED,
     ),
 ]

@@ -127,7 +127,7 @@ class _Loader:
         self.longest = max(self.longest, count)
         if count >= self._min:
             return None
-        reason = f"too short: {count:,} tokens, the longest length needs {self._min:,}"
+        reason = f"too short: {count:,} tokens, {self._min:,} are needed"
         return Skipped(document.name, reason)
 
 
@@ -150,5 +150,8 @@ def _none_left(skipped: Sequence[Skipped], longest: int, min_tokens: int) -> str
     others = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""
     advice = ""
     if longest:
-        advice = f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter --lengths."
+        advice = (
+            f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter --lengths, or fewer "
+            "--min-tokens."
+        )
     return f"No document can be used ({first}{others}).{advice}"
