@@ -149,9 +149,3 @@ def test_losses_are_shown_as_perplexities() -> None:
     settings = Settings((8192,), ("tail",), tail_tokens=4096)
     shown = printed(beside(published.get("rerope-readme"), run_of(settings)))
     assert f"{math.exp(1.4267):.4g}" in shown
-
-
-def test_a_forced_comparison_says_so() -> None:
-    settings = Settings((4096, 8192), ("prefix",))
-    shown = printed(beside(published.get("dca-t1-pg19"), run_of(settings), force=True))
-    assert "NOT comparable: protocol: stream, here prefix" in " ".join(shown.split())

@@ -99,18 +99,22 @@ def hidden_states(output: Any) -> Tensor | None:
 def sliced(output: Any, positions: slice) -> Any:
     """The same output with the last hidden states of these positions only.
 
-    ProphetNet's head reads `last_hidden_state_ngram` instead, shape (batch, streams x n, hidden).
+    A head may read more than they: several streams of the same positions, one behind the other, shape
+    (batch, streams x n, hidden), are cut stream by stream.
     """
     hidden = hidden_states(output)
     assert hidden is not None
     if isinstance(output, tuple):
         return (hidden[:, positions], *output[1:])
-    parts = {**output, "last_hidden_state": hidden[:, positions]}
-    streams = parts.get("last_hidden_state_ngram")
-    if streams is not None:
-        apart = streams.unflatten(1, (-1, hidden.shape[1]))
-        parts["last_hidden_state_ngram"] = apart[:, :, positions].flatten(1, 2)
-    return type(output)(**parts)
+    return type(output)(**{name: _cut(part, hidden, positions) for name, part in output.items()})
+
+
+def _cut(part: Any, hidden: Tensor, positions: slice) -> Any:
+    batch, tokens, features = hidden.shape
+    streams = isinstance(part, Tensor) and part.dim() == 3 and part.shape[1] % tokens == 0
+    if not streams or (part.shape[0], part.shape[2]) != (batch, features):
+        return part
+    return part.unflatten(1, (-1, tokens))[:, :, positions].flatten(1, 2)
 
 
 @contextlib.contextmanager

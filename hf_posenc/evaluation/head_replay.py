@@ -200,7 +200,7 @@ class TokenScorer:
                 try:
                     before = self._forward(windows[:, begin:end], **options)
                 except Exception:
-                    # ProphetNet's head also counts the token ids. What the decoder made is there all the same.
+                    # A head may count the token ids beside its single position. What the decoder made is there.
                     if output is None or pieces is not None:
                         raise
             yield begin, end - begin, output

@@ -12,7 +12,6 @@ class Suite:
     """How much is measured.
 
     Attributes:
-        purpose: What it is for.
         methods: As `--patch` takes them; the first is the baseline.
         documents: Usable documents after which reading stops.
         reach: The longest length, as a multiple of the trained one.
@@ -23,7 +22,6 @@ class Suite:
         rounds: Times that the prefill of every method is timed.
     """
 
-    purpose: str
     methods: tuple[str, ...]
     documents: int
     reach: int
@@ -36,8 +34,8 @@ class Suite:
 
 # In every suite the second method is the control: plain attention to as many tokens as the model was trained at.
 SUITES = {
+    # whether everything runs; seconds on a CPU
     "smoke": Suite(
-        "whether everything runs; seconds on a CPU",
         methods=("none", "sliding_window", "yarn", "rerope"),
         documents=4,
         reach=2,
@@ -47,8 +45,8 @@ SUITES = {
         samples=1,
         rounds=3,
     ),
+    # a first table; minutes on one GPU
     "quick": Suite(
-        "a first table; minutes on one GPU",
         methods=("none", "sliding_window", "pi", "ntk", "yarn", "dynamic_yarn", "rerope"),
         documents=10,
         reach=4,
@@ -58,8 +56,8 @@ SUITES = {
         samples=2,
         rounds=3,
     ),
+    # a table to publish; hours, by several processes if you like
     "full": Suite(
-        "a table to publish; hours, by several processes if you like",
         methods=(
             *("none", "sliding_window", "pi", "ntk", "ntk_mixed", "ntk_by_parts", "llama3"),
             *("yarn", "yarn:scale=16", "dynamic_ntk:scale=2", "dynamic_yarn", "rerope"),

@@ -116,8 +116,6 @@ def methods(sources: Sequence[Source]) -> list[tuple[Source, list[dict[str, str]
 
 def _scale(method: Mapping[str, Any]) -> str:
     scale = method.get("scale")
-    if isinstance(scale, dict):
-        return ", ".join(f"{value:g} at {int(length):,}" for length, value in scale.items())
     if scale is None and method.get("auto_scale"):
         return f"length / {method['original']:,}, at least 1" if method.get("original") else "auto"
     return "-" if scale is None else f"{scale:g}"

@@ -53,9 +53,7 @@ def _records(line: Line, protocol: str, length: int, name: str) -> list[Record]:
         if (entry["method"], entry["protocol"], entry["length"]) != (line.name, protocol, length):
             continue
         document = places.get(entry["document"], entry["document"])
-        older = {"words": None, "weighted": entry["nats"], "weight": entry["tokens"]}  # format 1
-        here = {"method": name, "length": 0, "document": document}
-        values = {**older, **entry, **here}
+        values = {**entry, "method": name, "length": 0, "document": document}
         for sums in ("nats", "weighted"):  # JSON has no NaN
             values[sums] = NAN if values[sums] is None else values[sums]
         records.append(Record(**{key: values[key] for key in known}))

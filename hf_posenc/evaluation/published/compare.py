@@ -68,20 +68,17 @@ def comparable(table: PublishedTable, settings: Settings) -> None:
         )
 
 
-def beside(table: PublishedTable, result: PerplexityResult, *, force: bool = False) -> Table:
+def beside(table: PublishedTable, result: PerplexityResult) -> Table:
     """The run's methods and the published rows in one table, with the lengths of the run.
 
     Args:
         table: The published table; one of losses is shown as perplexities, `exp(loss)`.
         result: The run.
-        force: Show them beside each other though they are not comparable; the title then says so.
 
     Raises:
         PosencError: They are not comparable.
     """
-    found = differences(table, result.settings)
-    if found and not force:
-        comparable(table, result.settings)
+    comparable(table, result.settings)
 
     from rich import box
     from rich.table import Table
@@ -89,11 +86,9 @@ def beside(table: PublishedTable, result: PerplexityResult, *, force: bool = Fal
     from hf_posenc.evaluation.report import number
 
     protocol = table.protocol.name
-    if protocol not in result.settings.protocols:
-        protocol = result.settings.protocols[0]
-    doubt = f" (NOT comparable: {'; '.join(found)})" if found else ""
+    assert protocol is not None  # or it would not be comparable
     made = Table(
-        title=f"Perplexity, {protocol}, beside {table.paper}, {table.table}{doubt}",
+        title=f"Perplexity, {protocol}, beside {table.paper}, {table.table}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
