@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -400,3 +401,27 @@ def test_requests_that_cannot_be_met(arguments: tuple[str, ...], said: str) -> N
     assert result.exit_code == 2
     assert said in result.stderr
     assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_page_has_the_numbers_of_the_committed_run() -> None:
+    docs = Path(__file__).parents[1] / "docs"
+    values = json.loads((docs / "benchmarks" / "recommend.json").read_text(encoding="utf-8"))
+    specs = {entry["label"]: entry["spec"] for entry in values["methods"]}
+    measured = {
+        specs[cell["method"]]: cell["perplexity"]
+        for cell in values["summary"]
+        if cell["length"] == 2048
+    }
+    page = (docs / "choosing.md").read_text(encoding="utf-8")
+    table = page.split("| said to reach |")[1].split("\n\n")[0]
+    named = re.findall(r"`([\w:=.]+)`", table)
+    assert {*named, "none", "sliding_window"} == set(measured)
+    for cells in re.findall(r"\| ([^|]*`[^|]*) \| ([\d., ]+) (?=\|)", table):
+        methods, numbers = re.findall(r"`([\w:=.]+)`", cells[0]), cells[1].split(", ")
+        for method, number in zip(methods, numbers, strict=True):
+            digits = len(number.partition(".")[2])
+            assert f"{measured[method]:.{digits}f}" == number.strip(), method
+            named.remove(method)
+    assert not named
+    assert f"and {measured['none']:.0f} at 2,048" in page
+    assert f"`sliding_window` {measured['sliding_window']:.1f}" in page
