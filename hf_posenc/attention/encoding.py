@@ -82,6 +82,12 @@ class Encoding:
         )
         object.__setattr__(self, "keeps", keeps)
 
+    def with_parameters(self, parameters: Mapping[str, Tensor] | None) -> Encoding:
+        """The same methods, with others of what they train in force."""
+        other = object.__new__(Encoding)
+        other.__dict__.update(self.__dict__, parameters=parameters)  # `keeps` need not be found out again
+        return other
+
     def cached_position(self, n: Tensor) -> Tensor:
         """The rotary position at which a key at n is cached."""
         if not self.rotates:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError
 from hf_posenc.export import config_parts, quiet
-from hf_posenc.install.encodings import PARAMETERS, give_encodings
+from hf_posenc.install.encodings import give_encodings
 from hf_posenc.install.state import AttentionSeam
 from hf_posenc.install.trial import Found, calibrated, run, verify
 from hf_posenc.methods import (
@@ -27,6 +27,7 @@ from hf_posenc.seams.caches import CacheWatch
 from hf_posenc.seams.calibration import trial, trial_tokens
 from hf_posenc.seams.discovery import RotaryTable, rotary_tables
 from hf_posenc.seams.layers import layer_index
+from hf_posenc.seams.parameters import PARAMETERS
 from hf_posenc.seams.repositioned import ENGINE, RepositionedRotary
 from hf_posenc.seams.wrapper import RotaryWrapper
 

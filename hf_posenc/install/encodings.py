@@ -27,12 +27,9 @@ from hf_posenc.seams.attention import (
 )
 from hf_posenc.seams.discovery import RotaryTable, read_spec
 from hf_posenc.seams.layers import attends_locally, layer_index
-from hf_posenc.seams.parameters import MethodParameters
+from hf_posenc.seams.parameters import PARAMETERS, MethodParameters
 from hf_posenc.seams.repositioned import RepositionedRotary
 from hf_posenc.seams.wrapper import unwrapped
-
-PARAMETERS = "posenc"
-"""The child of an attention module that holds what a method trains."""
 
 
 def give_encodings(

@@ -21,6 +21,7 @@ from hf_posenc.seams.caches import CacheWatch
 from hf_posenc.seams.calibration import Recorder
 from hf_posenc.seams.call_masks import CausalMask, PositionedMask, WrittenMask
 from hf_posenc.seams.masks import HANDLE, described, posenc_mask
+from hf_posenc.seams.parameters import parameters_in_force
 from hf_posenc.seams.repositioned import (
     ENGINE,
     RepositionedRotary,
@@ -135,6 +136,9 @@ def posenc_attention(
         raise PosencError(
             f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model."
         )
+    trained: Any = parameters_in_force(module)
+    if trained is not layer.encoding.parameters:  # another adapter of PEFT's is active, or was merged
+        layer.encoding = layer.encoding.with_parameters(trained)
     if kwargs.get("cache") is not None:
         raise PosencError(
             "Continuous batching keeps keys in pages of its own, in an order that positions cannot be told from. "
