@@ -26,7 +26,9 @@ LAYERS = (
     ("install", "resolve"),
     ("patching",),
     ("saving",),
-    ("evaluation", "training"),
+    ("engines", "verification"),
+    ("evaluation",),
+    ("training",),
     ("cli",),
 )
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}

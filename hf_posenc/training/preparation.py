@@ -1,0 +1,116 @@
+"""From what was asked for to a patched model, and the lengths that follow from its patch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.candidates import original_length
+from hf_posenc.evaluation.requests import Request
+from hf_posenc.patching import get_patch, patch_model, unpatch_model
+from hf_posenc.training.positions import DRAWS
+
+UNPATCHED = "none"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """The lengths of a run, all in tokens.
+
+    Attributes:
+        original: The context that the model was trained on.
+        target: The context that it is trained for.
+        block: Tokens in an example.
+    """
+
+    original: int
+    target: int
+    block: int
+
+
+def apply_patch(model: nn.Module, text: str | None, target_length: int | None = None) -> None:
+    """Patches a model as `--patch` says.
+
+    Args:
+        model: The model, in place.
+        text: `method:option=value,...`, several joined by `+`; `"none"`, to train without one; or `None`, for a model
+            that was loaded with its patch.
+        target_length: The context to reach, in tokens, for methods that were given no scale.
+
+    Raises:
+        PosencError: No patch at all, a second one on a model that has one, or one that the model cannot take.
+    """
+    patch = get_patch(model)
+    if text is None:
+        if patch is None:
+            raise PosencError(
+                "The model carries no patch: give --patch, e.g. --patch yarn:scale=4, or --patch none to train it as "
+                "it is."
+            )
+        return
+    if text.strip().lower() == UNPATCHED:
+        if patch is not None:
+            raise PosencError(
+                f"--patch none: this model was saved with {_headline(patch)}. {_KEEP}"
+            )
+        return
+    request = Request.parse(text)
+    if patch is not None:
+        if not request.beside.get("replace"):
+            raise PosencError(
+                f"--patch {text}: this model was saved with {_headline(patch)}. {_KEEP}, or add replace=true to put "
+                "the new one in its place."
+            )
+        unpatch_model(model)
+        request = Request(
+            request.parts, {k: v for k, v in request.beside.items() if k != "replace"}
+        )
+    scale = 1.0
+    if request.auto:
+        original = request.beside.get("original_max_position_embeddings")
+        original = original or original_length(model, ())
+        if target_length is None or original is None:
+            raise PosencError(f"--patch {text}: give a scale, as in scale=8, or --target_length.")
+        scale = max(1.0, target_length / original)
+    method, options = request.arguments(scale)
+    patch_model(model, method, **options)
+
+
+_KEEP = "Leave --patch out to train it further as it is"
+
+
+def resolve_lengths(
+    model: nn.Module, *, positions: str, target_length: int | None, block_length: int | None
+) -> Lengths:
+    """The lengths of a run.
+
+    Args:
+        model: The model, patched where it will be.
+        positions: As `PositionCollator` takes it.
+        target_length: As given; by default what the patch reaches.
+        block_length: As given; by default the target length, and the original length where positions are drawn.
+
+    Raises:
+        PosencError: There is no length to take, or a block that does not fit.
+    """
+    patch = get_patch(model)
+    original = original_length(model, ())
+    target = target_length or (None if patch is None else patch.extended_length)
+    if target is None:
+        why = "there is no patch" if patch is None else f"{patch.method} follows the text"
+        raise PosencError(
+            f"There is no length to train for, since {why}: give --target_length, in tokens."
+        )
+    original = original or target
+    block = block_length or (min(original, target) if positions in DRAWS else target)
+    if not 1 < block <= target:
+        raise PosencError(
+            f"--block_length {block}: an example has from 2 to {target:,} tokens, the target length."
+        )
+    return Lengths(original, target, block)
+
+
+def _headline(patch: object) -> str:
+    return str(patch).splitlines()[0]
