@@ -24,19 +24,44 @@ IGNORED = -100
 """The label of a token that is not learned; the `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
-    """The part of a language model that holds its embeddings, and with them all that runs in front of the head.
+def holders(model: nn.Module) -> list[nn.Module]:
+    """The parts of a model that hold its embeddings, from the outside in."""
+    embeddings, found, inside = input_embeddings(model), list[nn.Module](), [model]
+    while inside:
+        inside = [
+            child
+            for child in inside[0].children()
+            if child is not embeddings and any(part is embeddings for part in child.modules())
+        ]
+        found += inside[:1]
+    return found
 
-    Looked up anew at every forward: FSDP and PEFT put other modules there.
+
+def depth_of_decoder(forward: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -> int:
+    """The index among `holders` of the decoder: the outermost that a forward calls. OPT's calls the second.
 
     Raises:
-        LookupError: The model has no such part.
+        LookupError: It calls none.
     """
-    embeddings = input_embeddings(model)
-    for child in model.children():
-        if child is not embeddings and any(part is embeddings for part in child.modules()):
-            return child
-    raise LookupError("no part of it holds its embeddings")
+    found = holders(model)
+
+    def stop(module: nn.Module, _: Any) -> None:
+        raise _ReachedError(module)
+
+    hooks = [module.register_forward_pre_hook(stop, prepend=True) for module in found]
+    try:
+        forward(**given)
+    except _ReachedError as reached:
+        return found.index(reached.module)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    raise LookupError("its forward calls no part that holds its embeddings")
+
+
+class _ReachedError(Exception):
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
 
 
 def decoded(
@@ -49,7 +74,7 @@ def decoded(
 
     Args:
         forward: The model's own forward.
-        decoder: Its part that `decoder_of` gives.
+        decoder: Its part that makes the hidden states.
         given: Arguments of the forward.
         made: Where the decoder's output goes as soon as it is there.
 
@@ -82,7 +107,7 @@ def summed_loss(
 
     Args:
         forward: The model's own forward.
-        decoder: Its part that `decoder_of` gives.
+        decoder: Its part that makes the hidden states.
         output: What the decoder made of the whole batch.
         given: The arguments of the forward.
         targets: What each position predicts, shape (batch, n).
@@ -98,7 +123,8 @@ def summed_loss(
     options = _of_head(forward, given)
 
     def replay(states: Tensor, aims: Tensor, part: slice) -> Tensor:
-        handed = with_hidden(sliced(output, part), states)
+        # Contiguous as the whole is: some heads view it in another shape.
+        handed = with_hidden(sliced(output, part), states.contiguous())
         arguments = {name: cut(value, hidden, part) for name, value in options.items()}
         with forward_replaced(decoder, lambda *_, **__: handed):
             return loss(forward(**arguments).logits, aims)
@@ -108,9 +134,7 @@ def summed_loss(
     # gradient of the whole length: time quadratic in the length.
     for index, states in enumerate(hidden.split(step, dim=1)):
         part = slice(index * step, index * step + states.shape[1])
-        aims = targets[
-            :, part
-        ].contiguous()  # the loss functions of transformers flatten it by a view
+        aims = targets[:, part].contiguous()  # transformers flattens it by a view
         if torch.is_grad_enabled():
             value = checkpoint(replay, states, aims, part, use_reentrant=False)
         else:

@@ -24,7 +24,8 @@ from hf_posenc.training import loss_probe
 from hf_posenc.training.head_chunks import (
     IGNORED,
     decoded,
-    decoder_of,
+    depth_of_decoder,
+    holders,
     loss_replaced,
     shifted,
     summed_loss,
@@ -135,8 +136,12 @@ class ChunkedLoss:
             wanted = getattr(getattr(self.model, "config", None), "return_dict", True)
         return not wanted
 
+    @property
+    def _decoder(self) -> nn.Module:
+        return holders(self.model)[self._depth]  # anew each time: FSDP puts other modules there
+
     def _chunked(self, given: dict[str, Any]) -> Any:
-        decoder = decoder_of(self.model)
+        decoder = self._decoder
         if not self._of_model:
             made, output = decoded(self._forward, decoder, without_loss(given))
             loss = self._mean(_cross_entropy, decoder, output, given, shifted(given["labels"]))
@@ -184,32 +189,37 @@ class ChunkedLoss:
         given = loss_probe.batch(self.model)
         with evaluation_mode(self.model), torch.random.fork_rng():
             try:
-                decoder = decoder_of(self.model)
                 with torch.no_grad():
-                    _, output = decoded(self._forward, decoder, without_loss(given))
+                    self._find(given)
+                    _, output = decoded(self._forward, self._decoder, without_loss(given))
             except Exception as error:
                 logger.info("The loss in chunks waits for the first batch: %s", one_line(error))
                 return
             with torch.enable_grad():
-                self._decide(decoder, given, output)
+                self._decide(given, output)
 
     def _first(self, given: dict[str, Any]) -> Any:
         """The first batch of a model that was not probed before: its beginning is the probe."""
-        decoder = decoder_of(self.model)
+        with torch.no_grad():
+            self._find(given)
+        decoder = self._decoder
         _, output = decoded(self._forward, decoder, without_loss(given))
         with torch.no_grad():
-            self._decide(decoder, *loss_probe.start_of(self._forward, given, output))
+            self._decide(*loss_probe.start_of(self._forward, given, output))
         with forward_replaced(decoder, lambda *_, **__: output):
             return self(**given)
 
-    def _decide(self, decoder: nn.Module, given: dict[str, Any], output: Any) -> None:
+    def _find(self, given: dict[str, Any]) -> None:
+        self._depth = depth_of_decoder(self._forward, self.model, without_loss(given))
+
+    def _decide(self, given: dict[str, Any], output: Any) -> None:
         """Finds out which loss in chunks is the plain forward's, if any, for an output of the decoder."""
         chunk, self.chunk = self.chunk, loss_probe.CHUNK * len(given["labels"])
         reasons = []
         try:
             for self._of_model in (True, False):
                 reason = loss_probe.difference(
-                    self._forward, self._chunked, self.model, decoder, given, output
+                    self._forward, self._chunked, self.model, self._decoder, given, output
                 )
                 if reason is None:
                     self.exact = True

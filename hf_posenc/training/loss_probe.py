@@ -9,7 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.evaluation.decoder import forward_replaced, hidden_states, input_embeddings, sliced
+from hf_posenc.evaluation.decoder import (
+    forward_replaced,
+    hidden_states,
+    input_embeddings,
+    sliced,
+    without_cache,
+)
 from hf_posenc.evaluation.documents import one_line
 from hf_posenc.training.head_chunks import IGNORED, cut, with_hidden
 
@@ -42,7 +48,8 @@ def batch(model: nn.Module) -> dict[str, Any]:
     device = next(input_embeddings(model).parameters()).device
     ids = (torch.arange(_BATCH * _TOKENS, device=device) * 7919 + 11) % vocabulary(model)
     ids = ids.view(_BATCH, _TOKENS)
-    return {"input_ids": ids, "labels": ids.masked_fill(ids % 5 == 0, IGNORED)}
+    labels = ids.masked_fill(ids % 5 == 0, IGNORED)
+    return {"input_ids": ids, "labels": labels, **without_cache(model)}
 
 
 def start_of(
@@ -63,7 +70,7 @@ def start_of(
     first = slice(0, _TOKENS)
     few = {name: cut(value, hidden, first) for name, value in given.items()}
     few.pop("shift_labels", None)
-    few["labels"] = few.get("input_ids", torch.zeros_like(few["labels"]))
+    few["labels"] = few.get("input_ids", torch.zeros_like(few["labels"])).contiguous()
     if "output_router_logits" in inspect.signature(forward).parameters:
         few["output_router_logits"] = False
     return few, sliced(output, first)
