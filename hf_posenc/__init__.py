@@ -8,7 +8,8 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationErr
 from hf_posenc.methods import Method, available_methods, get_method
 from hf_posenc.patch import EffectiveTable, Patch
 from hf_posenc.patching import get_patch, inspect_rope, patch_model, patched, unpatch_model
-from hf_posenc.saving import available_recipes, from_pretrained, get_recipe, load_patch, save_patch
+from hf_posenc.recipes import available_recipes, get_recipe
+from hf_posenc.saving import from_pretrained, load_adapter, load_patch, save_patch
 
 __version__ = "0.1.0.dev0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "get_patch",
     "get_recipe",
     "inspect_rope",
+    "load_adapter",
     "load_patch",
     "patch_model",
     "patched",

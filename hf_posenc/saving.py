@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_posenc import export
-from hf_posenc.adapters import patches_folder
 from hf_posenc.config import PatchConfig
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods import available_methods
 from hf_posenc.patching import get_patch, patch_model
+from hf_posenc.recipes import available_recipes, recipes_folder
 from hf_posenc.resolve import unwrap
 from hf_posenc.seams.parameters import trained_parameters
 
@@ -37,20 +37,14 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
     Raises:
         PosencError: The model is not patched, or with a method of the user's own, which no name finds again.
     """
-    patch = get_patch(model)
-    if patch is None:
+    config = patch_to_save(model)
+    if config is None:
         raise PosencError(
             "This model is not patched; there is nothing to save. Call patch_model first."
         )
-    for method in patch.methods:
-        if method not in available_methods():
-            raise PosencError(
-                f"{method!r} is a method of your own, which load_patch cannot find by its name. Keep its code, "
-                "and save what it trains with model.save_pretrained."
-            )
     path = Path(directory) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(patch.config.to_json(), encoding="utf-8")
+    path.write_text(config.to_json(), encoding="utf-8")
     trained = trained_parameters(unwrap(model))
     if trained:
         save_file(
@@ -58,6 +52,24 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
             path.parent / PARAMETERS,
         )
     return path
+
+
+def patch_to_save(model: nn.Module) -> PatchConfig | None:
+    """What is in force in a model, where a name finds it again; `None` where it is not patched.
+
+    Raises:
+        PosencError: A method of the user's own.
+    """
+    patch = get_patch(model)
+    if patch is None:
+        return None
+    for method in patch.methods:
+        if method not in available_methods():
+            raise PosencError(
+                f"{method!r} is a method of your own, which load_patch cannot find by its name. Keep its code, "
+                "and save what it trains with model.save_pretrained."
+            )
+    return patch.config
 
 
 def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
@@ -98,27 +110,8 @@ def read_patch(source: str | Path) -> PatchConfig:
                     f"There is no file {path}. Give a directory with {FILE}, a JSON file or a recipe's name."
                 )
             raise unknown("recipe", str(source), available_recipes())
-        path = _recipes_folder() / f"{source}.json"
+        path = recipes_folder() / f"{source}.json"
     return PatchConfig.from_json(path.read_text(encoding="utf-8"))
-
-
-def available_recipes() -> tuple[str, ...]:
-    """The names of the published patches that ship with the package, sorted."""
-    return tuple(sorted(path.stem for path in _recipes_folder().glob("*.json")))
-
-
-def get_recipe(name: str) -> dict[str, Any]:
-    """What a recipe says of itself: checkpoint, model types, source and description, and its patch.
-
-    Raises:
-        PosencError: No recipe has this name.
-    """
-    if name not in available_recipes():
-        raise unknown("recipe", name, available_recipes())
-    values: dict[str, Any] = json.loads(
-        (_recipes_folder() / f"{name}.json").read_text(encoding="utf-8")
-    )
-    return values
 
 
 def apply_config(model: nn.Module, config: PatchConfig) -> nn.Module:
@@ -139,18 +132,25 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
     """Loads a checkpoint with the patch that it was saved with, whatever the method.
 
     Reads the `hf_posenc` block that `model.save_pretrained` writes into `config.json`, or else
-    `posenc_config.json`.
+    `posenc_config.json`. Of an adapter, loads the base model, patches it as the adapter says and adds the adapter.
 
     Args:
         path_or_id: As for `AutoModelForCausalLM.from_pretrained`.
         auto_class: Another class to load with, e.g. `AutoModelForImageTextToText`.
-        **kwargs: Passed on to it.
+        **kwargs: Passed on to it; of an adapter, `is_trainable` to PEFT.
 
     Returns:
-        The model, patched where the checkpoint says so.
+        The model, patched where the checkpoint says so; of an adapter a `PeftModel`.
+
+    Raises:
+        PosencError: A patch that the model cannot take, or an adapter whose base model is not known.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.peft_utils import find_adapter_config_file
 
+    adapter = find_adapter_config_file(str(path_or_id), **_adapter_options(kwargs))
+    if adapter is not None:
+        return _with_adapter(path_or_id, adapter, auto_class, kwargs)
     config = kwargs.pop("config", None) or AutoConfig.from_pretrained(
         path_or_id, **_hub_options(kwargs)
     )
@@ -170,6 +170,69 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
     if trained:
         _fill_from_checkpoint(trained, path_or_id, _hub_options(kwargs))
     return model
+
+
+def load_adapter(
+    model: nn.Module, path_or_id: str | Path, *, is_trainable: bool = False, **kwargs: Any
+) -> Any:
+    """Adds a saved adapter to a model that is loaded, and the patch that it carries.
+
+    Args:
+        model: The adapter's base model: not patched, or with the adapter's patch.
+        path_or_id: The directory or the hub repository of the adapter.
+        is_trainable: Whether to train it further; else it is frozen.
+        **kwargs: For `PeftModel.from_pretrained`.
+
+    Returns:
+        A `PeftModel` around the same model.
+
+    Raises:
+        PosencError: There is no adapter, the model has another patch, or it cannot take the adapter's.
+    """
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    found = find_adapter_config_file(str(path_or_id), **_adapter_options(kwargs))
+    if found is None:
+        raise PosencError(
+            f"There is no adapter_config.json in {path_or_id}. Give the directory that PEFT saved an adapter to; "
+            "hf_posenc.from_pretrained loads a whole model."
+        )
+    from hf_posenc.lora import PosencLoraConfig, add_adapter, read_adapter
+
+    config = read_adapter(found)
+    patch = config.patch() if isinstance(config, PosencLoraConfig) else None
+    if patch is not None and get_patch(model) is None:
+        apply_config(model, patch)
+    return add_adapter(model, config, path_or_id, is_trainable=is_trainable, **kwargs)
+
+
+def _with_adapter(
+    path_or_id: str | Path, file: str, auto_class: Any, kwargs: dict[str, Any]
+) -> Any:
+    """An adapter with its base model, which is loaded as whoever trained the adapter loaded it."""
+    from hf_posenc.lora import read_adapter
+
+    config = read_adapter(file)
+    if config.base_model_name_or_path is None:
+        raise PosencError(
+            f"The adapter in {path_or_id} does not say what its base model is. Load that yourself and add the adapter "
+            "with hf_posenc.load_adapter(model, ...)."
+        )
+    own = {"is_trainable": kwargs.pop("is_trainable", False), **_adapter_options(kwargs)}
+    of_adapter = ("revision", "subfolder", "force_download")
+    rest = {key: value for key, value in kwargs.items() if key not in of_adapter}
+    model = from_pretrained(
+        config.base_model_name_or_path,
+        auto_class=auto_class,
+        **{"revision": config.revision, **rest} if config.revision else rest,
+    )
+    return load_adapter(model, path_or_id, **own)
+
+
+def _adapter_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    options = _hub_options(kwargs)
+    options.pop("trust_remote_code", None)
+    return options
 
 
 def _fill_from_checkpoint(
@@ -220,7 +283,3 @@ def _hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
         "force_download",
     )
     return {name: kwargs[name] for name in names if name in kwargs}
-
-
-def _recipes_folder() -> Path:
-    return patches_folder() / "recipes"

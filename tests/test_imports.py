@@ -25,6 +25,7 @@ LAYERS = (
     ("adapters", "export"),
     ("install", "resolve"),
     ("patching",),
+    ("lora", "recipes"),
     ("saving",),
     ("engines", "verification"),
     ("evaluation",),
