@@ -114,14 +114,18 @@ _DispatchMode: Any = TorchDispatchMode
 
 
 class LargestTensor(_DispatchMode):  # type: ignore[misc]
-    """Notes the number of elements of the largest floating-point tensor that any operation makes."""
+    """Notes the number of elements of the largest floating-point tensor that any operation makes, views aside."""
 
     elements = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {value.untyped_storage().data_ptr() for value in args if isinstance(value, Tensor)}
         output = func(*args, **(kwargs or {}))
         for value in output if isinstance(output, tuple | list) else (output,):
-            if isinstance(value, Tensor) and value.is_floating_point():
+            made = isinstance(value, Tensor) and value.is_floating_point()
+            if (
+                made and value.untyped_storage().data_ptr() not in given
+            ):  # the head's weight, transposed
                 self.elements = max(self.elements, value.numel())
         return output
 

@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.requests import Part, Request
+from hf_posenc.evaluation.requests import Request
+from hf_posenc.install import STATE, State
+from hf_posenc.methods import LengthDependent
 from hf_posenc.patching import get_patch, patched
+from hf_posenc.resolve import unwrap
 from hf_posenc.seams.discovery import rotary_tables
 from hf_posenc.seams.probe import moves_with_length
 
@@ -31,6 +34,7 @@ class Candidate:
         request: What it asks for; `None` for the model as loaded.
         original: The original length that the scale refers to, in tokens; `None` until `checked`.
         moves: Whether a rotary table or a saved patch depends on the length of the text; known once `checked`.
+        state: For `as_it_is`: what tells this state of the model, its weights above all, from its others.
     """
 
     spec: str
@@ -38,6 +42,21 @@ class Candidate:
     request: Request | None
     original: int | None = None
     moves: bool = False
+    state: str | None = None
+
+    @classmethod
+    def as_it_is(cls, model: nn.Module, label: str, state: str) -> Candidate:
+        """A model as it is, patched or not, which one run measures in several states: while it is trained.
+
+        Args:
+            model: The model. A patch in it stays where it is.
+            label: As reports show it.
+            state: What tells this state from the others; numbers are stored under it.
+        """
+        patch = get_patch(model)
+        request = None if patch is None else Request.installed(patch.config)
+        original = None if patch is None else patch.original_max_position_embeddings
+        return cls(label, label, request, original, _moves(model), state)
 
     @classmethod
     def parse(cls, spec: str) -> Candidate:
@@ -67,8 +86,13 @@ class Candidate:
     def length_dependent(self) -> bool:
         """Whether what is computed for a token depends on how much text follows it."""
         return self.moves or (
-            self.request is not None and any(p.length_dependent for p in self.request.parts)
+            self.to_patch is not None and any(p.length_dependent for p in self.to_patch.parts)
         )
+
+    @property
+    def to_patch(self) -> Request | None:
+        """What is patched in for the measurement; `None` where the model is measured as it is."""
+        return self.request if self.state is None else None
 
     @property
     def key(self) -> str:
@@ -76,7 +100,8 @@ class Candidate:
         parts = () if self.request is None else self.request.parts
         asked = [[part.method, part.options, part.auto] for part in parts]
         beside = {} if self.request is None else self.request.beside
-        return json.dumps([asked, beside, self.original], sort_keys=True)
+        state = [] if self.state is None else [self.state]
+        return json.dumps([asked, beside, self.original, *state], sort_keys=True)
 
     @property
     def scale(self) -> float | None:
@@ -121,10 +146,10 @@ class Candidate:
     @contextlib.contextmanager
     def applied(self, model: nn.Module, length: int) -> Iterator[None]:
         """Patches the model for this length, and unpatches it."""
-        if self.request is None:
+        if self.to_patch is None:
             yield
             return
-        method, options = self.request.arguments(self.scale_at(length) or 1.0)
+        method, options = self.to_patch.arguments(self.scale_at(length) or 1.0)
         with patched(model, method, **options):
             yield
 
@@ -148,9 +173,9 @@ def _moves(model: nn.Module) -> bool:
 
     Asked of the live modules and not of the config: a checkpoint may be dynamic, or LongRoPE, by itself.
     """
-    patch = get_patch(model)
-    saved = () if patch is None else ((patch.method, patch.options), *patch.config.others)
-    if any(Part(name, dict(options)).length_dependent for name, options in saved):
+    state: State | None = getattr(unwrap(model), STATE, None)
+    methods = () if state is None else state.methods
+    if any(isinstance(method, LengthDependent) and method.update != "row" for method in methods):
         return True
     return any(
         moves_with_length(rotary, table.label, _device(rotary, model))

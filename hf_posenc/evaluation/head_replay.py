@@ -4,6 +4,9 @@ The logits of 131,072 tokens over a vocabulary of 128,256 are 63 GiB in float32,
 at most. So the decoder runs once over the whole window, and then the model's *own* forward runs over slices of the
 hidden states, with the decoder replaced by a stub that hands them out. Soft caps, logit scales, biases and whatever
 else a family does after its decoder stay the model's code.
+
+Nothing runs in inference mode: a model may be trained afterwards, and what it keeps from a forward (FSDP2 its buffers)
+could then not be written to.
 """
 
 from __future__ import annotations
@@ -81,7 +84,7 @@ class TokenScorer:
         self.prefill: int | None = None
         self._options = without_cache(model)
         probe = probe_ids[:_PROBE_TOKENS].unsqueeze(0).to(input_device(model))
-        with torch.inference_mode():
+        with torch.no_grad():
             self._decoder, full = find_decoder(model, probe, self._options)
             check_causal(model, probe, full, self._options)
             self.chunk = chunk or _default_chunk(full.shape[-1])
@@ -100,7 +103,7 @@ class TokenScorer:
         """Why the last texts were not run in pieces, though `prefill` asked for it."""
         return self._pieces.refused
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def __call__(self, ids: Tensor, first: int = 1, *, read_last: bool = True) -> Tensor:
         """Scores a window, or several of one shape.
 
@@ -120,7 +123,7 @@ class TokenScorer:
         losses = _nats(self.logits(windows, first, read_last=read_last), windows[:, first:])
         return losses.reshape(*ids.shape[:-1], -1)
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Iterator[Tensor]:
         """The logits that predict tokens `first .. n-1`, a chunk at a time.
 

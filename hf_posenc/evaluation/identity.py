@@ -40,7 +40,7 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
         "class": type(model).__name__,
         "model_type": getattr(config, "model_type", None),
         "revision": getattr(config, "_commit_hash", None),
-        "parameters": sum(parameter.numel() for parameter in parameters),
+        "parameters": sum(_shape(parameter).numel() for parameter in parameters),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "device": device_kind(model),
         "attention": getattr(config, "_attn_implementation", None),
@@ -81,7 +81,7 @@ def check_vocabulary(model: Any, largest: int) -> None:
     Raises:
         PosencError: It has not.
     """
-    words = model.get_input_embeddings().weight.shape[0]
+    words = _shape(model.get_input_embeddings().weight)[0]
     if largest >= words:
         raise PosencError(
             f"The tokenizer does not belong to the model: it gives token {largest:,}, the model has {words:,}."
@@ -132,7 +132,7 @@ def config_hash(config: Any) -> str:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """A hash of every parameter's and buffer's name, shape and bits.
+    """A hash of every parameter's and buffer's name, shape and bits; of a sharded one, of this process's part.
 
     Computed where the weights are, from exact sums of integers: the bits, and the bits times their place, both modulo
     2^64. So the order of summation does not matter and no weight leaves its device.
@@ -154,7 +154,19 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             seen.add(id(tensor))
             hook = getattr(module, "_hf_hook", None)
             stored = getattr(hook, "weights_map", None) if tensor.is_meta else None
-            yield f"{path}.{name}", tensor if stored is None else stored[name]
+            yield f"{path}.{name}", _own_part(tensor if stored is None else stored[name])
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor that FSDP2 or DeepSpeed ZeRO-3 has sharded; any other as it is."""
+    tensor = getattr(tensor, "ds_tensor", tensor)
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _shape(parameter: Tensor) -> torch.Size:
+    """The shape of a whole parameter, which ZeRO-3 leaves empty outside its layer's forward."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
 @torch.no_grad()

@@ -122,13 +122,15 @@ class Worker:
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         try:
-            if self._item.candidate.moves and self._item.candidate.request is None:
+            if self._item.candidate.moves and self._item.candidate.to_patch is None:
                 # two tokens reset transformers' stateful dynamic RoPE
                 self._scorer([ids[0][:2]], 1)
             first, read_last = windows[0].first_scored, windows[0].read_last
             losses = self._scorer(ids, first, read_last=read_last)
         except Exception as error:
             # A family may fail in its own way past its length; the run goes on without it.
+            if self._run.strict:
+                raise
             return self._give_up(windows, error)
         self._seconds += time.perf_counter() - began
         self._forwarded += sum(window.forwarded for window in windows)

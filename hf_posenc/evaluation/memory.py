@@ -27,14 +27,15 @@ class FrugalScorer:
     Args:
         scorer: What scores.
         batch: Windows that are run at once, to begin with.
+        patient: Whether to answer a lack of memory with less at a time; otherwise it is raised.
 
     Attributes:
         batch: Windows that are run at once.
         pieces: Whether a prefill in pieces gives the same numbers here; set by the caller for what is patched in.
     """
 
-    def __init__(self, scorer: TokenScorer, batch: int = 1) -> None:
-        self.scorer, self.batch, self.pieces = scorer, batch, True
+    def __init__(self, scorer: TokenScorer, batch: int = 1, patient: bool = True) -> None:
+        self.scorer, self.batch, self.pieces, self._patient = scorer, batch, True, patient
 
     def __call__(
         self, windows: Sequence[Tensor], first: int, *, read_last: bool = True
@@ -57,7 +58,7 @@ class FrugalScorer:
             try:
                 losses = self._score(ids, first, read_last)
             except Exception as error:
-                if not is_out_of_memory(error) or not self._cut(ids):
+                if not self._patient or not is_out_of_memory(error) or not self._cut(ids):
                     raise
                 release(error)
                 continue

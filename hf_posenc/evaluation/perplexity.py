@@ -71,6 +71,8 @@ class Run:
         special: Token ids in front of the windows.
         key_tokens: For `longppl`: which tokens of a document, given by its index, are key, shape (n,), bool. Called
             while nothing is patched in.
+        strict: Whether what a window fails with is raised, and not noted as a number that is missing. Where processes
+            run one sharded model together, one that went on by itself would leave the others waiting for ever.
 
     Attributes:
         items: All the work, in the order in which it is done.
@@ -88,9 +90,10 @@ class Run:
         *,
         special: Sequence[int] = (),
         key_tokens: Callable[[int], Tensor] | None = None,
+        strict: bool = False,
     ) -> None:
         self.model, self.documents, self.candidates = model, documents, candidates
-        self.settings, self._find_key_tokens = settings, key_tokens
+        self.settings, self._find_key_tokens, self.strict = settings, key_tokens, strict
         self._key_tokens: dict[int, Tensor] = {}
         self.special = torch.tensor(list(special), dtype=torch.int64)
         self.items = self._items()
@@ -156,7 +159,7 @@ class Run:
         wanted = [item for item in shard.mine(self.items) if store.get(item.key) is None]
         self._prepare_key_tokens(store, wanted)
         total, done = sum(item.forwarded for item in wanted), 0
-        scorer = FrugalScorer(self._scorer, self.settings.batch)
+        scorer = FrugalScorer(self._scorer, self.settings.batch, patient=not self.strict)
         with evaluation_mode(self.model):
             for _, group in itertools.groupby(
                 wanted, key=lambda item: (item.candidate.key, item.lengths)

@@ -7,12 +7,15 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.config import parse_method
+from hf_posenc.config import PatchConfig, parse_method
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent, Method, get_method
 
 # A plus sign in front of a name; the one in `rope_theta=1e+6` is a number's.
 _PLUS = re.compile(r"\+(?=\s*[A-Za-z_])")
+
+MAX_SHOWN = 4
+"""Up to so many numbers of a list are written out in a label."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,17 @@ class Request:
             beside,
         )
 
+    @classmethod
+    def installed(cls, config: PatchConfig) -> Request:
+        """What asks for the patch that a model carries."""
+        scale = {} if config.scale is None else {"scale": config.scale}
+        named = [(config.method, {**scale, **config.options}), *config.others]
+        beside = {"layers": config.layers, "compose": config.compose, "replace": config.replace}
+        return cls(
+            tuple(Part(name, dict(options)) for name, options in named),
+            {name: value for name, value in beside.items() if value not in (False, "full")},
+        )
+
     @property
     def auto(self) -> bool:
         """Whether any of the methods gets an automatic scale."""
@@ -161,7 +175,9 @@ def _takes_one(name: str, options: dict[str, Any]) -> bool:
 
 
 def _said(option: str, value: Any) -> str:
-    """An option in words; a switch that is on by its name alone."""
+    """An option in words; a switch that is on by its name alone, a long list by its length."""
     if value is True:
         return option
+    if isinstance(value, tuple | list) and len(value) > MAX_SHOWN:
+        return f"{option} of {len(value)} numbers"
     return f"{option} {value:g}" if isinstance(value, float) else f"{option} {value}"
