@@ -19,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.seams.legacy import ROPE_TYPES, LegacyKeys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class ArchAdapter:
         log_gain: A buffer of the rotary module with the logarithm of a learned factor on each
             frequency.
         legacy_keys: The names that transformers 4 gave `rope_theta` and its like in this family's config.
+        legacy_rope_types: The rope types that transformers 4.57 computes, for model types where these are not all.
+        legacy_fields: The keys that its `rope_scaling` must have, for model types where it takes no others.
         refused_if: Config attributes that, when true, mean that a model does not rotate, with the
             reason.
     """
@@ -42,7 +45,18 @@ class ArchAdapter:
     sincos_table: str | None = None
     log_gain: str | None = None
     legacy_keys: Mapping[str, str] = field(default_factory=dict)
+    legacy_rope_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    legacy_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refused_if: Mapping[str, str] = field(default_factory=dict)
+
+    def legacy(self, config: Any) -> LegacyKeys:
+        """How transformers 4.57 reads the rotary embedding of a model type."""
+        name = config.model_type
+        return LegacyKeys(
+            names=self.legacy_keys,
+            rope_types=self.legacy_rope_types.get(name, ROPE_TYPES),
+            fields=self.legacy_fields.get(name),
+        )
 
     def check(self, config: Any) -> None:
         """Refuses a model that the family is known not to support.

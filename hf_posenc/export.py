@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hf_posenc.methods import RopeScaling
 from hf_posenc.rope import RopeSpec
 from hf_posenc.seams.discovery import RotaryTable
+from hf_posenc.seams.legacy import LegacyKeys
 from hf_posenc.seams.probe import computes, probed_length, rotary_output
 from hf_posenc.seams.rotary import PosencRotary
 
@@ -86,7 +87,7 @@ def plan_edit(
     tables: list[PatchedTable],
     method: RopeScaling,
     extended: int | None,
-    legacy_keys: Mapping[str, str],
+    legacy: LegacyKeys,
 ) -> ConfigEdit:
     """Finds the first form in which plain transformers computes the same as the patch.
 
@@ -95,17 +96,20 @@ def plan_edit(
         tables: The patched tables of that config.
         method: The method in force.
         extended: The context length that the model now reaches, in tokens; `None`: as before.
-        legacy_keys: What transformers 4 called `rope_theta` and its like, where it had other names.
+        legacy: How transformers 4.57 reads this model type.
     """
-    lengths = _lengths(config, tables, extended)
-    for form, rope_parameters in _forms(config, tables, method):
-        values = {**lengths, "rope_parameters": rope_parameters}
-        for head_dim, legacy in itertools.product(
-            ({}, _readable_head_dim(config)), (_legacy(rope_parameters, legacy_keys), {})
-        ):
-            trial = {**values, **head_dim, **legacy}
-            if _proven(config, trial, rope_parameters, tables):
-                return ConfigEdit(trial, form)
+    lengths = lengths_of(config, tables, extended)
+    forms = list(rope_forms(config, tables, method))
+    # First what transformers 4.57 computes too, in whatever form, then what only 5 does.
+    trials = [
+        *((form, rope, legacy.values(rope)) for form, rope in forms if legacy.expresses(rope)),
+        *((form, rope, old) for form, rope in forms for old in legacy.variants(rope)),
+    ]
+    for form, rope_parameters, old in trials:
+        for head_dim in ({}, _readable_head_dim(config)):
+            values = {**lengths, "rope_parameters": rope_parameters, **head_dim, **old}
+            if _proven(config, values, rope_parameters, tables):
+                return ConfigEdit(values, form)
     return ConfigEdit({} if method.length_dependent else lengths, None)
 
 
@@ -139,7 +143,8 @@ def config_parts(config: Any) -> Iterator[tuple[str, Any]]:
                 yield f"{key}.{path}".rstrip("."), part
 
 
-def _lengths(config: Any, tables: list[PatchedTable], extended: int | None) -> dict[str, Any]:
+def lengths_of(config: Any, tables: list[PatchedTable], extended: int | None) -> dict[str, Any]:
+    """The config's attributes that say how long a text may be."""
     values: dict[str, Any] = {}
     if extended is not None:
         values["max_position_embeddings"] = extended
@@ -150,9 +155,10 @@ def _lengths(config: Any, tables: list[PatchedTable], extended: int | None) -> d
     return values
 
 
-def _forms(
+def rope_forms(
     config: Any, tables: list[PatchedTable], method: RopeScaling
 ) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The ways to say a patch in `rope_parameters`, each with its name; the first that is proven will do."""
     makers = [("rope_parameters", _native)]
     if not method.length_dependent:
         makers.append(("longrope", _longrope))
@@ -228,21 +234,6 @@ def _kept(patched: PatchedTable, dropped: Iterable[str]) -> dict[str, Any]:
     ):  # DeepSeek's attention reads it, whatever the rope_type
         kept["mscale_all_dim"], kept["factor"] = old["mscale_all_dim"], old.get("factor")
     return {**kept, "rope_theta": spec.theta}
-
-
-def _legacy(rope_parameters: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The keys that transformers 4 and older servers read; per-layer-type models name them as Gemma 3 did."""
-    full = rope_parameters.get("full_attention", rope_parameters)
-    if full is None or "rope_theta" not in full:
-        return {}
-    legacy = {"rope_theta": full["rope_theta"]}
-    if full["rope_type"] != "default":
-        legacy["rope_scaling"] = dict(full)
-    if "partial_rotary_factor" in full:
-        legacy["partial_rotary_factor"] = full["partial_rotary_factor"]
-    if "sliding_attention" in rope_parameters:
-        legacy["rope_local_base_freq"] = rope_parameters["sliding_attention"]["rope_theta"]
-    return {names.get(key, key): value for key, value in legacy.items()}
 
 
 def _proven(

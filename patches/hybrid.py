@@ -17,4 +17,5 @@ ADAPTER = ArchAdapter(
         "zamba2",
         "zaya",
     ),
+    legacy_rope_types={"nemotron": ("default",)},
 )

@@ -43,4 +43,8 @@ ADAPTER = ArchAdapter(
         "starcoder2",
         "step3p5",
     ),
+    legacy_rope_types={
+        "llama4_text": ("default", "llama3"),
+        "modernbert-decoder": (),
+    },
 )

@@ -23,4 +23,9 @@ ADAPTER = ArchAdapter(
         "unlimited_ocr_text",
         "voxtral_realtime_text",
     ),
+    legacy_rope_types={
+        "chameleon": ("default", "linear", "dynamic"),
+        "mllama_text_model": ("linear", "dynamic", "yarn", "longrope", "llama3"),
+    },
+    legacy_fields={"chameleon": ("type", "factor")},
 )

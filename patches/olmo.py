@@ -14,4 +14,7 @@ ADAPTER = ArchAdapter(
         "olmo_hybrid",
         "olmoe",
     ),
+    legacy_keys={"rope_local_base_freq": "rope_theta"},
+    legacy_rope_types=dict.fromkeys(("olmo", "olmo2"), ("default", "linear", "dynamic")),
+    legacy_fields=dict.fromkeys(("olmo", "olmo2"), ("type", "factor")),
 )

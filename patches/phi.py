@@ -12,4 +12,8 @@ ADAPTER = ArchAdapter(
         "phi4_multimodal",
         "phimoe",
     ),
+    legacy_rope_types=dict.fromkeys(("phi3", "phi4_multimodal"), ("default", "longrope")),
+    legacy_fields=dict.fromkeys(
+        ("phi3", "phi4_multimodal"), ("type", "short_factor", "long_factor")
+    ),
 )

@@ -110,7 +110,7 @@ def _follow_config(
             tables = by_config.setdefault(id(table.config), (table.config, []))[1]
             tables.append(export.PatchedTable(table, wrapper))
     edits = [
-        (config, export.plan_edit(config, patched, method, state.extended, adapter.legacy_keys))
+        (config, export.plan_edit(config, patched, method, state.extended, adapter.legacy(config)))
         for config, patched in by_config.values()
     ]
     forms = {edit.form for _, edit in edits}
