@@ -46,8 +46,8 @@ def mark_complete(path: Path | str, *, processes: int = 1) -> None:
     }
     made = {"kind": "checkpoint", "format": _FORMAT, "processes": processes, "files": files}
     write_atomically(folder / MANIFEST, to_json(made))
-    _sync(folder)
-    _sync(folder.parent)
+    sync(folder)
+    sync(folder.parent)
 
 
 def flush(folder: Path) -> None:
@@ -58,7 +58,7 @@ def flush(folder: Path) -> None:
     """
     try:
         for path in (folder, *folder.rglob("*")):
-            _sync(path)
+            sync(path)
     except OSError as error:
         raise PosencError(f"{folder} cannot be written: {error.strerror or error}.") from error
 
@@ -155,7 +155,7 @@ def discard(checkpoint: Path) -> None:
     """
     try:
         (checkpoint / MANIFEST).unlink(missing_ok=True)
-        _sync(checkpoint)
+        sync(checkpoint)
         shutil.rmtree(checkpoint)
     except OSError as error:
         raise PosencError(f"{checkpoint} cannot be removed: {error.strerror or error}.") from error
@@ -253,7 +253,8 @@ class SafeCheckpoints(TrainerCallback):
             control.should_save = False
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterable
@@ -13,10 +15,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_posenc.training import together
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+_LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")
 
 
 class Interruption:
-    """Takes note of signals while it is open; a further one changes nothing.
+    """Takes note of signals while it is open; further ones change nothing, as launchers and schedulers both send them.
+
+    A launcher's death counts as well: `accelerate launch` with one process does not pass a signal on, it dies of it,
+    and what it launched would go on unseen.
 
     For a bare loop; `SaveOnSignal` uses it for the Trainer.
 
@@ -27,7 +33,8 @@ class Interruption:
     def __init__(self, signals: Iterable[signal.Signals] = SIGNALS) -> None:
         self._signals = tuple(signals)
         self._before: dict[signal.Signals, Any] = {}
-        self.received: signal.Signals | None = None
+        self._received: int = 0
+        self._launcher: int | None = None
 
     def __enter__(self) -> Interruption:
         self.open()
@@ -37,56 +44,97 @@ class Interruption:
         self.close()
 
     def open(self) -> None:
-        """Begins to listen; only a process's main thread can."""
+        """Begins to listen, where this is the process's main thread; no other can."""
+        self._received, self._launcher = 0, _launcher()
         if threading.current_thread() is threading.main_thread() and not self._before:
             self._before = {each: signal.signal(each, self._note) for each in self._signals}
 
     def close(self) -> None:
         """What a signal did before, it does again."""
+        self.hold(False)
         for each, handler in self._before.items():
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
-    def agreed(self) -> bool:
-        """Whether any process has received one: the same answer in all of them. All must call it."""
-        return together.any_process(self.received is not None)
+    def hold(self, on: bool) -> None:
+        """Lets signals wait, until they are let through again.
+
+        Processes that begin meanwhile never get them: a scheduler signals the workers of a dataloader as well, and the
+        death of one of them would end the run before it has saved.
+        """
+        if self._before and hasattr(signal, "pthread_sigmask"):
+            how = signal.SIG_BLOCK if on else signal.SIG_UNBLOCK
+            signal.pthread_sigmask(how, self._signals)
+
+    def agreed(self) -> int:
+        """The number of a signal that any process has received, else 0: the same in all of them. All must call it."""
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._received = self._received or signal.SIGTERM
+        return together.largest(self._received)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.received is None:
-            self.received = signal.Signals(number)
+        self._received = number
 
 
 class SaveOnSignal(TrainerCallback):
     """On SIGTERM or SIGUSR1 to any process: save at the end of this step, in all processes, and stop.
 
     An evaluation that is due at that step, or under way, comes first, as it does without a signal: it draws random
-    numbers, and leaving it out would change the losses after it.
+    numbers, so the losses after it would be others without it.
 
     Attributes:
-        stopped: Whether the training ended because of a signal.
+        received: The number of the signal that ended the training; 0 if none did. A program ends with 128 plus this
+            number, as shells have it, so that a scheduler does not take the run for finished.
     """
 
     def __init__(self) -> None:
         self._interruption = Interruption()
-        self.stopped = False
+        self.received = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self.stopped = False
-        self._interruption.received = None
+        self.received = 0
         self._interruption.open()
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._interruption.hold(True)  # the Trainer makes the workers of its dataloader now
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._interruption.hold(False)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         self._stop_if_asked(control)
+        self._interruption.hold(control.should_evaluate)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._interruption.hold(False)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
+        self._interruption.hold(False)
         if state.global_step > 0:
             self._stop_if_asked(control)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.received and not ends_epoch(
+            state
+        ):  # the Trainer takes every stop for the end of an epoch
+            control.should_log = control.should_evaluate = control.should_save = False
+        elif not self.received:
+            self._stop_if_asked(control)
+        self._interruption.hold(control.should_evaluate)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -94,5 +142,22 @@ class SaveOnSignal(TrainerCallback):
         self._interruption.close()
 
     def _stop_if_asked(self, control: TrainerControl) -> None:
-        if self._interruption.agreed():
-            self.stopped = control.should_save = control.should_training_stop = True
+        self.received = self._interruption.agreed()
+        if self.received:
+            control.should_save = control.should_training_stop = True
+
+
+def ends_epoch(state: TrainerState) -> bool:
+    """Whether the step that was done last is the last one of its epoch."""
+    return state.epoch is not None and float(state.epoch).is_integer()
+
+
+def _launcher() -> int | None:
+    """The process id of the program that launched this one, where it is accelerate's or torch's launcher."""
+    import psutil  # type: ignore[import-untyped]  # accelerate depends on it
+
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(os.getppid())
+        if any(name in word for word in parent.cmdline()[:4] for name in _LAUNCHERS):
+            return int(parent.pid)
+    return None

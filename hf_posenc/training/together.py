@@ -19,19 +19,27 @@ def wait() -> None:
     PartialState().wait_for_everyone()
 
 
-def any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process: the same answer in all of them."""
+def leave() -> None:
+    """Ends the talk before all processes end on purpose: a torn connection would be reported as a crash."""
+    from accelerate import PartialState
+
+    wait()
+    PartialState().destroy_process_group()
+
+
+def largest(number: int) -> int:
+    """The largest of all processes' numbers: the same answer in all of them."""
     from accelerate import PartialState
     from accelerate.utils import reduce
 
     state = PartialState()
     if state.num_processes == 1:
-        return flag
-    return bool(reduce(torch.tensor(int(flag), device=state.device), "max").item())
+        return number
+    return int(reduce(torch.tensor(number, device=state.device), "max").item())
 
 
 def gathered(value: T) -> list[T]:
-    """The value of every process, in the order of their ranks; any JSON-like object."""
+    """The value of every process, in the order of their ranks; any object that can be pickled."""
     from accelerate import PartialState
     from accelerate.utils import gather_object
 
