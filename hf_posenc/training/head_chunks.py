@@ -18,45 +18,107 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hf_posenc.evaluation.decoder import forward_replaced, hidden_states, input_embeddings, sliced
+from hf_posenc.evaluation.decoder import hidden_states, input_embeddings, sliced
 
 IGNORED = -100
 """The label of a token that is not learned; the `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
-def holders(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that hold its embeddings, from the outside in."""
-    embeddings, found, inside = input_embeddings(model), list[nn.Module](), [model]
-    while inside:
-        inside = [
-            child
-            for child in inside[0].children()
-            if child is not embeddings and any(part is embeddings for part in child.modules())
-        ]
-        found += inside[:1]
-    return found
+class DecoderPlace:
+    """Where a language model holds the decoder that its forward calls; its head is what runs behind it.
 
-
-def depth_of_decoder(forward: Callable[..., Any], model: nn.Module, given: dict[str, Any]) -> int:
-    """The index among `holders` of the decoder: the outermost that a forward calls. OPT's calls the second.
+    Args:
+        model: The language model.
+        forward: Its own forward.
+        given: Arguments to find out with; nothing behind the first embedding is run.
 
     Raises:
-        LookupError: It calls none.
+        LookupError: The forward calls no part that holds the embeddings.
     """
-    found = holders(model)
 
-    def stop(module: nn.Module, _: Any) -> None:
-        raise _ReachedError(module)
+    def __init__(
+        self, model: nn.Module, forward: Callable[..., Any], given: dict[str, Any]
+    ) -> None:
+        def stop(module: nn.Module, _: Any) -> None:
+            raise _ReachedError(module)
 
-    hooks = [module.register_forward_pre_hook(stop, prepend=True) for module in found]
-    try:
-        forward(**given)
-    except _ReachedError as reached:
-        return found.index(reached.module)
-    finally:
-        for hook in hooks:
+        places = list(_holders(model))
+        hooks = [
+            getattr(parent, name).register_forward_pre_hook(stop, prepend=True)
+            for parent, name in places
+        ]
+        try:
+            forward(**given)
+        except _ReachedError as reached:
+            calls = [getattr(parent, name) is reached.module for parent, name in places]
+        else:
+            raise LookupError("its forward calls no part that holds its embeddings")
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.parent, self.name = places[calls.index(True)]
+
+    @property
+    def module(self) -> nn.Module:
+        """The decoder; looked up anew each time, since wrappers such as FSDP's put other modules there."""
+        decoder: nn.Module = getattr(self.parent, self.name)
+        return decoder
+
+    def run(
+        self, forward: Callable[..., Any], given: dict[str, Any], made: list[Any] | None = None
+    ) -> tuple[Any, Any]:
+        """Runs the forward with the logits of the last token alone.
+
+        Args:
+            forward: The model's own forward.
+            given: Its arguments.
+            made: Where the decoder's output goes as soon as it is there.
+
+        Returns:
+            What the forward returned, and the whole output of the decoder.
+        """
+        made = [] if made is None else made
+
+        def last(module: nn.Module, _: Any, output: Any) -> Any:
+            made.append(output)
+            return sliced(output, slice(-1, None))
+
+        hook = self.module.register_forward_hook(last)  # behind those of FSDP, which see the whole
+        try:
+            output = forward(**given)
+        finally:
             hook.remove()
-    raise LookupError("its forward calls no part that holds its embeddings")
+        return output, made[0]
+
+    @contextlib.contextmanager
+    def handing_out(self, output: Any) -> Iterator[None]:
+        """Puts a stub in the decoder's place, so that neither its forward nor anybody's hooks on it run."""
+        decoder = self.module
+        setattr(self.parent, self.name, _Stub(decoder, output))
+        try:
+            yield
+        finally:
+            setattr(self.parent, self.name, decoder)
+
+
+class _Stub(nn.Module):
+    """Hands out hidden states; of everything else that model code reads of a decoder, the decoder's."""
+
+    def __init__(self, decoder: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "decoder":
+                raise
+            return getattr(self.decoder, name)
 
 
 class _ReachedError(Exception):
@@ -64,38 +126,22 @@ class _ReachedError(Exception):
         self.module = module
 
 
-def decoded(
-    forward: Callable[..., Any],
-    decoder: nn.Module,
-    given: dict[str, Any],
-    made: list[Any] | None = None,
-) -> tuple[Any, Any]:
-    """Runs a model's forward with logits of the last token alone.
-
-    Args:
-        forward: The model's own forward.
-        decoder: Its part that makes the hidden states.
-        given: Arguments of the forward.
-        made: Where the decoder's output goes as soon as it is there.
-
-    Returns:
-        What the forward returned, and the whole output of the decoder.
-    """
-    made = [] if made is None else made
-    run = decoder.forward
-
-    def last(*args: Any, **kwargs: Any) -> Any:
-        made.append(run(*args, **kwargs))
-        return sliced(made[0], slice(-1, None))
-
-    with forward_replaced(decoder, last):
-        output = forward(**given)
-    return output, made[0]
+def _holders(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The parts of a model that hold its embeddings, each as its parent and its name, from the outside in."""
+    embeddings, parent = input_embeddings(model), model
+    while True:
+        for name, child in parent.named_children():
+            if child is not embeddings and any(part is embeddings for part in child.modules()):
+                yield parent, name
+                parent = child
+                break
+        else:
+            return
 
 
 def summed_loss(
     forward: Callable[..., Any],
-    decoder: nn.Module,
+    decoder: DecoderPlace,
     output: Any,
     given: dict[str, Any],
     targets: Tensor,
@@ -107,7 +153,7 @@ def summed_loss(
 
     Args:
         forward: The model's own forward.
-        decoder: Its part that makes the hidden states.
+        decoder: Where its decoder is.
         output: What the decoder made of the whole batch.
         given: The arguments of the forward.
         targets: What each position predicts, shape (batch, n).
@@ -126,7 +172,7 @@ def summed_loss(
         # Contiguous as the whole is: some heads view it in another shape.
         handed = with_hidden(sliced(output, part), states.contiguous())
         arguments = {name: cut(value, hidden, part) for name, value in options.items()}
-        with forward_replaced(decoder, lambda *_, **__: handed):
+        with decoder.handing_out(handed):
             return loss(forward(**arguments).logits, aims)
 
     total: Tensor | int = 0

@@ -17,15 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.decoder import forward_replaced
 from hf_posenc.evaluation.documents import one_line
 from hf_posenc.evaluation.head_replay import evaluation_mode
 from hf_posenc.training import loss_probe
 from hf_posenc.training.head_chunks import (
     IGNORED,
-    decoded,
-    depth_of_decoder,
-    holders,
+    DecoderPlace,
     loss_replaced,
     shifted,
     summed_loss,
@@ -136,14 +133,11 @@ class ChunkedLoss:
             wanted = getattr(getattr(self.model, "config", None), "return_dict", True)
         return not wanted
 
-    @property
-    def _decoder(self) -> nn.Module:
-        return holders(self.model)[self._depth]  # anew each time: FSDP puts other modules there
-
     def _chunked(self, given: dict[str, Any]) -> Any:
         decoder = self._decoder
+        assert decoder is not None
         if not self._of_model:
-            made, output = decoded(self._forward, decoder, without_loss(given))
+            made, output = decoder.run(self._forward, without_loss(given))
             loss = self._mean(_cross_entropy, decoder, output, given, shifted(given["labels"]))
             return _with(made, loss=loss, logits=None)
         plain: Callable[..., Tensor] = self.model.loss_function  # type: ignore[assignment]
@@ -162,13 +156,13 @@ class ChunkedLoss:
             return self._mean(summed, decoder, outputs[0], given, targets, items, **kwargs)
 
         with loss_replaced(self.model, loss_function):
-            made, _ = decoded(self._forward, decoder, given, outputs)
+            made, _ = decoder.run(self._forward, given, outputs)
         return _with(made, logits=None)
 
     def _mean(
         self,
         summed: Callable[[Tensor, Tensor], Tensor],
-        decoder: nn.Module,
+        decoder: DecoderPlace,
         output: Any,
         given: dict[str, Any],
         targets: Tensor,
@@ -190,36 +184,36 @@ class ChunkedLoss:
         with evaluation_mode(self.model), torch.random.fork_rng():
             try:
                 with torch.no_grad():
-                    self._find(given)
-                    _, output = decoded(self._forward, self._decoder, without_loss(given))
+                    decoder = self._find(given)
+                    _, output = decoder.run(self._forward, without_loss(given))
             except Exception as error:
                 logger.info("The loss in chunks waits for the first batch: %s", one_line(error))
                 return
             with torch.enable_grad():
-                self._decide(given, output)
+                self._decide(decoder, given, output)
 
     def _first(self, given: dict[str, Any]) -> Any:
         """The first batch of a model that was not probed before: its beginning is the probe."""
         with torch.no_grad():
-            self._find(given)
-        decoder = self._decoder
-        _, output = decoded(self._forward, decoder, without_loss(given))
+            decoder = self._find(given)
+        _, output = decoder.run(self._forward, without_loss(given))
         with torch.no_grad():
-            self._decide(*loss_probe.start_of(self._forward, given, output))
-        with forward_replaced(decoder, lambda *_, **__: output):
+            self._decide(decoder, *loss_probe.start_of(self._forward, given, output))
+        with decoder.handing_out(output):
             return self(**given)
 
-    def _find(self, given: dict[str, Any]) -> None:
-        self._depth = depth_of_decoder(self._forward, self.model, without_loss(given))
+    def _find(self, given: dict[str, Any]) -> DecoderPlace:
+        self._decoder = DecoderPlace(self.model, self._forward, without_loss(given))
+        return self._decoder
 
-    def _decide(self, given: dict[str, Any], output: Any) -> None:
+    def _decide(self, decoder: DecoderPlace, given: dict[str, Any], output: Any) -> None:
         """Finds out which loss in chunks is the plain forward's, if any, for an output of the decoder."""
         chunk, self.chunk = self.chunk, loss_probe.CHUNK * len(given["labels"])
         reasons = []
         try:
             for self._of_model in (True, False):
                 reason = loss_probe.difference(
-                    self._forward, self._chunked, self.model, self._decoder, given, output
+                    self._forward, self._chunked, self.model, decoder, given, output
                 )
                 if reason is None:
                     self.exact = True

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.evaluation.decoder import (
-    forward_replaced,
     hidden_states,
     input_embeddings,
     sliced,
     without_cache,
 )
 from hf_posenc.evaluation.documents import one_line
-from hf_posenc.training.head_chunks import IGNORED, cut, with_hidden
+from hf_posenc.training.head_chunks import IGNORED, DecoderPlace, cut, with_hidden
 
 CHUNK = 4
 """Positions of a chunk of the probe."""
@@ -80,7 +79,7 @@ def difference(
     plain: Callable[..., Any],
     chunked: Callable[[dict[str, Any]], Any],
     model: nn.Module,
-    decoder: nn.Module,
+    decoder: DecoderPlace,
     given: dict[str, Any],
     output: Any,
 ) -> str | None:
@@ -93,7 +92,7 @@ def difference(
         plain: The model's own forward.
         chunked: The one to be compared with it.
         model: The language model.
-        decoder: Its part that makes the hidden states.
+        decoder: Where its decoder is.
         given: Arguments of the forward.
         output: What the decoder makes of them.
 
@@ -103,11 +102,11 @@ def difference(
     hidden = hidden_states(output)
     assert hidden is not None
     states = hidden.detach().requires_grad_(torch.is_grad_enabled())
-    wanted = [states, *_behind(model, decoder)]
+    wanted = [states, *_behind(model, decoder.module)]
     handed = with_hidden(output, states)
     for name, arguments in _cases(plain, given):
         try:
-            with forward_replaced(decoder, lambda *_, **__: handed):
+            with decoder.handing_out(handed):
                 expected = _measured(plain(**arguments), wanted)
                 found = _measured(chunked(arguments), wanted)
         except Exception as error:
