@@ -138,7 +138,10 @@ def norms(decoder: nn.Module) -> list[nn.Module]:
 
 
 def short_names(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
-    """The names of modules as PEFT matches them: of each path the shortest end that means these modules alone."""
+    """The names of modules as PEFT matches them: of each path the shortest end that means these modules alone.
+
+    A module without such a name is left out (a norm at the top of a model without a head, where others are named so).
+    """
     wanted = {id(module) for module in modules}
     every = [(path, id(module)) for path, module in model.named_modules(remove_duplicate=False)]
 
@@ -152,8 +155,8 @@ def short_names(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
     names: dict[str, None] = {}
     for path in (path for path, key in every if key in wanted):
         parts = path.split(".")
-        ends = (".".join(parts[start:]) for start in range(len(parts) - 1, 0, -1))
-        names[next((end for end in ends if alone(end)), path)] = None
+        ends = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
+        names |= {end: None for end in [next(filter(alone, ends), None)] if end}
     return list(names)
 
 
