@@ -229,8 +229,8 @@ class SafeCheckpoints(TrainerCallback):
         folder = Path(args.output_dir or ".")
         checkpoint = folder / f"checkpoint-{state.global_step}"
         together.wait()  # each process has written its random state
-        if args.local_process_index == 0:
-            flush(checkpoint)  # what this machine wrote
+        if args.local_process_index == 0 and not args.should_save:
+            flush(checkpoint)  # what this machine wrote; the first one does it as it marks
         together.wait()
         if args.should_save:
             mark_complete(checkpoint, processes=args.world_size)

@@ -16,8 +16,8 @@ from transformers import (
 )
 
 from hf_posenc.evaluation.files import write_atomically
-from hf_posenc.training import together
 from hf_posenc.training.interruption import ends_epoch
+from hf_posenc.training.ranks import from_all
 
 LOSSES = "running_loss.json"
 
@@ -84,7 +84,7 @@ class ExactResume(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        sums = together.gathered(self._trainer._tr_loss.item())
+        sums = from_all(self._trainer._tr_loss.item())
         if args.should_save:
             made = {"logged_at": self._trainer._globalstep_last_logged, "sums": sums}
             folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"

@@ -25,6 +25,7 @@ from hf_posenc.training.checkpoints import (
 )
 from hf_posenc.training.exact_resume import ExactResume
 from hf_posenc.training.interruption import SaveOnSignal
+from hf_posenc.training.ranks import from_all
 from hf_posenc.training.result_saving import save_result
 from hf_posenc.training.settings_guard import resume_point
 
@@ -120,7 +121,7 @@ class TrainingFolder:
             together.leave()
             sys.exit(128 + self._interruption.received)
 
-    def save(self, write: Callable[[Path], None]) -> None:
+    def save(self, write: Callable[[str], object]) -> None:
         """Saves the result: `write` saves into the folder that it is given. See `save_result`."""
         save_result(self.path, write, keeper=self._arguments.should_save)
 
@@ -145,7 +146,7 @@ class TrainingFolder:
         """Makes one answer of what the processes found, each on the disk that it sees."""
         steps = [step_of(path) for path in complete_checkpoints(self.path)] if not problem else []
         point = None if self.checkpoint is None else str(self.checkpoint)
-        found = together.gathered((problem, point, steps))
+        found = from_all((problem, point, steps))
         self._raise_together(next((each for each, *_ in found if each), None))
         if self._arguments.save_on_each_node and self._arguments.resume_from_checkpoint is None:
             common = set.intersection(*(set(theirs) for *_, theirs in found))
@@ -155,7 +156,7 @@ class TrainingFolder:
             self.checkpoint = self.path / f"checkpoint-{max(common)}" if common else None
         else:
             self.checkpoint = None if found[0][1] is None else Path(found[0][1])
-        seen = together.gathered(self.checkpoint is None or self.checkpoint.is_dir())
+        seen = from_all(self.checkpoint is None or self.checkpoint.is_dir())
         if not all(seen):
             self._raise_together(
                 f"Process {seen.index(False)} does not see {self.checkpoint}. Give an --output_dir that all machines "

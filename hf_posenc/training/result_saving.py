@@ -23,7 +23,7 @@ _WEIGHTS = (
 )
 
 
-def save_result(folder: Path | str, write: Callable[[Path], None], *, keeper: bool = True) -> None:
+def save_result(folder: Path | str, write: Callable[[str], object], *, keeper: bool = True) -> None:
     """Lets `write` save into a folder beside, and puts what it wrote into place once all of it is on the disk.
 
     Loading looks for `config.json` or `adapter_config.json` first. They are taken away first and put back last, so a
@@ -48,7 +48,7 @@ def save_result(folder: Path | str, write: Callable[[Path], None], *, keeper: bo
             shutil.rmtree(beside, ignore_errors=True)
             beside.mkdir(parents=True)
         together.wait()
-        write(beside)
+        write(str(beside))
         together.wait()
         if keeper:
             flush(beside)

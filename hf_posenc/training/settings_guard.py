@@ -118,7 +118,7 @@ def resume_point(
     if explicit is None or (complete and continued):
         point = last_complete_checkpoint(folder)
     else:
-        point = _explicit(explicit, folder, complete, changed)
+        point = _explicit(explicit, folder, complete, settings)
     if point is not None and before is not None:
         _warn_of_environment(before, device)
     written = {
@@ -170,7 +170,9 @@ def _read(folder: Path) -> dict[str, Any] | None:
     return dict(found)
 
 
-def _explicit(explicit: Path, folder: Path, complete: list[Path], changed: list[str]) -> Path:
+def _explicit(
+    explicit: Path, folder: Path, complete: list[Path], settings: Mapping[str, Any]
+) -> Path:
     if not (explicit / "trainer_state.json").is_file():
         raise PosencError(
             f"{explicit} is no checkpoint, or one that was never finished: it has no trainer_state.json."
@@ -181,6 +183,8 @@ def _explicit(explicit: Path, folder: Path, complete: list[Path], changed: list[
             f"{ahead[-1].name} lies ahead of {explicit.name}, and the run would write over it. Give another "
             f"--output_dir, remove {ahead[-1].name}, or leave --resume_from_checkpoint out to continue from it."
         )
+    origin = _read(explicit.parent)
+    changed = ["they are unknown"] if origin is None else differences(origin["settings"], settings)
     if changed:
         warnings.warn(
             f"{explicit.name} was written under other settings, so the run is no exact continuation: "

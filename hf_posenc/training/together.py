@@ -1,15 +1,12 @@
-"""What the processes of one run say to each other; with one process, nothing is sent.
+"""Steps that the processes of one run take together; with one process, nothing is sent.
 
-accelerate's own operations: they know every backend that the Trainer runs on.
+accelerate's own operations: they know every backend that the Trainer runs on. What processes tell each other about is
+in `ranks`.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
-
-T = TypeVar("T")
 
 
 def wait() -> None:
@@ -36,13 +33,3 @@ def largest(number: int) -> int:
     if state.num_processes == 1:
         return number
     return int(reduce(torch.tensor(number, device=state.device), "max").item())
-
-
-def gathered(value: T) -> list[T]:
-    """The value of every process, in the order of their ranks; any object that can be pickled."""
-    from accelerate import PartialState
-    from accelerate.utils import gather_object
-
-    if PartialState().num_processes == 1:
-        return [value]
-    return list(gather_object([value]))

@@ -1,0 +1,297 @@
+"""A small training in forked processes that end at a chosen moment: killed at a file operation, or told to stop.
+
+Every operation that changes a file of the run's folder counts: Python's own (audit events), `os.fsync`, and the two
+that write from C++ and Rust, `torch.save` and safetensors. A kill comes right before the chosen one, or in the middle
+of what it writes; a refusal is the error of a full disk in its place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hf_posenc import patch_model
+from hf_posenc.errors import PosencError
+from hf_posenc.training.folder import TrainingFolder
+from hf_posenc.training.parameters import choose_parameters
+from hf_posenc.training.settings_guard import settings_of
+
+REFUSED = 3
+"""Exit status of a process that ended with one line."""
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+
+@dataclass(frozen=True)
+class Moment:
+    """When a process ends, and how.
+
+    Attributes:
+        operation: The file operation, counted from 1 in each process; `None`: none.
+        how: `"before"` or `"within"` it, by SIGKILL; `"full"`: the disk refuses this operation and all that write after
+            it.
+        step: The optimizer step in which it is sent `number`; `None`: none.
+        number: A signal.
+        rank: The process.
+    """
+
+    operation: int | None = None
+    how: str = "before"
+    step: int | None = None
+    number: int = signal.SIGKILL
+    rank: int = 0
+
+
+def count_operations(folder: Path, moment: Moment | None, log: Path | None) -> None:
+    """Counts this process's file operations in a folder from now on, and ends the process at the chosen one."""
+    done = 0
+    refusing = False
+
+    def before(name: str, path: Any, writes: Callable[[], None] | None = None) -> None:
+        nonlocal done, refusing
+        done += 1
+        if log is not None:
+            with log.open("a") as file:
+                file.write(f"{name} {Path(os.fsdecode(path)).name}\n")
+        if moment is not None and moment.how == "full":
+            refusing = refusing or done == moment.operation
+            if refusing and name in ("open", "torch.save", "safetensors", "fsync", "mkdir"):
+                _write_half(path, writes)
+                raise OSError(errno.ENOSPC, "No space left on device", os.fsdecode(path))
+        elif moment is not None and done == moment.operation:
+            if moment.how == "within":
+                _write_half(path, writes)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def ours(path: Any) -> bool:
+        if not isinstance(path, str | bytes | os.PathLike):
+            return False
+        return log != Path(os.fsdecode(path)) and str(folder) in os.path.abspath(os.fsdecode(path))  # noqa: PTH100
+
+    def hear(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and len(arguments) == 3 and ours(arguments[0]):
+            mode, flags = arguments[1:]
+            if (mode and set(mode) & set("wax+")) or (mode is None and (flags or 0) & _WRITING):
+                before("open", arguments[0])
+        elif event in ("os.rename", "os.mkdir") and ours(arguments[0]):
+            before(event.removeprefix("os."), arguments[0])
+        elif event in ("os.remove", "os.rmdir") and (arguments[-1] != -1 or ours(arguments[0])):
+            before(
+                event.removeprefix("os."), arguments[0]
+            )  # rmtree names a file by its folder's descriptor
+
+    sys.addaudithook(hear)
+    weights: Any = safetensors.torch
+    save, serialize, fsync = torch.save, weights.serialize_file, os.fsync
+
+    def counted_save(value: Any, path: Any, *rest: Any, **more: Any) -> None:
+        if ours(path):
+            before("torch.save", path, lambda: save(value, path, *rest, **more))
+        save(value, path, *rest, **more)
+
+    def counted_serialize(tensors: Any, path: Any, *rest: Any, **more: Any) -> None:
+        if ours(path):
+            before("safetensors", path, lambda: serialize(tensors, path, *rest, **more))
+        serialize(tensors, path, *rest, **more)
+
+    def counted_fsync(descriptor: int) -> None:
+        before("fsync", f"/{descriptor}")
+        fsync(descriptor)
+
+    patched = ((torch, "save", counted_save), (os, "fsync", counted_fsync))
+    for module, name, counted in (*patched, (weights, "serialize_file", counted_serialize)):
+        setattr(module, name, counted)
+
+
+def _write_half(path: Any, writes: Callable[[], None] | None) -> None:
+    if writes is not None:
+        writes()
+        os.truncate(path, Path(path).stat().st_size // 2)
+
+
+class _AtStep(TrainerCallback):
+    def __init__(self, moment: Moment | None) -> None:
+        self._moment = moment
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        moment = self._moment
+        if moment is None or moment.rank != args.process_index or moment.step is None:
+            return
+        if state.global_step + 1 == moment.step:
+            os.kill(os.getpid(), moment.number)
+
+
+def train(
+    folder: Path, moment: Moment | None = None, *, kind: str = "full", **options: Any
+) -> None:
+    """Trains a patched Llama with dropout for 12 steps of 2 x 2 examples, in epochs of 5 steps, and saves it."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        attention_dropout=0.2,
+    )
+    patched: Any = patch_model(LlamaForCausalLM(config), "yarn", scale=2)
+    chosen: Any = kind
+    model: Any = choose_parameters(patched, chosen, lora_rank=2, lora_dropout=0.2)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    ids = torch.randint(0, 48, (20 * processes, 24)).tolist()
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    values = {
+        "max_steps": 12,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "save_total_limit": 1,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "ddp_find_unused_parameters": False,
+        **options,
+    }
+    arguments = TrainingArguments(str(folder), **values)
+    with TrainingFolder(arguments, settings_of(arguments, kind=kind)) as run:
+        trainer = Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[_AtStep(moment)]
+        )
+        run.train(trainer)
+        run.save(trainer.save_model)
+        if arguments.process_index == 0:
+            trainer.state.save_to_json(str(folder / "finished.json"))
+
+
+def launch(
+    folder: Path,
+    moment: Moment | None = None,
+    *,
+    processes: int = 1,
+    log: Path | None = None,
+    after: float | None = None,
+    work: Callable[..., None] = train,
+    **options: Any,
+) -> list[int]:
+    """Runs `work` in forked processes; when one dies of a signal, the others are killed as a launcher would.
+
+    Args:
+        folder: The run's folder.
+        moment: When and how a process ends.
+        processes: How many there are.
+        log: A file for the names of the first process's operations.
+        after: Seconds after which all are killed.
+        work: What they do.
+        **options: For `work`.
+
+    Returns:
+        The exit status of each; negative for a signal.
+    """
+    context, port = multiprocessing.get_context("fork"), _free_port()
+    made: list[Any] = [
+        context.Process(
+            target=_in_process,
+            args=(work, folder, moment, rank, processes, port, log if rank == 0 else None, options),
+        )
+        for rank in range(processes)
+    ]
+    for process in made:
+        process.start()
+    ends = time.monotonic() + (120 if after is None else after)
+    while any(process.is_alive() for process in made):
+        crashed = any(process.exitcode not in (None, 0) for process in made)
+        if time.monotonic() > ends or crashed:
+            # A launcher tells the others to stop; those that cannot are killed after its grace time.
+            grace = 0.0 if any((process.exitcode or 0) < 0 for process in made) or after else 5.0
+            for process in made:
+                process.join(grace)
+                process.kill()
+        time.sleep(0.01)
+    for process in made:
+        process.join()
+    assert after is not None or time.monotonic() < ends, "the training hangs"
+    return [int(process.exitcode) for process in made]
+
+
+def losses(folder: Path) -> list[dict[str, Any]]:
+    """Every logged row of a finished run, without what depends on the clock."""
+    state = json.loads((folder / "finished.json").read_text())
+    clock = ("runtime", "per_second")
+    rows = [
+        {name: value for name, value in row.items() if not any(word in name for word in clock)}
+        for row in state["log_history"]
+    ]
+    return [row for row in rows if "loss" in row or "eval_loss" in row]
+
+
+@contextlib.contextmanager
+def _silent(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        yield
+
+
+def _in_process(
+    work: Callable[..., None],
+    folder: Path,
+    moment: Moment | None,
+    rank: int,
+    processes: int,
+    port: int,
+    log: Path | None,
+    options: dict[str, Any],
+) -> None:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()  # of the process that was forked
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if processes > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
+        place |= {"LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    status = 1
+    with _silent(folder.parent / f"{folder.name}-{rank}.out"):
+        here = moment if moment is not None and moment.rank == rank else None
+        if log is not None or (here is not None and here.operation is not None):
+            count_operations(folder, here, log)
+        try:
+            work(folder, moment, **options)
+            status = 0
+        except PosencError as error:
+            sys.stdout.write(f"ERROR {error}\n")
+            status = REFUSED
+        except SystemExit as error:
+            status = int(error.code or 0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
