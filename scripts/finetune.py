@@ -1,43 +1,45 @@
 """Adapts a patched model to a longer context.
 
     accelerate launch scripts/finetune.py                             # the embedded Llama, a few minutes of CPU
-    accelerate launch scripts/finetune.py --model MODEL --patch yarn:scale=16 --text books --output_dir longer
+    accelerate launch scripts/finetune.py --model MODEL --patch yarn:scale=16 --text books --score_text held_out
     accelerate launch --config_file scripts/configs/fsdp2.yaml scripts/finetune.py ...
 
-Every option of transformers' TrainingArguments works; the same command goes on where it was stopped or killed.
+Every option of transformers' TrainingArguments works; the same command goes on where it was stopped or killed. The
+parts are in `hf_posenc.training`, each for itself; scripts/finetune_loop.py puts them into a loop of its own.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
+from hf_posenc import get_patch
 from hf_posenc.cli.console import one_line_warnings, print_error
-from hf_posenc.cli.inputs import source_of
 from hf_posenc.cli.loading import embedded_model, load_model, load_tokenizer, one_thread
+from hf_posenc.cli.training import held_out_text, training_text
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.identity import weights_hash
 from hf_posenc.training.arguments import (
     DataArguments,
     FinetuneArguments,
     PatchArguments,
     parse_arguments,
 )
-from hf_posenc.training.checkpoints import (
-    SafeCheckpoints,
-    clear_partial,
-    last_complete_checkpoint,
-)
 from hf_posenc.training.collator import PositionCollator
 from hf_posenc.training.data import prepare_blocks
-from hf_posenc.training.interruption import SaveOnSignal
+from hf_posenc.training.dependencies import check_dependencies
+from hf_posenc.training.folder import TrainingFolder
 from hf_posenc.training.loss import chunk_loss
 from hf_posenc.training.parameters import choose_parameters
 from hf_posenc.training.positions import DRAWS
-from hf_posenc.training.preparation import apply_patch, resolve_lengths
-from hf_posenc.training.sources import STANDARD_LIBRARY, read_standard_library
+from hf_posenc.training.preparation import apply_patch, resolve_lengths, without_patch
+from hf_posenc.training.scoring import Scores, precision_of
+from hf_posenc.training.scoring_callback import PerplexityCallback
+from hf_posenc.training.settings_guard import settings_of
+from hf_posenc.training.sharding import share_weights, whole_weights
 from hf_posenc.training.watching import Lines, StopOnNonFinite
 
 RECIPE = Path(__file__).parent / "recipes" / "embedded.yaml"
@@ -57,32 +59,21 @@ def finetune(choice: PatchArguments, data: DataArguments, arguments: FinetuneArg
     """From a checkpoint to one that reads longer texts."""
     if choice.model is None:
         one_thread()
-    name = choice.model or embedded_model()
-    output = Path(arguments.output_dir or ".")
+    name, output = choice.model or embedded_model(), Path(arguments.output_dir or ".")
     tokenizer = load_tokenizer(choice.tokenizer or name)
-    model = load_model(name, dtype=choice.dtype, device="cpu", attention=choice.attn)
+    with whole_weights(arguments):  # ZeRO-3 would split them before a patch can be tried on them
+        model = load_model(name, dtype=choice.dtype, device="cpu", attention=choice.attn)
+    loaded = weights_hash(model)
+    set_seed(arguments.seed)  # a patch may draw its parameters, and a LoRA does
     apply_patch(model, choice.patch, data.target_length)
+    patch = get_patch(model)
     lengths = resolve_lengths(
         model,
         positions=data.positions,
         target_length=data.target_length,
         block_length=data.block_length,
     )
-    set_seed(arguments.seed)  # a LoRA is drawn before the Trainer sets the seed
-    model = choose_parameters(
-        model,
-        choice.train,
-        lora_rank=choice.lora_rank,
-        lora_alpha=choice.lora_alpha,
-        lora_dropout=choice.lora_dropout,
-    )
-    if choice.loss_chunk != 0:
-        chunk_loss(model, choice.loss_chunk)
-    collator = PositionCollator(
-        data.positions,
-        target_length=lengths.target if data.positions in DRAWS else None,
-        seed=arguments.seed,
-    )
+
     entries, source = training_text(data)
     blocks = prepare_blocks(
         entries,
@@ -93,36 +84,74 @@ def finetune(choice: PatchArguments, data: DataArguments, arguments: FinetuneArg
         cache=output / "blocks",
         source=source,
     )
-    trainer = Trainer(
-        model=model,
-        args=arguments,
-        train_dataset=blocks.dataset,
-        data_collator=collator,
-        processing_class=tokenizer,
-        callbacks=[collator, SafeCheckpoints(), SaveOnSignal(), StopOnNonFinite(), Lines()],
+    collator = PositionCollator(
+        data.positions,
+        target_length=lengths.target if data.positions in DRAWS else None,
+        seed=arguments.seed,
     )
-    trainer.remove_callback(PrinterCallback)
-    trainer.remove_callback(ProgressCallback)
-    with arguments.main_process_first():
-        clear_partial(output)
-    trainer.train(resume_from_checkpoint=last_complete_checkpoint(output))
-    trainer.save_model()
+    check_dependencies(model, collator, largest=blocks.counts.largest)
 
+    scores = None
+    if data.score:
+        scores = Scores(
+            tokenizer,
+            held_out_text(data),
+            lengths=data.score_lengths or [lengths.original, lengths.target],
+            output=output / "scores",
+            limit=data.score_documents,
+            device=arguments.device,
+            autocast=precision_of(arguments),
+            tail_tokens=data.tail_tokens,
+        )
+        if choice.patch is not None:
+            with without_patch(model):
+                scores.measure(model)
 
-def training_text(data: DataArguments) -> tuple[Any, dict[str, Any]]:
-    """The documents to train on, and what a result says of them."""
-    entries, source = source_of(
-        data.text,
-        data.dataset,
-        data.dataset_config,
-        data.split,
-        data.column,
-        data.streaming,
-        data.tokenized,
+    model = choose_parameters(
+        model,
+        choice.train,
+        lora_rank=choice.lora_rank,
+        lora_alpha=choice.lora_alpha,
+        lora_dropout=choice.lora_dropout,
     )
-    if entries is None:
-        return read_standard_library(), STANDARD_LIBRARY
-    return entries, source
+    if choice.loss_chunk != 0:
+        chunk_loss(model, choice.loss_chunk)
+    share_weights(model, arguments)
+
+    settings = settings_of(
+        arguments,
+        weights=loaded,
+        patch=None if patch is None else patch.config.to_dict(),
+        parameters={
+            k: v
+            for k, v in dataclasses.asdict(choice).items()
+            if k.startswith(("train", "lora", "dtype"))
+        },
+        positions={"kind": data.positions, "target_length": lengths.target},
+        blocks=blocks.counts.sha256,
+    )
+    with TrainingFolder(arguments, settings, fresh=arguments.fresh) as folder:
+        trainer = Trainer(
+            model=model,
+            args=arguments,
+            train_dataset=blocks.dataset,
+            eval_dataset=[],  # the scores are the evaluation
+            data_collator=collator,
+            processing_class=tokenizer,
+            callbacks=[collator, StopOnNonFinite(), Lines()],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(ProgressCallback)
+        if scores is not None:
+            trainer.add_callback(PerplexityCallback(scores, trainer))
+        folder.train(trainer)
+        if scores is not None:
+            scores.measure(
+                trainer.model,
+                trainer.state.global_step,
+                tokens_seen=trainer.state.num_input_tokens_seen,
+            )
+        folder.save(lambda path: trainer.save_model(str(path)))
 
 
 if __name__ == "__main__":

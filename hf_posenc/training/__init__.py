@@ -1,1 +1,1 @@
-"""Training a patched model for a longer context: data, positions, loss, checkpoints; what scripts/finetune.py is made of."""
+"""Training a patched model for a longer context: the parts that scripts/finetune.py is made of."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, Literal, NoReturn, cast
 
 from transformers import HfArgumentParser, SchedulerType, TrainingArguments
 
@@ -16,10 +16,10 @@ from hf_posenc.errors import PosencError
 RECIPE_OPTION = "--recipe"
 
 
-def _option(default: Any, text: str, **more: Any) -> Any:
+def _option(default: Any, text: str) -> Any:
     if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata={"help": text, **more})
-    return field(default=default, metadata={"help": text, **more})
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
@@ -41,10 +41,9 @@ class PatchArguments:
         "method:option=value,...[+method...], as for `hf-posenc perplexity`. A model that was saved with a patch keeps "
         "its own where this is left out.",
     )
-    train: str = _option(
+    train: Literal["full", "lora", "encoding"] = _option(
         "full",
         "All weights, LoRA with embeddings and norms, or the encoding's own parameters only.",
-        choices=["full", "lora", "encoding"],
     )
     lora_rank: int = _option(16, "Rank of --train lora.")
     lora_alpha: int = _option(32, "Alpha of --train lora.")
@@ -71,11 +70,10 @@ class DataArguments:
     documents: int | None = _option(
         None, "Number of usable documents after which reading stops; by default all."
     )
-    positions: str = _option(
+    positions: Literal["contiguous", "packed", "pose", "random", "cream"] = _option(
         "contiguous",
         "contiguous: blocks of one document; packed: short documents side by side that never see each other; pose, "
         "random, cream: short blocks whose positions reach the target length.",
-        choices=["contiguous", "packed", "pose", "random", "cream"],
     )
     target_length: int | None = _option(
         None, "Context in tokens to train for; by default what the patch reaches."
@@ -122,6 +120,9 @@ class FinetuneArguments(TrainingArguments):
     logging_nan_inf_filter: bool = _option(False, "Whether to hide a loss that is not a number.")
     remove_unused_columns: bool = _option(
         False, "Whether the collator sees only what the model takes."
+    )
+    include_num_input_tokens_seen: str | bool = _option(
+        True, "Count the tokens that the model was trained on."
     )
     fresh: bool = _option(False, "Begin again where the folder holds another run's checkpoints.")
     verify_export: bool = _option(

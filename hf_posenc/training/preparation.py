@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,6 +12,9 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.candidates import original_length
 from hf_posenc.evaluation.requests import Request
 from hf_posenc.patching import get_patch, patch_model, unpatch_model
+from hf_posenc.resolve import unwrap
+from hf_posenc.saving import apply_config
+from hf_posenc.seams.parameters import trained_parameters
 from hf_posenc.training.positions import DRAWS
 
 UNPATCHED = "none"
@@ -76,6 +81,25 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
         scale = max(1.0, target_length / original)
     method, options = request.arguments(scale)
     patch_model(model, method, **options)
+
+
+@contextlib.contextmanager
+def without_patch(model: nn.Module) -> Iterator[None]:
+    """Takes a model's patch out for the length of a block, and puts it back with what it has trained."""
+    patch = get_patch(model)
+    if patch is None:
+        yield
+        return
+    trained = {
+        name: tensor.detach().clone() for name, tensor in trained_parameters(unwrap(model)).items()
+    }
+    unpatch_model(model)
+    try:
+        yield
+    finally:
+        apply_config(model, patch.config)
+        for name, tensor in trained_parameters(unwrap(model)).items():
+            tensor.data.copy_(trained[name])
 
 
 _KEEP = "Leave --patch out to train it further as it is"
