@@ -101,11 +101,17 @@ def check_patch(model: nn.Module, wanted: PatchConfig, source: str | Path) -> No
     """
     patch = get_patch(model)
     if patch is None or patch.config != wanted:
-        there = "is not patched" if patch is None else f"is patched with {patch.config}"
+        there = "is not patched" if patch is None else f"is patched with {_words(patch.config)}"
         raise PosencError(
-            f"The adapter in {source} was trained in a model patched with {wanted}, and this model {there}. Give "
-            "hf_posenc.load_adapter a model that is not patched (unpatch_model), or one with that very patch."
+            f"The adapter in {source} was trained in a model patched with {_words(wanted)}, and this model {there}. "
+            "Give hf_posenc.load_adapter a model that is not patched (unpatch_model), or one with that very patch."
         )
+
+
+def _words(patch: PatchConfig) -> str:
+    values = {**patch.to_dict(), "format": None, "method": None}
+    said = ", ".join(f"{key}={value}" for key, value in values.items() if value not in (None, {}))
+    return f"{patch.method} ({said})"
 
 
 def add_adapter(

@@ -57,8 +57,8 @@ def lora_config(
         **options: Of `peft.LoraConfig`: `use_dora`, `use_rslora`, `init_lora_weights`, ...
 
     Raises:
-        PosencError: peft is not installed, no attention is found in the model, or its patch is a method of the user's
-            own, which no name finds again.
+        PosencError: peft is not installed, the model has an adapter, no attention is found in it, or its patch is a
+            method of the user's own, which no name finds again.
     """
     require_peft()
     from peft import LoraConfig
@@ -66,6 +66,11 @@ def lora_config(
     from hf_posenc.lora import PosencLoraConfig
 
     whole: Any = model
+    if hasattr(model, "peft_config"):
+        raise PosencError(
+            "This model has an adapter already. Merge it first (merge_and_unload()); another one beside it takes a "
+            "copy of its configuration."
+        )
     decoder = _decoder(model)
     embeddings, head = whole.get_input_embeddings(), whole.get_output_embeddings()
     tied = head is not None and getattr(head, "weight", None) is embeddings.weight
@@ -156,7 +161,9 @@ def short_names(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
     for path in (path for path, key in every if key in wanted):
         parts = path.split(".")
         ends = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
-        names |= {end: None for end in [next(filter(alone, ends), None)] if end}
+        shortest = next(filter(alone, ends), None)
+        if shortest is not None:
+            names[shortest] = None
     return list(names)
 
 
