@@ -126,9 +126,10 @@ class PositionCollator(TrainerCallback):
                 "drops it unless TrainingArguments has remove_unused_columns=False."
             )
         lengths = np.asarray(example["document_lengths"], dtype=np.int64)
-        if int(lengths.sum()) != length or not (lengths > 0).all():
+        if int(lengths.sum()) != length or (lengths < 1).any():
             raise PosencError(
-                f"document_lengths {lengths.tolist()} sum to {int(lengths.sum()):,}; the example has {length:,} tokens."
+                f"document_lengths {lengths.tolist()} sum to {int(lengths.sum()):,}; the example has {length:,} "
+                "tokens, and every document at least one token."
             )
         return np.cumsum(lengths) - lengths
 
