@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,34 @@ from hf_posenc.training.interruption import ends_epoch
 from hf_posenc.training.ranks import from_all
 
 LOSSES = "running_loss.json"
+
+
+@contextlib.contextmanager
+def configs_of_both_styles() -> Iterator[None]:
+    """Lets the Trainer continue from a checkpoint whose config has the keys of transformers 4 as well as those of 5.
+
+    The Trainer reads a checkpoint's config for nothing but the version in it, and as `PreTrainedConfig` itself. That
+    class takes `rope_scaling` with a type of yarn, longrope or llama3 for its own and asks for a context length that it
+    does not have: an AttributeError, in transformers 5.23, on every patched model that 4.57 can read too.
+    """
+    module: Any = importlib.import_module("transformers.trainer")
+    before = module.PreTrainedConfig
+    module.PreTrainedConfig = _VersionOnly
+    try:
+        yield
+    finally:
+        module.PreTrainedConfig = before
+
+
+class _VersionOnly:
+    """What the Trainer reads of a config."""
+
+    def __init__(self, version: str | None) -> None:
+        self.transformers_version = version
+
+    @classmethod
+    def from_json_file(cls, path: str) -> _VersionOnly:
+        return cls(json.loads(Path(path).read_text(encoding="utf-8")).get("transformers_version"))
 
 
 class ExactResume(TrainerCallback):

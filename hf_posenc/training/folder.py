@@ -23,7 +23,7 @@ from hf_posenc.training.checkpoints import (
     manifest_of,
     step_of,
 )
-from hf_posenc.training.exact_resume import ExactResume
+from hf_posenc.training.exact_resume import ExactResume, configs_of_both_styles
 from hf_posenc.training.interruption import SaveOnSignal
 from hf_posenc.training.ranks import from_all
 from hf_posenc.training.result_saving import save_result
@@ -111,7 +111,8 @@ class TrainingFolder:
         ):
             trainer.add_callback(callback)
         where = None if self.checkpoint is None else str(self.checkpoint)
-        trainer.train(resume_from_checkpoint=where)
+        with configs_of_both_styles():
+            trainer.train(resume_from_checkpoint=where)
         if self._interruption.received:
             if self._arguments.process_index == 0:
                 step = trainer.state.global_step
