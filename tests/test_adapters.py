@@ -24,6 +24,7 @@ from hf_posenc import (
     save_patch,
     unpatch_model,
 )
+from hf_posenc.cli import main
 from hf_posenc.seams.parameters import trained_parameters
 from hf_posenc.training.adapters import lora_config
 from hf_posenc.training.parameters import choose_parameters
@@ -102,6 +103,15 @@ class TestCarriesItsPatch:
         saved(merged, tmp_path / "merged")
         plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
         assert zoo.relative_difference(zoo.logits(plain, IDS), zoo.logits(merged, IDS)) < 1e-4
+
+    def test_the_command_line_takes_the_directory(
+        self, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")
+        with pytest.raises(SystemExit) as done:
+            main(["inspect", str(adapter)])
+        assert not done.value.code
+        assert "yarn" in capsys.readouterr().out
 
     def test_an_unmerged_model_is_unpatched_with_its_adapter_on(self, base: Path) -> None:
         model = trained(base, PATCHES["yarn"])

@@ -129,6 +129,7 @@ def live_model(name: str, *, whole: bool) -> Any:
     """
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
     from hf_posenc.evaluation.documents import one_line
     from hf_posenc.export import BLOCK
@@ -136,7 +137,9 @@ def live_model(name: str, *, whole: bool) -> Any:
 
     quiet_transformers()
     name = check_name(name)
-    if whole:
+    if (
+        whole or (Path(name) / ADAPTER_CONFIG_NAME).is_file()
+    ):  # which names the base model and the patch
         return load_model(name)
     try:
         config = AutoConfig.from_pretrained(name)
