@@ -8,135 +8,21 @@ nothing but their loss outlives the slice, and the backward pass makes them agai
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hf_posenc.evaluation.decoder import hidden_states, input_embeddings, sliced
+from hf_posenc.evaluation.decoder import hidden_states, sliced
+from hf_posenc.training.decoder_place import DecoderPlace
+from hf_posenc.training.head_gradients import SinglePrecisionSums
 
 IGNORED = -100
 """The label of a token that is not learned; the `ignore_index` of `torch.nn.functional.cross_entropy`."""
-
-
-class DecoderPlace:
-    """Where a language model holds the decoder that its forward calls; its head is what runs behind it.
-
-    Args:
-        model: The language model.
-        forward: Its own forward.
-        given: Arguments to find out with; nothing behind the first embedding is run.
-
-    Raises:
-        LookupError: The forward calls no part that holds the embeddings.
-    """
-
-    def __init__(
-        self, model: nn.Module, forward: Callable[..., Any], given: dict[str, Any]
-    ) -> None:
-        def stop(module: nn.Module, _: Any) -> None:
-            raise _ReachedError(module)
-
-        places = list(_holders(model))
-        hooks = [
-            getattr(parent, name).register_forward_pre_hook(stop, prepend=True)
-            for parent, name in places
-        ]
-        try:
-            forward(**given)
-        except _ReachedError as reached:
-            calls = [getattr(parent, name) is reached.module for parent, name in places]
-        else:
-            raise LookupError("its forward calls no part that holds its embeddings")
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self.parent, self.name = places[calls.index(True)]
-
-    @property
-    def module(self) -> nn.Module:
-        """The decoder; looked up anew each time, since wrappers such as FSDP's put other modules there."""
-        decoder: nn.Module = getattr(self.parent, self.name)
-        return decoder
-
-    def run(
-        self, forward: Callable[..., Any], given: dict[str, Any], made: list[Any] | None = None
-    ) -> tuple[Any, Any]:
-        """Runs the forward with the logits of the last token alone.
-
-        Args:
-            forward: The model's own forward.
-            given: Its arguments.
-            made: Where the decoder's output goes as soon as it is there.
-
-        Returns:
-            What the forward returned, and the whole output of the decoder.
-        """
-        made = [] if made is None else made
-
-        def last(module: nn.Module, _: Any, output: Any) -> Any:
-            made.append(output)
-            return sliced(output, slice(-1, None))
-
-        hook = self.module.register_forward_hook(last)  # behind those of FSDP, which see the whole
-        try:
-            output = forward(**given)
-        finally:
-            hook.remove()
-        return output, made[0]
-
-    @contextlib.contextmanager
-    def handing_out(self, output: Any) -> Iterator[None]:
-        """Puts a stub in the decoder's place, so that neither its forward nor anybody's hooks on it run."""
-        decoder = self.module
-        setattr(self.parent, self.name, _Stub(decoder, output))
-        try:
-            yield
-        finally:
-            setattr(self.parent, self.name, decoder)
-
-
-class _Stub(nn.Module):
-    """Hands out hidden states; of everything else that model code reads of a decoder, the decoder's."""
-
-    def __init__(self, decoder: nn.Module, output: Any) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.output = output
-
-    def forward(self, *_: Any, **__: Any) -> Any:
-        return self.output
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "decoder":
-                raise
-            return getattr(self.decoder, name)
-
-
-class _ReachedError(Exception):
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-
-
-def _holders(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
-    """The parts of a model that hold its embeddings, each as its parent and its name, from the outside in."""
-    embeddings, parent = input_embeddings(model), model
-    while True:
-        for name, child in parent.named_children():
-            if child is not embeddings and any(part is embeddings for part in child.modules()):
-                yield parent, name
-                parent = child
-                break
-        else:
-            return
 
 
 def summed_loss(
@@ -167,12 +53,13 @@ def summed_loss(
     assert hidden is not None
     step = max(1, chunk // len(hidden))
     options = _of_head(forward, given)
+    sums = SinglePrecisionSums()
 
     def replay(states: Tensor, aims: Tensor, part: slice) -> Tensor:
         # Contiguous as the whole is: some heads view it in another shape.
         handed = with_hidden(sliced(output, part), states.contiguous())
         arguments = {name: cut(value, hidden, part) for name, value in options.items()}
-        with decoder.handing_out(handed):
+        with decoder.handing_out(handed), sums:
             return loss(forward(**arguments).logits, aims)
 
     total: Tensor | int = 0
@@ -205,23 +92,6 @@ def cut(value: Any, like: Tensor, part: slice) -> Any:
     """Some positions of an argument that has an entry for every token of `like`; any other argument as it is."""
     each = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == like.shape[:2]
     return value[:, part] if each else value
-
-
-@contextlib.contextmanager
-def loss_replaced(model: nn.Module, loss: Callable[..., Tensor]) -> Iterator[None]:
-    """Replaces the loss function of this one model, and puts back exactly what was there.
-
-    transformers: `PreTrainedModel.loss_function` is chosen by the config until somebody sets it.
-    """
-    had, before = "_loss_function" in vars(model), vars(model).get("_loss_function")
-    model.loss_function = loss  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if had:
-            model._loss_function = before  # type: ignore[assignment]
-        else:
-            del model._loss_function
 
 
 def with_hidden(output: Any, states: Tensor) -> Any:

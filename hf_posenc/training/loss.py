@@ -7,9 +7,7 @@ The price is one more pass of the head, whose logits the backward pass makes aga
 
 from __future__ import annotations
 
-import inspect
 import logging
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +18,16 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import one_line
 from hf_posenc.evaluation.head_replay import evaluation_mode
 from hf_posenc.training import loss_probe
+from hf_posenc.training.decoder_place import DecoderPlace, loss_replaced
+from hf_posenc.training.forwards import (
+    by_name,
+    is_method_from,
+    language_model,
+    method_from,
+    with_fields,
+)
 from hf_posenc.training.head_chunks import (
     IGNORED,
-    DecoderPlace,
-    loss_replaced,
     shifted,
     summed_loss,
     without_loss,
@@ -31,8 +35,10 @@ from hf_posenc.training.head_chunks import (
 
 logger = logging.getLogger(__name__)
 
-LOGITS_PER_CHUNK = 2**26
-"""Logits held at a time: 256 MiB in float32, 16,384 tokens of a 4k vocabulary, 523 of a 128k one."""
+LEAST_LOGITS = 2**22
+"""Logits of a chunk, at least: 16 MiB in float32, 1,024 tokens of a 4k vocabulary."""
+
+_PART_OF_HEAD = 4
 
 _HANDLE = "_chunked_loss"
 
@@ -46,27 +52,35 @@ def chunk_loss(model: nn.Module, chunk: int | None = None) -> ChunkedLoss:
 
     Args:
         model: A causal language model of transformers, patched or not, or a `PeftModel` of one.
-        chunk: Tokens of a batch whose logits exist at a time; by default `LOGITS_PER_CHUNK` divided by the vocabulary.
+        chunk: Tokens of a batch whose logits exist at a time; by default `default_chunk`.
             A batch of no more tokens takes the plain forward.
 
     Returns:
-        The handle that takes it back.
+        The handle that takes it back; called again, this gives the same one, with another chunk.
 
     Raises:
         PosencError: `chunk` is below 1.
     """
     if chunk is not None and chunk < 1:
         raise PosencError(f"A chunk has at least 1 token, not {chunk}.")
-    inner = _language_model(model)
+    inner = language_model(model)
+    chunk = chunk or default_chunk(inner)
     before = vars(inner).get(_HANDLE)
-    if isinstance(before, ChunkedLoss):
-        before.remove()
-    return ChunkedLoss(inner, chunk or default_chunk(inner))
+    if not isinstance(before, ChunkedLoss):
+        return ChunkedLoss(inner, chunk)
+    before.chunk, before.active = chunk, True
+    return before
 
 
-def default_chunk(model: nn.Module) -> int:
-    """`LOGITS_PER_CHUNK` in tokens of this model."""
-    return max(1, LOGITS_PER_CHUNK // loss_probe.vocabulary(model))
+def default_chunk(model: Any) -> int:
+    """The tokens whose logits are a quarter as many as the weights of the head, or `LEAST_LOGITS`.
+
+    So the loss needs about the memory of the head's gradient, and each product with the head is large enough to be
+    worth reading those weights: 1,024 tokens of a model with 4,096 features.
+    """
+    text = model.config.get_text_config()
+    features, vocabulary = int(getattr(text, "hidden_size", 0)), int(text.vocab_size)
+    return max(1, features // _PART_OF_HEAD, LEAST_LOGITS // vocabulary)
 
 
 class ChunkedLoss:
@@ -92,18 +106,15 @@ class ChunkedLoss:
         self.active = True
         self._forward: Callable[..., Any] = model.forward
         self._had = "forward" in vars(model)
-        self._of_model = (
-            True  # the loss comes from the model's loss function, not from code of its forward
-        )
+        self._of_model = True  # by the model's loss function, not by code in its forward
         self._probe()
         setattr(model, _HANDLE, self)
-        model.forward = types.MethodType(_forward_like(self._forward), model)
+        model.forward = method_from(model, _HANDLE)
 
     def remove(self) -> None:
         """Gives the model its own forward back; what has wrapped it since, as accelerate does, stays around it."""
         self.active = False
-        current = getattr(vars(self.model).get("forward"), "__func__", None)
-        if vars(self.model).get(_HANDLE) is not self or not hasattr(current, _HANDLE):
+        if not is_method_from(self.model, _HANDLE):
             return
         if self._had:
             self.model.forward = self._forward
@@ -113,18 +124,19 @@ class ChunkedLoss:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward."""
-        given = _named(self._forward, args, kwargs)
-        if given.get("labels") is None and given.get("shift_labels") is None:
+        given = by_name(self._forward, args, kwargs)
+        labelled = given.get("labels") is not None or given.get("shift_labels") is not None
+        if not (self.active and labelled):
             return self._forward(*args, **kwargs)
         if given.get("labels") is None:
             given["labels"] = given["shift_labels"]
-        if not self.active or self.exact is False:
+        if self.exact is False:
             return self._forward(**given)
         if self._wants_tuple(given):
             output: Any = self(**{**given, "return_dict": True})
             return output.to_tuple()
         if given["labels"].numel() <= self.chunk:
-            return _with(self._forward(**given), logits=None)
+            return with_fields(self._forward(**given), logits=None)
         return self._first(given) if self.exact is None else self._chunked(given)
 
     def _wants_tuple(self, given: dict[str, Any]) -> bool:
@@ -139,7 +151,7 @@ class ChunkedLoss:
         if not self._of_model:
             made, output = decoder.run(self._forward, without_loss(given))
             loss = self._mean(_cross_entropy, decoder, output, given, shifted(given["labels"]))
-            return _with(made, loss=loss, logits=None)
+            return with_fields(made, loss=loss, logits=None)
         plain: Callable[..., Tensor] = self.model.loss_function  # type: ignore[assignment]
         outputs: list[Any] = []
 
@@ -157,7 +169,7 @@ class ChunkedLoss:
 
         with loss_replaced(self.model, loss_function):
             made, _ = decoder.run(self._forward, given, outputs)
-        return _with(made, logits=None)
+        return with_fields(made, logits=None)
 
     def _mean(
         self,
@@ -228,52 +240,6 @@ class ChunkedLoss:
             type(self.model).__name__,
             reasons[0],
         )
-
-
-def _language_model(model: Any) -> nn.Module:
-    """The model of transformers inside wrappers of torch and peft."""
-    from accelerate.utils import extract_model_from_parallel
-
-    inner: Any = extract_model_from_parallel(model)
-    language_model: nn.Module = (
-        inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    )
-    return language_model
-
-
-def _forward_like(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that calls the model's handle; the model is not in it, so that a copied model has its own.
-
-    Trainer reads the signature to tell which columns and arguments the model takes.
-    """
-
-    def forward(self: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, _HANDLE)(*args, **kwargs)
-
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    signature = inspect.signature(original)
-    # A positional-only first parameter beside ordinary ones
-    forward.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
-    setattr(forward, _HANDLE, True)
-    return forward
-
-
-def _named(
-    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """All arguments by name."""
-    names = [
-        name
-        for name, parameter in inspect.signature(forward).parameters.items()
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    ]
-    return dict(zip(names, args, strict=False)) | kwargs
-
-
-def _with(output: Any, **changes: Any) -> Any:
-    """A model's output with other values of some fields."""
-    fields = {**output, **changes}
-    return type(output)(**{name: value for name, value in fields.items() if value is not None})
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

@@ -16,18 +16,14 @@ from hf_posenc.evaluation.decoder import (
     without_cache,
 )
 from hf_posenc.evaluation.documents import one_line
-from hf_posenc.training.head_chunks import IGNORED, DecoderPlace, cut, with_hidden
+from hf_posenc.training.decoder_place import DecoderPlace
+from hf_posenc.training.head_chunks import IGNORED, cut, with_hidden
 
 CHUNK = 4
 """Positions of a chunk of the probe."""
 
 _TOKENS, _BATCH = 9, 2
 _ROUNDING = 32  # units in the last place of the largest value
-
-
-def vocabulary(model: Any) -> int:
-    """The number of logits of a token."""
-    return int(model.config.get_text_config().vocab_size)
 
 
 def runs_here(model: nn.Module) -> bool:
@@ -42,10 +38,12 @@ def runs_here(model: nn.Module) -> bool:
     return not is_fsdp_enabled() and not any(absent)
 
 
-def batch(model: nn.Module) -> dict[str, Any]:
+def batch(model: Any) -> dict[str, Any]:
     """Arguments for a forward: two texts of a few tokens, some of which are not learned."""
     device = next(input_embeddings(model).parameters()).device
-    ids = (torch.arange(_BATCH * _TOKENS, device=device) * 7919 + 11) % vocabulary(model)
+    ids = (
+        torch.arange(_BATCH * _TOKENS, device=device) * 7919 + 11
+    ) % model.config.get_text_config().vocab_size
     ids = ids.view(_BATCH, _TOKENS)
     labels = ids.masked_fill(ids % 5 == 0, IGNORED)
     return {"input_ids": ids, "labels": labels, **without_cache(model)}
