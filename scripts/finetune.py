@@ -10,8 +10,8 @@ parts are in `hf_posenc.training`, each for itself; scripts/finetune_loop.py put
 
 from __future__ import annotations
 
-import dataclasses
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
@@ -28,10 +28,12 @@ from hf_posenc.training.arguments import (
     PatchArguments,
     parse_arguments,
 )
+from hf_posenc.training.checks import check_run
 from hf_posenc.training.collator import PositionCollator
 from hf_posenc.training.data import prepare_blocks
 from hf_posenc.training.dependencies import check_dependencies
 from hf_posenc.training.folder import TrainingFolder
+from hf_posenc.training.launching import check_launch
 from hf_posenc.training.loss import chunk_loss
 from hf_posenc.training.parameters import choose_parameters
 from hf_posenc.training.positions import DRAWS
@@ -57,6 +59,7 @@ def main() -> None:
 
 def finetune(choice: PatchArguments, data: DataArguments, arguments: FinetuneArguments) -> None:
     """From a checkpoint to one that reads longer texts."""
+    check_launch(arguments)
     if choice.model is None:
         one_thread()
     name, output = choice.model or embedded_model(), Path(arguments.output_dir or ".")
@@ -116,16 +119,15 @@ def finetune(choice: PatchArguments, data: DataArguments, arguments: FinetuneArg
     )
     if choice.loss_chunk != 0:
         chunk_loss(model, choice.loss_chunk)
+    check_run(model, positions=data.positions, arguments=arguments)
     share_weights(model, arguments)
 
     settings = settings_of(
         arguments,
         weights=loaded,
         patch=None if patch is None else patch.config.to_dict(),
-        parameters={
-            k: v
-            for k, v in dataclasses.asdict(choice).items()
-            if k.startswith(("train", "lora", "dtype"))
+        choice={
+            k: v for k, v in asdict(choice).items() if k not in ("model", "tokenizer", "patch")
         },
         positions={"kind": data.positions, "target_length": lengths.target},
         blocks=blocks.counts.sha256,
