@@ -129,6 +129,11 @@ class FinetuneArguments(TrainingArguments):
         False, "Load the result in a process without hf_posenc and compare the logits."
     )
 
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[no-untyped-call]
+        if self.device.type == "cpu":  # torch warns of what it cannot do there
+            self.dataloader_pin_memory = False
+
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
