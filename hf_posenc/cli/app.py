@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 from hf_posenc.cli import (
     bench,
     catalog,
+    export,
     inspection,
     perplexity,
     recommend,
@@ -52,7 +53,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for commands in (perplexity, retrieval, bench, sweep, recommend, report, catalog, inspection):
+for commands in (
+    *(perplexity, retrieval, bench, sweep, recommend, report),
+    *(export, catalog, inspection),
+):
     commands.register(app)
 
 

@@ -8,8 +8,9 @@ which keys of a config they read and in what they make of them, and that is in t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,3 +93,61 @@ def dynamic(theta: float, dim: int, factor: float, length: float, original: floa
     """Dynamic NTK for a text of `length` tokens: `_compute_dynamic_ntk_parameters`."""
     growth = factor * max(length, original) / original - (factor - 1)
     return plain(theta * growth ** (dim / (dim - 2)), dim)
+
+
+def of_transformers(
+    rope: Mapping[str, Any], config: Mapping[str, Any], theta: float, dim: int, length: int
+) -> Table | str:
+    """`ROPE_INIT_FUNCTIONS[rope_type]`, for a text of `length` tokens."""
+    kind = rope["rope_type"]
+    if kind == "default":
+        return Table(plain(theta, dim))
+    if kind == "linear":
+        return Table(plain(theta, dim) / float(rope["factor"]))
+    if kind == "dynamic":
+        original = config["max_position_embeddings"]
+        return Table(dynamic(theta, dim, float(rope["factor"]), length, original))
+    if kind == "proportional":
+        table = plain(theta, dim) / float(rope.get("factor") or 1.0)
+        table[int(float(rope.get("partial_rotary_factor") or 1.0) * dim // 2) :] = 0
+        return Table(table)
+    original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+    if kind == "llama3":
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        return Table(llama3(theta, dim, float(rope["factor"]), low, high, original))
+    if kind == "yarn":
+        return Table(yarn_of(rope, theta, dim, original), yarn_factor_of(rope))
+    if kind == "longrope":
+        divisors = rope["long_factor" if length > original else "short_factor"]
+        factor = rope.get("attention_factor")
+        if factor is None:
+            scale = rope.get("factor") or config["max_position_embeddings"] / original
+            factor = longrope_factor(scale * original, original)
+        if "short_mscale" in rope:  # Phi-3.5-MoE
+            factor = rope["long_mscale" if length > original else "short_mscale"]
+        return Table(longrope(theta, dim, divisors), float(factor))
+    return f"it has no rope_type {kind!r}"
+
+
+def yarn_of(rope: Mapping[str, Any], theta: float, dim: int, original: float) -> Tensor:
+    """YaRN's frequencies by the keys that transformers and vLLM have."""
+    return yarn(
+        theta,
+        dim,
+        float(rope["factor"]),
+        original,
+        beta_fast=float(rope.get("beta_fast") or 32),
+        beta_slow=float(rope.get("beta_slow") or 1),
+        truncate=rope.get("truncate", True),
+    )
+
+
+def yarn_factor_of(rope: Mapping[str, Any]) -> float:
+    """YaRN's factor by the same keys."""
+    given, factor = rope.get("attention_factor"), float(rope["factor"])
+    if given is not None:
+        return float(given)
+    mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale and all_dim:
+        return yarn_factor(factor, mscale) / yarn_factor(factor, all_dim)
+    return yarn_factor(factor)

@@ -1,0 +1,217 @@
+"""`hf-posenc export`: a saved model for another engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_posenc.cli import options as opt
+from hf_posenc.cli.console import err, out, print_error, quiet_transformers
+from hf_posenc.errors import PosencError
+from hf_posenc.methods import get_method
+
+if TYPE_CHECKING:
+    from hf_posenc.engines import Export
+
+
+def export(
+    model: Annotated[
+        str, typer.Argument(metavar="DIR", help="A saved model, patched or not, or an adapter.")
+    ],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to",
+            metavar="ENGINE",
+            help="transformers4, transformers5, vllm, sglang or llama.cpp.",
+        ),
+    ],
+    patch: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METHOD", help="Patch a model that is not patched, e.g. yarn:scale=8."
+        ),
+    ] = None,
+    methods: Annotated[
+        bool, typer.Option("--methods", help="Which methods the engine can have; write nothing.")
+    ] = False,
+    gguf: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="With --to llama.cpp: check the file that convert_hf_to_gguf made, and write one that is right into "
+            "--output where it is not.",
+        ),
+    ] = None,
+    weights: Annotated[
+        str,
+        typer.Option(
+            metavar="HOW",
+            help="What to do with the other files: link, copy or none.",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = "link",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Folder of the export. Default: DIR-ENGINE, here.",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Load the export in a clean process without hf_posenc and compare logits (transformers only).",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = False,
+    packages: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="With --verify: packages that come first there, as pip install --target DIR transformers==4.57.1 made "
+            "them.",
+            rich_help_panel=opt.OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Write the config or the flags with which another engine computes what a saved model computes.
+
+    And say how far its rotary table is from the model's, by the engine's own published formula. Exit status 1 where
+    the engine cannot have the method.
+    """
+    from hf_posenc.cli.loading import check_name
+    from hf_posenc.engines import export as exported
+    from hf_posenc.engines import write_export
+
+    quiet_transformers()
+    name = check_name(model)
+    if methods:
+        _print_methods(name, to)
+        return
+    if gguf is not None:
+        _check_file(gguf, name, to, patch, output)
+        return
+    method, options = _asked(patch)
+    found = exported(name, to, method=method, **options)
+    _show(found)
+    if not found.possible:
+        print_error(f"{to} cannot have {name}: {found.reason}. See --methods")
+        raise typer.Exit(1)
+    folder = output or Path(f"{Path(name).resolve().name}-{to}")
+    written = write_export(found, folder, weights=weights)
+    out().print(f"Wrote {', '.join(path.name for path in written)} to {folder}", markup=False)
+    if verify:
+        _verify(found, folder, packages, patch)
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the subcommand of this file."""
+    app.command("export")(export)
+
+
+def _asked(patch: str | None) -> tuple[Any, dict[str, Any]]:
+    """What to patch with; there is no text here whose length could set an automatic scale."""
+    from hf_posenc.evaluation.requests import Request
+
+    if patch is None:
+        return None, {}
+    request = Request.parse(patch)
+    automatic = [part for part in request.parts if part.auto]
+    for part in automatic:
+        get_method(part.method).from_options(**part.options)  # a scale that it cannot do without
+    parts = tuple(dataclasses.replace(part, auto=False) for part in request.parts)
+    return dataclasses.replace(request, parts=parts).arguments()
+
+
+def _show(found: Export) -> None:
+    """Prints how the engine is told, and the difference that is left."""
+    console = out()
+    console.print(f"[bold]{found.engine}[/bold] {found.version}: {found.path}")
+    if not found.possible:
+        return
+    console.print(f"told as {found.form}", markup=False)
+    for error in found.errors:
+        layers = f"{error.layers}, " if error.layers else ""
+        console.print(
+            f"  {layers}{error.length:,} tokens: frequencies within {error.frequency:.1e} of the model's, factor "
+            f"within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad",
+            markup=False,
+        )
+    for flag, value in zip(found.flags[::2], found.flags[1::2], strict=True):
+        console.print(f"flag: {flag} {value}", markup=False, soft_wrap=True)
+    if found.overrides:
+        option, value = found.overrides
+        console.print(
+            f"or, on the original folder: {option} '{value}'", markup=False, soft_wrap=True
+        )
+    for note in found.notes:
+        console.print(note, style="dim", markup=False)
+
+
+def _print_methods(name: str, engine: str) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from hf_posenc.engines import survey
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("method", "told as", "why not"):
+        table.add_column(column)
+    with err().status("Trying every method"):
+        rows = survey(name, engine)
+    for row in rows:
+        table.add_row(row.method, row.form or "-", row.reason)
+    out().print(table)
+
+
+def _check_file(file: Path, name: str, engine: str, patch: str | None, output: Path | None) -> None:
+    """Says what llama.cpp makes of a file, and writes another where that is not the model."""
+    from hf_posenc.engines import check_gguf, write_gguf
+
+    if engine != "llama.cpp":
+        raise PosencError(f"--gguf goes with --to llama.cpp, not with --to {engine}.")
+    method, options = _asked(patch)
+    check = check_gguf(file, name, method=method, **options)
+    console = out()
+    console.print(
+        f"{file} ({check.architecture}): llama.cpp computes frequencies within {check.error.frequency:.1e} of the "
+        f"model's, factor within {check.error.factor:.1e}",
+        markup=False,
+    )
+    if check.right:
+        console.print("It is right as it is.")
+        return
+    folder = output or Path()
+    folder.mkdir(parents=True, exist_ok=True)
+    target = write_gguf(check, folder / f"{file.stem}-posenc.gguf")
+    again = check_gguf(target, name, method=method, **options)
+    console.print(
+        f"Wrote {target}: frequencies within {again.error.frequency:.1e}, factor within {again.error.factor:.1e}",
+        markup=False,
+    )
+
+
+def _verify(found: Export, folder: Path, packages: Path | None, patch: str | None) -> None:
+    from hf_posenc.patching import patch_model
+    from hf_posenc.saving import from_pretrained
+    from hf_posenc.verification import require, verify_export
+
+    if not found.engine.startswith("transformers"):
+        raise PosencError(
+            f"--verify loads in transformers; {found.engine} is not here to be tried."
+        )
+    import torch
+
+    live = from_pretrained(found.path, dtype=torch.float32)
+    method, options = _asked(patch)
+    if method is not None:
+        patch_model(live, method, **options)
+    result = verify_export(folder, live, packages=packages)
+    require(result)
+    out().print(str(result), markup=False)

@@ -1,0 +1,285 @@
+"""llama.cpp: what its converter makes of a config, what its flags mean, and what it computes from both.
+
+`convert_hf_to_gguf.py` (`conversion/base.py`, `TextModel.set_gguf_parameters`) writes for `rope_parameters`:
+
+- default: `rope.freq_base`, as for all;
+- linear: `rope.scaling.type` linear, `rope.scaling.factor`;
+- yarn: `rope.scaling.type` yarn, `.factor`, `.original_context_length`, `.yarn_attn_factor`, `.yarn_beta_fast`,
+  `.yarn_beta_slow`;
+- llama3: no key; the tensor `rope_freqs.weight` for Llama's own classes, nothing for others;
+- longrope: `rope.scaling.type` longrope; the tensors `rope_factors_long.weight` and `rope_factors_short.weight` for
+  Phi-3 and MiniCPM, nothing for others, which then do not scale at all;
+- dynamic: nothing.
+
+A context (`src/llama-context.cpp`) then reads `yarn_beta_fast` and `yarn_beta_slow` for a few architectures only, and
+overwrites `yarn_attn_factor` wherever YaRN is on, the flag too; `rope.scaling.attn_factor` is multiplied in always. So
+what its YaRN cannot say is told by `rope_freqs.weight`, the divisor of every pair, and `rope.scaling.attn_factor`.
+The flags: `--rope-freq-base` is theta, `--rope-scale` N divides every frequency by N, with `--rope-scaling yarn` only
+the slow ones, from `--yarn-orig-ctx` tokens on; `--yarn-beta-fast` and `--yarn-beta-slow` are the turns of the ramp.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.engines import formulas
+from hf_posenc.engines.engine import Draft, Engine, entry_of
+from hf_posenc.engines.formulas import Table
+from hf_posenc.engines.gguf import TENSORS
+from hf_posenc.engines.source import Source, SourceTable
+
+READS_ROPE_FREQS = frozenset(
+    {"apertus", "arcee", "deci", "exaone", "exaone-moe", "exaone4", "granite", "granite_swa"}
+    | {"granitehybrid", "llama", "llama4", "mistral3", "nanbeige"}
+)
+"""The GGUF architectures whose graph divides by `rope_freqs.weight` (`src/models/`)."""
+
+READS_ROPE_FACTORS = frozenset(
+    {"apertus", "deci", "granite", "granite_swa", "llama", "mistral3", "phi3"}
+)
+"""Those that divide by `rope_factors_long.weight` or `rope_factors_short.weight`."""
+
+_OF_SOME = ("llama3", "longrope")  # what the converter writes for some architectures only
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """A table as a GGUF file can hold it.
+
+    Attributes:
+        short: What every pair's frequency is divided by, for contexts of up to `original` tokens.
+        long: The same for longer ones.
+        factor: The factor on cos and sin.
+        original: Where the one ends and the other begins, in tokens.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    factor: float
+    original: int
+
+    @property
+    def architectures(self) -> frozenset[str]:
+        """The GGUF architectures that read it."""
+        one = READS_ROPE_FREQS if self.short == self.long else frozenset[str]()
+        return one | READS_ROPE_FACTORS
+
+    def tensors(self, architecture: str) -> dict[str, tuple[float, ...]]:
+        """The tensors for an architecture, by name."""
+        if self.short == self.long and architecture in READS_ROPE_FREQS:
+            return {TENSORS[0]: self.short}
+        return {TENSORS[1]: self.short, TENSORS[2]: self.long}
+
+    def keys(self, architecture: str) -> dict[str, Any]:
+        """The `rope.scaling` keys that go with them, without the architecture's name in front."""
+        keys: dict[str, Any] = {"rope.scaling.type": "none"}
+        if len(self.tensors(architecture)) > 1:
+            keys["rope.scaling.type"] = "longrope"
+            keys["rope.scaling.original_context_length"] = self.original
+        return {**keys, "rope.scaling.attn_factor": self.factor}
+
+
+class LlamaCpp(Engine):
+    """llama.cpp, by way of a GGUF file."""
+
+    name = "llama.cpp"
+    version = "0c1e570 (2026-10-01)"
+    fixed_table = True
+
+    def drafts(self, source: Source) -> Iterator[Draft]:
+        context = ("-c", str(source.reach))
+        native = source.forms().get("rope_parameters")
+        if native is not None:
+            entry = entry_of(native, "full_attention")
+            notes = _without_converting(entry, source)
+            if entry["rope_type"] in _OF_SOME:
+                unsure = (
+                    f"Not for every architecture does convert_hf_to_gguf write what {entry['rope_type']} needs: have "
+                    "the file checked by this command with --gguf FILE."
+                )
+                notes = (unsure,)
+            values = {**source.lengths(), "rope_parameters": native}
+            yield Draft("rope_parameters", values, (*context, *_beta_flags(entry)), notes)
+        yield from self._tensors(source, context)
+
+    def _tensors(self, source: Source, context: tuple[str, ...]) -> Iterator[Draft]:
+        """The table itself, in tensors that have to be put into the GGUF file."""
+        tables = {entry.label: entry for entry in source.tables if entry.wrapper is not None}
+        entry = tables.get("full_attention", tables.get(""))
+        if entry is None or entry.wrapper is None:
+            return
+        theta = entry.wrapper.specs[entry.label].theta
+        plain = formulas.plain(theta, entry.dim)
+        lengths = (source.original, source.original + 1, source.reach)
+        found = [entry.in_force(length) for length in lengths]
+        if len({table.factor for table in found}) > 1:
+            return  # it has one factor for all lengths
+        short, long, longest = (_divisors(plain, table.inv_freq) for table in found)
+        if long != longest:
+            return  # nor more than two tables
+        divisors = Divisors(tuple(short), tuple(long), found[0].factor, source.original)
+        told = {"rope_type": "default", "rope_theta": theta}
+        current = getattr(source.text_config, "rope_parameters", None) or {}
+        values = {
+            **source.lengths(),
+            "rope_parameters": {**current, entry.label: told} if entry.label else told,
+        }
+        reads = ", ".join(sorted(divisors.architectures))
+        how = (
+            "The table goes into the GGUF file: convert the exported folder, then run this command again with "
+            f"--gguf FILE. llama.cpp reads it for the architectures {reads}."
+        )
+        notes = [how]
+        if short != long:
+            notes.append(
+                f"With -c above {source.original} llama.cpp uses the long list for short texts too; at or below it, "
+                "the short one for all."
+            )
+        yield Draft("tensors", values, context, tuple(notes), {"divisors": divisors})
+
+    def table(
+        self,
+        config: Mapping[str, Any],
+        draft: Draft,
+        entry: SourceTable,
+        source: Source,
+        length: int,
+    ) -> Table | str:
+        rope = config["rope_parameters"]
+        if entry.label == "sliding_attention":  # {arch}.rope.freq_base_swa, never scaled
+            return Table(formulas.plain(float(rope["sliding_attention"]["rope_theta"]), entry.dim))
+        keys, tensors = converted(config, entry.dim)
+        divisors: Divisors | None = draft.extra.get("divisors")
+        if divisors is not None:
+            tensors = dict(divisors.tensors(max(divisors.architectures)))
+            keys.update(divisors.keys(max(divisors.architectures)))
+        return runtime(keys, tensors, entry.dim, source.reach, flags=draft.flags)
+
+
+def converted(
+    config: Mapping[str, Any], dim: int
+) -> tuple[dict[str, Any], dict[str, Sequence[float]]]:
+    """What the converter writes for a config: keys without the architecture's name in front, and tensors.
+
+    For llama3 and longrope as it does for the architectures that have them.
+    """
+    rope = entry_of(config["rope_parameters"], "full_attention")
+    keys: dict[str, Any] = {
+        "context_length": config["max_position_embeddings"],
+        "rope.freq_base": float(rope["rope_theta"]),
+    }
+    kind = rope.get("rope_type")
+    if kind in ("linear", "yarn"):
+        keys["rope.scaling.type"], keys["rope.scaling.factor"] = kind, float(rope["factor"])
+    if kind == "yarn":
+        original = rope["original_max_position_embeddings"]
+        keys["rope.scaling.original_context_length"] = original
+        for key, name in (("attention_factor", "attn_factor"), *((beta, beta) for beta in _BETAS)):
+            if rope.get(key) is not None:
+                keys[f"rope.scaling.yarn_{name}"] = float(rope[key])
+    tensors: dict[str, Sequence[float]] = {}
+    if kind == "llama3":
+        theta, factor = float(rope["rope_theta"]), float(rope["factor"])
+        ends = rope["low_freq_factor"], rope["high_freq_factor"]
+        slowed = formulas.llama3(
+            theta, dim, factor, *ends, rope["original_max_position_embeddings"]
+        )
+        tensors[TENSORS[0]] = (formulas.plain(theta, dim) / slowed).tolist()
+    if kind == "longrope":
+        original = rope["original_max_position_embeddings"]
+        keys["rope.scaling.type"], keys["rope.scaling.original_context_length"] = kind, original
+        factor = formulas.longrope_factor(config["max_position_embeddings"], original)
+        keys["rope.scaling.attn_factor"] = factor
+        tensors[TENSORS[1]], tensors[TENSORS[2]] = rope["short_factor"], rope["long_factor"]
+    return keys, tensors
+
+
+def runtime(
+    keys: Mapping[str, Any],
+    tensors: Mapping[str, Sequence[float]],
+    dim: int,
+    context: int,
+    flags: Sequence[str] = (),
+) -> Table:
+    """The table of a context: `llama_context`, `ggml_rope_yarn_corr_dims`, `rope_yarn`.
+
+    Args:
+        keys: The metadata, without the architecture's name in front.
+        tensors: `rope_freqs.weight`, or the two `rope_factors_*.weight`, where the file has them.
+        dim: The rotary dimension.
+        context: The context size (`-c`), in tokens.
+        flags: The command's flags.
+    """
+    given = dict(itertools.pairwise(flags))
+    kind = given.get("--rope-scaling", keys.get("rope.scaling.type", "linear"))
+    theta = float(given.get("--rope-freq-base", keys.get("rope.freq_base", 10_000.0)))
+    scale = 1.0
+    if kind != "none":
+        scale = float(given.get("--rope-scale", keys.get("rope.scaling.factor") or 1.0))
+    original = int(
+        given.get("--yarn-orig-ctx", 0)
+        or keys.get("rope.scaling.original_context_length")
+        or keys["context_length"]
+    )
+    inv_freq = formulas.plain(theta, dim)
+    name = f"rope_factors_{'long' if context > original else 'short'}.weight"
+    divisors = tensors.get("rope_freqs.weight", tensors.get(name))
+    if divisors is not None:
+        inv_freq = inv_freq / torch.tensor(divisors, dtype=torch.float64)
+    factor = float(keys.get("rope.scaling.attn_factor", 1.0))
+    if kind != "yarn":
+        return Table(inv_freq / scale, factor)
+    fast, slow = (
+        float(given.get(f"--yarn-{beta.replace('_', '-')}", default))
+        for beta, default in _BETAS.items()
+    )
+    turned = formulas.yarn(theta, dim, scale, original, beta_fast=fast, beta_slow=slow)
+    ramp = turned / formulas.plain(theta, dim)
+    return Table(inv_freq * ramp, factor * (1.0 + 0.1 * math.log(scale) if scale > 1 else 1.0))
+
+
+def _divisors(plain: Tensor, inv_freq: Tensor) -> list[float]:
+    """`f_i / f'_i`; 1e30 where a pair stands still."""
+    still = torch.full_like(plain, 1e30)
+    found: list[float] = torch.where(inv_freq > 0, plain / inv_freq, still).tolist()
+    return found
+
+
+def _beta_flags(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """The ramp's ends, which most architectures read from no key."""
+    if entry["rope_type"] != "yarn":
+        return ()
+    flags: list[str] = []
+    for beta, default in _BETAS.items():
+        if float(entry.get(beta) or default) != default:
+            flags += [f"--yarn-{beta.replace('_', '-')}", f"{float(entry[beta]):g}"]
+    return tuple(flags)
+
+
+def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, ...]:
+    """The same with a GGUF file of the model from before the patch."""
+    before = entry_of(source.text_config.rope_parameters, "full_attention")
+    if source.patch is None or before.get("rope_type", "default") != "default":
+        return ()
+    flags = ["-c", str(source.reach)]
+    if float(entry["rope_theta"]) != float(before["rope_theta"]):
+        flags += ["--rope-freq-base", f"{float(entry['rope_theta']):.17g}"]
+    if entry["rope_type"] != "default":
+        flags += [
+            "--rope-scaling",
+            entry["rope_type"],
+            "--rope-scale",
+            f"{float(entry['factor']):g}",
+        ]
+    if entry["rope_type"] == "yarn":
+        flags += ["--yarn-orig-ctx", str(entry["original_max_position_embeddings"])]
+    line = " ".join((*flags, *_beta_flags(entry)))
+    return (f"On a GGUF file of the model from before the patch: {line}",)

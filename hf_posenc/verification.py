@@ -1,0 +1,234 @@
+"""Whether a saved model computes, without hf_posenc, what the model in memory computes: tried in a clean process."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import PosencError, VerificationError
+from hf_posenc.patching import get_patch
+from hf_posenc.resolve import unwrap
+from hf_posenc.saving import from_pretrained
+
+# The largest difference of a logit, relative to the largest logit: rounding of another version's kernels.
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_TOKENS = 128  # of a text that begins at position 0
+_SPREAD = 64  # of one whose positions go to the end of the context
+
+_CLEAN = """
+import json, sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "hf_posenc":
+            raise ModuleNotFoundError("hf_posenc is kept out of this process")
+
+sys.meta_path.insert(0, Absent())
+task = json.loads(sys.argv[1])
+sys.path[:0] = task["packages"]
+import torch, transformers
+torch.set_num_threads(task["threads"])
+transformers.logging.set_verbosity_error()
+auto = getattr(transformers, task["class"], transformers.AutoModelForCausalLM)
+model, info = auto.from_pretrained(
+    task["directory"], dtype=getattr(torch, task["dtype"]), output_loading_info=True
+)
+model.eval()
+probes = torch.load(task["probes"])
+with torch.no_grad():
+    found = [model(**probe, use_cache=False).logits.float() for probe in probes]
+if "hf_posenc" in sys.modules:
+    raise SystemExit("hf_posenc was imported")
+torch.save(found, task["logits"])
+json.dump({"version": transformers.__version__, "missing": sorted(info["missing_keys"])}, open(task["report"], "w"))
+"""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a clean process computed.
+
+    Attributes:
+        directory: What it loaded.
+        version: The version of transformers that it had.
+        error: The largest difference of a logit, relative to the largest logit.
+        tolerance: What counts as rounding.
+        tokens: How many tokens were compared.
+        reach: The largest position among them, and one.
+        missing: Weights that the directory does not have.
+    """
+
+    directory: str
+    version: str
+    error: float
+    tolerance: float
+    tokens: int
+    reach: int
+    missing: tuple[str, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is the same model."""
+        return self.error <= self.tolerance and not self.missing
+
+    def __str__(self) -> str:
+        verdict = "the same model" if self.passed else "ANOTHER model"
+        missing = f"; weights missing: {', '.join(self.missing[:3])}" if self.missing else ""
+        return (
+            f"{self.directory} in a clean process with transformers {self.version}, without hf_posenc: {verdict}; "
+            f"logits differ by {self.error:.1e} of the largest ({self.tokens} tokens, positions to {self.reach:,})"
+            f"{missing}"
+        )
+
+
+def verify_export(
+    directory: str | Path,
+    model: nn.Module | None = None,
+    *,
+    source: str | Path | None = None,
+    packages: str | Path | None = None,
+    seed: int = 0,
+) -> Verification:
+    """Loads a saved model in a process in which hf_posenc cannot be imported, and compares logits.
+
+    Two texts of random tokens are read: one from position 0 on, and one whose positions are spread over the whole
+    context that the patch reaches, so that far positions cost no long text.
+
+    Args:
+        directory: What `save_pretrained` or `write_export` wrote.
+        model: The model that it should be; by default `source`, loaded with its patch.
+        source: Where `model` is loaded from; by default `directory`.
+        packages: A folder of packages that come first there, such as another transformers
+            (`pip install --target FOLDER transformers==4.57.1`).
+        seed: Of the random tokens.
+
+    Raises:
+        PosencError: The clean process could not load or run it.
+    """
+    if model is None:
+        model = from_pretrained(source or directory, dtype=torch.float32)
+        assert isinstance(model, nn.Module)
+    inner: Any = unwrap(model)
+    probes = _probes(inner, seed)
+    expected = _logits(model, probes)
+    probes = probes[: len(expected)]
+    with tempfile.TemporaryDirectory() as folder:
+        found, report = _in_a_clean_process(Path(folder), str(directory), inner, probes, packages)
+    error = max(
+        float((one - two).abs().max() / two.abs().max())
+        for one, two in zip(found, expected, strict=True)
+    )
+    return Verification(
+        str(directory),
+        report["version"],
+        math.inf if math.isnan(error) else error,
+        TOLERANCES.get(inner.dtype, 3e-2),
+        sum(probe["input_ids"].numel() for probe in probes),
+        max(_reach(probe) for probe in probes),
+        tuple(report["missing"]),
+    )
+
+
+def _reach(probe: dict[str, Tensor]) -> int:
+    """The largest position of a text, and one."""
+    if "position_ids" in probe:
+        return int(probe["position_ids"].max()) + 1
+    return probe["input_ids"].shape[1]
+
+
+def require(verification: Verification) -> None:
+    """Stops where the directory holds another model.
+
+    Raises:
+        VerificationError: It does.
+    """
+    if not verification.passed:
+        raise VerificationError(f"{verification}. Load it with hf_posenc.from_pretrained instead.")
+
+
+def _probes(model: Any, seed: int) -> list[dict[str, Tensor]]:
+    """The texts: token ids, and for the second positions and a mask.
+
+    Without the mask transformers would take every jump of the positions for the start of another text.
+    """
+    text = model.config.get_text_config(decoder=True)
+    patch = get_patch(model)
+    length = int(getattr(text, "max_position_embeddings", None) or _TOKENS)
+    reach = length
+    if patch is not None:
+        reach = patch.extended_length or 2 * patch.original_max_position_embeddings
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(count: int) -> Tensor:
+        return torch.randint(0, int(text.vocab_size), (1, count), generator=generator)
+
+    probes = [{"input_ids": ids(min(_TOKENS, length))}]
+    if "position_ids" in inspect.signature(model.forward).parameters and reach > _SPREAD:
+        places = torch.linspace(0, reach - 1, _SPREAD).round().long()[None]
+        spread = {"input_ids": ids(_SPREAD), "position_ids": places}
+        probes.append({**spread, "attention_mask": torch.ones_like(places)})
+    return probes
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, probes: list[dict[str, Tensor]]) -> list[Tensor]:
+    """The logits of every text; only of the first where the model takes no positions (GPT-J's table is too short)."""
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    found: list[Tensor] = []
+    try:
+        for probe in probes:
+            here = {name: value.to(device) for name, value in probe.items()}
+            try:
+                found.append(model(**here, use_cache=False).logits.float().cpu())
+            except (IndexError, RuntimeError, ValueError, TypeError):
+                if not found:
+                    raise
+                break
+    finally:
+        model.train(was_training)
+    return found
+
+
+def _in_a_clean_process(
+    folder: Path,
+    directory: str,
+    model: Any,
+    probes: list[dict[str, Tensor]],
+    packages: str | Path | None,
+) -> tuple[list[Tensor], dict[str, Any]]:
+    files = {name: str(folder / name) for name in ("probes", "logits", "report")}
+    task = {
+        **files,
+        "directory": directory,
+        "class": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "packages": [] if packages is None else [str(Path(packages).resolve())],
+        "threads": torch.get_num_threads(),
+    }
+    torch.save(probes, files["probes"])
+    # -I: no PYTHONPATH, no current folder, no user's packages
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", _CLEAN, json.dumps(task)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        raise PosencError(f"A clean process cannot load {directory}: {lines[-1].strip()[:300]}")
+    logits: list[Tensor] = torch.load(files["logits"])
+    return logits, json.loads((folder / "report").read_text(encoding="utf-8"))
