@@ -213,7 +213,7 @@ def _with_adapter(
     from hf_posenc.lora import read_adapter
 
     config = read_adapter(file)
-    if config.base_model_name_or_path is None:
+    if not config.base_model_name_or_path:  # PEFT 0.18 writes "" for a model made from a config
         raise PosencError(
             f"The adapter in {path_or_id} does not say what its base model is. Load that yourself and add the adapter "
             "with hf_posenc.load_adapter(model, ...)."
