@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import debug_launcher
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.result import PerplexityResult

@@ -40,7 +40,7 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
         "class": type(model).__name__,
         "model_type": getattr(config, "model_type", None),
         "revision": getattr(config, "_commit_hash", None),
-        "parameters": sum(_shape(parameter).numel() for parameter in parameters),
+        "parameters": sum(global_shape(parameter).numel() for parameter in parameters),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
         "device": device_kind(model),
         "attention": getattr(config, "_attn_implementation", None),
@@ -81,7 +81,7 @@ def check_vocabulary(model: Any, largest: int) -> None:
     Raises:
         PosencError: It has not.
     """
-    words = _shape(model.get_input_embeddings().weight)[0]
+    words = global_shape(model.get_input_embeddings().weight)[0]
     if largest >= words:
         raise PosencError(
             f"The tokenizer does not belong to the model: it gives token {largest:,}, the model has {words:,}."
@@ -164,7 +164,7 @@ def _own_part(tensor: Tensor) -> Tensor:
     return local
 
 
-def _shape(parameter: Tensor) -> torch.Size:
+def global_shape(parameter: Tensor) -> torch.Size:
     """The shape of a whole parameter, which ZeRO-3 leaves empty outside its layer's forward."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 

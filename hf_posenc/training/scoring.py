@@ -142,7 +142,8 @@ class Scores:
             model.to(self._device)
         with untouched(model), self._precision(model):
             described = self._described(model, sharded)
-            stage = Stage(label_of(model, step), step, tokens_seen, self._state(described))
+            state = self._state(described)
+            stage = Stage(label_of(model, step), step, tokens_seen or None, state)
             before = from_first(self._rows())
             if before is None or stage not in stages_of(before):
                 row = self._row(model, stage, described, sharded, progress)

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 LINE = 1.25  # from one label to the next, as a multiple of their size
 MAX_TICKS = 8
+MIN_TICKS = 3
 MAX_LABEL = 36  # characters
 _STEPS = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
 
@@ -69,7 +70,10 @@ def value_axis(panel: Axes) -> None:
 
 
 def value_ticks(low: float, high: float) -> list[float]:
-    """Round numbers on a log axis: the finest set of steps that gives at most `MAX_TICKS` of them."""
+    """Round numbers on a log axis: the finest set of steps that gives at most `MAX_TICKS` of them.
+
+    Where even the finest gives fewer than `MIN_TICKS`, the ends are close, and the numbers are equally far apart.
+    """
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
     for steps in _STEPS:
@@ -77,7 +81,15 @@ def value_ticks(low: float, high: float) -> list[float]:
         ticks = [value for value in ticks if low <= value <= high]
         if len(ticks) <= MAX_TICKS:
             break
-    return ticks
+    return ticks if len(ticks) >= MIN_TICKS else _even_ticks(low, high)
+
+
+def _even_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten: the smallest that gives at most `MAX_TICKS`."""
+    power = 10.0 ** (math.floor(math.log10(high - low)) - 1)
+    step = next(n * power for n in (1, 2, 5, 10, 20, 50) if (high - low) / (n * power) < MAX_TICKS)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [round(index * step, 12) for index in range(first, last + 1)]
 
 
 def tick(length: int) -> str:
