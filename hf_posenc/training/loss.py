@@ -206,8 +206,11 @@ class ChunkedLoss:
 
     def _first(self, given: dict[str, Any]) -> Any:
         """The first batch of a model that was not probed before: its beginning is the probe."""
-        with torch.no_grad():
-            decoder = self._find(given)
+        try:
+            with torch.no_grad():
+                decoder = self._find(given)
+        except Exception as error:
+            return self._plain_from_now_on(one_line(error))(**given)
         _, output = decoder.run(self._forward, without_loss(given))
         with torch.no_grad():
             self._decide(decoder, *loss_probe.start_of(self._forward, given, output))
@@ -233,13 +236,17 @@ class ChunkedLoss:
                 reasons.append(reason)
         finally:
             self.chunk = chunk
+        self._plain_from_now_on(reasons[0])
+
+    def _plain_from_now_on(self, reason: str) -> Callable[..., Any]:
         self.exact = False
         logger.warning(
             "%s: its loss cannot be computed in chunks (%s); the plain forward is used, which holds the logits of the "
             "whole batch.",
             type(self.model).__name__,
-            reasons[0],
+            reason,
         )
+        return self._forward
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
