@@ -45,7 +45,7 @@ class Moment:
         how: `"before"` or `"within"` it, by SIGKILL; `"full"`: the disk refuses this operation and all that write after
             it.
         step: The optimizer step in which it is sent `number`; `None`: none.
-        number: A signal.
+        number: A signal; negative: to the whole process group, as a scheduler sends it.
         rank: The process.
     """
 
@@ -132,7 +132,10 @@ class _AtStep(TrainerCallback):
         if moment is None or moment.rank != args.process_index or moment.step is None:
             return
         if state.global_step + 1 == moment.step:
-            os.kill(os.getpid(), moment.number)
+            if moment.number < 0:
+                os.killpg(os.getpgrp(), -moment.number)
+            else:
+                os.kill(os.getpid(), moment.number)
 
 
 def train(
@@ -247,7 +250,8 @@ def _silent(path: Path) -> Iterator[None]:
     with path.open("a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-        yield
+        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            yield
 
 
 def _in_process(
@@ -271,6 +275,7 @@ def _in_process(
         os.environ.update({name: str(value) for name, value in place.items()})
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     status = 1
+    os.setpgrp()
     with _silent(folder.parent / f"{folder.name}-{rank}.out"):
         here = moment if moment is not None and moment.rank == rank else None
         if log is not None or (here is not None and here.operation is not None):

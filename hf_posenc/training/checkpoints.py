@@ -154,8 +154,9 @@ def discard(checkpoint: Path) -> None:
         PosencError: The system refuses.
     """
     try:
-        (checkpoint / MANIFEST).unlink(missing_ok=True)
-        sync(checkpoint)
+        if (checkpoint / MANIFEST).exists():
+            (checkpoint / MANIFEST).unlink()
+            sync(checkpoint)
         shutil.rmtree(checkpoint)
     except OSError as error:
         raise PosencError(f"{checkpoint} cannot be removed: {error.strerror or error}.") from error

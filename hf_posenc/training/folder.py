@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -184,12 +185,21 @@ class TrainingFolder:
         complete = complete_checkpoints(self.path)
         kept = f"{complete[-1].name} is whole" if complete else "there is no earlier one"
         if self._arguments.should_save:
-            clear_partial(self.path)
-        reason = " ".join(str(error).split())[:200].rstrip(".")
+            with contextlib.suppress(PosencError):  # else the next start does it
+                clear_partial(self.path)
         raise PosencError(
-            f"{partial[-1].name} could not be saved: {reason} ({free / 2**20:,.1f} MiB were free). "
+            f"{partial[-1].name} could not be saved: {_reason(error)} ({free / 2**20:,.1f} MiB were free). "
             f"{kept[0].upper()}{kept[1:]}: make room and run the same command again."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split()).rstrip(".")
+    if "inline_container" in text:  # torch.save, when the disk does not take all
+        return "torch.save could not write a file to its end"
+    if "peer" in text or "NCCL" in text:
+        return "another process of the run ended"
+    return text[:200]
 
 
 def _named(given: str | None) -> Path | None:

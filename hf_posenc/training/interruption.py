@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import threading
@@ -148,13 +149,14 @@ class SaveOnSignal(TrainerCallback):
 
 
 def ends_epoch(state: TrainerState) -> bool:
-    """Whether the step that was done last is the last one of its epoch."""
-    return state.epoch is not None and float(state.epoch).is_integer()
+    """Whether the last step was the last one of its epoch, or of all: the Trainer takes both as the end."""
+    whole = state.epoch is not None and float(state.epoch).is_integer()
+    return whole or state.global_step >= state.max_steps
 
 
 def _launcher() -> int | None:
     """The process id of the program that launched this one, where it is accelerate's or torch's launcher."""
-    import psutil  # type: ignore[import-untyped]  # accelerate depends on it
+    psutil: Any = importlib.import_module("psutil")  # accelerate depends on it
 
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())

@@ -1,0 +1,225 @@
+"""A run that is killed at any moment, told to stop, or refused by the disk continues as if nothing had happened.
+
+The losses are compared as the JSON numbers that the Trainer logs, the final weights byte by byte: dropout, gradient
+accumulation and a schedule are on, checkpoints are rotated down to one.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import shutil
+import signal
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_posenc.training.checkpoints import checkpoints, complete_checkpoints
+from tests.killing import REFUSED, Moment, launch, losses, train
+
+SIGKILLED = -signal.SIGKILL
+
+
+class Whole:
+    """A run that nothing happened to."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.options = options
+        self.folder = folder
+        log = folder.parent / f"{folder.name}.operations"
+        assert set(launch(folder, log=log, **options)) == {0}, output(folder)
+        self.operations = log.read_text().splitlines()
+        self.losses = losses(folder)
+        self.weights = weights(folder)
+
+    def place(self, name: str, number: int = 1) -> int:
+        """The number of the operation of this name that comes as the `number`-th."""
+        found = [n for n, each in enumerate(self.operations, start=1) if each.startswith(name)]
+        return found[number - 1]
+
+    def after(self, number: int, name: str) -> int:
+        """The number of the first operation of this name behind another one."""
+        found = [each.startswith(name) for each in self.operations[number:]]
+        return number + found.index(True) + 1
+
+    def check(self, folder: Path) -> None:
+        """Continues a run, and compares."""
+        assert set(launch(folder, **self.options)) == {0}, output(folder)
+        assert losses(folder) == self.losses
+        assert weights(folder) == self.weights
+        assert [path.name for path in checkpoints(folder)] == ["checkpoint-12"]
+        assert not (folder / ".saving").exists()
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def output(folder: Path) -> str:
+    """What the processes printed."""
+    return "\n".join(
+        path.read_text() for path in sorted(folder.parent.glob(f"{folder.name}-*.out"))
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs by their options, each made once."""
+
+    @cache
+    def made(**options: Any) -> Whole:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        return Whole(folder, **options)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("operation", "number", "how"),
+    [
+        ("safetensors", 2, "within"),  # torn weights in checkpoint-6
+        (
+            "torch.save rng_state",
+            3,
+            "before",
+        ),  # checkpoint-9 has a trainer_state.json only after it
+        ("rename", 5, "before"),  # the manifest of checkpoint-6 is not there yet
+        ("remove optimizer.pt", 1, "before"),  # checkpoint-3 is half removed
+        ("rename model.safetensors", 1, "before"),  # the result is half in place
+    ],
+)
+def test_killed_inside_a_save(
+    whole: Any, tmp_path: Path, operation: str, number: int, how: str
+) -> None:
+    run = whole()
+    moment = Moment(run.place(operation, number), how)
+    assert launch(tmp_path / "run", moment) == [SIGKILLED]
+    run.check(tmp_path / "run")
+
+
+@pytest.mark.parametrize("operation", ["safetensors", "torch.save optimizer", "open .", "fsync"])
+def test_a_full_disk_is_one_line_and_loses_nothing_older(
+    whole: Any, tmp_path: Path, operation: str
+) -> None:
+    run = whole()
+    first = run.place("mkdir checkpoint-6")
+    moment = Moment(run.after(first, operation), "full")
+    folder = tmp_path / "run"
+    assert launch(folder, moment) == [REFUSED]
+    (line,) = [line for line in output(folder).splitlines() if line.startswith("ERROR")]
+    assert "checkpoint-6 could not be saved: " in line
+    assert "No space left on device" in line
+    assert "Checkpoint-3 is whole: make room and run the same command again." in line
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-3"]
+    run.check(folder)
+
+
+def test_what_the_system_itself_says_of_a_full_disk(whole: Any, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: torch.save reports it from C++, in words of its own."""
+    run = whole()
+    assert launch(tmp_path / "run", work=_limited) == [REFUSED]
+    (line,) = [line for line in output(tmp_path / "run").splitlines() if line.startswith("ERROR")]
+    assert "checkpoint-3 could not be saved: torch.save could not write a file to its end (" in line
+    assert "There is no earlier one: make room" in line
+    assert checkpoints(tmp_path / "run") == []
+    run.check(tmp_path / "run")
+
+
+def _limited(folder: Path, moment: Moment | None, **options: Any) -> None:
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (24_000, 24_000)
+    )  # the weights fit, the optimizer not
+    train(folder, moment, **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_in_a_save_that_the_other_process_has_done(
+    whole: Any, tmp_path: Path, rank: int
+) -> None:
+    run = whole(processes=2)
+    # Of rank 1, the operations are: make the folder of checkpoint-3, write its random state, the same for checkpoint-6.
+    moment = Moment(4, "within", rank=1) if rank else Moment(run.place("rename", 4))
+    codes = launch(tmp_path / "run", moment, processes=2)
+    assert codes[rank] == SIGKILLED
+    if codes[1 - rank] == REFUSED:  # it was not killed before it noticed
+        assert "checkpoint-6 could not be saved: another process of the run" in output(
+            tmp_path / "run"
+        )
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["checkpoint-3"]
+    run.check(tmp_path / "run")
+
+
+LOGS: dict[str, Any] = {
+    "logging_steps": 5,
+    "eval_strategy": "epoch",
+    "eval_on_start": True,
+    "save_steps": 4,
+}
+"""Averages over five steps, evaluations that draw random numbers at the ends of epochs, saves at neither."""
+
+
+@pytest.mark.parametrize(
+    ("step", "processes"),
+    [(3, 1), (5, 1), (7, 2), (10, 1), (12, 1)],  # epochs end after steps 5 and 10
+)
+def test_told_to_stop(whole: Any, tmp_path: Path, step: int, processes: int) -> None:
+    run = whole(processes=processes, **LOGS)
+    moment = Moment(step=step, number=signal.SIGTERM, rank=processes - 1)
+    codes = launch(tmp_path / "run", moment, processes=processes, **LOGS)
+    assert codes == [128 + signal.SIGTERM] * processes
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")][
+        -1
+    ] == f"checkpoint-{step}"
+    assert f"Stopped by a signal after step {step}, and saved" in output(tmp_path / "run")
+    run.check(tmp_path / "run")
+
+
+def test_the_rows_are_those_that_were_asked_for(whole: Any) -> None:
+    rows = whole(processes=1, **LOGS).losses
+    assert [(row["step"], "loss" in row) for row in rows] == [
+        (0, False),
+        (5, True),
+        (5, False),
+        (10, True),
+        (10, False),
+        (12, False),
+    ]
+
+
+def test_all_processes_of_the_job_are_told_and_the_workers_of_the_dataloader_with_them(
+    whole: Any, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"dataloader_num_workers": 2}
+    run = whole(**options)
+    moment = Moment(step=4, number=-signal.SIGTERM)
+    assert launch(tmp_path / "run", moment, **options) == [128 + signal.SIGTERM]
+    assert (tmp_path / "run" / "checkpoint-4").exists()
+    run.check(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_ten_kills(whole: Any, tmp_path: Path, kind: str, processes: int) -> None:
+    run = whole(processes=processes, kind=kind)
+    chance = random.Random(processes)
+    count, inside, folder = 0, 0, tmp_path / "run"
+    while count < 10:
+        where = chance.choice(["operation", "operation", "step"])
+        how, rank = chance.choice(["before", "within"]), chance.randrange(processes)
+        if where == "operation":
+            most = 120 if rank == 0 else 6
+            moment = Moment(chance.randrange(1, most), how, rank=rank)
+        else:
+            moment = Moment(step=chance.randrange(1, 13), rank=rank)
+        codes = launch(folder, moment, **run.options)
+        if set(codes) == {0}:  # it came to its end first
+            assert losses(folder) == run.losses
+            shutil.rmtree(folder)
+            continue
+        count += 1
+        inside += where == "operation"
+    assert inside >= 4
+    run.check(folder)
