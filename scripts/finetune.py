@@ -11,35 +11,40 @@ parts are in `hf_posenc.training`, each for itself; scripts/finetune_loop.py put
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
-from hf_posenc import get_patch
+from hf_posenc import PosencError, get_patch
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.cli.loading import embedded_model, load_model, load_tokenizer, one_thread
+from hf_posenc.cli.session import EMBEDDED
 from hf_posenc.cli.training import held_out_text, training_text
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.identity import weights_hash
+from hf_posenc.training import (
+    PerplexityCallback,
+    PositionCollator,
+    Scores,
+    TrainingFolder,
+    TrainingLog,
+    check_dependencies,
+    check_run,
+    choose_parameters,
+    chunk_loss,
+    prepare_blocks,
+)
 from hf_posenc.training.arguments import (
-    DataArguments,
-    FinetuneArguments,
-    PatchArguments,
+    Arguments,
+    command_line,
+    decisive,
+    described,
     parse_arguments,
 )
-from hf_posenc.training.checks import check_run
-from hf_posenc.training.collator import PositionCollator
-from hf_posenc.training.data import prepare_blocks
-from hf_posenc.training.dependencies import check_dependencies
-from hf_posenc.training.folder import TrainingFolder
-from hf_posenc.training.launching import check_launch
-from hf_posenc.training.loss import chunk_loss
-from hf_posenc.training.parameters import choose_parameters
-from hf_posenc.training.positions import DRAWS
+from hf_posenc.training.finishing import check_verifiable, print_report, write_result
+from hf_posenc.training.hub import Hub
+from hf_posenc.training.launching import check_launch, join_on_cpu
 from hf_posenc.training.preparation import apply_patch, resolve_lengths, without_patch
-from hf_posenc.training.scoring import Scores, precision_of
-from hf_posenc.training.scoring_callback import PerplexityCallback
+from hf_posenc.training.scoring import precision_of
 from hf_posenc.training.settings_guard import settings_of
 from hf_posenc.training.sharding import share_weights, whole_weights
 from hf_posenc.training.watching import Lines, StopOnNonFinite
@@ -49,17 +54,19 @@ RECIPE = Path(__file__).parent / "recipes" / "embedded.yaml"
 
 def main() -> None:
     """Reads the command line, and turns what goes wrong into one line."""
+    join_on_cpu()
     try:
         with one_line_warnings():
-            finetune(*parse_arguments(RECIPE))
+            finetune(parse_arguments(RECIPE))
     except PosencError as error:
         print_error(str(error))
         sys.exit(2)
 
 
-def finetune(choice: PatchArguments, data: DataArguments, arguments: FinetuneArguments) -> None:
+def finetune(given: Arguments) -> None:
     """From a checkpoint to one that reads longer texts."""
-    check_launch(arguments)
+    choice, data, arguments = given
+    check_launch(arguments)  # more processes than were started, sharding that is not done
     if choice.model is None:
         one_thread()
     name, output = choice.model or embedded_model(), Path(arguments.output_dir or ".")
@@ -70,12 +77,10 @@ def finetune(choice: PatchArguments, data: DataArguments, arguments: FinetuneArg
     set_seed(arguments.seed)  # a patch may draw its parameters, and a LoRA does
     apply_patch(model, choice.patch, data.target_length)
     patch = get_patch(model)
-    lengths = resolve_lengths(
-        model,
-        positions=data.positions,
-        target_length=data.target_length,
-        block_length=data.block_length,
-    )
+    if arguments.verify_export:
+        check_verifiable(patch, choice.train)
+    lengths = resolve_lengths(model, data.positions, data.target_length, data.block_length)
+    hub = Hub.taken_from(arguments)
 
     entries, source = training_text(data)
     blocks = prepare_blocks(
@@ -87,13 +92,9 @@ def finetune(choice: PatchArguments, data: DataArguments, arguments: FinetuneArg
         cache=output / "blocks",
         source=source,
     )
-    collator = PositionCollator(
-        data.positions,
-        target_length=lengths.target if data.positions in DRAWS else None,
-        seed=arguments.seed,
-    )
+    reach = lengths.target if lengths.drawn else None
+    collator = PositionCollator(data.positions, target_length=reach, seed=arguments.seed)
     check_dependencies(model, collator, largest=blocks.counts.largest)
-
     scores = None
     if data.score:
         scores = Scores(
@@ -110,28 +111,14 @@ def finetune(choice: PatchArguments, data: DataArguments, arguments: FinetuneArg
             with without_patch(model):
                 scores.measure(model)
 
-    model = choose_parameters(
-        model,
-        choice.train,
-        lora_rank=choice.lora_rank,
-        lora_alpha=choice.lora_alpha,
-        lora_dropout=choice.lora_dropout,
-    )
+    lora = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}
+    model = choose_parameters(model, choice.train, **lora, lora_dropout=choice.lora_dropout)
     if choice.loss_chunk != 0:
         chunk_loss(model, choice.loss_chunk)
     check_run(model, positions=data.positions, arguments=arguments)
     share_weights(model, arguments)
 
-    settings = settings_of(
-        arguments,
-        weights=loaded,
-        patch=None if patch is None else patch.config.to_dict(),
-        choice={
-            k: v for k, v in asdict(choice).items() if k not in ("model", "tokenizer", "patch")
-        },
-        positions={"kind": data.positions, "target_length": lengths.target},
-        blocks=blocks.counts.sha256,
-    )
+    settings = settings_of(arguments, **decisive(given, loaded, patch, lengths, blocks.counts))
     with TrainingFolder(arguments, settings, fresh=arguments.fresh) as folder:
         trainer = Trainer(
             model=model,
@@ -147,13 +134,24 @@ def finetune(choice: PatchArguments, data: DataArguments, arguments: FinetuneArg
         if scores is not None:
             trainer.add_callback(PerplexityCallback(scores, trainer))
         folder.train(trainer)
+        state, table = trainer.state, None
         if scores is not None:
-            scores.measure(
-                trainer.model,
-                trainer.state.global_step,
-                tokens_seen=trainer.state.num_input_tokens_seen,
-            )
-        folder.save(lambda path: trainer.save_model(str(path)))
+            seen = state.num_input_tokens_seen
+            table = scores.measure(model, state.global_step, tokens_seen=seen)
+        log = TrainingLog.of(
+            trainer,
+            base=choice.model or EMBEDDED,
+            train=choice.train,
+            data={"source": source, **described(data, lengths, blocks.counts)},
+            command=command_line(),
+        )
+        verify = arguments.verify_export
+        folder.save(lambda path: write_result(path, trainer, log, table, verify=verify))
+    if arguments.process_index == 0:
+        if table is not None:
+            print_report(table, output)
+        if hub is not None:
+            hub.push(output)
 
 
 if __name__ == "__main__":

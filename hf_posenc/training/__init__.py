@@ -1,1 +1,76 @@
-"""Training a patched model for a longer context: the parts that scripts/finetune.py is made of."""
+"""Training a patched model for a longer context: the parts that scripts/finetune.py is made of.
+
+What a program or a notebook calls stands here and is imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_posenc.training.adapters import lora_config
+    from hf_posenc.training.card import write_card
+    from hf_posenc.training.checkpoints import SafeCheckpoints, last_complete_checkpoint
+    from hf_posenc.training.checks import check_run
+    from hf_posenc.training.collator import PositionCollator
+    from hf_posenc.training.data import prepare_blocks
+    from hf_posenc.training.dependencies import check_dependencies
+    from hf_posenc.training.folder import TrainingFolder
+    from hf_posenc.training.interruption import SaveOnSignal
+    from hf_posenc.training.loss import chunk_loss
+    from hf_posenc.training.parameters import choose_parameters
+    from hf_posenc.training.plot import loss_figure
+    from hf_posenc.training.scoring import Scores, score
+    from hf_posenc.training.scoring_callback import PerplexityCallback
+    from hf_posenc.training.training_log import TrainingLog
+
+__all__ = [
+    "PerplexityCallback",
+    "PositionCollator",
+    "SafeCheckpoints",
+    "SaveOnSignal",
+    "Scores",
+    "TrainingFolder",
+    "TrainingLog",
+    "check_dependencies",
+    "check_run",
+    "choose_parameters",
+    "chunk_loss",
+    "last_complete_checkpoint",
+    "lora_config",
+    "loss_figure",
+    "prepare_blocks",
+    "score",
+    "write_card",
+]
+
+_HOMES = {
+    "PerplexityCallback": "scoring_callback",
+    "PositionCollator": "collator",
+    "SafeCheckpoints": "checkpoints",
+    "SaveOnSignal": "interruption",
+    "Scores": "scoring",
+    "TrainingFolder": "folder",
+    "TrainingLog": "training_log",
+    "check_dependencies": "dependencies",
+    "check_run": "checks",
+    "choose_parameters": "parameters",
+    "chunk_loss": "loss",
+    "last_complete_checkpoint": "checkpoints",
+    "lora_config": "adapters",
+    "loss_figure": "plot",
+    "prepare_blocks": "data",
+    "score": "scoring",
+    "write_card": "card",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

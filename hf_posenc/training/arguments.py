@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
 from transformers import HfArgumentParser, SchedulerType, TrainingArguments
 
 from hf_posenc.errors import PosencError
+from hf_posenc.patch import Patch
+from hf_posenc.training.blocks import Counts
+from hf_posenc.training.preparation import Lengths
 
 RECIPE_OPTION = "--recipe"
 
@@ -169,6 +173,55 @@ def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> 
         parser.set_defaults(**_read_recipe(Path(recipe), parser))
     *parsed, _ = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
     return cast(Arguments, tuple(parsed))
+
+
+def command_line() -> str:
+    """What gives the same result again: without where it goes, and how many processes there are."""
+    given, kept = sys.argv[1:], []
+    while given:
+        argument = given.pop(0)
+        option, equals, _ = argument.partition("=")
+        if option.replace("-", "_") != "__output_dir":
+            kept.append(argument)
+        elif not equals and given:
+            given.pop(0)
+    return shlex.join(["accelerate", "launch", "scripts/finetune.py", *kept])
+
+
+def decisive(
+    given: Arguments, weights: str, patch: Patch | None, lengths: Lengths, counts: Counts
+) -> dict[str, Any]:
+    """What determines the losses of a run, beside transformers' own options.
+
+    Args:
+        given: The arguments.
+        weights: The hash of the loaded weights.
+        patch: What is patched in.
+        lengths: Those of the run.
+        counts: Of the training data.
+    """
+    choice, data, _ = given
+    places = ("model", "tokenizer", "patch")  # a name may change; weights, tokens and patch count
+    return {
+        "weights": weights,
+        "patch": None if patch is None else patch.config.to_dict(),
+        "choice": {key: value for key, value in asdict(choice).items() if key not in places},
+        "positions": data.positions,
+        "lengths": asdict(lengths),
+        "blocks": counts.sha256,
+    }
+
+
+def described(data: DataArguments, lengths: Lengths, counts: Counts) -> dict[str, Any]:
+    """What a model card says of the training data."""
+    return {
+        "positions": data.positions,
+        "target_length": lengths.target,
+        "block_length": lengths.block,
+        "blocks": counts.blocks,
+        "documents": counts.documents,
+        "tokens": counts.tokens,
+    }
 
 
 def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:

@@ -28,11 +28,13 @@ class Lengths:
         original: The context that the model was trained on.
         target: The context that it is trained for.
         block: Tokens in an example.
+        drawn: Whether its positions are drawn, up to the target.
     """
 
     original: int
     target: int
     block: int
+    drawn: bool = False
 
 
 def apply_patch(model: nn.Module, text: str | None, target_length: int | None = None) -> None:
@@ -106,7 +108,10 @@ _KEEP = "Leave --patch out to train it further as it is"
 
 
 def resolve_lengths(
-    model: nn.Module, *, positions: str, target_length: int | None, block_length: int | None
+    model: nn.Module,
+    positions: str,
+    target_length: int | None = None,
+    block_length: int | None = None,
 ) -> Lengths:
     """The lengths of a run.
 
@@ -133,7 +138,7 @@ def resolve_lengths(
         raise PosencError(
             f"--block_length {block}: an example has from 2 to {target:,} tokens, the target length."
         )
-    return Lengths(original, target, block)
+    return Lengths(original, target, block, positions in DRAWS)
 
 
 def _headline(patch: object) -> str:

@@ -1,0 +1,97 @@
+"""Trains the embedded model in several ways, as `scripts/finetune.py` does, and keeps what each came to.
+
+    python scripts/compare_finetuning.py --output docs/benchmarks/finetuning.json
+
+Every way gets the same number of steps and, but where positions are drawn, the same number of tokens; the held-out
+tokens are the same for all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from hf_posenc.evaluation.files import to_json, write_atomically
+from hf_posenc.evaluation.identity import environment
+from hf_posenc.evaluation.result import PerplexityResult
+
+ROOT = Path(__file__).resolve().parents[1]
+LENGTHS = (256, 512, 1024)
+# Blocks of 256 tokens: eight to a step are as many tokens as two of 1,024.
+_SHORT = ["--per_device_train_batch_size", "8"]
+WAYS: dict[str, list[str]] = {
+    "yarn, contiguous": [],
+    "yarn, packed": ["--positions", "packed"],
+    "yarn, pose": ["--positions", "pose", *_SHORT],
+    "yarn, random": ["--positions", "random", *_SHORT],
+    "yarn, cream": ["--positions", "cream", *_SHORT],
+    "yarn, blocks of 256 tokens": ["--block_length", "256", *_SHORT],
+    "yarn, LoRA": ["--train", "lora"],
+    "pi": ["--patch", "pi:scale=4"],
+    "abf": ["--patch", "abf:rope_theta=100000", "--target_length", "1024"],
+    "no patch": ["--patch", "none", "--target_length", "1024"],
+    "kerple_log, the encoding alone": ["--patch", "kerple_log", "--train", "encoding", "--target_length", "1024"],
+    "kerple_log": ["--patch", "kerple_log", "--target_length", "1024"],
+}  # fmt: skip
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="JSON file to write.")],
+    only: Annotated[str, typer.Option(help="Only ways with this in their name.")] = "",
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each.")] = 150,
+) -> None:
+    """Runs every way and writes tail perplexities before and after."""
+    rows: dict[str, Any] = {}
+    if only and output.is_file():
+        rows = json.loads(output.read_text(encoding="utf-8"))["ways"]
+    with tempfile.TemporaryDirectory() as work:
+        for name, options in WAYS.items():
+            if only in name:
+                rows[name] = {"options": options, **_trained(Path(work) / "run", options, steps)}
+                print(name, {k: round(v["after"], 2) for k, v in rows[name]["tail"].items()})
+    rows = {name: rows[name] for name in WAYS if name in rows}
+    made = {
+        "kind": "finetuning",
+        "format": 1,
+        "steps": steps,
+        "environment": environment(),
+        "ways": rows,
+    }
+    write_atomically(output, to_json(made))
+
+
+def _trained(folder: Path, options: list[str], steps: int) -> dict[str, Any]:
+    """Perplexities by length, and the seconds that the call took, measuring included."""
+    command = [
+        *(sys.executable, str(ROOT / "scripts" / "finetune.py"), "--fresh"),
+        *("--output_dir", str(folder), "--max_steps", str(steps), "--save_strategy", "no"),
+        *("--score_lengths", *map(str, LENGTHS), *options),
+    ]
+    began = time.perf_counter()
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, check=False, text=True, capture_output=True, env=environ)
+    if done.returncode:
+        raise typer.BadParameter(f"{' '.join(options)}: {done.stderr.strip().splitlines()[-1]}")
+    seconds = time.perf_counter() - began
+    stored = (folder / "scores" / "perplexity.json").read_text(encoding="utf-8")
+    scores = PerplexityResult.from_dict(json.loads(stored))
+    labels = {"before": scores.candidates[-2].label, "after": scores.candidates[-1].label}
+    found: dict[str, Any] = {"seconds": round(seconds, 1), "prefix": {}, "tail": {}}
+    for cell in scores.cells:
+        at_length = found[cell.protocol].setdefault(str(cell.length), {})
+        at_length |= {
+            when: cell.perplexity for when, label in labels.items() if cell.method == label
+        }
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(main)
