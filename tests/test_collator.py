@@ -72,6 +72,15 @@ def test_packed_batches_restart_positions_and_have_no_mask_and_no_cache() -> Non
     assert ignored == [[p in (0, 3) for p in range(7)], [p in (0, 5, 6) for p in range(7)]]
 
 
+def test_packed_batches_may_be_one_row() -> None:
+    rows = [{**example(4), "document_lengths": [1, 3]}, {**example(4, 1), "document_lengths": [4]}]
+    plain, flat = collator("packed")(rows), collator("packed", flatten=True)(rows)
+    for name in ("input_ids", "labels", "position_ids"):
+        assert flat[name].shape == (1, 8)
+        assert flat[name].flatten().tolist() == plain[name].flatten().tolist()
+    assert flat["use_cache"] is False
+
+
 @pytest.mark.parametrize("positions", DRAWN)
 def test_drawn_batches_come_with_a_mask_of_ones(positions: str) -> None:
     batch = collator(positions)([example(16), example(9, seed=1)])

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_flash_attention_utils import (
+    _is_packed_sequence,
+    prepare_fa_kwargs_from_position_ids,
+)
 
 from hf_posenc import patch_model
 from hf_posenc.errors import PosencError
@@ -205,6 +209,13 @@ def test_packed_documents_read_as_they_do_alone(name: str) -> None:
     assert together == pytest.approx(sum(losses) / counted, rel=1e-5)
 
 
+def test_documents_in_one_row_do_not_see_each_other() -> None:
+    model, batch = tiny("llama", "sdpa"), batch_of("packed", flatten=True)
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    rows = expected("packed")
+    assert torch.equal(dependencies(model, inputs)[0], torch.block_diag(*rows.int()) > 0)
+
+
 # The traps of transformers that the collator goes around; should they vanish one day, so may the collator's care
 
 
@@ -267,19 +278,70 @@ def test_packing_is_refused_where_documents_see_each_other(model_type: str) -> N
 
 
 @pytest.fixture
-def maskless() -> Iterator[str]:
-    """An attention function without a mask function: it is given no mask at all."""
-    name = "test_maskless"
-    AttentionInterface.register(name, AttentionInterface()["sdpa"])
-    yield name
-    AttentionInterface._global_mapping.pop(name)
+def registered() -> Iterator[Callable[[str, Any], PreTrainedModel]]:
+    """Makes models with an attention function that has no mask function beside it, so that it is given no mask."""
+    names = []
+
+    def model_with(name: str, function: Any) -> PreTrainedModel:
+        AttentionInterface.register(name, function)
+        names.append(name)
+        model = zoo.build("llama")
+        model.config._attn_implementation = name
+        return model
+
+    yield model_with
+    for name in names:
+        AttentionInterface._global_mapping.pop(name)
 
 
-def test_packing_is_refused_with_an_attention_function_without_a_mask(maskless: str) -> None:
-    model = zoo.build("llama")
-    model.set_attn_implementation(maskless)
-    with pytest.raises(PosencError, match=rf"\({maskless} attention\).*see each other"):
+def test_packing_is_refused_with_an_attention_function_without_a_mask(
+    registered: Callable[[str, Any], PreTrainedModel],
+) -> None:
+    model = registered("maskless", AttentionInterface()["sdpa"])
+    with pytest.raises(PosencError, match=r"\(maskless attention\).*see each other"):
         check_dependencies(model, PositionCollator("packed"))
+
+
+def test_packing_with_flash_attention_needs_one_row(
+    registered: Callable[[str, Any], PreTrainedModel],
+) -> None:
+    """transformers' flash path reads documents from `position_ids` where the batch has one row, else not at all."""
+
+    def flash(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        positions = kwargs["position_ids"]
+        documents = None
+        if _is_packed_sequence(positions, query.shape[0]):
+            (ends, _), _ = prepare_fa_kwargs_from_position_ids(positions)
+            lengths = ends.diff()
+            number = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            documents = (number[:, None] == number[None, :]).tril()
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        found = sdpa(query, key, value, documents, is_causal=documents is None, enable_gqa=True)
+        return found.transpose(1, 2).contiguous(), None
+
+    model = registered("flash_test", flash)
+    flat, rows = batch_of("packed", flatten=True), batch_of("packed")
+    del flat["labels"], rows["labels"]
+    assert torch.equal(dependencies(model, rows), expected("contiguous"))  # the trap
+    assert torch.equal(
+        dependencies(model, flat)[0], torch.block_diag(*expected("packed").int()) > 0
+    )
+    with pytest.raises(PosencError, match=r"of one row only.*flatten=True"):
+        check_dependencies(model, PositionCollator("packed"))
+    check_dependencies(model, PositionCollator("packed", flatten=True))
+    check_dependencies(model, PositionCollator("random", target_length=TARGET))
+
+
+def test_an_attention_function_that_cannot_run_here_is_said_to_be_unchecked(
+    registered: Callable[[str, Any], PreTrainedModel],
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("only on another device")
+
+    with pytest.warns(UserWarning, match="Nobody has looked.*only on another device"):
+        check_dependencies(registered("elsewhere", refuse), PositionCollator("packed"))
 
 
 class Apart(PositionCollator):
@@ -356,7 +418,7 @@ def test_the_check_leaves_the_model_as_it_was() -> None:
 def test_weights_that_are_elsewhere_are_not_looked_at() -> None:
     with torch.device("meta"):
         model = zoo.build("llama")
-    with pytest.warns(UserWarning, match="nobody has looked"):
+    with pytest.warns(UserWarning, match="Nobody has looked.*ZeRO-3"):
         check_dependencies(model, PositionCollator("packed"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

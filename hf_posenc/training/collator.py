@@ -40,9 +40,11 @@ class PositionCollator(TrainerCallback):
         target_length: The long context that drawn positions reach, in tokens; not for the other two.
         seed: Of the draws.
         pad_token_id: What stands behind the shorter examples of a batch; nobody sees it.
+        flatten: Packed: put all examples of a batch into one row. Flash attention, which is given no mask, tells
+            documents apart in a batch of one row only.
 
     Raises:
-        PosencError: An unknown name, or a target length where there is none to give or none given.
+        PosencError: An unknown name, or positions to be drawn without a target length.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class PositionCollator(TrainerCallback):
         target_length: int | None = None,
         seed: int = 0,
         pad_token_id: int = 0,
+        flatten: bool = False,
     ) -> None:
         if positions not in POSITIONS:
             raise unknown("way of giving positions", positions, POSITIONS)
@@ -61,6 +64,7 @@ class PositionCollator(TrainerCallback):
             )
         self.positions, self.target_length = positions, target_length
         self.seed, self.pad_token_id = seed, pad_token_id
+        self.flatten = flatten and positions == "packed"
         # In shared memory, since workers that live on from epoch to epoch would keep a copy.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
@@ -90,7 +94,8 @@ class PositionCollator(TrainerCallback):
             examples: `input_ids` of each; packed also `document_lengths`, which sum to the number of its tokens.
 
         Returns:
-            `input_ids` and `labels` (b, n), int64. Packed: `position_ids` (b, n), and `use_cache` False. Drawn:
+            `input_ids` and `labels` (b, n), int64. Packed: `position_ids` (b, n), and `use_cache` False. Flattened: all
+            of them (1, b n). Drawn:
             `position_ids` and `attention_mask` (b, n). Contiguous: `attention_mask`, where lengths differ. The label of
             a document's first token is -100, since no token of that document stands in front of it.
 
@@ -108,6 +113,8 @@ class PositionCollator(TrainerCallback):
         if self.positions == "packed":
             within = [_restarting(first, len(r)) for first, r in zip(firsts, rows, strict=True)]
             batch["position_ids"] = _stacked(within, 0)
+            if self.flatten:
+                batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}
             batch["use_cache"] = False
         elif self.positions in DRAWS:
             batch["position_ids"] = _stacked([self._drawn(row) for row in rows], 0)
