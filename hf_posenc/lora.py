@@ -4,7 +4,8 @@ An adapter is a change to weights that were trained under a patch; added to weig
 without a word. PEFT has no field for that, and reads over fields that it does not know. What it cannot read over is the
 type of an adapter: with one of our own on disk, plain PEFT stops at once (`KeyError: 'LORA_NEEDS_HF_POSENC'`), as do
 transformers' `from_pretrained` and `load_adapter`, which ask it. In memory the adapter is an ordinary LoRA, so that
-everything that knows LoRA (Trainer, TRL, merging, DoRA, quantized layers) treats it as one.
+everything that knows LoRA (Trainer, TRL, merging, DoRA, quantized layers) treats it as one. vLLM does not read the
+type, but takes no adapter with modules trained whole (`modules_to_save`), as those of `lora_config` are: merge first.
 """
 
 from __future__ import annotations
