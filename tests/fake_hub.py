@@ -21,12 +21,14 @@ class FakeHub:
         commits: The message of every commit.
         created: What was asked for when a repository was made.
         requests: Every request's method and path.
+        fails: Parts of paths that it refuses.
     """
 
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     commits: list[str] = field(default_factory=list)
     created: list[dict[str, Any]] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+    fails: tuple[str, ...] = ()
 
     def __enter__(self) -> FakeHub:
         hub = self
@@ -75,6 +77,8 @@ class _Handler(BaseHTTPRequestHandler):
         body, hub = self._read(), self.hub_of
         if self._refused():
             return None
+        if any(part in self.path for part in hub.fails):
+            return self._answer({"error": "no room"}, 403)
         if self.path == "/api/repos/create":
             asked = json.loads(body)
             name = f"{asked.get('organization') or 'me'}/{asked['name']}"
@@ -88,6 +92,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(
                 {"errors": [], "warnings": []} if valid else problem, 200 if valid else 400
             )
+        if "/branch/" in self.path:
+            return self._answer({})
         if "/preupload/" in self.path:
             files = json.loads(body)["files"]
             regular = [

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.evaluation.files import to_json, write_atomically
 from hf_posenc.evaluation.plots import available, figure, write_figure
 from hf_posenc.evaluation.result import PerplexityResult
 from hf_posenc.training.card_sections import loading, loads_plainly, measured, title, training
+from hf_posenc.training.names import published
 from hf_posenc.training.plot import loss_figure, loss_points
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.stages import before_and_after
@@ -33,6 +35,7 @@ def write_card(
     *,
     licence: str | None = None,
     verified: str | None = None,
+    name: str = "PATH",
 ) -> Path:
     """Writes a card into a saved model's folder, with the plots that it shows and the data behind it.
 
@@ -43,6 +46,7 @@ def write_card(
         exports: What loads the folder (`hf_posenc.engines`, one for each engine); by default all are asked.
         licence: The model's, as the hub names it, such as `apache-2.0`; by default the card names none.
         verified: What `--verify-export` found, in a sentence.
+        name: What the model is loaded by, such as its name on the hub.
 
     Returns:
         The card.
@@ -55,9 +59,19 @@ def write_card(
         exports = all_exports(directory)
     write_atomically(directory / LOG, to_json(log.to_dict()))
     if scores is not None:
-        scores.write_json(directory / SCORES)
+        published(scores).write_json(directory / SCORES)
     plots = _draw(directory, log, scores)
-    text = model_card(log, scores, exports, plots, licence=licence, verified=verified)
+    saved = directory / "config.json"
+    text = model_card(
+        log,
+        scores,
+        exports,
+        config=json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else None,
+        plots=plots,
+        licence=licence,
+        verified=verified,
+        name=name,
+    )
     write_atomically(directory / CARD, text)
     return directory / CARD
 
@@ -77,10 +91,12 @@ def model_card(
     log: TrainingLog,
     scores: PerplexityResult | None,
     exports: Sequence[Export],
-    plots: Sequence[tuple[str, str]] = (),
     *,
+    config: Mapping[str, Any] | None = None,
+    plots: Sequence[tuple[str, str]] = (),
     licence: str | None = None,
     verified: str | None = None,
+    name: str = "PATH",
 ) -> str:
     """The text of a card.
 
@@ -88,14 +104,16 @@ def model_card(
         log: As for `write_card`, as are the others.
         scores: See there.
         exports: See there.
+        config: What is in the saved `config.json`.
         plots: What each shows, and its file beside the card.
         licence: See there.
         verified: See there.
+        name: See there.
     """
     parts = (
         [_front_matter(log, exports, licence)],
         title(log),
-        loading(exports, log.train == "lora", verified),
+        loading(exports, config, log.train == "lora", verified, name),
         measured(scores, plots),
         training(log),
     )
@@ -107,7 +125,7 @@ def _front_matter(log: TrainingLog, exports: Sequence[Export], licence: str | No
 
     plain = loads_plainly(exports) and log.train != "lora"
     data = ModelCardData(
-        base_model=log.base,
+        base_model=log.base if "/" in log.base else None,  # a name on the hub
         library_name="transformers" if plain else "hf_posenc",
         license=licence,
         pipeline_tag="text-generation",

@@ -55,41 +55,58 @@ def loads_plainly(exports: Sequence[Export]) -> bool:
     return any(export.possible for export in exports if export.engine == PLAIN)
 
 
-def loading(exports: Sequence[Export], adapter: bool, verified: str | None) -> Iterator[str]:
+def loading(
+    exports: Sequence[Export],
+    config: Mapping[str, Any] | None,
+    adapter: bool,
+    verified: str | None,
+    name: str,
+) -> Iterator[str]:
     """How to load the model, and what else computes it."""
     plain = loads_plainly(exports) and not adapter
-    yield from ("## Loading", "", "```python")
+    yield from ("## How to load it", "", "```python")
     if plain:
         yield "from transformers import AutoModelForCausalLM"
     else:
         yield "from hf_posenc import from_pretrained  # pip install hf-posenc"
     loader = "AutoModelForCausalLM.from_pretrained" if plain else "from_pretrained"
-    yield from ("", f'model = {loader}("PATH")', "```", "")
+    yield from ("", f'model = {loader}("{name}")', "```", "")
     if adapter:
         yield (
             "This is an adapter for a model whose positions were changed. Plain PEFT refuses it; `from_pretrained` "
-            "loads the base, patches it and adds the adapter."
+            "loads the base, patches it and adds the adapter.\n"
         )
     elif not plain:
         yield (
             "Only hf_posenc loads it. Plain transformers has no words for this encoding and would run the weights "
-            "under another one."
+            "under another one.\n"
         )
-    yield from ("", "| engine | computes this model |", "| --- | --- |")
+    yield from ("| engine | computes this model |", "| --- | --- |")
     for export in exports:
-        yield f"| {export.engine} ({export.version}) | {_said(export, adapter)} |"
+        yield f"| {export.engine} ({export.version}) | {_said(export, config, adapter, name)} |"
     if verified:
         yield from ("", verified)
 
 
-def _said(export: Export, adapter: bool) -> str:
+def _said(export: Export, config: Mapping[str, Any] | None, adapter: bool, name: str) -> str:
     if not export.possible:
-        return f"no: {export.reason}"
+        return f"no: {export.reason}".replace("|", "\\|")
+    command = f"`hf-posenc export {name} --to {export.engine}`"
     if adapter:
-        return "yes, once it is merged into its base"
-    if export.engine == PLAIN:
-        return "yes, as it is"
-    return f"yes: `hf-posenc export PATH --to {export.engine}`"
+        return f"yes, merged into its base: {command}"
+    if config is None or export.divisors or not _same_positions(export.config, config):
+        return f"yes: {command}"
+    flags = f", with `{' '.join(export.flags)}`" if export.flags else ""
+    return f"yes, weights and config as they are{flags}"
+
+
+def _same_positions(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a saved config says what an engine needs; what it leaves out has its default."""
+    return all(
+        saved.get(key) == value
+        for key, value in wanted.items()
+        if key in saved or key.startswith("rope")
+    )
 
 
 def measured(scores: PerplexityResult | None, plots: Sequence[tuple[str, str]]) -> Iterator[str]:

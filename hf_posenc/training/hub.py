@@ -27,12 +27,14 @@ class Hub:
         token: By default the one that `hf auth login` has stored.
         private: Whether a new repository is private; by default as the user's or organization's settings say.
         revision: A branch; by default `main`.
+        endpoint: The hub's address; by default as HF_ENDPOINT says.
     """
 
     repo: str
     token: str | None = None
     private: bool | None = None
     revision: str | None = None
+    endpoint: str | None = None
 
     @classmethod
     def taken_from(cls, arguments: TrainingArguments) -> Hub | None:
@@ -113,4 +115,4 @@ class Hub:
     def _api(self) -> Any:
         from huggingface_hub import HfApi
 
-        return HfApi(token=self.token)
+        return HfApi(endpoint=self.endpoint, token=self.token)

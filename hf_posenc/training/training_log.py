@@ -16,6 +16,7 @@ from hf_posenc.evaluation.files import finite
 from hf_posenc.evaluation.identity import environment, global_shape
 from hf_posenc.evaluation.requests import Request
 from hf_posenc.patching import get_patch
+from hf_posenc.training.names import shown_name, without_ways
 from hf_posenc.training.scoring import precision_of
 
 FILE = "training_log.json"
@@ -91,7 +92,7 @@ class TrainingLog:
             original=None if patch is None else patch.original_max_position_embeddings,
             extended=None if patch is None else patch.extended_length,
             train=train,
-            data=_without_ways(dict(data or {})),
+            data=without_ways(dict(data or {})),
             run=_run(trainer),
             log_history=list(trainer.state.log_history),
             environment=environment(),
@@ -114,21 +115,6 @@ class TrainingLog:
     def read(cls, directory: Path) -> TrainingLog:
         """Reads the log that a card was written from."""
         return cls.from_dict(json.loads((directory / FILE).read_text(encoding="utf-8")))
-
-
-def shown_name(name: str) -> str:
-    """A hub name as it is, a folder without the way to it: a public card is no place for one's directories."""
-    path = Path(name)
-    is_folder = path.is_absolute() or path.is_dir() or name.startswith((".", "~"))
-    return path.expanduser().resolve().name if is_folder else name
-
-
-def _without_ways(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_ways(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_ways(inner) for inner in value]
-    return shown_name(str(value)) if isinstance(value, str | Path) else value
 
 
 def _sizes(model: nn.Module) -> dict[str, Any]:
