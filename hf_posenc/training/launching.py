@@ -13,6 +13,19 @@ from hf_posenc.errors import PosencError
 _CONFIGS = "scripts/configs/"
 
 
+def join_on_cpu() -> None:
+    """Lets the processes of a launcher find each other on a machine without a GPU. Call it before anything of a run.
+
+    accelerate looks for a GPU in each process that torchrun or a launch file with `use_cpu: true` started, and where
+    there is none, lets each train alone, unless it is told in the environment.
+    """
+    import torch
+
+    wants = any(_set(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"))
+    if "LOCAL_RANK" in os.environ and not wants and not torch.accelerator.is_available():
+        os.environ.setdefault("ACCELERATE_USE_CPU", "true")
+
+
 def check_launch(arguments: TrainingArguments | None = None) -> None:
     """Refuses a run that was started in a way in which it is not what was asked for. Needs no model.
 
@@ -29,7 +42,6 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
         _ = arguments.device  # sets up the processes
     state = PartialState()
     kind = state.distributed_type.value
-    _check_processes(state.num_processes, deepspeed=_set("ACCELERATE_USE_DEEPSPEED"))
     if arguments is not None and arguments.n_gpu > 1:
         raise PosencError(
             f"One process sees {arguments.n_gpu} GPUs, and the Trainer would copy the model to each in every step "
@@ -51,6 +63,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
             "the whole model, without a word. Leave --use_cpu out; DeepSpeed takes a CPU by DS_ACCELERATOR=cpu and "
             "--ddp_backend gloo."
         )
+    _check_processes(state.num_processes, deepspeed=_set("ACCELERATE_USE_DEEPSPEED"))
     if arguments is not None and arguments.deepspeed_plugin is not None:
         _check_deepspeed(arguments.deepspeed_plugin)
 
@@ -91,7 +104,7 @@ def _check_processes(running: int, *, deepspeed: bool) -> None:
         cpu = (
             "DS_ACCELERATOR=cpu in front and --ddp_backend gloo behind"
             if deepspeed
-            else f"{_CONFIGS}two_cpu_processes.yaml, or ACCELERATE_USE_CPU=true in front of torchrun"
+            else "--use_cpu, or ACCELERATE_USE_CPU=true in front of the command"
         )
         raise PosencError(
             f"{asked} processes were started and do not know of each other: each would train on its own and write into "
