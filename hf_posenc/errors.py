@@ -21,6 +21,10 @@ class VerificationError(PosencError):
     """What was read back from the model is not what was asked for; the model was restored."""
 
 
+class UntrainedWarning(UserWarning):
+    """A method was patched in whose parameters mean nothing yet."""
+
+
 def unknown(kind: str, given: str, possible: Iterable[str]) -> PosencError:
     """Builds the error for a name that is not in a table, with the closest names first.
 

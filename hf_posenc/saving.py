@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_posenc import export
 from hf_posenc.config import PatchConfig
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError, UntrainedWarning, unknown
 from hf_posenc.methods import available_methods
 from hf_posenc.patching import get_patch, patch_model
 from hf_posenc.recipes import available_recipes, recipes_folder
@@ -86,8 +87,8 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
     Raises:
         PosencError: No such recipe or file, or a patch that the model cannot take.
     """
-    apply_config(model, read_patch(source))
     beside = Path(source) / PARAMETERS
+    apply_config(model, read_patch(source), trained=beside.is_file())
     trained = trained_parameters(unwrap(model))
     if trained and beside.is_file():
         _fill(trained, load_file(beside), beside)
@@ -114,18 +115,30 @@ def read_patch(source: str | Path) -> PatchConfig:
     return PatchConfig.from_json(path.read_text(encoding="utf-8"))
 
 
-def apply_config(model: nn.Module, config: PatchConfig) -> nn.Module:
-    """Patches a model as a `PatchConfig` says; the same model."""
-    return patch_model(
-        model,
-        config.build() if config.others else config.method,
-        scale=None if config.others else config.scale,
-        original_max_position_embeddings=config.original_max_position_embeddings,
-        layers=config.layers,
-        compose=config.compose,
-        replace=config.replace,
-        **({} if config.others else config.options),
-    )
+def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False) -> nn.Module:
+    """Patches a model as a `PatchConfig` says.
+
+    Args:
+        model: The model, in place.
+        config: The patch.
+        trained: What the patch trains is filled in afterwards: no warning that it is untrained.
+
+    Returns:
+        The same model.
+    """
+    with warnings.catch_warnings():
+        if trained:
+            warnings.simplefilter("ignore", UntrainedWarning)
+        return patch_model(
+            model,
+            config.build() if config.others else config.method,
+            scale=None if config.others else config.scale,
+            original_max_position_embeddings=config.original_max_position_embeddings,
+            layers=config.layers,
+            compose=config.compose,
+            replace=config.replace,
+            **({} if config.others else config.options),
+        )
 
 
 def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
@@ -165,7 +178,7 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
     model = loader.from_pretrained(path_or_id, config=config, **kwargs)
     if patch is None:
         return model
-    apply_config(model, patch)
+    apply_config(model, patch, trained=True)
     trained = trained_parameters(model)
     if trained:
         _fill_from_checkpoint(trained, path_or_id, _hub_options(kwargs))
@@ -202,7 +215,7 @@ def load_adapter(
     config = read_adapter(found)
     patch = config.patch() if isinstance(config, PosencLoraConfig) else None
     if patch is not None and get_patch(model) is None:
-        apply_config(model, patch)
+        apply_config(model, patch, trained=True)
     return add_adapter(model, config, path_or_id, is_trainable=is_trainable, **kwargs)
 
 

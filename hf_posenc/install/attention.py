@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError
+from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
 from hf_posenc.export import config_parts, quiet
 from hf_posenc.install.encodings import give_encodings
 from hf_posenc.install.state import AttentionSeam
@@ -59,6 +59,7 @@ def install_attention(
             warnings.warn(
                 f"{method.name} starts untrained: the model must be trained with it before its output means anything. "
                 f"Its parameters are among model.parameters(), named ...{PARAMETERS}.*",
+                UntrainedWarning,
                 stacklevel=4,
             )
     owner_path, owner = _owner(model, tables[0])

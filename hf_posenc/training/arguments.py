@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn, cast
 from transformers import HfArgumentParser, SchedulerType, TrainingArguments
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import one_line
 from hf_posenc.patch import Patch
 from hf_posenc.training.blocks import Counts
 from hf_posenc.training.preparation import Lengths
@@ -171,7 +172,10 @@ def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> 
     recipe = early.recipe or (default_recipe if early.model is None else None)
     if recipe is not None:
         parser.set_defaults(**_read_recipe(Path(recipe), parser))
-    *parsed, _ = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+    try:
+        *parsed, _ = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+    except (ValueError, ImportError) as error:  # unknown options, and those that exclude each other
+        raise PosencError(f"{one_line(error)} See finetune.py --help.") from error
     return cast(Arguments, tuple(parsed))
 
 

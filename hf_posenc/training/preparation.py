@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, UntrainedWarning
 from hf_posenc.evaluation.candidates import original_length
 from hf_posenc.evaluation.requests import Request
 from hf_posenc.patching import get_patch, patch_model, unpatch_model
@@ -82,7 +83,9 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
             raise PosencError(f"--patch {text}: give a scale, as in scale=8, or --target_length.")
         scale = max(1.0, target_length / original)
     method, options = request.arguments(scale)
-    patch_model(model, method, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UntrainedWarning)  # that is what the training is for
+        patch_model(model, method, **options)
 
 
 @contextlib.contextmanager
@@ -99,7 +102,7 @@ def without_patch(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        apply_config(model, patch.config)
+        apply_config(model, patch.config, trained=True)
         for name, tensor in trained_parameters(unwrap(model)).items():
             tensor.data.copy_(trained[name])
 
