@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from hf_posenc import export
 from hf_posenc.config import PatchConfig
 from hf_posenc.errors import PosencError, UntrainedWarning, unknown
+from hf_posenc.loading_report import without_own_parameters
 from hf_posenc.methods import available_methods
 from hf_posenc.patching import get_patch, patch_model
 from hf_posenc.recipes import available_recipes, recipes_folder
@@ -175,7 +176,8 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
         beside = Path(path_or_id) / FILE
         patch = read_patch(beside) if beside.is_file() else None
     loader = AutoModelForCausalLM if auto_class is None else auto_class
-    model = loader.from_pretrained(path_or_id, config=config, **kwargs)
+    with without_own_parameters():
+        model = loader.from_pretrained(path_or_id, config=config, **kwargs)
     if patch is None:
         return model
     apply_config(model, patch, trained=True)

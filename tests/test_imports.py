@@ -25,7 +25,7 @@ LAYERS = (
     ("adapters", "export"),
     ("install", "resolve"),
     ("patching",),
-    ("lora", "recipes"),
+    ("loading_report", "lora", "recipes"),
     ("saving",),
     ("engines", "verification"),
     ("evaluation",),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -93,6 +95,37 @@ def test_no_other_position_solves_the_task(method: str) -> None:
         patch_model(model, "nope")
     with torch.no_grad():
         assert min(float(loss_of(model, batch(999), delay)) for delay in (0, 2)) > 1
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_loading_reports_no_key_but_those_that_matter(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    terminal: bool,
+) -> None:
+    """transformers calls a patch's parameters unexpected, and what is truly amiss as well; on a terminal in colour."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: terminal)
+    logger = logging.getLogger("transformers")
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    patch_model(reader(), "t5").save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "posenc" in caplog.text
+    assert any("\33[" in record.getMessage() for record in caplog.records) == terminal
+    caplog.clear()
+    from_pretrained(tmp_path)
+    assert "posenc" not in caplog.text
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, message in (("model.stranger", "UNEXPECTED"), ("lm_head.weight", "MISSING")):
+        changed = {key: value for key, value in weights.items() if key != name}
+        extra = {name: torch.zeros(1)} if name not in weights else {}
+        save_file(changed | extra, tmp_path / "model.safetensors", {"format": "pt"})
+        caplog.clear()
+        from_pretrained(tmp_path)
+        rows = [row for row in caplog.text.splitlines() if name in row]
+        assert rows
+        assert all(message in row for row in rows)
 
 
 @pytest.mark.parametrize("method", TRAINABLE)
