@@ -129,7 +129,7 @@ def test_what_the_system_itself_says_of_a_full_disk(whole: Any, tmp_path: Path) 
 
 def _limited(folder: Path, moment: Moment | None, **options: Any) -> None:
     resource.setrlimit(
-        resource.RLIMIT_FSIZE, (24_000, 24_000)
+        resource.RLIMIT_FSIZE, (40_000, 40_000)
     )  # the weights fit, the optimizer not
     train(folder, moment, **options)
 

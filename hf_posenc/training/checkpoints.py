@@ -213,6 +213,10 @@ class SafeCheckpoints(TrainerCallback):
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None
         self._saved = None
+        if (
+            args.should_save
+        ):  # a kill may have come between a manifest and the removal that follows it
+            self._rotate(args, state)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -227,8 +231,7 @@ class SafeCheckpoints(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        folder = Path(args.output_dir or ".")
-        checkpoint = folder / f"checkpoint-{state.global_step}"
+        checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
         together.wait()  # each process has written its random state
         if args.local_process_index == 0 and not args.should_save:
             flush(checkpoint)  # what this machine wrote; the first one does it as it marks
@@ -238,15 +241,18 @@ class SafeCheckpoints(TrainerCallback):
         together.wait()  # on every machine, where each has a disk of its own
         self._saved = state.global_step
         if args.should_save:
-            best = state.best_model_checkpoint
-            limit = self._limit if self._given is None else self._given
-            rotate(folder, limit, None if best is None else Path(best))
+            self._rotate(args, state)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         if self._limit is not None:
             args.save_total_limit = self._limit
+
+    def _rotate(self, args: TrainingArguments, state: TrainerState) -> None:
+        best = state.best_model_checkpoint
+        limit = self._limit if self._given is None else self._given
+        rotate(args.output_dir or ".", limit, None if best is None else Path(best))
 
     def _once(self, state: TrainerState, control: TrainerControl) -> None:
         """A complete checkpoint is not written again: a kill would then find its manifest beside torn files."""

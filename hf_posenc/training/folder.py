@@ -27,7 +27,7 @@ from hf_posenc.training.checkpoints import (
 from hf_posenc.training.exact_resume import ExactResume, configs_of_both_styles
 from hf_posenc.training.interruption import SaveOnSignal
 from hf_posenc.training.ranks import from_all
-from hf_posenc.training.result_saving import save_result
+from hf_posenc.training.result_saving import reason_of, save_result
 from hf_posenc.training.settings_guard import resume_point
 
 _LOCK = ".lock"
@@ -188,18 +188,9 @@ class TrainingFolder:
             with contextlib.suppress(PosencError):  # else the next start does it
                 clear_partial(self.path)
         raise PosencError(
-            f"{partial[-1].name} could not be saved: {_reason(error)} ({free / 2**20:,.1f} MiB were free). "
+            f"{partial[-1].name} could not be saved: {reason_of(error)} ({free / 2**20:,.1f} MiB were free). "
             f"{kept[0].upper()}{kept[1:]}: make room and run the same command again."
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split()).rstrip(".")
-    if "inline_container" in text:  # torch.save, when the disk does not take all
-        return "torch.save could not write a file to its end"
-    if "peer" in text or "NCCL" in text:
-        return "another process of the run ended"
-    return text[:200]
 
 
 def _named(given: str | None) -> Path | None:

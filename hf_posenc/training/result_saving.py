@@ -61,9 +61,19 @@ def save_result(folder: Path | str, write: Callable[[str], object], *, keeper: b
         if isinstance(error, PosencError):
             raise
         raise PosencError(
-            f"The result could not be saved in {folder}: {' '.join(str(error).split())}. The checkpoints there are "
-            "whole: make room and run the same command again."
+            f"The result could not be saved in {folder}: {reason_of(error)}. The checkpoints there are whole: make "
+            "room and run the same command again."
         ) from error
+
+
+def reason_of(error: Exception) -> str:
+    """Why a save failed, in one line."""
+    text = " ".join(str(error).split()).rstrip(".")
+    if "inline_container" in text:  # torch.save, when the disk does not take all
+        return "torch.save could not write a file to its end"
+    if "peer" in text or "NCCL" in text:
+        return "another process of the run ended"
+    return text[:200]
 
 
 def _put_into_place(beside: Path, folder: Path) -> None:
