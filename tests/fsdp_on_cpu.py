@@ -3,7 +3,7 @@
     accelerate launch --config_file scripts/configs/fsdp2.yaml tests/fsdp_on_cpu.py scripts/finetune.py ...
 
 accelerate gives FSDP to processes with a device of their own and silently none to those on a CPU, where torch's
-`fully_shard` works as well.
+`fully_shard` works as well. A bare loop also gets DeepSpeed's backend so (DS_ACCELERATOR=cpu in front).
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from typing import Any
 
 def main() -> None:
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    import torch.distributed as dist
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     def choose(*_: Any, **__: Any) -> tuple[str, Any]:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo")
         return "gloo", DistributedType.MULTI_GPU
 
     PartialState._prepare_backend = choose

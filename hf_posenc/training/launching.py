@@ -64,8 +64,8 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
             "--ddp_backend gloo."
         )
     _check_processes(state.num_processes, deepspeed=_set("ACCELERATE_USE_DEEPSPEED"))
-    if arguments is not None and arguments.deepspeed_plugin is not None:
-        _check_deepspeed(arguments.deepspeed_plugin)
+    if kind == "DEEPSPEED":
+        _check_deepspeed(arguments)
 
 
 def launched_processes() -> int:
@@ -138,12 +138,26 @@ def _check_fsdp(arguments: TrainingArguments | None) -> None:
         )
 
 
-def _check_deepspeed(plugin: Any) -> None:
+def _check_deepspeed(arguments: TrainingArguments | None) -> None:
+    from accelerate.state import AcceleratorState
+
+    plugin: Any = (
+        AcceleratorState().deepspeed_plugin if arguments is None else arguments.deepspeed_plugin
+    )
     zero = plugin.deepspeed_config.get("zero_optimization", {})
     if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
         raise PosencError(
             "ZeRO-3 without stage3_gather_16bit_weights_on_model_save would write no model that can be loaded. Set it "
             f"to true, or zero3_save_16bit_model in a launch file, as {_CONFIGS}zero3.yaml does."
+        )
+    clipped, wanted = plugin.deepspeed_config.get("gradient_clipping"), None
+    if arguments is not None:
+        wanted = arguments.max_grad_norm
+    if clipped != "auto" and (not clipped if wanted is None else (clipped or 0.0) != wanted):
+        raise PosencError(
+            f"DeepSpeed clips gradients itself, and its gradient_clipping is {clipped}"
+            + ("" if wanted is None else f" where max_grad_norm is {wanted:g}")
+            + ". Set both to the same number."
         )
 
 
