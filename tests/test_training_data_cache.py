@@ -25,20 +25,8 @@ pytest.importorskip("datasets")
 SOURCE = {"kind": "test"}
 
 
-def tokenizer(*, bos: bool = False, eos: bool = False) -> Any:
-    made = byte_tokenizer(bos=bos)
-    if eos:
-        made.add_special_tokens({"eos_token": "</s>"})
-    return made
-
-
 def documents(*sizes: int) -> list[Entry]:
     return [Document(f"doc{i}", prose(size, seed=i)) for i, size in enumerate(sizes)]
-
-
-def ids_of(made: Any, entry: Any) -> list[int]:
-    found: list[int] = made(entry.text, add_special_tokens=False)["input_ids"]
-    return found
 
 
 def rows_of(blocks: Blocks, column: str = "input_ids") -> list[list[int]]:
@@ -52,13 +40,13 @@ def unread() -> Iterator[Entry]:
 
 def cached(folder: Path, entries: Iterable[Entry], **options: Any) -> Blocks:
     settings: dict[str, Any] = {"length": 10, "source": SOURCE, **options}
-    return prepare_blocks(entries, tokenizer(), cache=folder / "cache", **settings)
+    return prepare_blocks(entries, byte_tokenizer(), cache=folder / "cache", **settings)
 
 
 @pytest.mark.parametrize("positions", ["contiguous", "packed"])
 def test_a_cache_gives_what_reading_gives(tmp_path: Path, positions: str) -> None:
     entries = documents(25, 7, 40)
-    fresh = prepare_blocks(entries, tokenizer(), length=10, positions=positions)
+    fresh = prepare_blocks(entries, byte_tokenizer(), length=10, positions=positions)
     first = cached(tmp_path, entries, positions=positions)
     again = cached(tmp_path, unread(), positions=positions)
     for other in (first, again):
@@ -106,7 +94,7 @@ def test_the_hash_is_of_tokens_and_of_boundaries() -> None:
     def of(*sizes: int) -> str:
         ids = torch.arange(20).split(sizes)
         whole = [TokenizedDocument(str(i), part, None, None) for i, part in enumerate(ids)]
-        blocks = prepare_blocks(whole, tokenizer(), length=10, positions="packed")
+        blocks = prepare_blocks(whole, byte_tokenizer(), length=10, positions="packed")
         assert rows_of(blocks) == [list(range(10)), list(range(10, 20))]
         return blocks.counts.sha256
 
@@ -184,7 +172,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     monkeypatch.setattr(Writer, "_batch", full)
     options: Any = {"cache": tmp_path / "cache", "source": SOURCE} if cache else {}
     with pytest.raises(PosencError, match=r"cannot be written to .*: No space left on device"):
-        prepare_blocks(documents(25), tokenizer(), length=10, **options)
+        prepare_blocks(documents(25), byte_tokenizer(), length=10, **options)
     assert not any(path.is_dir() for path in tmp_path.glob("cache/*"))
 
 
