@@ -14,6 +14,7 @@ from hf_posenc.patch import Patch
 from hf_posenc.training.card import write_card
 from hf_posenc.training.ranks import from_first
 from hf_posenc.training.scoring_report import report
+from hf_posenc.training.sharding import whole_weights
 from hf_posenc.training.training_log import TrainingLog
 
 
@@ -56,28 +57,34 @@ def write_result(
         VerificationError: That process computed another model; nothing has taken the place of an earlier result then.
         PosencError: A file cannot be written.
     """
-    from hf_posenc.verification import require, verify_export
-
     folder = Path(folder)
     trainer.save_model(str(folder))
     problem: PosencError | None = None
     if trainer.args.process_index == 0:
         try:
-            verified = None
-            if verify:
-                found = verify_export(folder)
-                require(found)
-                verified = (
-                    f"Loaded in a clean process with transformers {found.version} and without hf_posenc, its logits "
-                    f"differ by {found.error:.1e} of the largest ({found.tokens} tokens, positions to {found.reach:,})."
-                )
-                Console(stderr=True, highlight=False, soft_wrap=True).print(verified)
-            write_card(folder, log, scores, verified=verified)
+            # Under ZeRO-3 a model that one process builds would wait for the others to build it too.
+            with whole_weights(trainer.args):
+                verified = _verified(folder) if verify else None
+                write_card(folder, log, scores, verified=verified)
         except PosencError as error:
             problem = error
     told: Any = from_first(problem)  # all processes stop, or none
     if told is not None:
         raise told
+
+
+def _verified(folder: Path) -> str:
+    """What a clean process found, in a sentence."""
+    from hf_posenc.verification import require, verify_export
+
+    found = verify_export(folder)
+    require(found)
+    said = (
+        f"Loaded in a clean process with transformers {found.version} and without hf_posenc, its logits differ by "
+        f"{found.error:.1e} of the largest ({found.tokens} tokens, positions to {found.reach:,})."
+    )
+    Console(stderr=True, highlight=False, soft_wrap=True).print(said)
+    return said
 
 
 def print_report(scores: PerplexityResult, folder: Path) -> None:
