@@ -43,7 +43,12 @@ from hf_posenc.training.arguments import (
 from hf_posenc.training.finishing import check_verifiable, print_report, write_result
 from hf_posenc.training.hub import Hub
 from hf_posenc.training.launching import check_launch, join_on_cpu
-from hf_posenc.training.preparation import apply_patch, resolve_lengths, without_patch
+from hf_posenc.training.preparation import (
+    apply_patch,
+    needs_one_row,
+    resolve_lengths,
+    without_patch,
+)
 from hf_posenc.training.scoring import precision_of
 from hf_posenc.training.settings_guard import settings_of
 from hf_posenc.training.sharding import share_weights, whole_weights
@@ -92,8 +97,14 @@ def finetune(given: Arguments) -> None:
         cache=output / "blocks",
         source=source,
     )
-    reach = lengths.target if lengths.drawn else None
-    collator = PositionCollator(data.positions, target_length=reach, seed=arguments.seed)
+    if arguments.process_index == 0:
+        print(blocks.counts.line())
+    collator = PositionCollator(
+        data.positions,
+        target_length=lengths.target if lengths.drawn else None,
+        seed=arguments.seed,
+        flatten=needs_one_row(model, data.positions),
+    )
     check_dependencies(model, collator, largest=blocks.counts.largest)
     scores = None
     if data.score:

@@ -1,7 +1,7 @@
 """Fills the generated parts of README.md and of pages in docs/ from the committed results and the methods.
 
-python scripts/make_readme.py            write them
-python scripts/make_readme.py --check    fail where they are not what they should be
+python -m scripts.make_readme            write them
+python -m scripts.make_readme --check    fail where they are not what they should be
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.bench.markdown import table_lines
 from hf_posenc.evaluation.bench.report import table as bench_table
 from hf_posenc.evaluation.statistics import Record, summarize
+from scripts.finetuned_page import example, short, ways
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "docs" / "demo"
@@ -221,8 +222,14 @@ def _mode(row: dict[str, Any]) -> tuple[str, str, int | None]:
 
 
 PAGES: dict[Path, dict[str, Callable[[], str]]] = {
-    ROOT / "README.md": {"demo": demo, "methods": methods, "attention": attention},
+    ROOT / "README.md": {
+        "demo": demo,
+        "finetuned": short,
+        "methods": methods,
+        "attention": attention,
+    },
     ROOT / "docs" / "bench.md": {"bench": bench},
+    ROOT / "docs" / "finetuning.md": {"example": example, "ways": ways},
     ROOT / "docs" / "updates.md": {"updates": updates},
 }
 
@@ -253,4 +260,4 @@ if __name__ == "__main__":
         if "--check" not in sys.argv[1:]:
             page.write_text(after, encoding="utf-8")
         elif before != after:
-            sys.exit(f"{page.name} is not up to date: run scripts/make_readme.py.")
+            sys.exit(f"{page.name} is not up to date: run python -m scripts.make_readme.")

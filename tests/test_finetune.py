@@ -143,7 +143,10 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a block that is too long": (("--block_length", "2000"), "2 to 1,024 tokens"),
     "a block that is too short": (("--block_length", "1"), "2 to 1,024 tokens"),
     "an encoding without parameters": (("--train", "encoding"), "yarn has no parameters"),
-    "an export that cannot be": (("--patch", "rerope:window=64", "--target_length", "128", "--verify_export"), "no form"),
+    "an export that cannot be": (
+        ("--patch", "rerope:window=64", "--target_length", "128", "--verify_export"),
+        "no form for rerope",
+    ),
     "an adapter to be verified": (("--train", "lora", "--verify_export"), "saves an adapter"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),
 }  # fmt: skip

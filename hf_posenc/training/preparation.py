@@ -6,6 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -86,6 +87,11 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntrainedWarning)  # that is what the training is for
         patch_model(model, method, **options)
+
+
+def needs_one_row(model: Any, positions: str) -> bool:
+    """Whether packed batches must be of one row: transformers' flash attention tells documents apart in no other."""
+    return positions == "packed" and "flash" in (model.config._attn_implementation or "")
 
 
 @contextlib.contextmanager

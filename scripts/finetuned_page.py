@@ -1,0 +1,107 @@
+"""The parts of docs/finetuning.md and README.md that come from committed runs; scripts/make_readme.py puts them in."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.evaluation.report import number
+from hf_posenc.evaluation.result import PerplexityResult
+from hf_posenc.training.scoring_report import conclusion
+from hf_posenc.training.training_log import TrainingLog
+from scripts.make_finetuned import COMMANDS, FOLDER
+
+ROOT = Path(__file__).resolve().parents[1]
+WAYS = ROOT / "docs" / "benchmarks" / "finetuning.json"
+_ENGINES = ("transformers4", "vllm", "llama.cpp")
+
+
+def example() -> str:
+    """Extend, fine-tune, evaluate, export: each command and what it came to."""
+    log = TrainingLog.read(FOLDER)
+    scores = _scores("perplexity.json")
+    evaluated = _scores("evaluation.json")
+    run = log.run
+    trained = (
+        f"{run['steps']} steps of {run['sequences_per_step']} blocks of {log.data['block_length']:,} tokens, "
+        f"{run['tokens_seen']:,} tokens, in {run['seconds']:.0f} seconds on a CPU. On held-out modules, "
+        f"{conclusion(scores)}:"
+    )
+    parts = [
+        "Extend and fine-tune:",
+        _fence(COMMANDS["finetune"]),
+        trained,
+        _table(scores),
+        "![Training loss, and held-out perplexity on the way](finetuned/loss.png)",
+        "Evaluate what was saved, also beyond what it was trained for:",
+        _fence(COMMANDS["evaluate"]),
+        _table(evaluated),
+        "Export. transformers 5 needs none; for the others:",
+        *(f"{_fence(COMMANDS[name])}\n\n{_fence(_printed(name), 'text')}" for name in _ENGINES),
+        "[docs/finetuned/](finetuned/) has the model card, the log and every number.",
+    ]
+    return "\n\n".join(parts)
+
+
+def ways() -> str:
+    """Tail perplexities of the embedded model after each way of training."""
+    made: dict[str, Any] = json.loads(WAYS.read_text(encoding="utf-8"))
+    rows = made["ways"]
+    lengths = list(next(iter(rows.values()))["tail"])
+    header = [
+        "way",
+        *(f"{int(length):,} before" for length in lengths[-1:]),
+        *(f"{int(length):,} after" for length in lengths),
+        "options",
+    ]
+    lines = []
+    for name, row in rows.items():
+        tail = row["tail"]
+        before = [number(tail[length]["before"]) for length in lengths[-1:]]
+        after = [number(tail[length]["after"]) for length in lengths]
+        lines.append(
+            [name, *before, *after, f"`{' '.join(row['options'])}`" if row["options"] else ""]
+        )
+    versions = made["environment"]
+    intro = (
+        "Tail perplexity of the embedded Llama (trained at 256 tokens) on the same held-out tokens, "
+        f"{made['steps']} steps of as many tokens each; one seed, so small differences say nothing."
+    )
+    by = f"torch {versions['torch']}, transformers {versions['transformers']}"
+    return (
+        f"{intro}\n\n{_markdown(header, lines)}\n\n{by}; `scripts/compare_finetuning.py` made it."
+    )
+
+
+def short() -> str:
+    """The README's line on the worked example."""
+    log = TrainingLog.read(FOLDER)
+    said = conclusion(_scores("perplexity.json"))
+    return f"{log.run['steps']} steps ({log.run['seconds']:.0f} s of a CPU) with yarn: {said}."
+
+
+def _scores(file: str) -> PerplexityResult:
+    return PerplexityResult.from_dict(json.loads((FOLDER / file).read_text(encoding="utf-8")))
+
+
+def _table(scores: PerplexityResult) -> str:
+    lengths = scores.settings.lengths
+    rows = []
+    for row in scores.candidates:
+        cells = [scores.cell(row.label, "tail", length) for length in lengths]
+        rows.append([row.label, *(number(c.perplexity) if c else "-" for c in cells)])
+    return _markdown(["tail perplexity", *(f"{length:,}" for length in lengths)], rows)
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
+
+
+def _fence(text: str, language: str = "bash") -> str:
+    return f"```{language}\n{text.rstrip()}\n```"
+
+
+def _printed(name: str) -> str:
+    return (FOLDER / f"{name}.txt").read_text(encoding="utf-8")
