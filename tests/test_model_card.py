@@ -16,7 +16,14 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.report import number
 from hf_posenc.evaluation.result import PerplexityResult
-from hf_posenc.training.card import CARD, LOSS_PLOT, PERPLEXITY_PLOT, write_card
+from hf_posenc.training.card import (
+    CARD,
+    LOSS_PLOT,
+    PERPLEXITY_PLOT,
+    all_exports,
+    model_card,
+    write_card,
+)
 from hf_posenc.training.hub import Hub
 from hf_posenc.training.names import published, shown_name
 from hf_posenc.training.parameters import choose_parameters
@@ -130,6 +137,18 @@ def test_what_the_card_says_of_loading_is_so(made: Made) -> None:
     torch.testing.assert_close(plain(input_ids=ids).logits, ours(input_ids=ids).logits)
     unpatched = unpatch_model(ours)(input_ids=ids).logits
     assert not torch.allclose(plain(input_ids=ids).logits, unpatched, atol=1e-2)
+
+
+def test_a_config_that_an_engine_does_not_read_is_to_be_exported(made: Made) -> None:
+    folder, log, table = made
+    exports = all_exports(folder)
+    config = json.loads((folder / "config.json").read_text())
+    whole = model_card(log, table, exports, config=config)
+    del config["rope_scaling"]  # what transformers 4 reads
+    assert "| transformers4 (4.57.1) | yes, weights and config as they are |" in whole
+    without = model_card(log, table, exports, config=config)
+    assert "| transformers4 (4.57.1) | yes: `hf-posenc export PATH --to transformers4` |" in without
+    assert "| transformers5 (5.23.0) | yes, weights and config as they are |" in without
 
 
 def test_a_method_inside_attention_is_for_hf_posenc_only(tmp_path: Path) -> None:

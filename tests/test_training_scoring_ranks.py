@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +14,8 @@ import pytest
 import torch
 from accelerate import debug_launcher
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
+from hf_posenc import from_pretrained
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.result import PerplexityResult
 from hf_posenc.training.ranks import place
@@ -29,6 +33,7 @@ from tests.test_training_scoring import (
 )
 from tests.tiny_text import byte_tokenizer, prose
 
+ROOT = Path(__file__).parents[1]
 RATE = 0.1
 
 
@@ -108,6 +113,35 @@ def test_a_sharded_model_is_scored_by_all_together(tmp_path: Path) -> None:
             assert found[3] == pytest.approx(wanted[3], rel=1e-5)
 
 
+@pytest.mark.slow
+def test_zero_3_is_scored_by_all_together_and_trains_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    config = ROOT / "scripts" / "configs" / "zero3.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    for way in ("scored", "alone"):
+        done = subprocess.run(
+            [*launch, "-m", "tests.score_zero3", str(tmp_path / way), way],
+            cwd=ROOT,
+            env={**os.environ, "DS_ACCELERATOR": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    losses = [
+        json.loads((tmp_path / way / "losses.json").read_text()) for way in ("scored", "alone")
+    ]
+    assert losses[0] == losses[1]
+    result = stored(tmp_path / "scored")
+    assert [stage.step for stage in stages_of(result)] == [0, 2, 4]
+    assert lines(tmp_path / "scored") == {"shard-1-of-1": 3 * len(HELD_OUT)}
+    saved = from_pretrained(tmp_path / "scored" / "made", dtype=torch.float32)
+    for model, row in ((patched_model(), 0), (saved, 2)):
+        expected = records(make_scores().measure(model), 0)
+        for found, wanted in zip(records(result, row), expected, strict=True):
+            assert found[3] == pytest.approx(wanted[3], rel=1e-5)
+
+
 def interrupted(folder: Path) -> None:
     def stop(label: str, done: int, total: int) -> None:
         if place().index == 1:
@@ -124,8 +158,6 @@ def resumed(folder: Path) -> None:
 
 
 def test_what_two_processes_began_one_finishes(tmp_path: Path) -> None:
-    import contextlib
-
     with contextlib.suppress(Exception):  # the process that waits for the other one
         debug_launcher(interrupted, (tmp_path,), num_processes=2)
     begun = lines(tmp_path)

@@ -94,7 +94,9 @@ def _said(export: Export, config: Mapping[str, Any] | None, adapter: bool, name:
     command = f"`hf-posenc export {name} --to {export.engine}`"
     if adapter:
         return f"yes, merged into its base: {command}"
-    if config is None or export.divisors or not _same_positions(export.config, config):
+    own = export.engine == PLAIN  # whose config is the saved one
+    read = config is not None and not export.divisors and _same_positions(export.config, config)
+    if not (own or read):
         return f"yes: {command}"
     flags = f", with `{' '.join(export.flags)}`" if export.flags else ""
     return f"yes, weights and config as they are{flags}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,10 @@ from hf_posenc.evaluation.processes import Shard
 from hf_posenc.evaluation.requests import Request
 from hf_posenc.evaluation.result import PerplexityResult
 from hf_posenc.evaluation.runs import make_settings, result_of, special_tokens
-from hf_posenc.evaluation.store import ALONE, Key, Memory, Records, Store, fingerprint_of
+from hf_posenc.evaluation.store import ALONE, Memory, Records, Store, fingerprint_of
 from hf_posenc.patching import get_patch
 from hf_posenc.training.ranks import from_all, from_first, is_sharded, place, without_wrapper
+from hf_posenc.training.shared_records import Both, known_to_all
 from hf_posenc.training.stages import Stage, stages_of, with_row
 from hf_posenc.training.untouched import untouched
 
@@ -138,7 +139,7 @@ class Scores:
         """
         model = without_wrapper(model)
         sharded = is_sharded(model)
-        if self._device is not None and not sharded and not hasattr(model, "hf_device_map"):
+        if self._device is not None and not sharded and _can_move(model):
             model.to(self._device)
         with untouched(model), self._precision(model):
             described = self._described(model, sharded)
@@ -170,11 +171,11 @@ class Scores:
             strict=sharded and here.count > 1,
         )
         with self._store(here, sharded) as store:
-            known = _known_to_all(run, store)
-            run.measure(_Both(known, store), ALONE if sharded else here, progress)
+            known = known_to_all(run, store)
+            run.measure(Both(known, store), ALONE if sharded else here, progress)
         result = result_of(
             run,
-            _known_to_all(run, known),
+            known_to_all(run, known),
             model=described,
             source=self._source,
             original=original_length(model, [candidate]),
@@ -225,33 +226,6 @@ class Scores:
             result.write_json(self.output / FILE)
 
 
-class _Both:
-    """Records that are looked up in one place and stored in two."""
-
-    def __init__(self, known: Records, store: Records) -> None:
-        self._known, self._store = known, store
-
-    def get(self, key: Key) -> dict[str, Any] | None:
-        """What any process has measured."""
-        return self._known.get(key)
-
-    def append(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Stores a value where it outlives the process, and where it is found."""
-        self._store.append(key, value)
-        self._known.append(key, value)
-
-
-def _known_to_all(run: Run, records: Records) -> Memory:
-    """The records of a run that any process has, in every process."""
-    own = {item.key: records.get(item.key) for item in run.items}
-    known = Memory()
-    for part in from_all(own):
-        for key, value in part.items():
-            if value is not None:
-                known.append(key, value)
-    return known
-
-
 def score(
     model: nn.Module,
     tokenizer: Any,
@@ -288,6 +262,11 @@ def precision_of(arguments: TrainingArguments) -> torch.dtype | None:
     if arguments.bf16:
         return torch.bfloat16
     return torch.float16 if arguments.fp16 else None
+
+
+def _can_move(model: Any) -> bool:
+    """Whether nothing has put the model's parts where they are for good: a device map, or quantization."""
+    return not (hasattr(model, "hf_device_map") or getattr(model, "is_quantized", False))
 
 
 def _digest(value: Any) -> str:
