@@ -1,27 +1,19 @@
-"""A small training in forked processes that end at a chosen moment: killed at a file operation, or told to stop.
-
-Every operation that changes a file of the run's folder counts: Python's own (audit events), `os.fsync`, and the two
-that write from C++ and Rust, `torch.save` and safetensors. A kill comes right before the chosen one, or in the middle
-of what it writes; a refusal is the error of a full disk in its place.
-"""
+"""A small training in forked processes that end at a chosen moment: killed at a file operation, or told to stop."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import gc
 import json
 import multiprocessing
 import os
-import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -30,97 +22,10 @@ from hf_posenc.errors import PosencError
 from hf_posenc.training.folder import TrainingFolder
 from hf_posenc.training.parameters import choose_parameters
 from hf_posenc.training.settings_guard import settings_of
+from tests.file_operations import Moment, count_operations
 
 REFUSED = 3
 """Exit status of a process that ended with one line."""
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
-
-
-@dataclass(frozen=True)
-class Moment:
-    """When a process ends, and how.
-
-    Attributes:
-        operation: The file operation, counted from 1 in each process; `None`: none.
-        how: `"before"` or `"within"` it, by SIGKILL; `"full"`: the disk refuses this operation and all that write after
-            it.
-        step: The optimizer step in which it is sent `number`; `None`: none.
-        number: A signal; negative: to the whole process group, as a scheduler sends it.
-        rank: The process.
-    """
-
-    operation: int | None = None
-    how: str = "before"
-    step: int | None = None
-    number: int = signal.SIGKILL
-    rank: int = 0
-
-
-def count_operations(folder: Path, moment: Moment | None, log: Path | None) -> None:
-    """Counts this process's file operations in a folder from now on, and ends the process at the chosen one."""
-    done = 0
-    refusing = False
-
-    def before(name: str, path: Any, writes: Callable[[], None] | None = None) -> None:
-        nonlocal done, refusing
-        done += 1
-        if log is not None:
-            with log.open("a") as file:
-                file.write(f"{name} {Path(os.fsdecode(path)).name}\n")
-        if moment is not None and moment.how == "full":
-            refusing = refusing or done == moment.operation
-            if refusing and name in ("open", "torch.save", "safetensors", "fsync", "mkdir"):
-                _write_half(path, writes)
-                raise OSError(errno.ENOSPC, "No space left on device", os.fsdecode(path))
-        elif moment is not None and done == moment.operation:
-            if moment.how == "within":
-                _write_half(path, writes)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def ours(path: Any) -> bool:
-        if not isinstance(path, str | bytes | os.PathLike):
-            return False
-        return log != Path(os.fsdecode(path)) and str(folder) in os.path.abspath(os.fsdecode(path))  # noqa: PTH100
-
-    def hear(event: str, arguments: tuple[Any, ...]) -> None:
-        if event == "open" and len(arguments) == 3 and ours(arguments[0]):
-            mode, flags = arguments[1:]
-            if (mode and set(mode) & set("wax+")) or (mode is None and (flags or 0) & _WRITING):
-                before("open", arguments[0])
-        elif event in ("os.rename", "os.mkdir") and ours(arguments[0]):
-            before(event.removeprefix("os."), arguments[0])
-        elif event in ("os.remove", "os.rmdir") and (arguments[-1] != -1 or ours(arguments[0])):
-            before(
-                event.removeprefix("os."), arguments[0]
-            )  # rmtree names a file by its folder's descriptor
-
-    sys.addaudithook(hear)
-    weights: Any = safetensors.torch
-    save, serialize, fsync = torch.save, weights.serialize_file, os.fsync
-
-    def counted_save(value: Any, path: Any, *rest: Any, **more: Any) -> None:
-        if ours(path):
-            before("torch.save", path, lambda: save(value, path, *rest, **more))
-        save(value, path, *rest, **more)
-
-    def counted_serialize(tensors: Any, path: Any, *rest: Any, **more: Any) -> None:
-        if ours(path):
-            before("safetensors", path, lambda: serialize(tensors, path, *rest, **more))
-        serialize(tensors, path, *rest, **more)
-
-    def counted_fsync(descriptor: int) -> None:
-        before("fsync", f"/{descriptor}")
-        fsync(descriptor)
-
-    patched = ((torch, "save", counted_save), (os, "fsync", counted_fsync))
-    for module, name, counted in (*patched, (weights, "serialize_file", counted_serialize)):
-        setattr(module, name, counted)
-
-
-def _write_half(path: Any, writes: Callable[[], None] | None) -> None:
-    if writes is not None:
-        writes()
-        os.truncate(path, Path(path).stat().st_size // 2)
 
 
 class _AtStep(TrainerCallback):
@@ -128,14 +33,22 @@ class _AtStep(TrainerCallback):
         self._moment = moment
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._send("step", state.global_step + 1, args.process_index)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._send("evaluation", state.global_step, args.process_index)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._send("epoch", state.global_step, args.process_index)
+
+    def _send(self, when: str, step: int, rank: int) -> None:
         moment = self._moment
-        if moment is None or moment.rank != args.process_index or moment.step is None:
+        if moment is None or (moment.when, moment.step, moment.rank) != (when, step, rank):
             return
-        if state.global_step + 1 == moment.step:
-            if moment.number < 0:
-                os.killpg(os.getpgrp(), -moment.number)
-            else:
-                os.kill(os.getpid(), moment.number)
+        if moment.number < 0:
+            os.killpg(os.getpgrp(), -moment.number)
+        else:
+            os.kill(os.getpid(), moment.number)
 
 
 def train(
@@ -276,6 +189,7 @@ def _in_process(
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     status = 1
     os.setpgrp()
+    gc.freeze()  # collecting what the tests have imported would copy all of its memory
     with _silent(folder.parent / f"{folder.name}-{rank}.out"):
         here = moment if moment is not None and moment.rank == rank else None
         if log is not None or (here is not None and here.operation is not None):

@@ -29,7 +29,8 @@ from hf_posenc.training.checkpoints import (
 from hf_posenc.training.folder import TrainingFolder
 from hf_posenc.training.result_saving import save_result
 from hf_posenc.training.settings_guard import SETTINGS, differences, resume_point, settings_of
-from tests.killing import Moment, launch
+from tests.file_operations import Moment
+from tests.killing import launch
 
 LR = {"arguments": {"learning_rate": 1e-3, "seed": 1}, "patch": {"method": "yarn"}}
 

@@ -6,19 +6,28 @@ accumulation and a schedule are on, checkpoints are rotated down to one.
 
 from __future__ import annotations
 
+import json
+import os
 import random
 import resource
 import shutil
 import signal
+import subprocess
+import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hf_posenc.training.checkpoints import checkpoints, complete_checkpoints
-from tests.killing import REFUSED, Moment, launch, losses, train
+from hf_posenc.training.checkpoints import MANIFEST, checkpoints, complete_checkpoints
+from tests.file_operations import Moment
+from tests.killing import REFUSED, launch, losses, train
+from tests.tiny_text import prose, tiny_checkpoint
 
+ROOT = Path(__file__).parents[1]
+LAUNCH = {1: "one_process.yaml", 2: "two_cpu_processes.yaml"}
 SIGKILLED = -signal.SIGKILL
 
 
@@ -99,7 +108,7 @@ def test_killed_inside_a_save(
     run.check(tmp_path / "run")
 
 
-@pytest.mark.parametrize("operation", ["safetensors", "torch.save optimizer", "open .", "fsync"])
+@pytest.mark.parametrize("operation", ["safetensors", "torch.save optimizer", "fsync"])
 def test_a_full_disk_is_one_line_and_loses_nothing_older(
     whole: Any, tmp_path: Path, operation: str
 ) -> None:
@@ -161,19 +170,25 @@ LOGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("step", "processes"),
-    [(3, 1), (5, 1), (7, 2), (10, 1), (12, 1)],  # epochs end after steps 5 and 10
+    ("step", "when", "processes", "saved"),
+    [
+        (5, "step", 1, 5),  # the last of its epoch: what is due then comes first
+        (5, "evaluation", 1, 5),
+        (5, "epoch", 1, 6),
+        (7, "step", 2, 7),
+        (12, "step", 1, 12),  # the last of all
+    ],
 )
-def test_told_to_stop(whole: Any, tmp_path: Path, step: int, processes: int) -> None:
-    run = whole(processes=processes, **LOGS)
-    moment = Moment(step=step, number=signal.SIGTERM, rank=processes - 1)
-    codes = launch(tmp_path / "run", moment, processes=processes, **LOGS)
+def test_told_to_stop(
+    whole: Any, tmp_path: Path, step: int, when: str, processes: int, saved: int
+) -> None:
+    run, folder = whole(processes=processes, **LOGS), tmp_path / "run"
+    moment = Moment(step=step, when=when, number=signal.SIGTERM, rank=processes - 1)
+    codes = launch(folder, moment, processes=processes, **LOGS)
     assert codes == [128 + signal.SIGTERM] * processes
-    assert [path.name for path in complete_checkpoints(tmp_path / "run")][
-        -1
-    ] == f"checkpoint-{step}"
-    assert f"Stopped by a signal after step {step}, and saved" in output(tmp_path / "run")
-    run.check(tmp_path / "run")
+    assert complete_checkpoints(folder)[-1].name == f"checkpoint-{saved}"
+    assert f"Stopped by a signal after step {saved}, and saved" in output(folder)
+    run.check(folder)
 
 
 def test_the_rows_are_those_that_were_asked_for(whole: Any) -> None:
@@ -223,3 +238,41 @@ def test_ten_kills(whole: Any, tmp_path: Path, kind: str, processes: int) -> Non
         inside += where == "operation"
     assert inside >= 4
     run.check(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_launcher_is_told_to_stop(tmp_path: Path, processes: int) -> None:
+    """With one process, `accelerate launch` dies of the signal and does not pass it on; with two, it does."""
+    model = tiny_checkpoint(tmp_path / "model", attention_dropout=0.1)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for seed in range(4):
+        (texts / f"{seed}.txt").write_text(prose(2000, seed))
+    config = ROOT / "scripts" / "configs" / LAUNCH[processes]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += [str(ROOT / "scripts" / "finetune.py"), "--model", str(model), "--use_cpu"]
+    command += ["--patch", "yarn:scale=2", "--text", str(texts), "--no_score", "--max_steps", "60"]
+    command += ["--save_steps", "5", "--report_to", "none", "--output_dir"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def finish(folder: Path) -> tuple[bytes, list[Any]]:
+        subprocess.run([*command, str(folder)], env=environment, check=True, capture_output=True)
+        state = json.loads((folder / "checkpoint-60" / "trainer_state.json").read_text())
+        rows = [(row["step"], row["loss"]) for row in state["log_history"] if "loss" in row]
+        return (folder / "model.safetensors").read_bytes(), rows
+
+    expected, folder = finish(tmp_path / "whole"), tmp_path / "stopped"
+    launcher = subprocess.Popen(
+        [*command, str(folder)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not list(folder.glob(f"checkpoint-*/{MANIFEST}")):
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    launcher.terminate()
+    assert launcher.wait(60) != 0
+    assert finish(folder) == expected
+    assert len(expected[1]) == 60
