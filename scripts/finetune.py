@@ -15,80 +15,57 @@ from pathlib import Path
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 
-from hf_posenc import PosencError, get_patch
+from hf_posenc import PosencError, get_patch, training
+from hf_posenc.cli import loading
 from hf_posenc.cli.console import one_line_warnings, print_error
-from hf_posenc.cli.loading import embedded_model, load_model, load_tokenizer, one_thread
 from hf_posenc.cli.session import EMBEDDED
 from hf_posenc.cli.training import held_out_text, training_text
 from hf_posenc.evaluation.identity import weights_hash
-from hf_posenc.training import (
-    PerplexityCallback,
-    PositionCollator,
-    Scores,
-    TrainingFolder,
-    TrainingLog,
-    check_dependencies,
-    check_run,
-    choose_parameters,
-    chunk_loss,
-    prepare_blocks,
-)
-from hf_posenc.training.arguments import (
-    Arguments,
-    command_line,
-    decisive,
-    described,
-    parse_arguments,
-)
-from hf_posenc.training.finishing import check_verifiable, print_report, write_result
+from hf_posenc.training import arguments as options
+from hf_posenc.training import finishing, launching, preparation, sharding, watching
 from hf_posenc.training.hub import Hub
-from hf_posenc.training.launching import check_launch, join_on_cpu
-from hf_posenc.training.preparation import (
-    apply_patch,
-    needs_one_row,
-    resolve_lengths,
-    without_patch,
-)
 from hf_posenc.training.scoring import precision_of
 from hf_posenc.training.settings_guard import settings_of
-from hf_posenc.training.sharding import share_weights, whole_weights
-from hf_posenc.training.watching import Lines, StopOnNonFinite
 
 RECIPE = Path(__file__).parent / "recipes" / "embedded.yaml"
 
 
 def main() -> None:
     """Reads the command line, and turns what goes wrong into one line."""
-    join_on_cpu()
+    launching.join_on_cpu()
     try:
         with one_line_warnings():
-            finetune(parse_arguments(RECIPE))
+            finetune(options.parse_arguments(RECIPE))
     except PosencError as error:
         print_error(str(error))
         sys.exit(2)
 
 
-def finetune(given: Arguments) -> None:
+def finetune(given: options.Arguments) -> None:
     """From a checkpoint to one that reads longer texts."""
     choice, data, arguments = given
-    check_launch(arguments)  # more processes than were started, sharding that is not done
+    launching.check_launch(arguments)  # more processes than were started, sharding that is not done
     if choice.model is None:
-        one_thread()
-    name, output = choice.model or embedded_model(), Path(arguments.output_dir or ".")
-    tokenizer = load_tokenizer(choice.tokenizer or name)
-    with whole_weights(arguments):  # ZeRO-3 would split them before a patch can be tried on them
-        model = load_model(name, dtype=choice.dtype, device="cpu", attention=choice.attn)
+        loading.one_thread()
+    name, output = choice.model or loading.embedded_model(), Path(arguments.output_dir or ".")
+    tokenizer = loading.load_tokenizer(choice.tokenizer or name)
+    with sharding.whole_weights(arguments):  # ZeRO-3 splits what it loads; a patch is tried on all
+        model = loading.load_model(name, dtype=choice.dtype, device="cpu", attention=choice.attn)
     loaded = weights_hash(model)
     set_seed(arguments.seed)  # a patch may draw its parameters, and a LoRA does
-    apply_patch(model, choice.patch, data.target_length)
+    preparation.apply_patch(model, choice.patch, data.target_length)
     patch = get_patch(model)
     if arguments.verify_export:
-        check_verifiable(patch, choice.train)
-    lengths = resolve_lengths(model, data.positions, data.target_length, data.block_length)
+        finishing.check_verifiable(patch, choice.train)
+    lengths = preparation.resolve_lengths(
+        model, data.positions, data.target_length, data.block_length
+    )
     hub = Hub.taken_from(arguments)
+    if hub is not None and arguments.process_index == 0:
+        hub.create()  # a wrong token is known before the training
 
     entries, source = training_text(data)
-    blocks = prepare_blocks(
+    blocks = training.prepare_blocks(
         entries,
         tokenizer,
         length=lengths.block,
@@ -99,16 +76,16 @@ def finetune(given: Arguments) -> None:
     )
     if arguments.process_index == 0:
         print(blocks.counts.line())
-    collator = PositionCollator(
+    collator = training.PositionCollator(
         data.positions,
         target_length=lengths.target if lengths.drawn else None,
         seed=arguments.seed,
-        flatten=needs_one_row(model, data.positions),
+        flatten=preparation.needs_one_row(model, data.positions),
     )
-    check_dependencies(model, collator, largest=blocks.counts.largest)
+    training.check_dependencies(model, collator, largest=blocks.counts.largest)
     scores = None
     if data.score:
-        scores = Scores(
+        scores = training.Scores(
             tokenizer,
             held_out_text(data),
             lengths=data.score_lengths or [lengths.original, lengths.target],
@@ -119,18 +96,22 @@ def finetune(given: Arguments) -> None:
             tail_tokens=data.tail_tokens,
         )
         if choice.patch is not None:
-            with without_patch(model):
+            with preparation.without_patch(model):
                 scores.measure(model)
 
     lora = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}
-    model = choose_parameters(model, choice.train, **lora, lora_dropout=choice.lora_dropout)
+    model = training.choose_parameters(
+        model, choice.train, **lora, lora_dropout=choice.lora_dropout
+    )
     if choice.loss_chunk != 0:
-        chunk_loss(model, choice.loss_chunk)
-    check_run(model, positions=data.positions, arguments=arguments)
-    share_weights(model, arguments)
+        training.chunk_loss(model, choice.loss_chunk)
+    training.check_run(model, positions=data.positions, arguments=arguments)
+    sharding.share_weights(model, arguments)
 
-    settings = settings_of(arguments, **decisive(given, loaded, patch, lengths, blocks.counts))
-    with TrainingFolder(arguments, settings, fresh=arguments.fresh) as folder:
+    settings = settings_of(
+        arguments, **options.decisive(given, loaded, patch, lengths, blocks.counts)
+    )
+    with training.TrainingFolder(arguments, settings, fresh=arguments.fresh) as folder:
         trainer = Trainer(
             model=model,
             args=arguments,
@@ -138,29 +119,29 @@ def finetune(given: Arguments) -> None:
             eval_dataset=[],  # the scores are the evaluation
             data_collator=collator,
             processing_class=tokenizer,
-            callbacks=[collator, StopOnNonFinite(), Lines()],
+            callbacks=[collator, watching.StopOnNonFinite(), watching.Lines()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)
         if scores is not None:
-            trainer.add_callback(PerplexityCallback(scores, trainer))
+            trainer.add_callback(training.PerplexityCallback(scores, trainer))
         folder.train(trainer)
         state, table = trainer.state, None
         if scores is not None:
             seen = state.num_input_tokens_seen
             table = scores.measure(model, state.global_step, tokens_seen=seen)
-        log = TrainingLog.of(
+        log = training.TrainingLog.of(
             trainer,
             base=choice.model or EMBEDDED,
             train=choice.train,
-            data={"source": source, **described(data, lengths, blocks.counts)},
-            command=command_line(),
+            data={"source": source, **options.described(data, lengths, blocks.counts)},
+            command=options.command_line(),
         )
         verify = arguments.verify_export
-        folder.save(lambda path: write_result(path, trainer, log, table, verify=verify))
+        folder.save(lambda path: finishing.write_result(path, trainer, log, table, verify=verify))
     if arguments.process_index == 0:
         if table is not None:
-            print_report(table, output)
+            finishing.print_report(table, output)
         if hub is not None:
             hub.push(output)
 
