@@ -11,6 +11,7 @@ parts are in `hf_posenc.training`, each for itself; scripts/finetune_loop.py put
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
@@ -60,9 +61,9 @@ def finetune(given: options.Arguments) -> None:
     lengths = preparation.resolve_lengths(
         model, data.positions, data.target_length, data.block_length
     )
-    hub = Hub.taken_from(arguments)
+    hub, repository = Hub.taken_from(arguments), "PATH"
     if hub is not None and arguments.process_index == 0:
-        hub.create()  # a wrong token is known before the training
+        repository = hub.create()  # a wrong token is known before the training
 
     entries, source = training_text(data)
     blocks = training.prepare_blocks(
@@ -91,11 +92,11 @@ def finetune(given: options.Arguments) -> None:
             lengths=data.score_lengths or [lengths.original, lengths.target],
             output=output / "scores",
             limit=data.score_documents,
-            device=arguments.device,
+            device=None if sharding.is_planned(arguments) else arguments.device,
             autocast=precision_of(arguments),
             tail_tokens=data.tail_tokens,
         )
-        if choice.patch is not None:
+        if choice.patch is not None and not sharding.is_planned(arguments):
             with preparation.without_patch(model):
                 scores.measure(model)
 
@@ -126,10 +127,12 @@ def finetune(given: options.Arguments) -> None:
         if scores is not None:
             trainer.add_callback(training.PerplexityCallback(scores, trainer))
         folder.train(trainer)
-        state, table = trainer.state, None
+        table = None
         if scores is not None:
-            seen = state.num_input_tokens_seen
-            table = scores.measure(model, state.global_step, tokens_seen=seen)
+            state = trainer.state
+            table = scores.measure(
+                trainer.model or model, state.global_step, tokens_seen=state.num_input_tokens_seen
+            )
         log = training.TrainingLog.of(
             trainer,
             base=choice.model or EMBEDDED,
@@ -137,8 +140,8 @@ def finetune(given: options.Arguments) -> None:
             data={"source": source, **options.described(data, lengths, blocks.counts)},
             command=options.command_line(),
         )
-        verify = arguments.verify_export
-        folder.save(lambda path: finishing.write_result(path, trainer, log, table, verify=verify))
+        write = partial(finishing.write_result, verify=arguments.verify_export, name=repository)
+        folder.save(lambda path: write(path, trainer, log, table))
     if arguments.process_index == 0:
         if table is not None:
             finishing.print_report(table, output)

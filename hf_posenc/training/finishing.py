@@ -43,6 +43,7 @@ def write_result(
     scores: PerplexityResult | None = None,
     *,
     verify: bool = False,
+    name: str = "PATH",
 ) -> None:
     """Saves the model with its tokenizer, card, plots and log. All processes call it.
 
@@ -52,6 +53,7 @@ def write_result(
         log: What the training was.
         scores: The rows of `Scores`.
         verify: Load the result in a process without hf_posenc and compare the logits.
+        name: Of the repository that it will be pushed to, for the card.
 
     Raises:
         VerificationError: That process computed another model; nothing has taken the place of an earlier result then.
@@ -65,7 +67,7 @@ def write_result(
             # Under ZeRO-3 a model that one process builds would wait for the others to build it too.
             with whole_weights(trainer.args):
                 verified = _verified(folder) if verify else None
-                write_card(folder, log, scores, verified=verified)
+                write_card(folder, log, scores, verified=verified, name=name)
         except PosencError as error:
             problem = error
     told: Any = from_first(problem)  # all processes stop, or none

@@ -9,6 +9,7 @@ one parameter at a time: no device ever holds all of it.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,6 +63,12 @@ def share_weights(model: nn.Module, arguments: TrainingArguments) -> None:
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(dtype)
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
+
+
+def is_planned(arguments: TrainingArguments) -> bool:
+    """Whether the Trainer will share the weights out, by FSDP or DeepSpeed: no device may hold all of them."""
+    by_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    return bool(arguments.fsdp) or by_fsdp or arguments.deepspeed_plugin is not None
 
 
 def _splits(arguments: TrainingArguments) -> bool:
