@@ -107,11 +107,10 @@ def test_a_copy_has_a_loss_of_its_own() -> None:
 
 
 def test_what_wraps_it_is_kept() -> None:
-    from accelerate.utils import convert_outputs_to_fp32
-
     model: Any = zoo.build("llama")
     handle = chunk_loss(model, CHUNK)
-    model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
+    autocast: Any = torch.autocast("cpu", torch.bfloat16)  # as accelerate does it
+    model.forward = types.MethodType(autocast(model.forward.__func__), model)
     wrapped = model.forward
     assert chunk_loss(model, 8) is handle
     assert "logits" not in model(**texts())
@@ -144,8 +143,11 @@ def test_weights_that_are_not_here_yet_are_tried_on_the_first_batch() -> None:
     absent.model.rotary_emb = model.model.rotary_emb
     absent.model.embed_tokens.embed_scale = model.model.embed_tokens.embed_scale
     given = texts() | {"attention_mask": torch.ones(2, LENGTH, dtype=torch.long)}
+    runs: list[Any] = []
+    absent.model.norm.register_forward_hook(lambda *_: runs.append(1))
     found = trained(absent.eval(), **given)
     assert handle.exact
+    assert len(runs) == 1
     assert_same(found, trained(model, **given))
 
 
@@ -225,6 +227,39 @@ def test_a_loss_inside_the_forward_is_chunked_too() -> None:
     assert handle.exact
     assert_same(trained(model, **texts(), num_items_in_batch=3), expected)
     assert "logits" not in model(**texts())
+
+
+class OwnCount(OwnLoss):
+    """It counts the tokens itself where it is told how many there are: a rule that nobody else can know."""
+
+    def forward(self, *args: Any, num_items_in_batch: int | None = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if num_items_in_batch is not None:
+            output.loss = output.loss / num_items_in_batch
+        return output
+
+
+def test_a_rule_of_its_own_for_the_number_of_tokens_is_found() -> None:
+    model: Any = OwnCount(zoo.tiny_config("llama"))
+    expected = trained(model, **texts(), num_items_in_batch=3)
+    assert chunk_loss(model, CHUNK).exact is False
+    assert_same(trained(model, **texts(), num_items_in_batch=3), expected, 0)
+
+
+class Flattened(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = F.linear(hidden.view(-1, hidden.shape[-1]), self.weight)
+        return logits.view(*hidden.shape[:-1], -1)
+
+
+def test_a_head_may_view_what_it_gets_in_another_shape() -> None:
+    model: Any = zoo.build("llama")
+    expected = trained(model, **texts())
+    weight = model.lm_head.weight
+    model.lm_head = Flattened(64, 128, bias=False)
+    model.lm_head.weight = weight
+    assert chunk_loss(model, CHUNK).exact
+    assert_same(trained(model, **texts()), expected)
 
 
 class NoHead(nn.Module):
