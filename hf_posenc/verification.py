@@ -164,16 +164,17 @@ def _probes(model: Any, seed: int) -> list[dict[str, Tensor]]:
     """
     text = model.config.get_text_config(decoder=True)
     patch = get_patch(model)
-    length = int(getattr(text, "max_position_embeddings", None) or _TOKENS)
-    reach = length
+    trained = int(getattr(text, "max_position_embeddings", None) or _TOKENS)
+    reach = trained
     if patch is not None:
-        reach = patch.extended_length or 2 * patch.original_max_position_embeddings
+        trained = patch.original_max_position_embeddings
+        reach = patch.extended_length or 2 * trained
     generator = torch.Generator().manual_seed(seed)
 
     def ids(count: int) -> Tensor:
         return torch.randint(0, int(text.vocab_size), (1, count), generator=generator)
 
-    probes = [{"input_ids": ids(min(_TOKENS, length))}]
+    probes = [{"input_ids": ids(min(_TOKENS, trained))}]
     if "position_ids" in inspect.signature(model.forward).parameters and reach > _SPREAD:
         places = torch.linspace(0, reach - 1, _SPREAD).round().long()[None]
         spread = {"input_ids": ids(_SPREAD), "position_ids": places}

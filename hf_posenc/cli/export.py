@@ -14,7 +14,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.methods import get_method
 
 if TYPE_CHECKING:
-    from hf_posenc.engines import Export
+    from hf_posenc.engines import Export, GGUFCheck
 
 
 def export(
@@ -173,27 +173,31 @@ def _print_methods(name: str, engine: str) -> None:
 def _check_file(file: Path, name: str, engine: str, patch: str | None, output: Path | None) -> None:
     """Says what llama.cpp makes of a file, and writes another where that is not the model."""
     from hf_posenc.engines import check_gguf, write_gguf
+    from hf_posenc.engines import export as exported
 
     if engine != "llama.cpp":
         raise PosencError(f"--gguf goes with --to llama.cpp, not with --to {engine}.")
     method, options = _asked(patch)
-    check = check_gguf(file, name, method=method, **options)
+    told = exported(name, engine, method=method, **options)
+    flags = told.flags if told.divisors is None else ()
+    check = check_gguf(file, name, flags=flags, method=method, **options)
     console = out()
-    console.print(
-        f"{file} ({check.architecture}): llama.cpp computes frequencies within {check.error.frequency:.1e} of the "
-        f"model's, factor within {check.error.factor:.1e}",
-        markup=False,
-    )
+    console.print(_file_line(check), markup=False)
     if check.right:
-        console.print("It is right as it is.")
+        with_flags = f", with {' '.join(flags)}" if len(flags) > 2 else ""
+        console.print(f"It is right as it is{with_flags}.", markup=False)
         return
     folder = output or Path()
     folder.mkdir(parents=True, exist_ok=True)
     target = write_gguf(check, folder / f"{file.stem}-posenc.gguf")
-    again = check_gguf(target, name, method=method, **options)
-    console.print(
-        f"Wrote {target}: frequencies within {again.error.frequency:.1e}, factor within {again.error.factor:.1e}",
-        markup=False,
+    console.print(f"Wrote {target}", markup=False)
+    console.print(_file_line(check_gguf(target, name, method=method, **options)), markup=False)
+
+
+def _file_line(check: GGUFCheck) -> str:
+    return (
+        f"{check.path} ({check.architecture}): llama.cpp computes frequencies within {check.error.frequency:.1e} of "
+        f"the model's, factor within {check.error.factor:.1e}"
     )
 
 

@@ -215,8 +215,8 @@ def _not_a_table(source: Source) -> str:
     beyond = [method.name for method in source.methods if seam_of(method) != "rotary"]
     if beyond:
         return (
-            f"{' and '.join(beyond)} changes attention, not only the frequencies, and no engine has it: only "
-            "hf_posenc.from_pretrained loads it, in transformers 5"
+            f"{' and '.join(beyond)} changes attention and not the frequencies alone, which no config says: it loads "
+            "with hf_posenc.from_pretrained only"
         )
     return ""
 

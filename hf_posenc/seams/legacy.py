@@ -52,7 +52,8 @@ class LegacyKeys:
         if "rope_theta" not in full or full["rope_type"] not in ROPE_TYPES:
             return {}
         legacy = {"rope_theta": full["rope_theta"]}
-        if full["rope_type"] != "default" or set(full) - _OUTSIDE:
+        beside = set(full) - _OUTSIDE if self.fields is None else ()
+        if full["rope_type"] != "default" or beside:
             legacy["rope_scaling"] = self._scaling(full)
         if full["rope_type"] == "longrope" and full["short_factor"] != full["long_factor"]:
             # There the switch from the one list to the other is at this attribute, else at max_position_embeddings.
