@@ -415,3 +415,18 @@ def test_a_checkpoint_that_is_scaled_already(tmp_path: Path) -> None:
 def test_nothing_is_loaded_from_a_source_without_tables() -> None:
     source: Any = SimpleNamespace(methods=(get_method("rerope")(),), path="m", base="m")
     assert not export_source(source, "vllm").possible
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_page_says_what_the_survey_finds(llama: Path, engine: str) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "shipping.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| ") and line.count("|") == 2 + len(ENGINES)
+    ]
+    heading = next(row for row in rows if row[0] == "method")
+    assert tuple(heading[1:]) == ENGINES
+    told = {row[0]: row[heading.index(engine)] for row in rows if row[0] in zoo.frequency_methods()}
+    found = {row.method.split(",")[0]: row.form or "-" for row in survey(llama, engine)}
+    assert told == {method: found[method] for method in zoo.frequency_methods()}
