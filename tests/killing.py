@@ -45,10 +45,17 @@ class _AtStep(TrainerCallback):
         moment = self._moment
         if moment is None or (moment.when, moment.step, moment.rank) != (when, step, rank):
             return
-        if moment.number < 0:
-            os.killpg(os.getpgrp(), -moment.number)
-        else:
+        if moment.number >= 0:
             os.kill(os.getpid(), moment.number)
+        elif (
+            sender := os.fork()
+        ) == 0:  # a dataloader's worker takes a signal of its parent for an order to end
+            group = os.getpgrp()
+            os.setpgrp()
+            os.killpg(group, -moment.number)
+            os._exit(0)
+        else:
+            os.waitpid(sender, 0)
 
 
 def train(
