@@ -209,6 +209,13 @@ def test_wrong_gradients_alone_are_found(caplog: pytest.LogCaptureFixture) -> No
     assert "(other gradients)" in caplog.text
 
 
+def test_rounding_over_a_large_vocabulary_is_not_taken_for_a_difference() -> None:
+    config = zoo.tiny_config("llama", vocab_size=32_768, hidden_size=256, num_hidden_layers=1)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        assert chunk_loss(LlamaForCausalLM(config)).exact  # type: ignore[arg-type]
+
+
 class OwnLoss(_Llama):  # type: ignore[misc]
     """As remote code may be: the loss is computed in the forward, in a way of its own to count."""
 
