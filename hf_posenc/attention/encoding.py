@@ -84,8 +84,8 @@ class Encoding:
 
     def with_parameters(self, parameters: Mapping[str, Tensor] | None) -> Encoding:
         """The same methods, with others of what they train in force."""
-        other = object.__new__(Encoding)
-        other.__dict__.update(self.__dict__, parameters=parameters)  # `keeps` need not be found out again
+        other = object.__new__(Encoding)  # so that `keeps` need not be found out again
+        other.__dict__.update(self.__dict__, parameters=parameters)
         return other
 
     def cached_position(self, n: Tensor) -> Tensor:

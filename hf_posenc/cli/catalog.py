@@ -114,7 +114,7 @@ def models() -> None:
 
 def recipes() -> None:
     """List the published patches that `load_patch(model, NAME)` takes."""
-    from hf_posenc.saving import available_recipes, get_recipe
+    from hf_posenc.recipes import available_recipes, get_recipe
 
     table = _table("recipe", "method", "scale", "original", "model types", "checkpoint")
     for name in available_recipes():

@@ -137,7 +137,8 @@ def posenc_attention(
             f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model."
         )
     trained: Any = parameters_in_force(module)
-    if trained is not layer.encoding.parameters:  # another adapter of PEFT's is active, or was merged
+    # Another adapter of PEFT's may be active by now, or merged.
+    if trained is not layer.encoding.parameters:
         layer.encoding = layer.encoding.with_parameters(trained)
     if kwargs.get("cache") is not None:
         raise PosencError(
