@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_posenc import PosencError, get_method, patch_model
+from hf_posenc import PosencError, from_pretrained, get_method, patch_model
 from hf_posenc.engines import (
     ENGINES,
     TableError,
@@ -430,3 +430,28 @@ def test_the_page_says_what_the_survey_finds(llama: Path, engine: str) -> None:
     told = {row[0]: row[heading.index(engine)] for row in rows if row[0] in zoo.frequency_methods()}
     found = {row.method.split(",")[0]: row.form or "-" for row in survey(llama, engine)}
     assert told == {method: found[method] for method in zoo.frequency_methods()}
+
+
+def test_an_adapter_is_merged_with_its_patch(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from hf_posenc.training.parameters import choose_parameters
+
+    zoo.build("llama").save_pretrained(tmp_path / "base")
+    model = patch_model(from_pretrained(tmp_path / "base"), "ntk_mixed", scale=4)
+    tuned = choose_parameters(model, "lora")
+    assert isinstance(tuned, peft.PeftModel)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05)
+    tuned.save_pretrained(tmp_path / "adapter")
+    found = export(tmp_path / "adapter", "transformers5")
+    assert found.is_adapter
+    write_export(found, tmp_path / "out")
+    plain = zoo.load(type(zoo.build("llama")), tmp_path / "out")
+    assert (
+        zoo.relative_difference(
+            zoo.logits(plain, zoo.tokens(96)), zoo.logits(tuned, zoo.tokens(96))
+        )
+        < 1e-4
+    )
