@@ -26,7 +26,7 @@ from hf_posenc.engines import (
 )
 from hf_posenc.engines.exporting import export_source, find_engine, measure
 from hf_posenc.engines.llama_cpp import converted, runtime
-from hf_posenc.engines.source import open_source
+from hf_posenc.engines.opening import open_source
 from tests import zoo
 from tests.gguf_files import converted_file
 from tests.test_patching import OPTIONS

@@ -11,8 +11,9 @@ from typing import Any
 from hf_posenc.engines.engine import Draft, Engine
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.llama_cpp import Divisors, LlamaCpp
+from hf_posenc.engines.opening import open_source
 from hf_posenc.engines.servers import VLLM, SGLang
-from hf_posenc.engines.source import Source, clean_json, open_source
+from hf_posenc.engines.source import Source, clean_json
 from hf_posenc.engines.transformers import Transformers4, Transformers5
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.export import BLOCK, config_parts, quiet

@@ -8,7 +8,8 @@ from pathlib import Path
 from hf_posenc.engines import gguf
 from hf_posenc.engines.exporting import TableError, table_error
 from hf_posenc.engines.llama_cpp import Divisors, LlamaCpp, runtime
-from hf_posenc.engines.source import Source, SourceTable, open_source
+from hf_posenc.engines.opening import open_source
+from hf_posenc.engines.source import Source, SourceTable
 from hf_posenc.errors import PosencError
 from hf_posenc.resolve import MethodLike
 
