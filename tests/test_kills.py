@@ -215,8 +215,7 @@ def test_all_processes_of_the_job_are_told_and_the_workers_of_the_dataloader_wit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(("kind", "processes"), [("full", 1), ("full", 2), ("lora", 2)])
 def test_ten_kills(whole: Any, tmp_path: Path, kind: str, processes: int) -> None:
     run = whole(processes=processes, kind=kind)
     chance = random.Random(processes)

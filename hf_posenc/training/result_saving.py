@@ -12,7 +12,9 @@ from hf_posenc.training import together
 from hf_posenc.training.checkpoints import flush, sync
 
 BESIDE = ".saving"
-_CONFIGS = ("config.json", "adapter_config.json")
+CONFIGS = ("config.json", "adapter_config.json")
+"""What loading looks for first."""
+
 _WEIGHTS = (
     "*model.safetensors",
     "*model-*-of-*.safetensors",
@@ -78,14 +80,14 @@ def reason_of(error: Exception) -> str:
 
 def _put_into_place(beside: Path, folder: Path) -> None:
     made = sorted(path.name for path in beside.iterdir())
-    for name in _CONFIGS:
+    for name in CONFIGS:
         (folder / name).unlink(missing_ok=True)
     sync(folder)
     for path in [path for pattern in _WEIGHTS for path in folder.glob(pattern)]:
         if path.name not in made:
             path.unlink(missing_ok=True)
-    for name in sorted(made, key=lambda name: name in _CONFIGS):
-        if name in _CONFIGS:
+    for name in sorted(made, key=lambda name: name in CONFIGS):
+        if name in CONFIGS:
             sync(folder)
         if (folder / name).is_dir():
             shutil.rmtree(folder / name)

@@ -26,10 +26,10 @@ from hf_posenc.training.checkpoints import (
     last_complete_checkpoint,
     step_of,
 )
+from hf_posenc.training.result_saving import CONFIGS
 
 SETTINGS = "settings.json"
 _FORMAT = 1
-_RESULTS = ("config.json", "adapter_config.json")
 # Where a run is, who watches it, how often it saves and how its batches are fetched: none of the losses depend on them.
 _NAMES = """output_dir logging_dir run_name project report_to disable_tqdm log_level log_level_replica log_on_each_node
     logging_strategy logging_steps logging_first_step logging_nan_inf_filter include_num_input_tokens_seen
@@ -103,7 +103,7 @@ def resume_point(
     if before is not None:
         changed = differences(before["settings"], settings)
     complete = complete_checkpoints(folder)
-    occupied = bool(complete) or any((folder / name).exists() for name in _RESULTS)
+    occupied = bool(complete) or any((folder / name).exists() for name in CONFIGS)
     if changed and occupied and fresh:
         for path in complete:
             discard(path)
@@ -111,12 +111,18 @@ def resume_point(
     elif changed and occupied and explicit is None:
         raise PosencError(
             f"{folder} holds a run with other settings: {_list(changed)}. Repeat its command to continue it, choose "
-            "another --output_dir, or begin again in this one with --fresh."
+            "another --output_dir, or begin again in this one with --fresh. With --resume_from_checkpoint CHECKPOINT "
+            "it goes on from there, but not as it would have."
         )
     named = None if explicit is None else str(explicit)
     continued = before is not None and not changed and before.get("continued") == named
     if explicit is None or (complete and continued):
         point = last_complete_checkpoint(folder)
+        if point is not None and settings.get("arguments", {}).get("save_only_model"):
+            raise PosencError(
+                f"{point} holds no optimizer (--save_only_model), so the run cannot continue from it as it was. Name "
+                "it in --resume_from_checkpoint to go on with a new one, or choose another --output_dir."
+            )
     else:
         point = _explicit(explicit, folder, complete, settings)
     if point is not None and before is not None:
@@ -137,7 +143,9 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
     """What differs between two JSON values, as `name: before, now`."""
     if isinstance(before, dict) and isinstance(now, dict):
         found = []
-        for key in sorted({*before, *now}):
+        # Another version of transformers has other options; what both have is compared.
+        keys = {*before} & {*now} if name == "arguments" else {*before, *now}
+        for key in sorted(keys):
             path = f"{name}.{key}" if name else str(key)
             found += differences(before.get(key), now.get(key), path)
         return found
