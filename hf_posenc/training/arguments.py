@@ -16,6 +16,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import one_line
 from hf_posenc.patch import Patch
 from hf_posenc.training.blocks import Counts
+from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 
 RECIPE_OPTION = "--recipe"
@@ -46,7 +47,7 @@ class PatchArguments:
         "method:option=value,...[+method...], as for `hf-posenc perplexity`. A model that was saved with a patch keeps "
         "its own where this is left out.",
     )
-    train: Literal["full", "lora", "encoding"] = _option(
+    train: Trained = _option(
         "full",
         "All weights, LoRA with embeddings and norms, or the encoding's own parameters only.",
     )

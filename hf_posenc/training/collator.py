@@ -22,7 +22,7 @@ POSITIONS = ("contiguous", "packed", *DRAWS)
 """How tokens get their positions."""
 
 IGNORED = -100
-"""The label that transformers' losses leave out."""
+"""The label of a token that is not learned: the `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 class PositionCollator(TrainerCallback):

@@ -18,11 +18,9 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.evaluation.decoder import hidden_states, sliced
+from hf_posenc.training.collator import IGNORED
 from hf_posenc.training.decoder_place import DecoderPlace
 from hf_posenc.training.head_gradients import SinglePrecisionSums
-
-IGNORED = -100
-"""The label of a token that is not learned; the `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 def summed_loss(

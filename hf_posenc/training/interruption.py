@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import signal
 import threading
@@ -14,9 +12,9 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posenc.training import together
+from hf_posenc.training.launching import launcher
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
-_LAUNCHERS = ("accelerate", "torchrun", "torch.distributed.run")
 
 
 class Interruption:
@@ -46,7 +44,8 @@ class Interruption:
 
     def open(self) -> None:
         """Begins to listen, where this is the process's main thread; no other can."""
-        self._received, self._launcher = 0, _launcher()
+        found = launcher()
+        self._received, self._launcher = 0, None if found is None else found[0]
         if threading.current_thread() is threading.main_thread() and not self._before:
             self._before = {each: signal.signal(each, self._note) for each in self._signals}
 
@@ -152,14 +151,3 @@ def ends_epoch(state: TrainerState) -> bool:
     """Whether the last step was the last one of its epoch, or of all: the Trainer takes both as the end."""
     whole = state.epoch is not None and float(state.epoch).is_integer()
     return whole or state.global_step >= state.max_steps
-
-
-def _launcher() -> int | None:
-    """The process id of the program that launched this one, where it is accelerate's or torch's launcher."""
-    psutil: Any = importlib.import_module("psutil")  # accelerate depends on it
-
-    with contextlib.suppress(psutil.Error):
-        parent = psutil.Process(os.getppid())
-        if any(name in word for word in parent.cmdline()[:4] for name in _LAUNCHERS):
-            return int(parent.pid)
-    return None

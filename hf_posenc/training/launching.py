@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,11 @@ from transformers import TrainingArguments
 from hf_posenc.errors import PosencError
 
 _CONFIGS = "scripts/configs/"
+_LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
+_MODULES = (
+    *("accelerate.commands.launch", "accelerate/commands/launch.py"),
+    *("torch.distributed.run", "torch/distributed/run.py"),
+)
 
 
 def join_on_cpu() -> None:
@@ -21,8 +27,8 @@ def join_on_cpu() -> None:
     """
     import torch
 
-    wants = any(_set(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"))
-    if "LOCAL_RANK" in os.environ and not wants and not torch.accelerator.is_available():
+    sharded = is_set("ACCELERATE_USE_FSDP") or is_set("ACCELERATE_USE_DEEPSPEED")
+    if "LOCAL_RANK" in os.environ and not sharded and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
@@ -49,7 +55,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
             f"{_CONFIGS}two_processes.yaml --num_processes {arguments.n_gpu} ..., or hide all but one "
             "(CUDA_VISIBLE_DEVICES=0)."
         )
-    if _set("ACCELERATE_USE_FSDP") or (arguments is not None and arguments.fsdp):
+    if wants_fsdp(arguments):
         if kind in ("NO", "MULTI_CPU"):
             raise PosencError(
                 "FSDP was asked for, but accelerate gives it to GPUs only: on a CPU every process would hold the whole "
@@ -57,15 +63,25 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
             )
         _check_fsdp(arguments)
     wants_deepspeed = arguments is not None and arguments.deepspeed
-    if (_set("ACCELERATE_USE_DEEPSPEED") or wants_deepspeed) and kind != "DEEPSPEED":
+    if (is_set("ACCELERATE_USE_DEEPSPEED") or wants_deepspeed) and kind != "DEEPSPEED":
         raise PosencError(
             "DeepSpeed was asked for, but accelerate leaves it out where a CPU is asked for: every process would hold "
             "the whole model, without a word. Leave --use_cpu out; DeepSpeed takes a CPU by DS_ACCELERATOR=cpu and "
             "--ddp_backend gloo."
         )
-    _check_processes(state.num_processes, deepspeed=_set("ACCELERATE_USE_DEEPSPEED"))
+    _check_processes(state.num_processes, deepspeed=is_set("ACCELERATE_USE_DEEPSPEED"))
     if kind == "DEEPSPEED":
         _check_deepspeed(arguments)
+
+
+def is_set(name: str) -> bool:
+    """Whether `accelerate launch` has switched something on for the processes that it starts."""
+    return os.environ.get(name, "false").lower() in ("true", "1")
+
+
+def wants_fsdp(arguments: TrainingArguments | None) -> bool:
+    """Whether FSDP is asked for, by a launch file or by the arguments."""
+    return is_set("ACCELERATE_USE_FSDP") or bool(arguments is not None and arguments.fsdp)
 
 
 def launched_processes() -> int:
@@ -76,14 +92,14 @@ def launched_processes() -> int:
     """
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
+    found = launcher()
+    if found is None:
+        return 1
     try:
-        import psutil  # comes with accelerate
         from accelerate.commands.launch import launch_command_parser, load_config_from_file
 
-        words: list[str] = psutil.Process(os.getppid()).cmdline()
-        place = next(i for i, word in enumerate(words[:4]) if _is_launcher(word)) + 1
-        place += words[place : place + 1] == ["launch"]
-        given, _ = launch_command_parser().parse_known_args(words[place:])
+        words = found[1][1:] if found[1][:1] == ["launch"] else found[1]
+        given, _ = launch_command_parser().parse_known_args(words)
         if given.num_processes is None and (given.config_file or not given.cpu):
             return int(load_config_from_file(given.config_file).num_processes)
         return int(given.num_processes or 1)
@@ -91,9 +107,17 @@ def launched_processes() -> int:
         return 1
 
 
-def _is_launcher(word: str) -> bool:
-    named = Path(word).name in ("accelerate", "accelerate-launch")
-    return named or word.endswith(("accelerate.commands.launch", "accelerate/commands/launch.py"))
+def launcher() -> tuple[int, list[str]] | None:
+    """The launcher of accelerate or torch that started this process: its process id and its arguments."""
+    import psutil  # accelerate depends on it
+
+    with contextlib.suppress(psutil.Error):
+        parent = psutil.Process(os.getppid())
+        words = parent.cmdline()
+        for place, word in enumerate(words[:4]):
+            if Path(word).name in _LAUNCHERS or word.endswith(_MODULES):
+                return int(parent.pid), words[place + 1 :]
+    return None
 
 
 def _check_processes(running: int, *, deepspeed: bool) -> None:
@@ -159,7 +183,3 @@ def _check_deepspeed(arguments: TrainingArguments | None) -> None:
             + ("" if wanted is None else f" where max_grad_norm is {wanted:g}")
             + ". Set both to the same number."
         )
-
-
-def _set(name: str) -> bool:
-    return os.environ.get(name, "false").lower() in ("true", "1")

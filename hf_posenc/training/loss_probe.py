@@ -17,8 +17,9 @@ from hf_posenc.evaluation.decoder import (
     without_cache,
 )
 from hf_posenc.evaluation.documents import one_line
+from hf_posenc.training.collator import IGNORED
 from hf_posenc.training.decoder_place import DecoderPlace
-from hf_posenc.training.head_chunks import IGNORED, cut, with_hidden
+from hf_posenc.training.head_chunks import cut, with_hidden
 
 CHUNK = 4
 """Positions of a chunk of the probe."""

@@ -9,13 +9,14 @@ one parameter at a time: no device ever holds all of it.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import TrainingArguments
+
+from hf_posenc.training.launching import wants_fsdp
 
 
 @contextlib.contextmanager
@@ -67,8 +68,7 @@ def share_weights(model: nn.Module, arguments: TrainingArguments) -> None:
 
 def is_planned(arguments: TrainingArguments) -> bool:
     """Whether the Trainer will share the weights out, by FSDP or DeepSpeed: no device may hold all of them."""
-    by_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    return bool(arguments.fsdp) or by_fsdp or arguments.deepspeed_plugin is not None
+    return wants_fsdp(arguments) or arguments.deepspeed_plugin is not None
 
 
 def _splits(arguments: TrainingArguments) -> bool:
