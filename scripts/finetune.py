@@ -26,6 +26,7 @@ from hf_posenc.training import arguments as options
 from hf_posenc.training import finishing, launching, preparation, sharding, watching
 from hf_posenc.training.hub import Hub
 from hf_posenc.training.scoring import precision_of
+from hf_posenc.training.scoring_callback import check_best
 from hf_posenc.training.settings_guard import settings_of
 
 RECIPE = Path(__file__).parent / "recipes" / "embedded.yaml"
@@ -100,6 +101,7 @@ def finetune(given: options.Arguments) -> None:
             with preparation.without_patch(model):
                 scores.measure(model)
 
+    check_best(arguments, scores)
     lora = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}
     model = training.choose_parameters(
         model, choice.train, **lora, lora_dropout=choice.lora_dropout
@@ -129,10 +131,10 @@ def finetune(given: options.Arguments) -> None:
         folder.train(trainer)
         table = None
         if scores is not None:
-            state = trainer.state
-            table = scores.measure(
-                trainer.model or model, state.global_step, tokens_seen=state.num_input_tokens_seen
-            )
+            state, tuned = trainer.state, trainer.model or model
+            best = arguments.load_best_model_at_end and state.best_global_step
+            seen = None if best else state.num_input_tokens_seen
+            table = scores.measure(tuned, best or state.global_step, tokens_seen=seen, last=True)
         log = training.TrainingLog.of(
             trainer,
             base=choice.model or EMBEDDED,
@@ -143,8 +145,7 @@ def finetune(given: options.Arguments) -> None:
         write = partial(finishing.write_result, verify=arguments.verify_export, name=repository)
         folder.save(lambda path: write(path, trainer, log, table))
     if arguments.process_index == 0:
-        if table is not None:
-            finishing.print_report(table, output)
+        finishing.print_report(table, output)
         if hub is not None:
             hub.push(output)
 

@@ -123,6 +123,8 @@ def test_a_patched_model_is_trained_further_as_it_is(
     first = run(tmp_path, texts)
     with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*replace=true"):
         run(tmp_path, texts, "--model", str(first), "--patch", "pi:scale=4", name="second")
+    with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*as it is\.$"):
+        run(tmp_path, texts, "--model", str(first), "--patch", "none", name="second")
     second = run(tmp_path, texts, "--model", str(first), name="second")
     patch = get_patch(from_pretrained(second))
     assert patch is not None
@@ -132,6 +134,30 @@ def test_a_patched_model_is_trained_further_as_it_is(
     longer = get_patch(from_pretrained(third))
     assert longer is not None
     assert longer.extended_length == 2048
+
+
+BEST = ("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end")
+
+
+def test_the_best_model_is_shown_as_what_it_is(
+    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tail = ("--metric_for_best_model", "eval_tail_perplexity_128", "--greater_is_better", "false")
+    worse = ("--max_steps", "3", "--warmup_steps", "1", "--learning_rate", "0.5")  # but for step 1
+    output = run(tmp_path, texts, *BEST, *tail, *worse)
+    scores = PerplexityResult.from_dict(json.loads((output / "perplexity.json").read_text()))
+    assert [stage["step"] for stage in scores.source["stages"]] == [0, 0, 1]
+    assert "after 1 step" in capsys.readouterr().out
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert "after 1 step" in card
+    assert "after 3 steps" not in card
+
+
+def test_a_run_without_scores_says_where_the_model_is(
+    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = run(tmp_path, texts, "--no_score")
+    assert f"its plots are in {output}" in capsys.readouterr().out
 
 
 WRONG: dict[str, tuple[tuple[str, ...], str]] = {
@@ -148,6 +174,20 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         "no form for rerope",
     ),
     "an adapter to be verified": (("--train", "lora", "--verify_export"), "saves an adapter"),
+    "a target that is no length": (("--target_length", "-5"), "--target_length -5: a context has"),
+    "a block of no tokens": (("--block_length", "0"), "--block_length 0: an example has"),
+    "no documents": (("--documents", "0"), "0 documents: at least 1"),
+    "no rank": (("--train", "lora", "--lora_rank", "0"), "lora_rank=0.*at least 1"),
+    "no probability": (("--train", "lora", "--lora_dropout", "2"), "lora_dropout=2.*below 1"),
+    "a best model by a loss that is not measured": (
+        BEST,
+        "=loss is not measured; there are eval_tail_perplexity_128.*--greater_is_better false",
+    ),
+    "a best model by another length": (
+        (*BEST, "--metric_for_best_model", "tail_perplexity_256"),
+        "=tail_perplexity_256 is not measured",
+    ),
+    "a best model without scores": ((*BEST, "--no_score"), "nothing to tell the best model by"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),
 }  # fmt: skip
 

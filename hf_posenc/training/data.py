@@ -65,6 +65,8 @@ def prepare_blocks(
     """
     if positions not in POSITIONS:
         raise unknown("way of giving positions", positions, POSITIONS)
+    if limit is not None and limit < 1:
+        raise PosencError(f"{limit} documents: at least 1 is needed, or no limit for all.")
     prefix = special_prefix(tokenizer, "auto")
     if length < len(prefix) + 2:
         raise PosencError(

@@ -89,9 +89,9 @@ def _verified(folder: Path) -> str:
     return said
 
 
-def print_report(scores: PerplexityResult, folder: Path) -> None:
-    """Prints the perplexities before and after, and where the model is."""
+def print_report(scores: PerplexityResult | None, folder: Path) -> None:
+    """Prints the perplexities before and after, where they were measured, and where the model is."""
     console = Console(highlight=False)
-    for part in report(scores):
+    for part in () if scores is None else report(scores):
         console.print(part)
     console.print(f"\nThe model, its card and its plots are in {folder}", soft_wrap=True)

@@ -50,7 +50,7 @@ def choose_parameters(
     if unwrap(model) is not model:
         raise PosencError(
             f"This model is wrapped by {type(model).__name__} already. Choose what is trained before a model is "
-            "wrapped, and merge an adapter first (merge_and_unload()), or train it as it is."
+            "wrapped, and merge an adapter first: merge_and_unload(), or `hf-posenc export DIR --to transformers5`."
         )
     if train != "lora":
         if lora_options:
@@ -61,6 +61,10 @@ def choose_parameters(
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
         return model
+    if lora_rank < 1 or not 0 <= lora_dropout < 1:
+        raise PosencError(
+            f"lora_rank={lora_rank}, lora_dropout={lora_dropout:g}: a rank is at least 1, a dropout from 0 to below 1."
+        )
     require_peft()
     from peft import get_peft_model
 

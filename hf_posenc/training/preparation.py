@@ -62,7 +62,7 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
     if text.strip().lower() == UNPATCHED:
         if patch is not None:
             raise PosencError(
-                f"--patch none: this model was saved with {_headline(patch)}. {_KEEP}"
+                f"--patch none: this model was saved with {_headline(patch)}. {_KEEP}."
             )
         return
     request = Request.parse(text)
@@ -135,6 +135,8 @@ def resolve_lengths(
     """
     patch = get_patch(model)
     original = original_length(model, ())
+    if target_length is not None and target_length < 2:
+        raise PosencError(f"--target_length {target_length}: a context has at least 2 tokens.")
     target = target_length or (None if patch is None else patch.extended_length)
     if target is None:
         why = "there is no patch" if patch is None else f"{patch.method} follows the text"
@@ -142,7 +144,9 @@ def resolve_lengths(
             f"There is no length to train for, since {why}: give --target_length, in tokens."
         )
     original = original or target
-    block = block_length or (min(original, target) if positions in DRAWS else target)
+    block = block_length
+    if block is None:
+        block = min(original, target) if positions in DRAWS else target
     if not 1 < block <= target:
         raise PosencError(
             f"--block_length {block}: an example has from 2 to {target:,} tokens, the target length."

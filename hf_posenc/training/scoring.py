@@ -29,7 +29,7 @@ from hf_posenc.evaluation.store import ALONE, Memory, Records, Store, fingerprin
 from hf_posenc.patching import get_patch
 from hf_posenc.training.ranks import from_all, from_first, is_sharded, place, without_wrapper
 from hf_posenc.training.shared_records import Both, known_to_all
-from hf_posenc.training.stages import Stage, stages_of, with_row
+from hf_posenc.training.stages import Stage, stages_of, up_to, with_row
 from hf_posenc.training.untouched import untouched
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class Scores:
         step: int = 0,
         *,
         tokens_seen: int | None = None,
+        last: bool = False,
         progress: Progress = lambda label, done, total: None,
     ) -> PerplexityResult:
         """Measures a model as it is now, patched or not, wrapped or sharded, and leaves no trace in it.
@@ -128,6 +129,8 @@ class Scores:
             model: The model.
             step: The number of optimizer steps that it was trained for.
             tokens_seen: The number of tokens that it was trained on.
+            last: Whether this is the model that is kept, so that rows of later steps go: the best one is not the
+                newest (`load_best_model_at_end`).
             progress: Called after every forward with the row's label, tokens done and tokens in all.
 
         Returns:
@@ -149,6 +152,9 @@ class Scores:
             if before is None or stage not in stages_of(before):
                 row = self._row(model, stage, described, sharded, progress)
                 before = with_row(before, row, stage)
+                self._keep(before)
+            elif last and stage != stages_of(before)[-1]:
+                before = up_to(before, stage)
                 self._keep(before)
         return before
 

@@ -85,9 +85,8 @@ class PerplexityCallback(TrainerCallback):
         return metrics_of(result, label_of(without_wrapper(model), state.global_step))
 
     def _log(self, numbers: dict[str, float], state: TrainerState) -> None:
-        if (
-            self._logged != state.global_step
-        ):  # one evaluation of several datasets is one measurement
+        # One evaluation of several datasets is one measurement.
+        if self._logged != state.global_step:
             self._logged = state.global_step
             self._trainer.log(dict(numbers))
 
@@ -99,6 +98,38 @@ def metrics_of(result: PerplexityResult, label: str) -> dict[str, float]:
         for cell in result.cells
         if cell.method == label
     }
+
+
+def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:
+    """Whether the scores alone, without a loss of an `eval_dataset`, have what the best model is told by.
+
+    Args:
+        arguments: The Trainer's.
+        scores: What is measured, if anything is.
+
+    Raises:
+        PosencError: There is no such number: the Trainer would end at its first evaluation.
+    """
+    metric = arguments.metric_for_best_model  # "loss" where it is needed and was not given
+    if metric is None or arguments.eval_strategy == "no":
+        return
+    settings = None if scores is None else scores.settings
+    names = [
+        f"eval_{protocol}_perplexity_{length}"
+        for protocol in (() if settings is None else reversed(settings.protocols))
+        for length in sorted(() if settings is None else settings.lengths, reverse=True)
+    ]
+    if metric.removeprefix("eval_") in [name.removeprefix("eval_") for name in names]:
+        return
+    if not names:
+        raise PosencError(
+            "Without scores there is nothing to tell the best model by: leave --no_score out, or "
+            "--load_best_model_at_end, --metric_for_best_model and reduce_lr_on_plateau."
+        )
+    raise PosencError(
+        f"metric_for_best_model={metric} is not measured; there are {', '.join(names)}. Give --metric_for_best_model "
+        f"{names[0]} --greater_is_better false."
+    )
 
 
 def _check_best(arguments: TrainingArguments) -> None:

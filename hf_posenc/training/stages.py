@@ -65,6 +65,12 @@ def with_row(
     )
 
 
+def up_to(table: PerplexityResult, stage: Stage) -> PerplexityResult:
+    """A table that ends with a row that it has: what came after is not of the model that is kept."""
+    stages = stages_of(table)
+    return only(table, [each.label for each in stages[: stages.index(stage) + 1]])
+
+
 def only(table: PerplexityResult, labels: Collection[str]) -> PerplexityResult:
     """Some of the rows of a table."""
     return dataclasses.replace(
