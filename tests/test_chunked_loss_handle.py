@@ -122,7 +122,7 @@ def test_what_wraps_it_is_kept() -> None:
 
 
 def test_the_default_chunk() -> None:
-    assert default_chunk(zoo.build("llama", vocab_size=4096)) == 2**22 // 4096
+    assert default_chunk(zoo.build("llama", vocab_size=4096)) == 2**23 // 4096
     wide: Any = zoo.tiny_config("llama", hidden_size=4096, vocab_size=128_256)
     with torch.device("meta"):
         model = LlamaForCausalLM(wide)

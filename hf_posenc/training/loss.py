@@ -18,6 +18,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import one_line
 from hf_posenc.evaluation.head_replay import evaluation_mode
 from hf_posenc.training import loss_probe
+from hf_posenc.training.collator import IGNORED
 from hf_posenc.training.decoder_place import DecoderPlace, loss_replaced
 from hf_posenc.training.forwards import (
     by_name,
@@ -26,17 +27,12 @@ from hf_posenc.training.forwards import (
     method_from,
     with_fields,
 )
-from hf_posenc.training.head_chunks import (
-    IGNORED,
-    shifted,
-    summed_loss,
-    without_loss,
-)
+from hf_posenc.training.head_chunks import shifted, summed_loss, without_loss
 
 logger = logging.getLogger(__name__)
 
-LEAST_LOGITS = 2**22
-"""Logits of a chunk, at least: 16 MiB in float32, 1,024 tokens of a 4k vocabulary."""
+LEAST_LOGITS = 2**23
+"""Logits of a chunk, at least: 32 MiB in float32, 256 tokens of a 32k vocabulary."""
 
 _PART_OF_HEAD = 4
 
@@ -193,7 +189,8 @@ class ChunkedLoss:
         if not loss_probe.runs_here(self.model):
             return
         given = loss_probe.batch(self.model)
-        with evaluation_mode(self.model), torch.random.fork_rng():
+        devices = {w.device for w in self.model.parameters() if w.device.type != "cpu"}
+        with evaluation_mode(self.model), torch.random.fork_rng(list(devices)):
             try:
                 with torch.no_grad():
                     decoder = self._find(given)
