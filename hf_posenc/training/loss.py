@@ -189,7 +189,7 @@ class ChunkedLoss:
         if not loss_probe.runs_here(self.model):
             return
         given = loss_probe.batch(self.model)
-        devices = {w.device for w in self.model.parameters() if w.device.type != "cpu"}
+        devices = {w.device for w in self.model.parameters() if w.device.type == "cuda"}
         with evaluation_mode(self.model), torch.random.fork_rng(list(devices)):
             try:
                 with torch.no_grad():
