@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import LengthDependent
 from hf_posenc.patch import Patch
 from hf_posenc.patching import get_patch, inspect_rope
-from hf_posenc.training.launching import check_launch
+from hf_posenc.training.launching import check_launch, is_set, wants_fsdp
+from hf_posenc.training.loss import ChunkedLoss
 from hf_posenc.training.ranks import from_all
 
 _SAMPLE = 4096
@@ -48,12 +48,14 @@ def check_run(
             "remove_unused_columns=True takes document_lengths out of the data, and packed documents would see each "
             "other. Set it to False."
         )
-    if arguments.label_smoothing_factor:
+    if arguments.label_smoothing_factor and any(
+        isinstance(value, ChunkedLoss) for part in model.modules() for value in vars(part).values()
+    ):
         raise PosencError(
             f"label_smoothing_factor={arguments.label_smoothing_factor:g} makes the Trainer compute another loss, "
-            "from the logits of the whole batch: the loss in chunks would not be used. Leave it at 0."
+            "from the logits of the whole batch: the loss in chunks would not be used. Leave it at 0, or "
+            "--loss_chunk 0."
         )
-    _check_checkpointing(model, arguments)
 
 
 def following_text(model: nn.Module, patch: Patch | None) -> dict[str, str]:
@@ -89,7 +91,7 @@ def _check_lengths(model: nn.Module, patch: Patch | None, positions: str) -> Non
 def _parallelism(arguments: TrainingArguments | None) -> Any:
     """What accelerate is to split beside the data, if anything: its ParallelismConfig."""
     given = None if arguments is None else getattr(arguments, "parallelism_config", None)
-    if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+    if given is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         from accelerate.parallelism_config import ParallelismConfig
 
         given = ParallelismConfig()  # reads what `accelerate launch` was told
@@ -150,10 +152,8 @@ def _check_precision(model: nn.Module, arguments: TrainingArguments) -> None:
     away. DeepSpeed keeps float32 copies itself, and accelerate makes them for FSDP2 with mixed precision.
     """
     adam = any(name in str(arguments.optim).lower() for name in ("adam", "lion"))
-    sharded = bool(arguments.fsdp) or os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
-    copies = arguments.deepspeed_plugin is not None or (
-        sharded and (arguments.bf16 or arguments.fp16)
-    )
+    mixed = arguments.bf16 or arguments.fp16
+    copies = arguments.deepspeed_plugin is not None or (wants_fsdp(arguments) and mixed)
     half = [
         p
         for p in model.parameters()
@@ -174,26 +174,6 @@ def _check_precision(model: nn.Module, arguments: TrainingArguments) -> None:
             f"The weights are {dtype}, and for {1 - moved / seen:.0%} of them a step of the learning rate, "
             f"{arguments.learning_rate:g}, is lost in rounding. Load them in float32 (--dtype float32), with --bf16 to "
             "compute in bfloat16."
-        )
-
-
-def _check_checkpointing(model: nn.Module, arguments: TrainingArguments) -> None:
-    options = (
-        getattr(arguments, "activation_checkpointing_kwargs", None)
-        or getattr(arguments, "gradient_checkpointing_kwargs", None)
-        or {}
-    )
-    on = getattr(arguments, "activation_checkpointing", None) or arguments.gradient_checkpointing
-    inner: Any = model
-    embeddings = inner.get_input_embeddings()
-    if (
-        on
-        and options.get("use_reentrant")
-        and not any(p.requires_grad for p in embeddings.parameters())
-    ):
-        raise PosencError(
-            "use_reentrant=True computes no gradients in layers whose input needs none, and the embeddings are not "
-            "trained here: the loss would never change. Leave use_reentrant out."
         )
 
 
