@@ -168,23 +168,36 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
     config = kwargs.pop("config", None) or AutoConfig.from_pretrained(
         path_or_id, **_hub_options(kwargs)
     )
-    block: Mapping[str, Any] | None = vars(config).pop(export.BLOCK, None)
-    if block is not None:
-        patch: PatchConfig | None = PatchConfig.from_dict(block)
-        _restore_before(config, block)
-    else:
-        beside = Path(path_or_id) / FILE
-        patch = read_patch(beside) if beside.is_file() else None
+    patch = take_patch(config, path_or_id)
     loader = AutoModelForCausalLM if auto_class is None else auto_class
     with without_own_parameters():
         model = loader.from_pretrained(path_or_id, config=config, **kwargs)
     if patch is None:
         return model
     apply_config(model, patch, trained=True)
-    trained = trained_parameters(model)
-    if trained:
+    if trained := trained_parameters(model):
         _fill_from_checkpoint(trained, path_or_id, _hub_options(kwargs))
     return model
+
+
+def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
+    """The patch that a checkpoint was saved with, if any; its config becomes that of the model from before.
+
+    Args:
+        config: The loaded config. The native form of the patch is taken out, so that the patch itself can be put in.
+        path_or_id: Where it was loaded from: `posenc_config.json` may stand there instead.
+
+    Raises:
+        PosencError: One that this version cannot read.
+    """
+    block: Mapping[str, Any] | None = vars(config).pop(export.BLOCK, None)
+    if block is None:
+        beside = Path(path_or_id) / FILE
+        return read_patch(beside) if beside.is_file() else None
+    configs = dict(export.config_parts(config))
+    for path, before in block["before"].items():
+        export.restore(configs[path], before)
+    return PatchConfig.from_dict(block)
 
 
 def load_adapter(
@@ -246,8 +259,7 @@ def _with_adapter(
 
 def _adapter_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     options = _hub_options(kwargs)
-    options.pop("trust_remote_code", None)
-    return options
+    return {name: value for name, value in options.items() if name != "trust_remote_code"}
 
 
 def _fill_from_checkpoint(
@@ -280,21 +292,9 @@ def _fill(trained: Mapping[str, Tensor], found: Mapping[str, Tensor], source: st
         parameter.data.copy_(found[name])
 
 
-def _restore_before(config: Any, block: Mapping[str, Any]) -> None:
-    """Takes the native form of a patch out of a loaded config, so that the patch itself can be put in."""
-    configs = dict(export.config_parts(config))
-    for path, before in block["before"].items():
-        export.restore(configs[path], before)
-
-
 def _hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     names = (
-        "revision",
-        "token",
-        "cache_dir",
-        "local_files_only",
-        "trust_remote_code",
-        "subfolder",
-        "force_download",
+        *("revision", "token", "cache_dir", "local_files_only", "trust_remote_code"),
+        *("subfolder", "force_download"),
     )
     return {name: kwargs[name] for name in names if name in kwargs}

@@ -137,9 +137,8 @@ def live_model(name: str, *, whole: bool) -> Any:
 
     quiet_transformers()
     name = check_name(name)
-    if (
-        whole or (Path(name) / ADAPTER_CONFIG_NAME).is_file()
-    ):  # which names the base model and the patch
+    # An adapter's config names the base model and the patch.
+    if whole or (Path(name) / ADAPTER_CONFIG_NAME).is_file():
         return load_model(name)
     try:
         config = AutoConfig.from_pretrained(name)

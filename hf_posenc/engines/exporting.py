@@ -15,7 +15,7 @@ from hf_posenc.engines.opening import open_source
 from hf_posenc.engines.servers import VLLM, SGLang
 from hf_posenc.engines.source import Source, clean_json
 from hf_posenc.engines.transformers import Transformers4, Transformers5
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import unknown
 from hf_posenc.export import BLOCK, config_parts, quiet
 from hf_posenc.export import write as write_values
 from hf_posenc.methods import seam_of
@@ -256,6 +256,3 @@ def _own_json(source: Source) -> dict[str, Any]:
     values = clean_json(source.model.config)
     block = vars(source.model.config).get(BLOCK)
     return values if block is None else {**values, BLOCK: copy.deepcopy(block)}
-
-
-__all__ = ["ENGINES", "Export", "PosencError", "TableError", "export"]

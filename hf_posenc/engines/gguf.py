@@ -114,7 +114,7 @@ def _open(path: str | Path) -> Any:
         import gguf
     except ModuleNotFoundError as error:
         raise PosencError(
-            "GGUF files are read with the package gguf (pip install gguf)."
+            "GGUF files are read with the package gguf: pip install 'hf-posenc[gguf]'."
         ) from error
     if not Path(path).is_file():
         raise PosencError(

@@ -233,9 +233,8 @@ def runtime(
     name = f"rope_factors_{'long' if context > original else 'short'}.weight"
     divisors = tensors.get("rope_freqs.weight", tensors.get(name))
     if divisors is not None:
-        inv_freq = (
-            inv_freq / torch.tensor(divisors, dtype=torch.float32).double()
-        )  # as the file has them
+        # The file has them in float32.
+        inv_freq = inv_freq / torch.tensor(divisors, dtype=torch.float32).double()
     factor = float(keys.get("rope.scaling.attn_factor", 1.0))
     if kind != "yarn":
         return Table(inv_freq / scale, factor)

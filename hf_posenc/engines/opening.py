@@ -12,11 +12,10 @@ import torch
 from hf_posenc.config import PatchConfig
 from hf_posenc.engines.source import Source, SourceTable
 from hf_posenc.errors import PosencError
-from hf_posenc.export import BLOCK, config_parts, restore
 from hf_posenc.methods import Method, get_method, seam_of
 from hf_posenc.patching import get_patch, patch_model
 from hf_posenc.resolve import MethodLike, adapter_of, tables_of
-from hf_posenc.saving import FILE, apply_config, read_patch
+from hf_posenc.saving import apply_config, take_patch
 from hf_posenc.seams.rotary import PosencRotary
 from hf_posenc.seams.sincos import SinCosTable
 
@@ -60,15 +59,7 @@ def _opened(path: str | Path) -> tuple[str, Any, Any, PatchConfig | None]:
     base, saved = _of_adapter(path)
     stored = _config_of(base)
     config = copy.deepcopy(stored)
-    block: Mapping[str, Any] | None = vars(config).pop(BLOCK, None)
-    if block is not None:
-        saved = PatchConfig.from_dict(block)
-        parts = dict(config_parts(config))
-        for part, before in block["before"].items():
-            restore(parts[part], before)
-    elif saved is None and (Path(base) / FILE).is_file():
-        saved = read_patch(base)
-    return base, stored, config, saved
+    return base, stored, config, take_patch(config, base) or saved
 
 
 def _source(
@@ -114,7 +105,7 @@ def _of_adapter(path: str | Path) -> tuple[str, PatchConfig | None]:
 
     config = read_adapter(file)
     base = config.base_model_name_or_path
-    if base is None:
+    if not base:  # PEFT 0.18 writes "" for a model made from a config
         raise PosencError(f"{file} names no base model. Merge the adapter, save, and export that.")
     return str(base), config.patch() if isinstance(config, PosencLoraConfig) else None
 

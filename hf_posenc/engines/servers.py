@@ -48,10 +48,9 @@ class Server(Engine):
                     told = entry
                 if entry["rope_type"] == "linear" and source.patch is not None:
                     values["max_position_embeddings"] = source.original
-                if _one_list(entry) and "original_max_position_embeddings" in values:
-                    values["original_max_position_embeddings"] = (
-                        source.reach
-                    )  # wins over the entry's
+                original = "original_max_position_embeddings"
+                if _one_list(entry) and original in values:
+                    values[original] = source.reach  # wins over the entry's
             notes = self._notes(told, source)
             yield Draft(form, {**values, "rope_parameters": told}, flags, notes)
 

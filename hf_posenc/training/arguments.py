@@ -164,7 +164,7 @@ def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> 
     kinds: Any = (PatchArguments, DataArguments, FinetuneArguments)
     parser: Any = _Parser(kinds, allow_abbrev=False)
     parser.add_argument(
-        RECIPE_OPTION, help="A YAML file of these options; what is given beside it comes first."
+        RECIPE_OPTION, help="A YAML file of these options; what is given beside it wins."
     )
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in (RECIPE_OPTION, "--model"):

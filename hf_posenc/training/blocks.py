@@ -95,7 +95,7 @@ class Writer:
     """
 
     def __init__(self, folder: Path, packed: bool) -> None:
-        check_library()
+        require_datasets()
         import pyarrow as pa
 
         numbers = pa.list_(pa.int32())
@@ -175,11 +175,11 @@ def read_blocks(folder: Path, *, in_memory: bool = False) -> Blocks:
     return found
 
 
-def check_library() -> None:
-    """Makes sure that there is the library that holds training data.
+def require_datasets() -> None:
+    """Says how to get the library that holds training data.
 
     Raises:
-        PosencError: There is not.
+        PosencError: It is not installed.
     """
     if importlib.util.find_spec("datasets") is None:
         raise PosencError("Training needs the datasets library: pip install 'hf-posenc[train]'.")

@@ -45,7 +45,7 @@ def write_card(
         scores: The rows of `Scores`.
         exports: What loads the folder (`hf_posenc.engines`, one for each engine); by default all are asked.
         licence: The model's, as the hub names it, such as `apache-2.0`; by default the card names none.
-        verified: What `--verify-export` found, in a sentence.
+        verified: What `--verify_export` found, in a sentence.
         name: What the model is loaded by, such as its name on the hub.
 
     Returns:

@@ -191,7 +191,7 @@ class SafeCheckpoints(TrainerCallback):
     """Marks a checkpoint complete once all of it is on the disk, and only then removes older ones.
 
     The Trainer itself removes older checkpoints while the new one is not yet whole: its own `save_total_limit` is taken
-    off for the time of the training, and kept here.
+    off for the time of the training, and kept here. Put it behind `SaveOnSignal`, whose saves it marks.
 
     Args:
         limit: How many checkpoints stay beside the best one; `None`: as `save_total_limit` says.
@@ -213,9 +213,8 @@ class SafeCheckpoints(TrainerCallback):
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None
         self._saved = None
-        if (
-            args.should_save
-        ):  # a kill may have come between a manifest and the removal that follows it
+        # A kill may have come between a manifest and the removal that follows it.
+        if args.should_save:
             self._rotate(args, state)
 
     def on_step_end(

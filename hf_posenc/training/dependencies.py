@@ -31,9 +31,8 @@ def check_dependencies(
 
     Two rows of a dozen tokens go through the model, in eval mode. Packed documents must not see each other (layers with
     a state, attention functions without a mask function, and models that do not hand their positions on to the mask let
-    them). Parts whose positions jump must (without a mask
-    in the batch they would not), and the positions must count at all. Jumps are short here, so that a bias or a window
-    that reaches so far only is not taken for a mask.
+    them). Parts whose positions jump must (without a mask in the batch they would not), and the positions must count at
+    all. Jumps are short here, so that a bias or a window that reaches so far only is not taken for a mask.
 
     Args:
         model: A causal language model, patched or not, also a PEFT model; not yet wrapped for several processes.
@@ -62,10 +61,8 @@ def check_dependencies(
     batch = _probe(model, collator)
     try:
         seen = dependencies(model, batch)
-    except (
-        RuntimeError,
-        ImportError,
-    ) as error:  # a kernel for another device, or without a backward on this one
+    # A kernel may be for another device, or have no backward on this one.
+    except (RuntimeError, ImportError) as error:
         _warn_unchecked(model, collator, one_line(error))
         return
     if collator.positions == "packed":

@@ -128,9 +128,8 @@ class SaveOnSignal(TrainerCallback):
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        if self.received and not ends_epoch(
-            state
-        ):  # the Trainer takes every stop for the end of an epoch
+        # The Trainer takes every stop for the end of an epoch.
+        if self.received and not ends_epoch(state):
             control.should_log = control.should_evaluate = control.should_save = False
         elif not self.received:
             self._stop_if_asked(control)

@@ -1,4 +1,4 @@
-"""The processes of a training run, as scoring sees them: who there is, what they tell each other, who holds what."""
+"""The processes of a training run: who there is, what they tell each other, who holds what."""
 
 from __future__ import annotations
 
