@@ -125,6 +125,16 @@ def test_a_full_disk_is_one_line_and_loses_nothing_older(
     run.check(folder)
 
 
+def test_a_full_disk_is_one_line_of_each_process(whole: Any, tmp_path: Path) -> None:
+    run, folder = whole(processes=2), tmp_path / "run"
+    moment = Moment(run.after(run.place("mkdir checkpoint-6"), "torch.save optimizer"), "full")
+    assert launch(folder, moment, processes=2) == [REFUSED, REFUSED]
+    lines = [line for line in output(folder).splitlines() if "rror" in line.lower()]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("ERROR checkpoint-6 could not be saved: ")
+    assert "nother process of the run ended" in lines[1]
+
+
 def test_what_the_system_itself_says_of_a_full_disk(whole: Any, tmp_path: Path) -> None:
     """A limit on the size of files stands for the disk: torch.save reports it from C++, in words of its own."""
     run = whole()

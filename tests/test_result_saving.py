@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.files import write_atomically
 from hf_posenc.training.result_saving import save_result
 from tests.file_operations import Moment
 from tests.killing import launch
@@ -55,8 +56,12 @@ def test_a_final_save_that_fails_leaves_the_old_result_and_says_so(tmp_path: Pat
         (Path(path) / "config.json").write_text("new")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(
-        PosencError, match=r"No space left.*make room and run the same command again"
-    ):
-        save_result(tmp_path, full)
+    def of_ours(path: str) -> None:
+        write_atomically(Path(path) / "nothing" / "card.md", "new")
+
+    for write, reason in ((full, "No space left"), (of_ours, "card.md cannot be written")):
+        with pytest.raises(
+            PosencError, match=f"could not be saved.*{reason}.*make room and run the same command"
+        ):
+            save_result(tmp_path, write)
     assert {path.read_text() for path in tmp_path.iterdir()} == {"old"}

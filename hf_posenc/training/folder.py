@@ -27,7 +27,7 @@ from hf_posenc.training.checkpoints import (
 from hf_posenc.training.exact_resume import ExactResume, configs_of_both_styles
 from hf_posenc.training.interruption import SaveOnSignal
 from hf_posenc.training.ranks import from_all
-from hf_posenc.training.result_saving import reason_of, save_result
+from hf_posenc.training.result_saving import ENDED, reason_of, save_result
 from hf_posenc.training.settings_guard import resume_point
 
 _LOCK = ".lock"
@@ -67,9 +67,8 @@ class TrainingFolder:
 
     def __enter__(self) -> TrainingFolder:
         problem = None
-        if (
-            self._arguments.should_save
-        ):  # one process, or one per machine where each has a disk of its own
+        # One process, or one per machine where each has a disk of its own.
+        if self._arguments.should_save:
             try:
                 self._hold()
                 self.checkpoint = resume_point(
@@ -180,6 +179,8 @@ class TrainingFolder:
         """Turns what a save was ended by into one line; other errors go on as they are."""
         partial = [path for path in checkpoints(self.path) if manifest_of(path) is None]
         if not partial:
+            if reason_of(error) == ENDED:  # the connection is what is left of the other's own error
+                raise PosencError(f"{ENDED.capitalize()}: see what it says.") from error
             return
         free = shutil.disk_usage(self.path).free
         complete = complete_checkpoints(self.path)

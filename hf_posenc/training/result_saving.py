@@ -12,6 +12,7 @@ from hf_posenc.training import together
 from hf_posenc.training.checkpoints import flush, sync
 
 BESIDE = ".saving"
+ENDED = "another process of the run ended"
 CONFIGS = ("config.json", "adapter_config.json")
 """What loading looks for first."""
 
@@ -60,7 +61,7 @@ def save_result(folder: Path | str, write: Callable[[str], object], *, keeper: b
         if keeper:
             with contextlib.suppress(OSError):
                 shutil.rmtree(beside)
-        if isinstance(error, PosencError):
+        if isinstance(error, PosencError) and not isinstance(error.__cause__, OSError):
             raise
         raise PosencError(
             f"The result could not be saved in {folder}: {reason_of(error)}. The checkpoints there are whole: make "
@@ -73,8 +74,8 @@ def reason_of(error: Exception) -> str:
     text = " ".join(str(error).split()).rstrip(".")
     if "inline_container" in text:  # torch.save, when the disk does not take all
         return "torch.save could not write a file to its end"
-    if "peer" in text or "NCCL" in text:
-        return "another process of the run ended"
+    if "by peer" in text:  # gloo: "Connection closed by peer", "Connection reset by peer"
+        return ENDED
     return text[:200]
 
 
