@@ -13,22 +13,17 @@ import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from hf_posenc import PosencError, from_pretrained, get_method, patch_model
+from hf_posenc import PosencError, get_method, patch_model
 from hf_posenc.engines import (
     ENGINES,
     TableError,
-    check_gguf,
     export,
     formulas,
     survey,
-    write_export,
-    write_gguf,
 )
 from hf_posenc.engines.exporting import export_source, find_engine, measure
-from hf_posenc.engines.llama_cpp import converted, runtime
 from hf_posenc.engines.opening import open_source
 from tests import zoo
-from tests.gguf_files import converted_file
 from tests.test_patching import OPTIONS
 
 STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
@@ -51,11 +46,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch_model(model, "ntk_mixed", scale=4)
     model.save_pretrained(folder)
     return folder
-
-
-def config_of(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return values
 
 
 def measured(*arguments: Any) -> TableError:
@@ -238,142 +228,6 @@ class TestServers:
         assert found.config["original_max_position_embeddings"] == 256
 
 
-class TestLlamaCpp:
-    @pytest.mark.parametrize(
-        ("method", "form"),
-        [
-            *(("yarn", "rope_parameters"), ("pi", "rope_parameters"), ("ntk", "rope_parameters")),
-            *(("abf", "rope_parameters"), ("llama3", "rope_parameters")),
-            *(("ntk_by_parts", "tensors"), ("ntk_mixed", "tensors"), ("nope", "tensors")),
-        ],
-    )
-    def test_words_or_tensors(self, llama: Path, method: str, form: str) -> None:
-        assert export(llama, "llama.cpp", method=method, **OPTIONS[method]).form == form
-
-    def test_the_ends_of_the_ramp_are_flags(self, llama: Path) -> None:
-        found = export(llama, "llama.cpp", method="yarn", scale=4, beta_fast=8, beta_slow=2)
-        assert found.flags[2:] == ("--yarn-beta-fast", "8", "--yarn-beta-slow", "2")
-        keys, tensors = converted(found.config, 16)
-        source = open_source(llama, "yarn", scale=4, beta_fast=8, beta_slow=2)
-        meant = source.tables[0].in_force(256)
-        with_flags = runtime(keys, tensors, 16, 256, found.flags)
-        torch.testing.assert_close(with_flags.inv_freq, meant.inv_freq, rtol=1e-6, atol=0)
-        without = runtime(keys, tensors, 16, 256)
-        assert (without.inv_freq / meant.inv_freq - 1).abs().max() > 0.1
-
-    @pytest.mark.parametrize("method", ["yarn", "pi", "ntk"])
-    def test_the_flags_for_a_file_from_before_the_patch(self, llama: Path, method: str) -> None:
-        found = export(llama, "llama.cpp", method=method, **OPTIONS[method])
-        line = found.notes[0].split(": ", 1)[1].split()
-        keys, tensors = converted(vars(AutoConfig.from_pretrained(llama)), 16)
-        told = runtime(keys, tensors, 16, 256, line)
-        meant = open_source(llama, method, **OPTIONS[method]).tables[0].in_force(256)
-        torch.testing.assert_close(told.inv_freq, meant.inv_freq, rtol=1e-6, atol=0)
-        assert told.factor == pytest.approx(meant.factor)
-
-    def test_its_yarn_has_no_factor_of_its_own(self) -> None:
-        keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "context_length": 64}
-        given = {**keys, "rope.scaling.yarn_attn_factor": 1.0}
-        assert runtime(given, {}, 16, 256).factor == pytest.approx(formulas.yarn_factor(4.0))
-
-
-class TestGGUF:
-    """A file as the converter makes it, checked and mended."""
-
-    @pytest.mark.parametrize("method", ["ntk_mixed", "ntk_by_parts", "longrope"])
-    def test_a_table_goes_into_the_file(self, llama: Path, tmp_path: Path, method: str) -> None:
-        gguf = pytest.importorskip("gguf")
-        options = OPTIONS[method]
-        config = {**export(llama, "llama.cpp").config, "max_position_embeddings": 256}
-        file = converted_file(tmp_path / "m.gguf", config)
-        check = check_gguf(file, llama, method=method, **options)
-        assert not check.right
-        target = write_gguf(check, tmp_path / "new.gguf")
-        again = check_gguf(target, llama, method=method, **options)
-        assert again.right
-        assert again.error.frequency < 1e-6
-        before, after = gguf.GGUFReader(file), gguf.GGUFReader(target)
-        names = {tensor.name for tensor in after.tensors}
-        lists = {"rope_factors_short.weight", "rope_factors_long.weight"}
-        assert names == {"blk.0.attn_q.weight"} | (
-            lists if method == "longrope" else {"rope_freqs.weight"}
-        )
-        assert (after.tensors[0].data == before.tensors[0].data).all()
-        assert after.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
-        with pytest.raises(PosencError, match="exists"):
-            write_gguf(check, target)
-
-    def test_right_as_it_is(self, llama: Path, tmp_path: Path) -> None:
-        config = export(llama, "llama.cpp", method="yarn", scale=4).config
-        file = converted_file(tmp_path / "m.gguf", config)
-        assert check_gguf(file, llama, method="yarn", scale=4).right
-
-    def test_an_architecture_that_reads_no_table(self, llama: Path, tmp_path: Path) -> None:
-        config = {**export(llama, "llama.cpp").config, "max_position_embeddings": 256}
-        file = converted_file(tmp_path / "m.gguf", config, "qwen2")
-        check = check_gguf(file, llama, method="ntk_mixed", scale=4)
-        with pytest.raises(PosencError, match="qwen2"):
-            write_gguf(check, tmp_path / "new.gguf")
-
-    def test_no_gguf_file(self, llama: Path, tmp_path: Path) -> None:
-        pytest.importorskip("gguf")
-        (tmp_path / "m.gguf").write_bytes(b"not a model at all")
-        with pytest.raises(PosencError, match="not a GGUF file"):
-            check_gguf(tmp_path / "m.gguf", llama)
-        with pytest.raises(PosencError, match="no file"):
-            check_gguf(tmp_path / "missing.gguf", llama)
-
-
-class TestWriting:
-    def test_a_folder_that_loads(self, saved: Path, tmp_path: Path) -> None:
-        folder = tmp_path / "out"
-        written = {path.name for path in write_export(export(saved, "vllm"), folder)}
-        assert {"config.json", "export.json", "model.safetensors"} <= written
-        assert (folder / "model.safetensors").samefile(saved / "model.safetensors")
-        assert "hf_posenc" not in config_of(folder)
-        record = json.loads((folder / "export.json").read_text(encoding="utf-8"))
-        assert record["engine"] == "vllm"
-        assert record["errors"][0]["frequency"] < 1e-6
-        write_export(export(saved, "vllm"), folder, weights="copy")  # again, into the same folder
-        assert not (folder / "model.safetensors").samefile(saved / "model.safetensors")
-
-    def test_transformers5_keeps_the_block(self, saved: Path, tmp_path: Path) -> None:
-        write_export(export(saved, "transformers5"), tmp_path, weights="none")
-        assert config_of(tmp_path)["hf_posenc"] == config_of(saved)["hf_posenc"]
-        assert not (tmp_path / "model.safetensors").exists()
-
-    def test_tokenizer_files_name_a_class_that_transformers_4_has(
-        self, saved: Path, tmp_path: Path
-    ) -> None:
-        source = tmp_path / "model"
-        write_export(export(saved, "vllm"), source)
-        (source / "export.json").unlink()
-        (source / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
-        for engine, expected in (
-            ("transformers4", "PreTrainedTokenizerFast"),
-            ("transformers5", "TokenizersBackend"),
-        ):
-            folder = tmp_path / engine
-            write_export(export(source, engine), folder)
-            values = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-            assert values["tokenizer_class"] == expected
-
-    def test_refusals(self, saved: Path, llama: Path, tmp_path: Path) -> None:
-        found = export(saved, "vllm")
-        with pytest.raises(PosencError, match="where the model is"):
-            write_export(found, saved)
-        with pytest.raises(PosencError, match="another model"):
-            write_export(found, llama)
-        with pytest.raises(PosencError, match="cannot have"):
-            write_export(export(llama, "vllm", method="rerope"), tmp_path / "out")
-        with pytest.raises(PosencError, match="weights is one of"):
-            write_export(found, tmp_path / "out", weights="move")
-
-    def test_a_model_of_its_own_has_no_config(self, tmp_path: Path) -> None:
-        with pytest.raises(PosencError, match="config"):
-            export(tmp_path, "vllm")
-
-
 def test_the_survey_tries_every_method(llama: Path) -> None:
     rows = {row.method.split(",")[0]: row for row in survey(llama, "sglang")}
     assert set(STATIC) <= {name for name, row in rows.items() if row.form}
@@ -430,28 +284,3 @@ def test_the_page_says_what_the_survey_finds(llama: Path, engine: str) -> None:
     told = {row[0]: row[heading.index(engine)] for row in rows if row[0] in zoo.frequency_methods()}
     found = {row.method.split(",")[0]: row.form or "-" for row in survey(llama, engine)}
     assert told == {method: found[method] for method in zoo.frequency_methods()}
-
-
-def test_an_adapter_is_merged_with_its_patch(tmp_path: Path) -> None:
-    peft = pytest.importorskip("peft")
-    from hf_posenc.training.parameters import choose_parameters
-
-    zoo.build("llama").save_pretrained(tmp_path / "base")
-    model = patch_model(from_pretrained(tmp_path / "base"), "ntk_mixed", scale=4)
-    tuned = choose_parameters(model, "lora")
-    assert isinstance(tuned, peft.PeftModel)
-    with torch.no_grad():
-        for parameter in tuned.parameters():
-            if parameter.requires_grad:
-                parameter.add_(0.05)
-    tuned.save_pretrained(tmp_path / "adapter")
-    found = export(tmp_path / "adapter", "transformers5")
-    assert found.is_adapter
-    write_export(found, tmp_path / "out")
-    plain = zoo.load(type(zoo.build("llama")), tmp_path / "out")
-    assert (
-        zoo.relative_difference(
-            zoo.logits(plain, zoo.tokens(96)), zoo.logits(tuned, zoo.tokens(96))
-        )
-        < 1e-4
-    )
