@@ -103,9 +103,8 @@ def by_change(model: PreTrainedModel, batch: dict[str, Any]) -> Tensor:
         ids = inputs["input_ids"].clone()
         ids[:, key] = (ids[:, key] + 17) % words_of(model)
         difference = (logits(model, {**inputs, "input_ids": ids}) - before).abs().amax(-1)
-        moved.append(
-            difference > 1e-5 * before.abs().amax()
-        )  # experts are chosen per batch: sums in another order
+        # Experts are chosen per batch: sums in another order.
+        moved.append(difference > 1e-5 * before.abs().amax())
     return torch.stack(moved, dim=-1)
 
 

@@ -78,9 +78,8 @@ def count_operations(folder: Path, moment: Moment | None, log: Path | None) -> N
         elif event in ("os.rename", "os.mkdir") and ours(arguments[0]):
             before(event.removeprefix("os."), arguments[0])
         elif event in ("os.remove", "os.rmdir") and (arguments[-1] != -1 or ours(arguments[0])):
-            before(
-                event.removeprefix("os."), arguments[0]
-            )  # rmtree names a file by its folder's descriptor
+            # rmtree names a file by its folder's descriptor
+            before(event.removeprefix("os."), arguments[0])
 
     sys.addaudithook(hear)
     weights: Any = safetensors.torch

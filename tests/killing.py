@@ -47,9 +47,8 @@ class _AtStep(TrainerCallback):
             return
         if moment.number >= 0:
             os.kill(os.getpid(), moment.number)
-        elif (
-            sender := os.fork()
-        ) == 0:  # a dataloader's worker takes a signal of its parent for an order to end
+        # A dataloader's worker takes a signal of its parent for an order to end.
+        elif (sender := os.fork()) == 0:
             group = os.getpgrp()
             os.setpgrp()
             os.killpg(group, -moment.number)

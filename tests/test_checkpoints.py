@@ -37,9 +37,8 @@ def make(folder: Path, step: int, *, complete: bool = True, age: float = 0.0) ->
     (path / "global_step").mkdir(parents=True)
     (path / "model.safetensors").write_bytes(b"weights" * step)
     (path / "trainer_state.json").write_text("{}")
-    (path / "global_step" / "shard_0.pt").write_bytes(
-        b"optimizer"
-    )  # DeepSpeed and FSDP have folders
+    shard = path / "global_step" / "shard_0.pt"  # DeepSpeed and FSDP have folders
+    shard.write_bytes(b"optimizer")
     if complete:
         mark_complete(path, processes=2)
     os.utime(path, (time.time() - age, time.time() - age))

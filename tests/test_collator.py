@@ -46,9 +46,8 @@ def test_contiguous_batches_need_nothing_but_tokens() -> None:
     assert batch["input_ids"].tolist() == [row["input_ids"].tolist() for row in rows]
     assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
     assert torch.equal(batch["labels"][:, 1:], batch["input_ids"][:, 1:])
-    assert (
-        batch["labels"][:, 0].tolist() == [-100] * 3
-    )  # so that the labels count what is predicted
+    # So that the labels count what is predicted.
+    assert batch["labels"][:, 0].tolist() == [-100] * 3
 
 
 def test_shorter_examples_are_masked_behind_their_end() -> None:

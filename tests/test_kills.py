@@ -89,11 +89,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     ("operation", "number", "how"),
     [
         ("safetensors", 2, "within"),  # torn weights in checkpoint-6
-        (
-            "torch.save rng_state",
-            3,
-            "before",
-        ),  # checkpoint-9 has a trainer_state.json only after it
+        # checkpoint-9 has a trainer_state.json only after it
+        ("torch.save rng_state", 3, "before"),
         ("rename", 5, "before"),  # the manifest of checkpoint-6 is not there yet
         ("remove optimizer.pt", 1, "before"),  # checkpoint-3 is half removed
         ("rename model.safetensors", 1, "before"),  # the result is half in place
@@ -147,9 +144,8 @@ def test_what_the_system_itself_says_of_a_full_disk(whole: Any, tmp_path: Path) 
 
 
 def _limited(folder: Path, moment: Moment | None, **options: Any) -> None:
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (40_000, 40_000)
-    )  # the weights fit, the optimizer not
+    # The weights fit, the optimizer does not.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
     train(folder, moment, **options)
 
 
