@@ -202,6 +202,7 @@ def _file_line(check: GGUFCheck) -> str:
 
 
 def _verify(found: Export, folder: Path, packages: Path | None, patch: str | None) -> None:
+    from hf_posenc.engines.writing import merged_dtype
     from hf_posenc.patching import patch_model
     from hf_posenc.saving import from_pretrained
     from hf_posenc.verification import require, verify_export
@@ -212,7 +213,11 @@ def _verify(found: Export, folder: Path, packages: Path | None, patch: str | Non
         )
     import torch
 
-    live = from_pretrained(found.path, dtype=torch.float32)
+    if found.is_adapter:  # merged in the precision of what was written
+        dtype = merged_dtype(found.path)
+        live = from_pretrained(found.path, dtype=dtype).merge_and_unload().float()
+    else:
+        live = from_pretrained(found.path, dtype=torch.float32)
     method, options = _asked(patch)
     if method is not None:
         patch_model(live, method, **options)

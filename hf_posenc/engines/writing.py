@@ -57,7 +57,10 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
     elif source.is_dir() and weights != "none":
         written += [_placed(path, folder / path.name, weights) for path in _files(source)]
     written += _tokenizer(export, folder)
-    for name, values in (("config.json", dict(export.config)), (RECORD, export.to_dict())):
+    config = dict(export.config)
+    if export.is_adapter and merged_dtype(export.path) != "auto":
+        config |= {key: "float32" for key in ("dtype", "torch_dtype") if key in config}
+    for name, values in (("config.json", config), (RECORD, export.to_dict())):
         written.append(_write_json(folder / name, values))
     return sorted(set(written))
 
@@ -86,7 +89,7 @@ def _merged(export: Export, folder: Path) -> list[Path]:
 
     from hf_posenc.saving import from_pretrained
 
-    model: Any = from_pretrained(export.path).merge_and_unload()
+    model: Any = from_pretrained(export.path, dtype=merged_dtype(export.path)).merge_and_unload()
     model.save_pretrained(folder)
     for place in (export.path, export.base):
         try:
@@ -95,6 +98,26 @@ def _merged(export: Export, folder: Path) -> list[Path]:
         except Exception:  # none there, or none that can be loaded
             continue
     return [path for path in folder.iterdir() if path.name != RECORD]
+
+
+def merged_dtype(adapter: str | Path) -> str:
+    """The precision in which an adapter is merged: that of the weights which it holds whole, else of its base model.
+
+    A base model in bfloat16 that was trained in float32 would lose most of a short training to rounding. LoRA's own
+    matrices say nothing: PEFT keeps them in float32 beside any base.
+    """
+    file = Path(adapter) / "adapter_model.safetensors"
+    if not file.is_file():
+        return "auto"
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as tensors:
+        whole = {
+            tensors.get_slice(name).get_dtype()
+            for name in tensors.keys()
+            if ".lora_" not in name  # noqa: SIM118
+        }
+    return "float32" if "F32" in whole else "auto"
 
 
 def _tokenizer(export: Export, folder: Path) -> list[Path]:
