@@ -76,7 +76,7 @@ def losses_of_loop(
     def log(self: Accelerator, values: dict[str, float], step: int) -> None:
         losses.append(values["loss"])
         if step == killed_at:
-            raise KilledError
+            raise KilledError(losses)
 
     monkeypatch.setattr(Accelerator, "log", log)
     monkeypatch.setattr(sys, "argv", ["finetune_loop.py", *arguments])
@@ -150,7 +150,7 @@ def test_killed_inside_a_save_it_goes_on_from_the_one_before(
 
         def killed(path: Path, **options: Any) -> None:
             if path.name == "checkpoint-4":
-                raise KilledError(losses)
+                raise KilledError
             mark_complete(path, **options)
 
         patch.setattr("hf_posenc.training.loop.mark_complete", killed)
