@@ -216,6 +216,13 @@ def test_rounding_over_a_large_vocabulary_is_not_taken_for_a_difference() -> Non
         assert chunk_loss(LlamaForCausalLM(config)).exact  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_float64_rounds_as_the_loss_does_which_is_float32(seed: int) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        assert chunk_loss(LlamaForCausalLM(zoo.tiny_config("llama")).double()).exact
+
+
 class OwnLoss(_Llama):  # type: ignore[misc]
     """As remote code may be: the loss is computed in the forward, in a way of its own to count."""
 
