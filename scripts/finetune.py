@@ -41,6 +41,11 @@ def main() -> None:
     except PosencError as error:
         print_error(str(error))
         sys.exit(2)
+    except KeyboardInterrupt:
+        print_error(
+            "Interrupted. The same command goes on from the last checkpoint; SIGTERM saves one."
+        )
+        sys.exit(130)
 
 
 def finetune(given: options.Arguments) -> None:

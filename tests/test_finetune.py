@@ -15,7 +15,7 @@ from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.result import PerplexityResult
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.arguments import parse_arguments
-from scripts.finetune import RECIPE, finetune
+from scripts.finetune import RECIPE, finetune, main
 
 NAMES = ("_pydecimal", "typing", "argparse", "tarfile")
 QUICK = (
@@ -188,6 +188,14 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         "=tail_perplexity_256 is not measured",
     ),
     "a best model without scores": ((*BEST, "--no_score"), "nothing to tell the best model by"),
+    "no examples": (("--per_device_train_batch_size", "0"), "batch_size 0: at least 1"),
+    "no steps": (("--max_steps", "0"), "max_steps 0: at least 1"),
+    "a rate below zero": (("--learning_rate", "-1"), "learning_rate -1"),
+    "half precision on a CPU": (("--fp16",), "fp16 on a CPU would compute in float32"),
+    "no such tracker": (("--report_to", "paper"), "paper is not supported"),
+    "a tracker that is not installed": (("--report_to", "comet_ml"), "package is not installed"),
+    "a wrong choice": (("--positions", "posee"), r"'cream'\). See finetune.py --help.$"),
+    "a wrong type": (("--max_steps", "1.5"), r"invalid int value: '1.5'. See finetune.py --help.$"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),
 }  # fmt: skip
 
@@ -219,6 +227,20 @@ def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_saved(
     assert not list(tmp_path.glob("run/checkpoint-*"))
 
 
+def test_an_interruption_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scripts.finetune.finetune", interrupted)
+    monkeypatch.setattr("sys.argv", ["finetune.py", "--use_cpu"])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 130
+    assert "The same command goes on" in capsys.readouterr().err
+
+
 def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
@@ -233,14 +255,15 @@ def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
     recipe.write_text("patches: pi\n", encoding="utf-8")
     with pytest.raises(PosencError, match="sets patches, which is no option"):
         parse_arguments(RECIPE, ["--recipe", str(recipe)])
+    recipe.write_text("no_score: true\n", encoding="utf-8")
+    with pytest.raises(PosencError, match="no_score: write `score: false`"):
+        parse_arguments(RECIPE, ["--recipe", str(recipe)])
     recipe.write_text("- pi\n", encoding="utf-8")
     with pytest.raises(PosencError, match="no list of"):
         parse_arguments(RECIPE, ["--recipe", str(recipe)])
 
 
-def test_a_model_that_is_named_gets_the_defaults_of_the_field_and_not_those_of_the_embedded_one() -> (
-    None
-):
+def test_a_model_that_is_named_gets_the_defaults_of_the_field() -> None:
     options: Any = ["--model", str(model_path()), "--use_cpu"]
     choice, _, arguments = parse_arguments(RECIPE, options)
     assert choice.patch is None

@@ -20,6 +20,7 @@ from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 
 RECIPE_OPTION = "--recipe"
+_HELP = "See finetune.py --help."
 
 
 def _option(default: Any, text: str) -> Any:
@@ -139,12 +140,44 @@ class FinetuneArguments(TrainingArguments):
         super().__post_init__()  # type: ignore[no-untyped-call]
         if self.device.type == "cpu":  # torch warns of what it cannot do there
             self.dataloader_pin_memory = False
+            if self.fp16:
+                raise PosencError(
+                    "fp16 on a CPU would compute in float32, without a word: take --bf16, or neither."
+                )
+        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"):
+            value = getattr(self, name)
+            if value < 1 and (name, value) != ("max_steps", -1):
+                raise PosencError(f"--{name} {value}: at least 1 is needed.")
+        if not self.learning_rate >= 0:
+            raise PosencError(f"--learning_rate {self.learning_rate:g}: a rate is not negative.")
+        _check_trackers(self.report_to)
+
+
+def _check_trackers(names: str | Sequence[str] | None) -> None:
+    """Refuses what cannot be reported to: the Trainer finds that out after everything is read and scored."""
+    from transformers.integrations.integration_utils import (
+        get_available_reporting_integrations,
+        get_reporting_integration_callbacks,
+    )
+
+    given = [names] if isinstance(names, str) else list(names or ())
+    named = [name for name in given if name not in ("none", "all")]
+    get_reporting_integration_callbacks(named)  # raises ValueError for a name that there is not
+    there = get_available_reporting_integrations()
+    unseen = (
+        "flyte",
+        "azure_ml",
+    )  # transformers does not list the first, nor the second beside MLflow
+    if missing := [name for name in named if name not in (*there, *unseen)]:
+        raise PosencError(
+            f"--report_to {missing[0]}: its package is not installed; there are {', '.join(there) or 'none'}."
+        )
 
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         """One line, without the hundred options in front of it."""
-        raise PosencError(f"{message}. See finetune.py --help.")
+        raise PosencError(f"{message}. {_HELP}")
 
 
 Arguments = tuple[PatchArguments, DataArguments, FinetuneArguments]
@@ -175,8 +208,10 @@ def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> 
         parser.set_defaults(**_read_recipe(Path(recipe), parser))
     try:
         *parsed, _ = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+    except PosencError:
+        raise
     except (ValueError, ImportError) as error:  # unknown options, and those that exclude each other
-        raise PosencError(f"{one_line(error)} See finetune.py --help.") from error
+        raise PosencError(f"{one_line(error).rstrip('.')}. {_HELP}") from error
     return cast(Arguments, tuple(parsed))
 
 
@@ -241,6 +276,9 @@ def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise PosencError(f"The recipe {path} is no list of `option: value` lines.")
     known = {action.dest for action in parser._actions} - {"help", "recipe"}
+    for name in values:
+        if str(name).startswith("no_") and name[3:] in known:
+            raise PosencError(f"The recipe {path} sets {name}: write `{name[3:]}: false`.")
     if unknown := sorted(set(values) - known):
         raise PosencError(
             f"The recipe {path} sets {unknown[0]}, which is no option; see finetune.py --help."
