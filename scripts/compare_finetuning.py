@@ -13,18 +13,20 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from hf_posenc.evaluation import measure_perplexity
+from hf_posenc.evaluation.documents import read_embedded
 from hf_posenc.evaluation.files import to_json, write_atomically
 from hf_posenc.evaluation.identity import environment
 from hf_posenc.evaluation.result import PerplexityResult
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = (256, 512, 1024)
+EMBEDDED_PATCH = "yarn:scale=4"  # that of scripts/recipes/embedded.yaml
 # Blocks of 256 tokens: eight to a step are as many tokens as two of 1,024.
 _SHORT = ["--per_device_train_batch_size", "8"]
 WAYS: dict[str, list[str]] = {
@@ -50,14 +52,19 @@ def main(
 ) -> None:
     """Runs every way and writes tail perplexities before and after."""
     rows: dict[str, Any] = {}
+    before = _untrained({_patch_of(options) for options in WAYS.values()})
     if only and output.is_file():
         rows = json.loads(output.read_text(encoding="utf-8"))["ways"]
     with tempfile.TemporaryDirectory() as work:
         for name, options in WAYS.items():
             if only in name:
                 rows[name] = {"options": options, **_trained(Path(work) / "run", options, steps)}
-                print(name, {k: round(v["after"], 2) for k, v in rows[name]["tail"].items()})
-    rows = {name: rows[name] for name in WAYS if name in rows}
+                print(name, rows[name]["tail"])
+    rows = {
+        name: {**rows[name], "before": before[_patch_of(WAYS[name])]}
+        for name in WAYS
+        if name in rows
+    }
     made = {
         "kind": "finetuning",
         "format": 1,
@@ -69,27 +76,48 @@ def main(
 
 
 def _trained(folder: Path, options: list[str], steps: int) -> dict[str, Any]:
-    """Perplexities by length, and the seconds that the call took, measuring included."""
+    """Perplexities by protocol and length at the end of a training."""
     command = [
         *(sys.executable, str(ROOT / "scripts" / "finetune.py"), "--fresh"),
         *("--output_dir", str(folder), "--max_steps", str(steps), "--save_strategy", "no"),
         *("--score_lengths", *map(str, LENGTHS), *options),
     ]
-    began = time.perf_counter()
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, check=False, text=True, capture_output=True, env=environ)
     if done.returncode:
         raise typer.BadParameter(f"{' '.join(options)}: {done.stderr.strip().splitlines()[-1]}")
-    seconds = time.perf_counter() - began
     stored = (folder / "scores" / "perplexity.json").read_text(encoding="utf-8")
     scores = PerplexityResult.from_dict(json.loads(stored))
-    labels = {"before": scores.candidates[-2].label, "after": scores.candidates[-1].label}
-    found: dict[str, Any] = {"seconds": round(seconds, 1), "prefix": {}, "tail": {}}
+    return _cells(scores, scores.candidates[-1].label)
+
+
+def _untrained(patches: set[str]) -> dict[str, Any]:
+    """The same perplexities with every patch before any training."""
+    from hf_posenc.cli.loading import embedded_model, load_model, load_tokenizer, one_thread
+
+    one_thread()
+    model, tokenizer = (
+        load_model(embedded_model(), dtype="float32"),
+        load_tokenizer(embedded_model()),
+    )
+    found = {}
+    for patch in sorted(patches):
+        result = measure_perplexity(
+            model, tokenizer, read_embedded(), methods=[patch], lengths=LENGTHS
+        )
+        found[patch] = _cells(result, result.candidates[0].label)
+    return found
+
+
+def _patch_of(options: list[str]) -> str:
+    return options[options.index("--patch") + 1] if "--patch" in options else EMBEDDED_PATCH
+
+
+def _cells(scores: PerplexityResult, label: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"prefix": {}, "tail": {}}
     for cell in scores.cells:
-        at_length = found[cell.protocol].setdefault(str(cell.length), {})
-        at_length |= {
-            when: cell.perplexity for when, label in labels.items() if cell.method == label
-        }
+        if cell.method == label:
+            found[cell.protocol][str(cell.length)] = cell.perplexity
     return found
 
 

@@ -57,9 +57,8 @@ def ways() -> str:
     ]
     lines = []
     for name, row in rows.items():
-        tail = row["tail"]
-        before = [number(tail[length]["before"]) for length in lengths[-1:]]
-        after = [number(tail[length]["after"]) for length in lengths]
+        before = [number(row["before"]["tail"][length]) for length in lengths[-1:]]
+        after = [number(row["tail"][length]) for length in lengths]
         lines.append(
             [name, *before, *after, f"`{' '.join(row['options'])}`" if row["options"] else ""]
         )
