@@ -79,14 +79,14 @@ def main() -> None:
                     loss = model(**part, num_items_in_batch=tokens).loss
                     accelerator.backward(loss * accelerator.num_processes)  # it averages over them
                 total += loss.detach()
-            norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
             optimizer.step()
             optimizer.zero_grad()
             if not accelerator.optimizer_step_was_skipped:
                 scheduler.step()
             step, total = step + 1, accelerator.reduce(total).item()
-            accelerator.print(f"step {step}/{run.max_steps}  loss {total:.6f}")
-            accelerator.log({"loss": total, "grad_norm": float(norm)}, step)
+            accelerator.print(f"step {step}/{run.max_steps}  loss {total:.6f}  gradient {norm:.3f}")
+            accelerator.log({"loss": total, "grad_norm": norm}, step)
             if step % run.save_steps == 0 or step == run.max_steps:
                 loop.save(accelerator, folder, step)
             parts = list(itertools.islice(batches, accumulated))

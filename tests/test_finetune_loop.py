@@ -166,7 +166,7 @@ def test_killed_inside_a_save_it_goes_on_from_the_one_before(
 
 
 def test_two_processes_report_what_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_checkpoint(tmp_path)  # without dropout, which each process draws for its rows
     (tmp_path / "text.txt").write_text(prose(33 * 128))
@@ -189,8 +189,10 @@ def test_two_processes_report_what_one_does(
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found = [float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line]
-    assert found == pytest.approx(expected, abs=2e-6)
+    lines = [line.split() for line in done.stdout.splitlines() if "loss" in line]
+    assert [float(line[3]) for line in lines] == pytest.approx(expected, abs=2e-6)
+    norms = [line.split()[5] for line in capsys.readouterr().out.splitlines() if "loss" in line]
+    assert [line[5] for line in lines] == norms
 
 
 def test_it_is_short_enough_to_be_read() -> None:
