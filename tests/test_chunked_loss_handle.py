@@ -21,6 +21,8 @@ from hf_posenc.training.loss import chunk_loss, default_chunk
 from tests import zoo
 from tests.test_chunked_loss import CHUNK, LENGTH, assert_same, texts, trained
 
+LARGE = {"vocab_size": 32_768, "hidden_size": 256, "num_hidden_layers": 1}
+
 
 def test_everything_is_put_back() -> None:
     model = zoo.build("gemma2").train()
@@ -209,18 +211,14 @@ def test_wrong_gradients_alone_are_found(caplog: pytest.LogCaptureFixture) -> No
     assert "(other gradients)" in caplog.text
 
 
-def test_rounding_over_a_large_vocabulary_is_not_taken_for_a_difference() -> None:
-    config = zoo.tiny_config("llama", vocab_size=32_768, hidden_size=256, num_hidden_layers=1)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        assert chunk_loss(LlamaForCausalLM(config)).exact  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("seed", range(4))
-def test_float64_rounds_as_the_loss_does_which_is_float32(seed: int) -> None:
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, LARGE), (torch.float64, {})])
+def test_rounding_is_no_difference(dtype: torch.dtype, options: dict[str, int], seed: int) -> None:
+    """Over a large vocabulary, and of a model in float64, whose loss is float32."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        assert chunk_loss(LlamaForCausalLM(zoo.tiny_config("llama")).double()).exact
+        model: Any = LlamaForCausalLM(zoo.tiny_config("llama", **options))  # type: ignore[arg-type]
+        assert chunk_loss(model.to(dtype)).exact
 
 
 class OwnLoss(_Llama):  # type: ignore[misc]

@@ -89,7 +89,7 @@ def test_the_numbers_are_those_of_the_table(made: Made) -> None:
             cell = table.cell("yarn (scale 2), after 4 steps", protocol, length)
             assert cell is not None
             assert field.split("<br>")[0].strip(" *").split()[0] == number(cell.perplexity)
-    assert f"| steps | 4 of 2 sequences, {4 * 2 * 64:,} tokens" in text
+    assert f"| steps | 4 of 2 sequences, {4 * 2 * 64:,} tokens, 0.50 epochs |" in text
     assert f"all weights: {sum(p.numel() for p in tiny_model().parameters()):,} parameters" in text
     assert "learning rate 0.003 (linear, 0 steps of warmup)" in text
     assert "trained at 64 tokens, taken to 128 with yarn (scale 2)" in text
