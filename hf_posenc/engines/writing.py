@@ -114,8 +114,8 @@ def merged_dtype(adapter: str | Path) -> str:
     with safe_open(file, "pt") as tensors:
         whole = {
             tensors.get_slice(name).get_dtype()
-            for name in tensors.keys()
-            if ".lora_" not in name  # noqa: SIM118
+            for name in tensors.keys()  # noqa: SIM118
+            if ".lora_" not in name
         }
     return "float32" if "F32" in whole else "auto"
 
