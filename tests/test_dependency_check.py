@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.training.collator import POSITIONS, PositionCollator
 from hf_posenc.training.dependencies import check_dependencies, dependencies
 from hf_posenc.training.positions import DRAWS
+from hf_posenc.training.preparation import needs_one_row
 from tests import zoo
 from tests.attention_llama import CASES
 from tests.dependency_cases import (
@@ -226,3 +228,18 @@ def test_weights_that_are_elsewhere_are_not_looked_at() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_dependencies(zoo.build("llama"), PositionCollator("packed"))
+
+
+@pytest.mark.parametrize(
+    ("attention", "wanted"),
+    [
+        ("flash_attention_2", True),
+        ("kernels-community/flash-attn", True),
+        ("sdpa", False),
+        (None, False),
+    ],
+)
+def test_packed_batches_are_of_one_row_for_flash_attention(attention: str, wanted: bool) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
+    assert needs_one_row(model, "packed") == wanted
+    assert not needs_one_row(model, "pose")
