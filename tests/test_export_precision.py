@@ -42,6 +42,11 @@ def test_what_was_trained_in_float32_is_not_rounded_to_the_base(
     assert zoo.relative_difference(zoo.logits(plain, ids), zoo.logits(tuned, ids)) < 1e-4
 
 
+def test_an_adapter_is_not_served_from_where_it_is(adapter: Path) -> None:
+    assert export(adapter, "vllm").overrides == ()
+    assert export(adapter.parent / "base", "vllm", method="yarn", scale=4).overrides
+
+
 def test_a_lora_alone_keeps_the_precision_of_its_base(adapter: Path, tmp_path: Path) -> None:
     from hf_posenc.training import lora_config
 

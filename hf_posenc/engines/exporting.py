@@ -149,7 +149,10 @@ def export_source(source: Source, name: str) -> Export:
                 "",
                 _own_json(source) if name == Transformers5.name else clean_json(config, whole=True),
                 flags=draft.flags,
-                overrides=engine.overrides(vars(text), source),
+                # The original folder of an adapter has no weights that an engine could be started with.
+                overrides=engine.overrides(vars(text), source)
+                if source.path == source.base
+                else (),
                 notes=draft.notes,
                 errors=result,
                 divisors=draft.extra.get("divisors"),

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
-from transformers import HfArgumentParser, SchedulerType, TrainingArguments
+from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArguments
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import one_line
@@ -150,6 +150,13 @@ class FinetuneArguments(TrainingArguments):
                 raise PosencError(f"--{name} {value}: at least 1 is needed.")
         if not self.learning_rate >= 0:
             raise PosencError(f"--learning_rate {self.learning_rate:g}: a rate is not negative.")
+        if self.train_sampling_strategy == "group_by_length":
+            raise PosencError(
+                "--train_sampling_strategy group_by_length: all blocks have one length; leave it out."
+            )
+        kind = str(self.optim).lower()  # a string, or an enum
+        if any(mark in kind for mark in ("8bit", "32bit")) and "galore" not in kind:
+            Trainer.get_optimizer_cls_and_kwargs(self)  # ImportError where bitsandbytes is missing
         _check_trackers(self.report_to)
 
 
