@@ -229,6 +229,18 @@ def test_settings_are_what_the_losses_depend_on(tmp_path: Path) -> None:
     ]
 
 
+def test_what_a_launch_file_switches_on_is_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = settings_of(_arguments(tmp_path))
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "false")  # as accelerate says that it is off
+    assert settings_of(_arguments(tmp_path)) == plain
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    assert differences(plain, settings_of(_arguments(tmp_path))) == [
+        'processes.FSDP_OFFLOAD_PARAMS was null, is "true"'
+    ]
+
+
 def _held(folder: Path, told: Any) -> None:
     with TrainingFolder(_arguments(folder), {}):
         told.set()

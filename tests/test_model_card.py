@@ -16,6 +16,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.report import number
 from hf_posenc.evaluation.result import PerplexityResult
+from hf_posenc.training.arguments import command_line
 from hf_posenc.training.card import (
     CARD,
     LOSS_PLOT,
@@ -272,3 +273,14 @@ def test_the_trainer_does_not_push(tmp_path: Path) -> None:
         Hub.taken_from(
             TrainingArguments(**options, push_to_hub=True, hub_strategy="all_checkpoints")
         )
+
+
+def test_the_command_is_shown_without_where_its_result_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for place in (["--output_dir", "/home/someone/x"], ["--output-dir=/home/someone/x"]):
+        monkeypatch.setattr(
+            "sys.argv", ["finetune.py", "--patch", "yarn:scale=4", *place, "--bf16"]
+        )
+        shown = "accelerate launch scripts/finetune.py --patch yarn:scale=4 --bf16"
+        assert command_line() == shown
