@@ -28,13 +28,17 @@ def example() -> str:
         f"{run['tokens_seen']:,} tokens, in {run['seconds']:.0f} seconds on a CPU. On held-out modules, "
         f"{conclusion(scores)}:"
     )
+    beyond = (
+        "Evaluate what was saved, also beyond what it was trained for. These are other tokens, of the "
+        f"{len(evaluated.documents)} modules that are long enough, so the numbers are others:"
+    )
     parts = [
         "Extend and fine-tune:",
         _fence(COMMANDS["finetune"]),
         trained,
         _table(scores),
         "![Training loss, and held-out perplexity on the way](finetuned/loss.png)",
-        "Evaluate what was saved, also beyond what it was trained for:",
+        beyond,
         _fence(COMMANDS["evaluate"]),
         _table(evaluated),
         "Export. transformers 5 needs none; for the others:",
