@@ -147,7 +147,7 @@ def test_no_usable_document_is_an_error_that_says_what_to_do() -> None:
         load_documents(source, byte_tokenizer(), min_tokens=64)
     assert str(caught.value) == (
         "No document can be used (a: too short: 20 tokens, 64 are needed; and 1 more). "
-        "The longest document has 50 tokens, 64 are needed: give shorter --lengths, or fewer --min-tokens."
+        "The longest document has 50 tokens, 64 are needed: give shorter lengths, or longer documents."
     )
     with pytest.raises(PosencError, match="no document to read"):
         load_documents([], byte_tokenizer(), min_tokens=64)

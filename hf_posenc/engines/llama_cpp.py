@@ -266,7 +266,7 @@ def _beta_flags(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, ...]:
-    """The same with a GGUF file of the model from before the patch."""
+    """The same with a GGUF file of these weights, or of an untrained model from before the patch."""
     before = entry_of(source.text_config.rope_parameters, "full_attention")
     if source.patch is None or before.get("rope_type", "default") != "default":
         return ()
@@ -283,4 +283,4 @@ def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, 
     if entry["rope_type"] == "yarn":
         flags += ["--yarn-orig-ctx", str(entry["original_max_position_embeddings"])]
     line = " ".join((*flags, *_beta_flags(entry)))
-    return (f"On a GGUF file of the model from before the patch: {line}",)
+    return (f"On a GGUF file of the same weights that was converted without the patch: {line}",)

@@ -106,9 +106,10 @@ class Hub:
                 ignore_patterns=list(LEFT_OUT),
             )
         except Exception as error:
+            without = " ".join(f"--exclude '{pattern}'" for pattern in LEFT_OUT)
             raise PosencError(
                 f"Pushing to {name} failed ({one_line(error)}). The result is whole in {directory}; push it with "
-                f"`hf upload {name} {directory} . --exclude '*/*'`."
+                f"`hf upload {name} {directory} . {without}`."
             ) from error
         return str(commit.commit_url)
 

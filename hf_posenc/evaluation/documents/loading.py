@@ -151,7 +151,7 @@ def _none_left(skipped: Sequence[Skipped], longest: int, min_tokens: int) -> str
     advice = ""
     if longest:
         advice = (
-            f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter --lengths, or "
-            "fewer --min-tokens."
+            f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter lengths, or "
+            "longer documents."
         )
     return f"No document can be used ({first}{others}).{advice}"
