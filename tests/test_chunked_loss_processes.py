@@ -67,7 +67,9 @@ def ddp_wrapped_before(rank: int, tied: bool) -> tuple[Trained, ChunkedLoss]:
     return trained(model, rank), handle
 
 
-def fsdp(rank: int, tied: bool, *, late: bool, head: bool = False) -> tuple[Trained, ChunkedLoss]:
+def fsdp(
+    rank: int, tied: bool, *, late: bool = False, head: bool = False, tail: bool = False
+) -> tuple[Trained, ChunkedLoss]:
     """Every layer sharded, then the rest, which is put away after the forward as the layers are."""
     model = build(tied)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -75,6 +77,9 @@ def fsdp(rank: int, tied: bool, *, late: bool, head: bool = False) -> tuple[Trai
     mesh = init_device_mesh("cpu", (WORLD,))
     for part in [*model.model.layers, *([model.model, model.lm_head] if head else [])]:
         fully_shard(part, mesh=mesh)
+    if tail:  # as accelerate does it
+        last = [model.model.norm, *([model.model.embed_tokens] if tied else []), model.lm_head]
+        fully_shard(last, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=True)
     if handle is None:
         handle = chunk_loss(model, CHUNK)
@@ -118,6 +123,9 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "fsdp": (fsdp, {"tied": False, "late": False}),
     "fsdp_tied": (fsdp, {"tied": True, "late": False}),
     "fsdp_late": (fsdp, {"tied": True, "late": True}),
+    "fsdp_of_accelerate": (fsdp, {"tied": False, "tail": True}),
+    "fsdp_of_accelerate_tied": (fsdp, {"tied": True, "tail": True}),
+    "fsdp_of_accelerate_late": (fsdp, {"tied": True, "tail": True, "late": True}),
     "fsdp_of_every_part": (fsdp, {"tied": False, "late": False, "head": True}),
 }
 SLOW = {"zero3": (zero3, {"tied": False}), "zero3_tied": (zero3, {"tied": True})}

@@ -44,6 +44,7 @@ class DecoderPlace:
             for hook in hooks:
                 hook.remove()
         self.parent, self.name = places[calls.index(True)]
+        self.model = model
 
     @property
     def module(self) -> nn.Module:

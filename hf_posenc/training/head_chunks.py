@@ -21,6 +21,7 @@ from hf_posenc.evaluation.decoder import hidden_states, sliced
 from hf_posenc.training.collator import IGNORED
 from hf_posenc.training.decoder_place import DecoderPlace
 from hf_posenc.training.head_gradients import SinglePrecisionSums
+from hf_posenc.training.whole_head import held_whole, sharded_beside
 
 
 def summed_loss(
@@ -51,13 +52,13 @@ def summed_loss(
     assert hidden is not None
     step = max(1, chunk // len(hidden))
     options = _of_head(forward, given)
-    sums = SinglePrecisionSums()
+    sums, parts = SinglePrecisionSums(), sharded_beside(decoder.model, decoder.module)
 
     def replay(states: Tensor, aims: Tensor, part: slice) -> Tensor:
         # Contiguous as the whole is: some heads view it in another shape.
         handed = with_hidden(sliced(output, part), states.contiguous())
         arguments = {name: cut(value, hidden, part) for name, value in options.items()}
-        with decoder.handing_out(handed), sums:
+        with decoder.handing_out(handed), sums, held_whole(parts):
             return loss(forward(**arguments).logits, aims)
 
     total: Tensor | int = 0
