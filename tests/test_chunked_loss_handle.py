@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import logging
 import types
 from typing import Any
@@ -18,6 +19,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.head_replay import TokenScorer
 from hf_posenc.training import loss_probe
 from hf_posenc.training.loss import chunk_loss, default_chunk
+from scripts.benchmark_training import CHUNKS, LENGTHS, RESULT, VOCABULARY, WHOLE, _llama, title
 from tests import zoo
 from tests.test_chunked_loss import CHUNK, LENGTH, assert_same, texts, trained
 
@@ -131,6 +133,17 @@ def test_the_default_chunk() -> None:
         assert chunk_loss(model).chunk == default_chunk(model) == 1024
     with pytest.raises(PosencError, match="at least 1 token, not 0"):
         chunk_loss(model, 0)
+
+
+def test_the_committed_measurement_is_of_this_default() -> None:
+    results = json.loads(RESULT.read_text(encoding="utf-8"))["results"]
+    for situation, cases in results.items():
+        vocabulary = int(situation.split()[-1])
+        with torch.device("meta"):
+            assert cases[CHUNKS]["chunk"] == default_chunk(_llama(vocabulary)), situation
+    longest = results[title(max(LENGTHS), VOCABULARY)]
+    assert longest[CHUNKS]["peak_mib"] < longest[WHOLE]["peak_mib"] / 10
+    assert longest[CHUNKS]["seconds"] < 1.25 * longest[WHOLE]["seconds"]
 
 
 def test_weights_that_are_not_here_yet_are_tried_on_the_first_batch() -> None:
