@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, HfArgumentParser, get_scheduler, set_seed
 
 from hf_posenc import embedded, evaluation, from_pretrained, training
-from hf_posenc.training import launching, loop, preparation, sources
+from hf_posenc.training import loop, preparation, sources
 
 
 @dataclass
@@ -33,10 +33,10 @@ class Options:
     report_to: str | None = None
 
 
+@loop.command
 def main() -> None:
     """Trains; the same command continues where it was killed."""
-    launching.join_on_cpu()
-    (run,) = HfArgumentParser(Options).parse_args_into_dataclasses()  # type: ignore[arg-type]
+    (run,) = HfArgumentParser(Options, allow_abbrev=False).parse_args_into_dataclasses()  # type: ignore[arg-type]
     set_seed(run.seed)  # every process draws the same patch and adapter
     model = from_pretrained(run.model, dtype=torch.float32)
     preparation.apply_patch(model, run.patch)

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
 
-from hf_posenc import PosencError, from_pretrained, get_patch
+from hf_posenc import from_pretrained, get_patch
 from hf_posenc.evaluation import read_paths
 from hf_posenc.training import (
     PositionCollator,
@@ -30,7 +30,7 @@ from tests.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[1]
 STEPS, SAVED = 9, 2
-"""33 blocks of 128 tokens in batches of 2 and steps of 3 make epochs of 6 steps, the last of which has 2 batches."""
+"""33 blocks of 128 tokens in steps of 3 batches of 2 make epochs of 6 steps, the last of which has 2 batches."""
 
 
 class KilledError(Exception):
@@ -110,9 +110,7 @@ def losses_of_trainer(checkpoint: Path, output: Path, positions: str, train: Any
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize(
-    ("positions", "train"), [("contiguous", "full"), ("packed", "full"), ("pose", "lora")]
-)
+@pytest.mark.parametrize(("positions", "train"), [("packed", "full"), ("pose", "lora")])
 def test_the_losses_are_those_of_the_trainer(
     positions: str, train: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,9 +126,11 @@ def test_the_losses_are_those_of_the_trainer(
 def test_killed_between_checkpoints_it_goes_on_bit_for_bit(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = losses_of_loop(monkeypatch, command(checkpoint, tmp_path / "whole", positions="pose"))
+    # 66 blocks of 64 tokens: 6 steps in an epoch
+    options = {"positions": "pose", "per_device_train_batch_size": 4}
+    whole = losses_of_loop(monkeypatch, command(checkpoint, tmp_path / "whole", **options))
     assert len(set(whole)) == STEPS
-    arguments = command(checkpoint, tmp_path / "killed", positions="pose")
+    arguments = command(checkpoint, tmp_path / "killed", **options)
     done = 0
     for killed_at in (4, 7, 9):  # it goes on within an epoch, between two, within a later one
         with pytest.raises(KilledError) as killed:
@@ -143,7 +143,10 @@ def test_killed_between_checkpoints_it_goes_on_bit_for_bit(
 
 
 def test_killed_inside_a_save_it_goes_on_from_the_one_before(
-    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = command(checkpoint, tmp_path)
     with monkeypatch.context() as patch:
@@ -161,10 +164,12 @@ def test_killed_inside_a_save_it_goes_on_from_the_one_before(
     assert len(losses_of_loop(monkeypatch, arguments)) == STEPS - 2
     assert last_complete_checkpoint(tmp_path) == tmp_path / f"checkpoint-{STEPS}"
     assert losses_of_loop(monkeypatch, arguments) == []  # it is done
-    with pytest.raises(PosencError, match=r"learning_rate was 0\.005, is 0\.1"):
+    with pytest.raises(SystemExit):
         losses_of_loop(monkeypatch, command(checkpoint, tmp_path, learning_rate=0.1))
+    assert "learning_rate was 0.005, is 0.1" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_two_processes_report_what_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

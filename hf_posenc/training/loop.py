@@ -1,17 +1,36 @@
-"""Checkpoints of a bare accelerate loop: whole or not there, and continued by the same settings only."""
+"""Around a bare accelerate loop: how it starts and fails, and checkpoints that are whole or not there."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.errors import PosencError
 from hf_posenc.training import together
 from hf_posenc.training.checkpoints import flush, last_complete_checkpoint, mark_complete, step_of
+from hf_posenc.training.launching import join_on_cpu
 from hf_posenc.training.settings_guard import resume_point
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+def command(main: Callable[[], None]) -> Callable[[], None]:
+    """Makes a script's function a command: a launcher's processes find each other, what goes wrong is one line."""
+
+    @functools.wraps(main)
+    def run() -> None:
+        join_on_cpu()
+        try:
+            main()
+        except PosencError as error:
+            sys.stderr.write(f"error: {' '.join(str(error).split())}\n")
+            sys.exit(2)
+
+    return run
 
 
 def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, Any]) -> int:
