@@ -30,7 +30,9 @@ from tests.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[1]
 STEPS, SAVED = 9, 2
-"""33 blocks of 128 tokens in steps of 3 batches of 2 make epochs of 6 steps, the last of which has 2 batches."""
+BATCH = 4
+"""Blocks in a batch. 33 blocks of 128 tokens make epochs of 3 steps of 3 batches, 66 of 64 epochs of 6 steps, the last
+of which has 2."""
 
 
 class KilledError(Exception):
@@ -60,6 +62,7 @@ def command(checkpoint: Path, output: Path, **more: Any) -> list[str]:
         "learning_rate": 5e-3,
         "warmup_steps": 2,
         "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
         "gradient_accumulation_steps": 3,
         "save_steps": SAVED,
         **more,
@@ -103,7 +106,7 @@ def losses_of_trainer(checkpoint: Path, output: Path, positions: str, train: Any
     arguments = TrainingArguments(
         output_dir=str(output), use_cpu=True, report_to=[], remove_unused_columns=False,
         disable_tqdm=True, save_strategy="no", logging_steps=1, max_steps=STEPS, learning_rate=5e-3,
-        warmup_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=3, adam_beta2=0.95,
+        warmup_steps=2, per_device_train_batch_size=BATCH, gradient_accumulation_steps=3, adam_beta2=0.95,
     )  # fmt: skip
     trainer = Trainer(model, arguments, collator, blocks.dataset, callbacks=[collator])
     trainer.train()
@@ -126,11 +129,9 @@ def test_the_losses_are_those_of_the_trainer(
 def test_killed_between_checkpoints_it_goes_on_bit_for_bit(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # 66 blocks of 64 tokens: 6 steps in an epoch
-    options = {"positions": "pose", "per_device_train_batch_size": 4}
-    whole = losses_of_loop(monkeypatch, command(checkpoint, tmp_path / "whole", **options))
+    whole = losses_of_loop(monkeypatch, command(checkpoint, tmp_path / "whole", positions="pose"))
     assert len(set(whole)) == STEPS
-    arguments = command(checkpoint, tmp_path / "killed", **options)
+    arguments = command(checkpoint, tmp_path / "killed", positions="pose")
     done = 0
     for killed_at in (4, 7, 9):  # it goes on within an epoch, between two, within a later one
         with pytest.raises(KilledError) as killed:
@@ -183,7 +184,7 @@ def test_two_processes_report_what_one_does(
         "--config_file",
         "scripts/configs/two_cpu_processes.yaml",
     ]
-    given = command(model, tmp_path / "two", max_steps=4, per_device_train_batch_size=1)
+    given = command(model, tmp_path / "two", max_steps=4, per_device_train_batch_size=BATCH // 2)
     done = subprocess.run(
         [sys.executable, "-m", *launch, "scripts/finetune_loop.py", *given],
         env=environment,
