@@ -175,7 +175,7 @@ def test_two_processes_report_what_one_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = tiny_checkpoint(tmp_path)  # without dropout, which each process draws for its rows
-    (tmp_path / "text.txt").write_text(prose(33 * 128))
+    (tmp_path / "text.txt").write_text(prose(32 * 128))  # as many for each
     expected = losses_of_loop(monkeypatch, command(model, tmp_path / "one", max_steps=4))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     del environment["ACCELERATE_USE_CPU"]  # the launch file alone must do
