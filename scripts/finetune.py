@@ -81,6 +81,7 @@ def finetune(given: options.Arguments) -> None:
         cache=output / "blocks",
         source=source,
     )
+    preparation.check_enough(len(blocks), arguments)
     if arguments.process_index == 0:
         print(blocks.counts.line())
     collator = training.PositionCollator(

@@ -199,6 +199,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "a tracker that is not installed": (("--report_to", "comet_ml"), "package is not installed"),
     "a wrong choice": (("--positions", "posee"), r"'cream'\). See finetune.py --help.$"),
     "a wrong type": (("--max_steps", "1.5"), r"invalid int value: '1.5'. See finetune.py --help.$"),
+    "fewer blocks than a batch": (("--per_device_train_batch_size", "100000"), "a batch over all processes"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),
 }  # fmt: skip
 

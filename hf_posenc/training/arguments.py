@@ -125,6 +125,10 @@ class FinetuneArguments(TrainingArguments):
     save_steps: float = _option(50, "Steps between two checkpoints.")
     save_total_limit: int | None = _option(2, "Number of checkpoints that are kept.")
     logging_nan_inf_filter: bool = _option(False, "Whether to hide a loss that is not a number.")
+    dataloader_drop_last: bool = _option(
+        True,
+        "Leave out an epoch's last blocks where they fill no batch; else processes repeat some.",
+    )
     remove_unused_columns: bool = _option(
         False, "Whether the collator sees only what the model takes."
     )

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import TrainingArguments
 
 from hf_posenc.errors import PosencError, UntrainedWarning
 from hf_posenc.evaluation.candidates import original_length
@@ -87,6 +88,20 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntrainedWarning)  # that is what the training is for
         patch_model(model, method, **options)
+
+
+def check_enough(blocks: int, arguments: TrainingArguments) -> None:
+    """Whether there are blocks for a batch on every process, where a batch that is not full is left out.
+
+    Raises:
+        PosencError: There are not.
+    """
+    batch = arguments.train_batch_size * arguments.world_size
+    if arguments.dataloader_drop_last and blocks < batch:
+        raise PosencError(
+            f"The text gives {blocks:,} blocks, and a batch over all processes has {batch:,}. Give more text, a "
+            "smaller --block_length or --per_device_train_batch_size, or --dataloader_drop_last false."
+        )
 
 
 def needs_one_row(model: Any, positions: str) -> bool:
