@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from hf_posenc.adapters import patches_folder
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.source import Source, SourceTable
+
+
+@functools.cache
+def known_names(engine: str) -> Mapping[str, frozenset[str]]:
+    """The architectures that an engine treats alike, by what they have in common: `patches/engines/<engine>.json`."""
+    text = (patches_folder() / "engines" / f"{engine}.json").read_text(encoding="utf-8")
+    values: dict[str, list[str]] = json.loads(text)
+    return {key: frozenset(names) for key, names in values.items() if key != "source"}
 
 
 @dataclass(frozen=True)

@@ -30,21 +30,10 @@ import torch
 from torch import Tensor
 
 from hf_posenc.engines import formulas
-from hf_posenc.engines.engine import Draft, Engine, entry_of
+from hf_posenc.engines.engine import Draft, Engine, entry_of, known_names
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.gguf import TENSORS
 from hf_posenc.engines.source import Source, SourceTable
-
-READS_ROPE_FREQS = frozenset(
-    {"apertus", "arcee", "deci", "exaone", "exaone-moe", "exaone4", "granite", "granite_swa"}
-    | {"granitehybrid", "llama", "llama4", "mistral3", "nanbeige"}
-)
-"""The GGUF architectures whose graph divides by `rope_freqs.weight` (`src/models/`)."""
-
-READS_ROPE_FACTORS = frozenset(
-    {"apertus", "deci", "granite", "granite_swa", "llama", "mistral3", "phi3"}
-)
-"""Those that divide by `rope_factors_long.weight` or `rope_factors_short.weight`."""
 
 _OF_SOME = ("llama3", "longrope")  # what the converter writes for some architectures only
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -69,12 +58,13 @@ class Divisors:
     @property
     def architectures(self) -> frozenset[str]:
         """The GGUF architectures that read it."""
-        one = READS_ROPE_FREQS if self.short == self.long else frozenset[str]()
-        return one | READS_ROPE_FACTORS
+        known = known_names(LlamaCpp.name)
+        one = known["rope_freqs"] if self.short == self.long else frozenset[str]()
+        return one | known["rope_factors"]
 
     def tensors(self, architecture: str) -> dict[str, tuple[float, ...]]:
         """The tensors for an architecture, by name."""
-        if self.short == self.long and architecture in READS_ROPE_FREQS:
+        if self.short == self.long and architecture in known_names(LlamaCpp.name)["rope_freqs"]:
             return {TENSORS[0]: self.short}
         return {TENSORS[1]: self.short, TENSORS[2]: self.long}
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hf_posenc.engines import formulas
-from hf_posenc.engines.engine import Draft, Engine, entry_of
+from hf_posenc.engines.engine import Draft, Engine, entry_of, known_names
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.source import Source, SourceTable
-from hf_posenc.engines.transformers4_types import MODEL_TYPES
 
 
 class Transformers5(Engine):
@@ -70,7 +69,7 @@ class Transformers4(Engine):
         length: int,
     ) -> Table | str:
         model_type = source.text_config.model_type
-        if model_type not in MODEL_TYPES:
+        if model_type not in known_names(self.name)["model_types"]:
             return f"transformers {self.version} does not know the model type {model_type}"
         names = source.adapter.legacy(source.text_config).names
         if entry.label == "sliding_attention":
