@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from hf_posenc.adapters import available_architectures
-from hf_posenc.config import PatchConfig
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import Method, available_methods, get_method
-from hf_posenc.patch import EffectiveTable, Patch
-from hf_posenc.patching import get_patch, inspect_rope, patch_model, patched, unpatch_model
-from hf_posenc.recipes import available_recipes, get_recipe
-from hf_posenc.saving import from_pretrained, load_adapter, load_patch, save_patch
+from hf_posenc.patch.config import PatchConfig
+from hf_posenc.patch.patching import get_patch, inspect_rope, patch_model, patched, unpatch_model
+from hf_posenc.patch.report import EffectiveTable, Patch
+from hf_posenc.saving import (
+    available_recipes,
+    from_pretrained,
+    get_recipe,
+    load_adapter,
+    load_patch,
+    save_patch,
+)
 
 __version__ = "0.1.0.dev0"
 

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.seams.legacy import ROPE_TYPES, LegacyKeys
+from hf_posenc.model.legacy import ROPE_TYPES, LegacyKeys
 
 
 @dataclass(frozen=True, kw_only=True)

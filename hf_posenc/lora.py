@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig, PeftModel
 from torch import nn
 
-from hf_posenc.config import PatchConfig
 from hf_posenc.errors import PosencError
-from hf_posenc.patching import get_patch
+from hf_posenc.patch.config import PatchConfig
+from hf_posenc.patch.patching import get_patch
 
 PEFT_TYPE = "LORA_NEEDS_HF_POSENC"
 """The type of the adapter on disk; what plain PEFT stops at, so it says what is needed."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,73 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from hf_posenc import export
-from hf_posenc.config import PatchConfig
+from hf_posenc.adapters import patches_folder
 from hf_posenc.errors import PosencError, UntrainedWarning, unknown
-from hf_posenc.loading_report import without_own_parameters
 from hf_posenc.methods import available_methods
-from hf_posenc.patching import get_patch, patch_model
-from hf_posenc.recipes import available_recipes, recipes_folder
-from hf_posenc.resolve import unwrap
-from hf_posenc.seams.parameters import trained_parameters
+from hf_posenc.model.attention import PARAMETERS, trained_parameters
+from hf_posenc.patch import export
+from hf_posenc.patch.config import PatchConfig
+from hf_posenc.patch.patching import get_patch, patch_model
+from hf_posenc.patch.request import unwrap
+
+# The published patches that ship with the package.
+
+
+def available_recipes() -> tuple[str, ...]:
+    """The names of the published patches that ship with the package, sorted."""
+    return tuple(sorted(path.stem for path in recipes_folder().glob("*.json")))
+
+
+def get_recipe(name: str) -> dict[str, Any]:
+    """What a recipe says of itself: checkpoint, model types, source and description, and its patch.
+
+    Raises:
+        PosencError: No recipe has this name.
+    """
+    if name not in available_recipes():
+        raise unknown("recipe", name, available_recipes())
+    values: dict[str, Any] = json.loads(
+        (recipes_folder() / f"{name}.json").read_text(encoding="utf-8")
+    )
+    return values
+
+
+def recipes_folder() -> Path:
+    """Where they are, a JSON file each."""
+    return patches_folder() / "recipes"
+
+
+# transformers' report on a checkpoint's keys, without what is read right after it.
+
+
+_STATUS = "UNEXPECTED"
+
+
+@contextlib.contextmanager
+def without_own_parameters() -> Iterator[None]:
+    """Leaves out a report that says nothing but that the parameters of a patch are unexpected.
+
+    The model is loaded before it is patched, so transformers has no place for them yet. A report that says anything
+    else besides is shown whole.
+    """
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addFilter(_says_more)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_says_more)
+
+
+def _says_more(record: logging.LogRecord) -> bool:
+    rows = [line for line in record.getMessage().splitlines() if line.count("|") > 1]
+    # The first row is the heading; on a terminal the status is in colour.
+    return len(rows) < 2 or any(
+        f".{PARAMETERS}." not in row or _STATUS not in row for row in rows[1:]
+    )
+
 
 FILE = "posenc_config.json"
-PARAMETERS = "posenc.safetensors"
+PARAMETER_FILE = "posenc.safetensors"
 
 
 def save_patch(model: nn.Module, directory: str | Path) -> Path:
@@ -51,7 +108,7 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
     if trained:
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in trained.items()},
-            path.parent / PARAMETERS,
+            path.parent / PARAMETER_FILE,
         )
     return path
 
@@ -88,7 +145,7 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
     Raises:
         PosencError: No such recipe or file, or a patch that the model cannot take.
     """
-    beside = Path(source) / PARAMETERS
+    beside = Path(source) / PARAMETER_FILE
     apply_config(model, read_patch(source), trained=beside.is_file())
     trained = trained_parameters(unwrap(model))
     if trained and beside.is_file():

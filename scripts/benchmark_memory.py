@@ -7,7 +7,7 @@ A random Llama (2 layers, 512 features, 8 query and 2 key heads, float32, the he
 the weights are few even with a large vocabulary) scores one window on a CPU, on one thread. Every measurement is a
 fresh process (of multiprocessing's fork server, which has the libraries imported), the rounds are interleaved in an
 order that is shuffled anew, and medians are reported. A peak is how far the resident memory rises above where it stood
-with the model loaded; beside it stands what `hf_posenc.evaluation.estimate` says of a model on the meta device.
+with the model loaded; beside it stands what `hf_posenc.evaluation.scoring.estimate` says of a model on the meta device.
 
 Full logits is what a script does that calls the model and takes the loss of its logits; it is left out where it would
 take more than `FULL_LOGITS_LIMIT`.
@@ -34,8 +34,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
-from hf_posenc.evaluation.estimate import forward_cost
-from hf_posenc.evaluation.head_replay import TokenScorer
+from hf_posenc.evaluation.scoring.estimate import forward_cost
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from scripts.benchmark import _machine
 from scripts.benchmark_attention import MEBIBYTE, peak_mebibytes
 

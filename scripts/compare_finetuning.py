@@ -20,9 +20,9 @@ import typer
 
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.documents import read_embedded
-from hf_posenc.evaluation.files import to_json, write_atomically
-from hf_posenc.evaluation.identity import environment
-from hf_posenc.evaluation.result import PerplexityResult
+from hf_posenc.evaluation.measuring.identity import environment
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.files import to_json, write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTHS = (256, 512, 1024)

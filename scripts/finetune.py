@@ -19,15 +19,18 @@ from transformers import PrinterCallback, ProgressCallback, Trainer, set_seed
 from hf_posenc import PosencError, get_patch, training
 from hf_posenc.cli import loading
 from hf_posenc.cli.console import one_line_warnings, print_error
-from hf_posenc.cli.session import EMBEDDED
+from hf_posenc.cli.loading import EMBEDDED
 from hf_posenc.cli.training import held_out_text, training_text
-from hf_posenc.evaluation.identity import weights_hash
+from hf_posenc.evaluation.measuring.identity import weights_hash
 from hf_posenc.training import arguments as options
-from hf_posenc.training import finishing, launching, preparation, sharding, watching
-from hf_posenc.training.hub import Hub
+from hf_posenc.training import callbacks as watching
+from hf_posenc.training import checks as launching
+from hf_posenc.training import finishing, preparation
+from hf_posenc.training import preparation as sharding
+from hf_posenc.training.callbacks import check_best
+from hf_posenc.training.finishing import Hub
+from hf_posenc.training.folder import settings_of
 from hf_posenc.training.scoring import precision_of
-from hf_posenc.training.scoring_callback import check_best
-from hf_posenc.training.settings_guard import settings_of
 
 RECIPE = Path(__file__).parent / "recipes" / "embedded.yaml"
 

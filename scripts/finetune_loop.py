@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, HfArgumentParser, get_scheduler, set_seed
 
 from hf_posenc import embedded, evaluation, from_pretrained, training
-from hf_posenc.training import loop, preparation, sources
+from hf_posenc.training import folder as loop
+from hf_posenc.training import preparation
+from hf_posenc.training.batches import blocks as sources
 
 
 @dataclass

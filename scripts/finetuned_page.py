@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.evaluation.report import number
-from hf_posenc.evaluation.result import PerplexityResult
-from hf_posenc.training.scoring_report import conclusion
-from hf_posenc.training.training_log import TrainingLog
+from hf_posenc.evaluation.perplexity.result import PerplexityResult, number
+from hf_posenc.training.log import TrainingLog
+from hf_posenc.training.scoring import conclusion
 from scripts.make_finetuned import COMMANDS, FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]

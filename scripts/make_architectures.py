@@ -3,7 +3,7 @@
     python -m scripts.make_architectures            # writes the page
     python -m scripts.make_architectures --check    # exits 1 where the committed page is not what would be written
 
-Run it from the checkout. Each row is measured on a tiny random model (tests/zoo.py); nothing is typed in.
+Run it from the checkout. Each row is measured on a tiny random model (tests/support/zoo.py); nothing is typed in.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hf_posenc import (
     unpatch_model,
 )
 from scripts import attention_coverage
-from tests import zoo
-from tests.zoo_registry import causal_lm_types
+from tests.support import zoo
+from tests.support.zoo_registry import causal_lm_types
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 
@@ -38,8 +38,9 @@ Written by `python -m scripts.make_architectures` with transformers {version}; d
 
 Every row is a tiny random model that was built, patched with each of the {count} frequency methods and with methods of
 every kind that computes attention itself, and read back. That a patched model computes what transformers itself
-computes for the same frequency method, or what a pair-by-pair reference does, is what `tests/test_architectures.py` and
-`tests/test_attention_architectures.py` check, for all of them with `pytest -m "slow or not slow"`.
+computes for the same frequency method, or what a pair-by-pair reference does, is what
+`tests/model/test_architectures.py` and
+`tests/model/test_attention_architectures.py` check, for all of them with `pytest -m "slow or not slow"`.
 
 - **rotary**: the class of the module that is wrapped, and its path (`x4`: four of them).
 - **tables**: the layer types that have a table of their own, and how many features of a head of 16 they rotate.
@@ -162,7 +163,9 @@ def refusal(model_type: str) -> tuple[str, str]:
         patch_model(model, "yarn", scale=4.0)
     except PosencError as error:
         return model_type, first_sentence(error)
-    raise SystemExit(f"{model_type} does not rotate, as tests/zoo.py has it, but could be patched.")
+    raise SystemExit(
+        f"{model_type} does not rotate, as tests/support/zoo.py has it, but could be patched."
+    )
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

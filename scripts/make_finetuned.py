@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from hf_posenc.evaluation.files import write_atomically
+from hf_posenc.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "finetuned"

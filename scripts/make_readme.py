@@ -18,9 +18,9 @@ from typing import Any
 
 from hf_posenc.cli.catalog import kinds
 from hf_posenc.evaluation.bench import BenchResult
-from hf_posenc.evaluation.bench.markdown import table_lines
-from hf_posenc.evaluation.bench.report import table as bench_table
-from hf_posenc.evaluation.statistics import Record, summarize
+from hf_posenc.evaluation.bench.result import table as bench_table
+from hf_posenc.evaluation.bench.result import table_lines
+from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from scripts.finetuned_page import example, short, ways
 
 ROOT = Path(__file__).resolve().parents[1]

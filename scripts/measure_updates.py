@@ -32,17 +32,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_posenc.cli import loading
-from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import (
     TokenizedDocument,
     load_documents,
     read_embedded,
     special_prefix,
 )
-from hf_posenc.evaluation.identity import environment
-from hf_posenc.evaluation.perplexity import measure
-from hf_posenc.evaluation.protocols import Settings
-from hf_posenc.evaluation.statistics import Record, summarize
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.identity import environment
+from hf_posenc.evaluation.measuring.statistics import Record, summarize
+from hf_posenc.evaluation.perplexity.measurement import measure
+from hf_posenc.evaluation.perplexity.protocols import Settings
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "updates.json"
 LENGTHS = (256, 384, 512, 1024, 2048, 4096)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,16 +17,14 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up; a unit imports from lower layers and from itself, never from its own layer's others or from above.
 LAYERS = (
     ("errors",),
+    ("files",),
     ("rope", "embedded"),
     ("methods",),
-    ("config",),
-    ("patch",),
     ("attention",),
-    ("seams",),
-    ("adapters", "export"),
-    ("install", "resolve"),
-    ("patching",),
-    ("loading_report", "lora", "recipes"),
+    ("model",),
+    ("adapters",),
+    ("patch",),
+    ("lora",),
     ("saving",),
     ("engines", "verification"),
     ("evaluation",),
@@ -77,6 +76,32 @@ def test_imports_go_one_way(path: Path) -> None:
             continue  # the command line uses the public names, as any program does
         assert other in HEIGHT, f"{name}: import from the module that defines it, not the package"
         assert HEIGHT[other] < HEIGHT[unit], f"{unit} stands below {other} and may not import it"
+
+
+_PLOTS = "hf_posenc.evaluation.plots"
+_FROM_RESULTS = {  # results that draw themselves; these arrows are to go
+    "hf_posenc.evaluation.retrieval.result": {f"{_PLOTS}.retrieval"},
+    "hf_posenc.evaluation.tuning.sweep": {f"{_PLOTS}.tuning"},
+    "hf_posenc.evaluation.tuning.search": {f"{_PLOTS}.tuning"},
+}
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    """Imports inside functions and under TYPE_CHECKING count: what is only deferred is a cycle all the same."""
+    files = {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in PACKAGE}
+    files = {name.removesuffix(".__init__"): path for name, path in files.items()}
+    arrows = {
+        name: {
+            imported if imported in files else imported.rpartition(".")[0]
+            for imported in _imports(path)
+        }
+        & files.keys() - {name} - _FROM_RESULTS.get(name, set())
+        for name, path in files.items()
+    }
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
 
 
 @pytest.mark.parametrize(

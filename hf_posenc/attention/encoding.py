@@ -14,9 +14,9 @@ from hf_posenc.attention.branches import (
     MovingBranch,
     OffsetBranch,
     PlainBranch,
+    Rotation,
     XPosBranch,
 )
-from hf_posenc.attention.rotation import Rotation
 from hf_posenc.methods import (
     Band,
     DistanceBias,

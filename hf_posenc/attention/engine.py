@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_posenc.attention import few, moving, prefill
+from hf_posenc.attention import call as moving
+from hf_posenc.attention import few, prefill
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact

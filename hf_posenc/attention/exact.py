@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.attention.branches import Branch
 from hf_posenc.attention.call import Call
+from hf_posenc.attention.decode import grouped_scores, weighted_values
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.softmax import grouped_scores, weighted_values
 from hf_posenc.methods import DistanceBias
 
 SCRATCH = 1 << 24

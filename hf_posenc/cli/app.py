@@ -8,17 +8,11 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from hf_posenc.cli import (
-    bench,
-    catalog,
-    export,
-    inspection,
-    perplexity,
-    recommend,
-    report,
-    retrieval,
-    sweep,
-)
+from hf_posenc.cli import bench, catalog, export, perplexity, retrieval
+from hf_posenc.cli import catalog as inspection
+from hf_posenc.cli import catalog as recommend
+from hf_posenc.cli import catalog as report
+from hf_posenc.cli import tuning as sweep
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.errors import PosencError
 

@@ -7,11 +7,18 @@ from typing import Annotated, Any
 
 import typer
 
-from hf_posenc.cli import inputs as inp
+from hf_posenc.cli import options as inp
 from hf_posenc.cli import options as opt
-from hf_posenc.cli.bench_output import finish, print_costs, say_unfinished
-from hf_posenc.cli.presentation import announce, progress_bar, reading, say_waiting
-from hf_posenc.cli.session import Remembers, command_line, open_session
+from hf_posenc.cli.loading import Remembers, command_line, open_session
+from hf_posenc.cli.presentation import (
+    announce,
+    finish_bench,
+    print_costs,
+    progress_bar,
+    reading,
+    say_bench_unfinished,
+    say_waiting,
+)
 
 NAME = "bench"
 NO_TASKS = "none"
@@ -113,11 +120,9 @@ def bench(
     loaded once, every document is tokenized once. A run that was interrupted goes on where it was when the same command
     is given again. Writes bench.json, bench.csv, table.md, curve.png and heatmap.png.
     """
-    from hf_posenc.evaluation.bench.measuring import gather
-    from hf_posenc.evaluation.bench.suites import get_suite
-    from hf_posenc.evaluation.bench.work import Bench
-    from hf_posenc.evaluation.candidates import parse_candidates
-    from hf_posenc.evaluation.processes import current_shard
+    from hf_posenc.evaluation.bench.run import Bench, gather, get_suite
+    from hf_posenc.evaluation.measuring.candidates import parse_candidates
+    from hf_posenc.evaluation.measuring.store import current_shard
     from hf_posenc.evaluation.published import get as get_table
 
     place = current_shard(shard)
@@ -178,19 +183,19 @@ def bench(
     with progress_bar(place) as progress:
         result = work.measure(output, place, progress, say_waiting)
     if result is None:
-        say_unfinished(work, place)
+        say_bench_unfinished(work, place)
         return
-    finish(result, output, with_plot)
+    finish_bench(result, output, with_plot)
 
 
 def _lengths(text: str | None) -> tuple[int, ...] | None:
-    from hf_posenc.evaluation.protocols import parse_lengths
+    from hf_posenc.evaluation.perplexity.protocols import parse_lengths
 
     return None if text is None else parse_lengths(text)
 
 
 def _target(text: str | None) -> int | None:
-    from hf_posenc.evaluation.protocols import parse_length
+    from hf_posenc.evaluation.perplexity.protocols import parse_length
 
     return None if text is None else parse_length(text, "--target-length")
 

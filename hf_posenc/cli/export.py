@@ -117,7 +117,7 @@ def register(app: typer.Typer) -> None:
 
 def _asked(patch: str | None) -> tuple[Any, dict[str, Any]]:
     """What to patch with; there is no text here whose length could set an automatic scale."""
-    from hf_posenc.evaluation.requests import Request
+    from hf_posenc.evaluation.measuring.candidates import Request
 
     if patch is None:
         return None, {}
@@ -202,8 +202,8 @@ def _file_line(check: GGUFCheck) -> str:
 
 
 def _verify(found: Export, folder: Path, packages: Path | None, patch: str | None) -> None:
-    from hf_posenc.engines.writing import merged_dtype
-    from hf_posenc.patching import patch_model
+    from hf_posenc.engines.exporting import merged_dtype
+    from hf_posenc.patch.patching import patch_model
     from hf_posenc.saving import from_pretrained
     from hf_posenc.verification import require, verify_export
 

@@ -2,17 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posenc.cli import inputs as inp
+from hf_posenc.cli import options as inp
 from hf_posenc.cli import options as opt
-from hf_posenc.cli.cost import print_cost
-from hf_posenc.cli.longppl import again, open_evaluator
-from hf_posenc.cli.presentation import announce, finish, reading
-from hf_posenc.cli.session import Remembers, command_line, open_session
+from hf_posenc.cli.loading import Remembers, Session, command_line, open_session
+from hf_posenc.cli.presentation import announce, finish, print_cost, reading
+
+if TYPE_CHECKING:
+    from hf_posenc.evaluation.documents import TokenizedDocument
+    from hf_posenc.evaluation.perplexity.longppl import Evaluator
+
+
+# `--longppl EVALUATOR`: the model that says which tokens need far context.
+
+
+def open_evaluator(
+    asked: str,
+    measured: Session,
+    *,
+    short: int | None,
+    longest: int,
+    original: int | None,
+    bos: str,
+    **options: Any,
+) -> Evaluator:
+    """Loads what was asked for.
+
+    Args:
+        asked: `NAME`, `self`, or either with `@METHOD` behind it.
+        measured: The session of the model that is measured.
+        short: Tokens of the short context, where they were given.
+        longest: The longest length of the run, in tokens.
+        original: The measured model's trained length, where it is known.
+        bos: Policy for special tokens.
+        **options: How to load the evaluator, as `open_session` takes it.
+
+    Raises:
+        PosencError: It cannot be loaded, or cannot be patched so.
+    """
+    from hf_posenc.evaluation.measuring.candidates import Candidate
+    from hf_posenc.evaluation.perplexity.longppl import (
+        SELF,
+        Evaluator,
+        default_short,
+        split_evaluator,
+    )
+    from hf_posenc.evaluation.perplexity.runs import special_tokens
+
+    name, spec = split_evaluator(asked)
+    session = measured if name == SELF else open_session(name, **options)
+    return Evaluator(
+        name=name,
+        model=session.model,
+        tokenizer=session.tokenizer,
+        candidate=Candidate.parse(spec).checked(session.model),
+        special=special_tokens(session.tokenizer, bos),
+        short=short or default_short(longest, original),
+    )
+
+
+def again(
+    source: Iterable[Any], documents: Iterable[TokenizedDocument], tokenizer: Any
+) -> list[TokenizedDocument]:
+    """The same documents once more, in another tokenizer's tokens; reading stops after the last of them.
+
+    Args:
+        source: The reader, from its beginning.
+        documents: Those that are wanted.
+        tokenizer: The other tokenizer.
+    """
+    from hf_posenc.evaluation.documents import load_documents
+
+    wanted = {document.name for document in documents}
+
+    def only() -> Iterator[Any]:
+        for item in source:
+            if item.name in wanted:
+                wanted.discard(item.name)
+                yield item
+            if not wanted:
+                return
+
+    return load_documents(only(), tokenizer, min_tokens=1)[0]
+
 
 # The second is the control: plain attention to as many tokens as the model was trained at.
 DEFAULT_PATCHES = (
@@ -134,16 +211,16 @@ def perplexity(
     Without arguments: the embedded model on the held-out modules of this Python's standard library. A run that was
     interrupted goes on where it was when the same command is given again.
     """
-    from hf_posenc.evaluation.candidates import original_length, parse_candidates
+    from hf_posenc.evaluation import published
     from hf_posenc.evaluation.documents import EMBEDDED_SOURCE, load_documents, read_embedded
-    from hf_posenc.evaluation.identity import describe_model
-    from hf_posenc.evaluation.key_tokens import finder, with_evaluator
-    from hf_posenc.evaluation.perplexity import Run
-    from hf_posenc.evaluation.processes import current_shard
-    from hf_posenc.evaluation.protocols import parse_lengths
-    from hf_posenc.evaluation.published import compare as published
+    from hf_posenc.evaluation.measuring.candidates import original_length, parse_candidates
+    from hf_posenc.evaluation.measuring.identity import describe_model
+    from hf_posenc.evaluation.measuring.store import current_shard
+    from hf_posenc.evaluation.perplexity.longppl import finder, with_evaluator
+    from hf_posenc.evaluation.perplexity.measurement import Run
+    from hf_posenc.evaluation.perplexity.protocols import parse_lengths
+    from hf_posenc.evaluation.perplexity.runs import joined, make_settings, special_tokens
     from hf_posenc.evaluation.published import get as get_table
-    from hf_posenc.evaluation.runs import joined, make_settings, special_tokens
 
     place = current_shard(shard)
     candidates = parse_candidates(patch or DEFAULT_PATCHES)

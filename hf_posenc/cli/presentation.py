@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +14,15 @@ from rich.markup import escape
 from hf_posenc.cli.console import err, out, print_error, print_warning
 
 if TYPE_CHECKING:
+    from hf_posenc.evaluation.bench import BenchResult
+    from hf_posenc.evaluation.bench.run import Bench
     from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
-    from hf_posenc.evaluation.perplexity import Run
-    from hf_posenc.evaluation.processes import Shard
-    from hf_posenc.evaluation.protocols import Settings
+    from hf_posenc.evaluation.measuring.store import Shard, Store, Work
+    from hf_posenc.evaluation.perplexity.measurement import Item, Run
+    from hf_posenc.evaluation.perplexity.protocols import Settings
+    from hf_posenc.evaluation.perplexity.result import PerplexityResult
     from hf_posenc.evaluation.published import PublishedTable
-    from hf_posenc.evaluation.result import PerplexityResult
-    from hf_posenc.evaluation.store import Store, Work
+    from hf_posenc.evaluation.scoring.estimate import Cost
 
 SHOWN_SKIPPED = 5
 
@@ -104,8 +107,13 @@ def finish(
         PosencError: The files cannot be written, or another process has the same share.
         typer.Exit: Status 1 where a number is missing, after everything that was measured has been written.
     """
-    from hf_posenc.evaluation import report
-    from hf_posenc.evaluation.runs import open_store, result_of, wait_for_all, write_timings
+    from hf_posenc.evaluation.perplexity import result as report
+    from hf_posenc.evaluation.perplexity.runs import (
+        open_store,
+        result_of,
+        wait_for_all,
+        write_timings,
+    )
 
     with open_store(output, run, known["model"], shard, known["command"]) as store:
         with progress_bar(shard) as progress:
@@ -134,7 +142,7 @@ def show_model(model: Mapping[str, Any]) -> None:
 
 def show(result: PerplexityResult) -> None:
     """Prints the tables and what a reader must know beside them."""
-    from hf_posenc.evaluation import report
+    from hf_posenc.evaluation.perplexity import result as report
 
     show_model(result.model)
     console = out()
@@ -146,7 +154,7 @@ def show(result: PerplexityResult) -> None:
 
 def show_published(result: PerplexityResult, tables: Sequence[PublishedTable]) -> None:
     """Prints published tables beside the result."""
-    from hf_posenc.evaluation.published.compare import beside, remarks
+    from hf_posenc.evaluation.published import beside, remarks
 
     console = out()
     for table in tables:
@@ -205,7 +213,7 @@ def say_waiting(count: int) -> None:
 
 def say_unfinished(work: Work, store: Store, shard: Shard) -> None:
     """Says that this share is done and others are not; under a launcher the first process knows."""
-    from hf_posenc.evaluation.store import unfinished
+    from hf_posenc.evaluation.measuring.store import unfinished
 
     if shard.launched:
         return
@@ -213,5 +221,124 @@ def say_unfinished(work: Work, store: Store, shard: Shard) -> None:
     out().print(
         f"Share {shard.index + 1} of {shard.count} is done; {left:,} of {parts:,} parts are the others'. "
         "The last process to finish prints the result, as does the same command without --shard.",
+        markup=False,
+    )
+
+
+# `--dry-run`: what a run will cost, method by method, before anything is run.
+
+
+GIB = 2**30
+
+
+def print_cost(run: Run) -> None:
+    """Prints tokens, operations and the peak of memory of every method, and what memory there is."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
+    made.add_column("method", footer="in all")
+    rows = []
+    key = lambda item: item.candidate.key  # noqa: E731
+    for _, group in itertools.groupby(run.items, key=key):
+        items = list(group)
+        costs = [
+            _cost(run, list(same)) for _, same in itertools.groupby(items, key=lambda i: i.lengths)
+        ]
+        tokens, flops = sum(cost.tokens for cost in costs), sum(cost.flops for cost in costs)
+        windows = sum(len(item.windows) for item in items)
+        peak = max(costs, key=lambda cost: cost.total)
+        rows.append((items[0].candidate.label, windows, tokens, flops, peak))
+    heads = (
+        ("forwards", f"{sum(row[1] for row in rows):,}"),
+        ("tokens", f"{sum(row[2] for row in rows):,}"),
+        ("FLOPs", f"{sum(row[3] for row in rows):.3g}"),
+        ("GiB at the peak", f"{max(row[4].total for row in rows) / GIB:,.2f}"),
+        ("of it logits", ""),
+    )
+    for name, footer in heads:
+        made.add_column(name, footer=footer, justify="right")
+    for label, windows, tokens, flops, peak in rows:
+        made.add_row(
+            label,
+            f"{windows:,}",
+            f"{tokens:,}",
+            f"{flops:.3g}",
+            f"{peak.total / GIB:,.2f}",
+            f"{peak.logits / GIB:,.2f}",
+        )
+    console = out()
+    console.print(made)
+    weights = rows[0][4].weights / GIB
+    console.print(
+        f"{weights:,.2f} GiB are the weights. {_free(run)} An estimate from the model's sizes, on the high side "
+        "(hf_posenc/evaluation/estimate.py says what is counted); nothing was run.",
+        markup=False,
+    )
+
+
+def _cost(run: Run, items: list[Item]) -> Cost:
+    """What the items of one method and the same lengths take, with the method in force."""
+    from hf_posenc.evaluation.scoring.estimate import run_cost
+
+    settings, candidate = run.settings, items[0].candidate
+    windows = [(w.forwarded, w.tokens - w.first_scored) for item in items for w in item.windows]
+    with candidate.applied(run.model, items[0].lengths[-1]):
+        return run_cost(
+            run.model,
+            windows,
+            batch=settings.batch,
+            chunk=settings.chunk,
+            prefill_chunk=None if candidate.length_dependent else settings.prefill,
+            full_logits=not run.replays,
+        )
+
+
+def _free(run: Run) -> str:
+    from hf_posenc.evaluation.scoring.memory import free_memory
+
+    device = next(run.model.parameters()).device
+    free = free_memory(device)
+    return "" if free is None else f"{free / GIB:,.1f} GiB are free on {device}."
+
+
+# What `hf-posenc bench` shows when it is done, or before it begins.
+
+
+def print_costs(work: Bench) -> None:
+    """Prints what the run will cost: the perplexities by method, the rest in tokens."""
+    print_cost(work.perplexity)
+    parts = (("retrieval", work.retrieval), ("timed prefill, warm-ups included", work.speed))
+    for name, run in parts:
+        if run is not None:
+            out().print(f"{name}: {run.forwarded:,} tokens", markup=False)
+
+
+def finish_bench(result: BenchResult, output: Path, with_plot: bool) -> None:
+    """Prints the tables and writes the files.
+
+    Raises:
+        PosencError: A file cannot be written.
+        typer.Exit: Status 1 where a number is missing, after everything that was measured has been written.
+    """
+    from hf_posenc.evaluation.bench import result as report
+
+    show_model(result.perplexity.model)
+    console = out()
+    for table in report.tables(result):
+        console.print(table)
+    for line in (*report.notes(result), ""):
+        console.print(line, markup=False)
+    say_written(result.write(output, plots=with_plot), output)
+    exit_on(report.problems(result))
+
+
+def say_bench_unfinished(work: Bench, shard: Shard) -> None:
+    """Says what this process leaves to others."""
+    if shard.launched:
+        return
+    out().print(
+        f"Share {shard.index + 1} of {shard.count} is done; {work.missing:,} parts are the others'. The last process "
+        "to finish times the prefill and prints the result, as does the same command without --shard.",
         markup=False,
     )

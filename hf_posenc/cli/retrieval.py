@@ -9,7 +9,8 @@ import typer
 
 from hf_posenc.cli import options as opt
 from hf_posenc.cli.console import out, print_warning
-from hf_posenc.cli.inputs import check_output, decide_plot, tasks_of
+from hf_posenc.cli.loading import Remembers, command_line, open_session
+from hf_posenc.cli.options import check_output, decide_plot, tasks_of
 from hf_posenc.cli.presentation import (
     exit_on,
     progress_bar,
@@ -18,11 +19,10 @@ from hf_posenc.cli.presentation import (
     say_written,
     show_model,
 )
-from hf_posenc.cli.session import Remembers, command_line, open_session
 from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.processes import Shard
+    from hf_posenc.evaluation.measuring.store import Shard
     from hf_posenc.evaluation.retrieval import RetrievalResult, RetrievalRun
 
 # The second is the control: plain attention to as many tokens as the model was trained at.
@@ -106,11 +106,11 @@ def retrieval(
     Without arguments: the embedded model, in about a minute. A run that was interrupted goes on where it was when
     the same command is given again.
     """
-    from hf_posenc.evaluation.candidates import original_length, parse_candidates
     from hf_posenc.evaluation.documents import special_prefix
-    from hf_posenc.evaluation.identity import describe_model
-    from hf_posenc.evaluation.processes import current_shard
-    from hf_posenc.evaluation.protocols import default_lengths, parse_lengths
+    from hf_posenc.evaluation.measuring.candidates import original_length, parse_candidates
+    from hf_posenc.evaluation.measuring.identity import describe_model
+    from hf_posenc.evaluation.measuring.store import current_shard
+    from hf_posenc.evaluation.perplexity.protocols import default_lengths, parse_lengths
     from hf_posenc.evaluation.retrieval import RetrievalRun, RetrievalSettings, even_depths
     from hf_posenc.evaluation.retrieval.measuring import describe_haystack
 
@@ -183,8 +183,9 @@ def _read(paths: list[str]) -> str:
 
 def _finish(run: RetrievalRun, shard: Shard, output: Path, with_plot: bool, **known: Any) -> None:
     """Measures this process's share; the process that sees the whole prints the tables and writes the files."""
-    from hf_posenc.evaluation.retrieval import measuring, report
-    from hf_posenc.evaluation.runs import wait_for_all
+    from hf_posenc.evaluation.perplexity.runs import wait_for_all
+    from hf_posenc.evaluation.retrieval import measuring
+    from hf_posenc.evaluation.retrieval import result as report
 
     with measuring.open_store(output, run, known, shard) as store:
         with progress_bar(shard) as progress:
@@ -203,7 +204,7 @@ def _finish(run: RetrievalRun, shard: Shard, output: Path, with_plot: bool, **kn
 
 
 def _show(result: RetrievalResult) -> None:
-    from hf_posenc.evaluation.retrieval import report
+    from hf_posenc.evaluation.retrieval import result as report
 
     show_model(result.model)
     console = out()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.cli.inputs import source_of
+from hf_posenc.cli.options import source_of
 from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ def training_text(data: DataArguments) -> tuple[Iterable[Entry], dict[str, Any]]
     Raises:
         PosencError: Two sources, or a model in the place of a text.
     """
-    from hf_posenc.training.sources import STANDARD_LIBRARY, read_standard_library
+    from hf_posenc.training.batches.blocks import STANDARD_LIBRARY, read_standard_library
 
     entries, source = source_of(
         data.text,

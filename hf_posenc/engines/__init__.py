@@ -6,10 +6,17 @@ of its table from the model's by the engine's own published formula; `write_expo
 
 from __future__ import annotations
 
-from hf_posenc.engines.exporting import ENGINES, Export, TableError, export
-from hf_posenc.engines.gguf_tables import GGUFCheck, check_gguf, write_gguf
+from hf_posenc.engines.exporting import (
+    ENGINES,
+    Export,
+    GGUFCheck,
+    TableError,
+    check_gguf,
+    export,
+    write_export,
+    write_gguf,
+)
 from hf_posenc.engines.survey import Expressed, survey
-from hf_posenc.engines.writing import write_export
 
 __all__ = [
     "ENGINES",

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.engines.exporting import export_source, find_engine
-from hf_posenc.engines.opening import open_plain
-from hf_posenc.engines.source import Source
+from hf_posenc.engines.source import Source, open_plain
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import METHODS, LengthDependent, Method
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench import BenchResult
     from hf_posenc.evaluation.documents import read_dataset, read_paths
-    from hf_posenc.evaluation.result import PerplexityResult
+    from hf_posenc.evaluation.perplexity.result import PerplexityResult
+    from hf_posenc.evaluation.perplexity.runs import measure_perplexity
     from hf_posenc.evaluation.retrieval import RetrievalResult, measure_retrieval
-    from hf_posenc.evaluation.runs import measure_perplexity
-    from hf_posenc.evaluation.sweep import SearchResult, SweepResult
+    from hf_posenc.evaluation.tuning import SearchResult, SweepResult
 
 __all__ = [
     "BenchResult",
@@ -32,11 +32,11 @@ __all__ = [
 # A command that only lists methods, or prints its help, must not wait for datasets, statistics and models.
 _HOMES = {
     "BenchResult": "bench",
-    "PerplexityResult": "result",
+    "PerplexityResult": "perplexity.result",
     "RetrievalResult": "retrieval",
-    "SearchResult": "sweep",
-    "SweepResult": "sweep",
-    "measure_perplexity": "runs",
+    "SearchResult": "tuning",
+    "SweepResult": "tuning",
+    "measure_perplexity": "perplexity.runs",
     "measure_retrieval": "retrieval",
     "read_dataset": "documents",
     "read_paths": "documents",

@@ -9,21 +9,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_posenc.training.adapters import lora_config
+    from hf_posenc.training.batches.blocks import prepare_blocks
+    from hf_posenc.training.batches.collator import PositionCollator
+    from hf_posenc.training.batches.dependencies import check_dependencies
+    from hf_posenc.training.callbacks import PerplexityCallback, SaveOnSignal
     from hf_posenc.training.card import write_card
     from hf_posenc.training.checkpoints import SafeCheckpoints, last_complete_checkpoint
     from hf_posenc.training.checks import check_run
-    from hf_posenc.training.collator import PositionCollator
-    from hf_posenc.training.data import prepare_blocks
-    from hf_posenc.training.dependencies import check_dependencies
+    from hf_posenc.training.chunked_loss.loss import chunk_loss
     from hf_posenc.training.folder import TrainingFolder
-    from hf_posenc.training.interruption import SaveOnSignal
-    from hf_posenc.training.loss import chunk_loss
-    from hf_posenc.training.parameters import choose_parameters
-    from hf_posenc.training.plot import loss_figure
+    from hf_posenc.training.log import TrainingLog, loss_figure
+    from hf_posenc.training.parameters import choose_parameters, lora_config
     from hf_posenc.training.scoring import Scores, score
-    from hf_posenc.training.scoring_callback import PerplexityCallback
-    from hf_posenc.training.training_log import TrainingLog
 
 __all__ = [
     "PerplexityCallback",
@@ -46,21 +43,21 @@ __all__ = [
 ]
 
 _HOMES = {
-    "PerplexityCallback": "scoring_callback",
-    "PositionCollator": "collator",
+    "PerplexityCallback": "callbacks",
+    "PositionCollator": "batches.collator",
     "SafeCheckpoints": "checkpoints",
-    "SaveOnSignal": "interruption",
+    "SaveOnSignal": "callbacks",
     "Scores": "scoring",
     "TrainingFolder": "folder",
-    "TrainingLog": "training_log",
-    "check_dependencies": "dependencies",
+    "TrainingLog": "log",
+    "check_dependencies": "batches.dependencies",
     "check_run": "checks",
     "choose_parameters": "parameters",
-    "chunk_loss": "loss",
+    "chunk_loss": "chunked_loss.loss",
     "last_complete_checkpoint": "checkpoints",
-    "lora_config": "adapters",
-    "loss_figure": "plot",
-    "prepare_blocks": "data",
+    "lora_config": "parameters",
+    "loss_figure": "log",
+    "prepare_blocks": "batches.blocks",
     "score": "scoring",
     "write_card": "card",
 }

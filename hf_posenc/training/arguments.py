@@ -14,8 +14,8 @@ from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArgum
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import one_line
-from hf_posenc.patch import Patch
-from hf_posenc.training.blocks import Counts
+from hf_posenc.patch.report import Patch
+from hf_posenc.training.batches.blocks import Counts
 from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 

@@ -3,23 +3,211 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.evaluation.files import to_json, write_atomically
+from hf_posenc.evaluation.bench.result import table_lines
+from hf_posenc.evaluation.perplexity.result import PerplexityResult, notes, table
 from hf_posenc.evaluation.plots import available, figure, write_figure
-from hf_posenc.evaluation.result import PerplexityResult
-from hf_posenc.training.card_sections import loading, loads_plainly, measured, title, training
-from hf_posenc.training.names import published
-from hf_posenc.training.plot import loss_figure, loss_points
+from hf_posenc.files import to_json, write_atomically
+from hf_posenc.methods import available_methods, get_method
+from hf_posenc.training.log import FILE as LOG
+from hf_posenc.training.log import TrainingLog, loss_figure, loss_points, published
 from hf_posenc.training.scoring import FILE as SCORES
-from hf_posenc.training.stages import before_and_after
-from hf_posenc.training.training_log import FILE as LOG
-from hf_posenc.training.training_log import TrainingLog
+from hf_posenc.training.scoring import before_and_after, conclusion
 
 if TYPE_CHECKING:
     from hf_posenc.engines.exporting import Export
+
+
+# The parts of a model card, each as lines of Markdown.
+
+
+PLAIN = "transformers5"
+TRAINED = {
+    "full": "all weights",
+    "lora": "a LoRA adapter, with embeddings and norms",
+    "encoding": "the encoding's own parameters only",
+}
+POSITIONS = {
+    "contiguous": "as they come",
+    "packed": "anew in every document of a block; the documents do not see each other",
+    "pose": "PoSE (Zhu et al. 2023, arXiv 2309.10400), up to {target:,}",
+    "random": "randomized (Ruoss et al. 2023, arXiv 2305.16843), up to {target:,}",
+    "cream": "CREAM (Wu et al. 2024, arXiv 2406.07138), up to {target:,}",
+}
+
+
+def title(log: TrainingLog) -> Iterator[str]:
+    """The heading, what the model is, and the source of each method."""
+    how = f" with {log.label}" if log.label else ""
+    reach = f" for {log.extended:,} tokens" if log.extended else ""
+    yield f"# {log.base}{reach}{how or ', fine-tuned'}"
+    yield ""
+    before = f"trained at {log.original:,} tokens, " if log.original else ""
+    taken = f"taken to {log.extended:,} " if log.extended else ""
+    yield (
+        f"{log.base} ({log.model['class']}, {log.model['parameters']:,} parameters), {before}{taken}{how.strip()}"
+        f"{' and ' if how else ''}fine-tuned for {log.run['steps']:,} steps."
+    )
+    for name in log.methods:
+        if name in available_methods():
+            method = get_method(name)
+            yield f"`{name}`: {method.summary} ({method.source})."
+
+
+def loads_plainly(exports: Sequence[Export]) -> bool:
+    """Whether plain transformers 5 computes the saved model."""
+    return any(export.possible for export in exports if export.engine == PLAIN)
+
+
+def loading(
+    exports: Sequence[Export],
+    config: Mapping[str, Any] | None,
+    adapter: bool,
+    verified: str | None,
+    name: str,
+) -> Iterator[str]:
+    """How to load the model, and what else computes it."""
+    plain = loads_plainly(exports) and not adapter
+    yield from ("## How to load it", "", "```python")
+    if plain:
+        yield "from transformers import AutoModelForCausalLM"
+    else:
+        yield "from hf_posenc import from_pretrained  # pip install hf-posenc"
+    loader = "AutoModelForCausalLM.from_pretrained" if plain else "from_pretrained"
+    yield from ("", f'model = {loader}("{name}")', "```", "")
+    if adapter:
+        yield (
+            "This is an adapter for a model whose positions were changed. Plain PEFT refuses it; `from_pretrained` "
+            "loads the base, patches it and adds the adapter.\n"
+        )
+    elif not plain:
+        yield (
+            "Only hf_posenc loads it. Plain transformers has no words for this encoding and would run the weights "
+            "under another one.\n"
+        )
+    yield from ("| engine | computes this model |", "| --- | --- |")
+    for export in exports:
+        yield f"| {export.engine} ({export.version}) | {_said(export, config, adapter, name)} |"
+    if verified:
+        yield from ("", verified)
+
+
+def _said(export: Export, config: Mapping[str, Any] | None, adapter: bool, name: str) -> str:
+    if not export.possible:
+        return f"no: {export.reason}".replace("|", "\\|")
+    command = f"`hf-posenc export {name} --to {export.engine}`"
+    if adapter:
+        return f"yes, merged into its base: {command}"
+    own = export.engine == PLAIN  # whose config is the saved one
+    read = config is not None and not export.divisors and _same_positions(export.config, config)
+    if not (own or read):
+        return f"yes: {command}"
+    flags = f", with `{' '.join(export.flags)}`" if export.flags else ""
+    return f"yes, weights and config as they are{flags}"
+
+
+def _same_positions(wanted: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Whether a saved config says what an engine needs; what it leaves out has its default."""
+    return all(
+        saved.get(key) == value
+        for key, value in wanted.items()
+        if key in saved or key.startswith("rope")
+    )
+
+
+def measured(scores: PerplexityResult | None, plots: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """The tables and plots."""
+    yield from ("## Measured", "")
+    if scores is None:
+        yield "No perplexity was measured."
+    else:
+        shown = before_and_after(scores)
+        yield f"On held-out documents, {conclusion(shown)}."
+        for protocol in shown.settings.protocols:
+            yield from ("", f"{protocol}: {shown.settings.definition(protocol)}.", "")
+            yield from table_lines(table(shown, protocol))
+        yield ""
+        yield from (f"- {line}" for line in notes(shown))
+        yield (
+            "- Perplexity averages over words most of which need no far text; what a model finds far away is another "
+            "question (`hf-posenc retrieval`)."
+        )
+    for what, file in plots:
+        yield from ("", f"![{what}]({file})")
+
+
+def training(log: TrainingLog) -> Iterator[str]:
+    """How the model was trained."""
+    run, data = log.run, log.data
+    versions = (f"{name} {version}" for name, version in log.environment.items() if version)
+    rows = {
+        "trained": f"{TRAINED[log.train]}: {log.model['trained']:,} parameters",
+        "text": _text(data),
+        "positions": _positions(data),
+        "steps": _steps(run),
+        "optimizer": _optimizer(run),
+        "precision": _precision(log),
+        "processes": _processes(run),
+        "seed": run["seed"],
+        "versions": ", ".join(versions),
+    }
+    yield from ("## Training", "", "| | |", "| --- | --- |")
+    yield from (f"| {name} | {value} |" for name, value in rows.items() if value is not None)
+    if log.command:
+        yield from ("", "```bash", log.command, "```")
+    yield from ("", f"Every logged number is in [{LOG}]({LOG}).")
+
+
+def _text(data: Mapping[str, Any]) -> str | None:
+    source = data.get("source") or {}
+    named = [source.get("kind"), source.get("name"), *source.get("paths", ())]
+    said = [str(name) for name in named if name]
+    if "documents" in data:
+        said.append(f"{data['documents']:,} documents of {data['tokens']:,} tokens in all")
+    if "blocks" in data:
+        said.append(f"{data['blocks']:,} blocks of {data['block_length']:,} tokens")
+    return ", ".join(said) or None
+
+
+def _positions(data: Mapping[str, Any]) -> str | None:
+    if "positions" not in data:
+        return None
+    return POSITIONS[data["positions"]].format(target=data.get("target_length") or 0)
+
+
+def _steps(run: Mapping[str, Any]) -> str:
+    text = f"{run['steps']:,} of {run['sequences_per_step']:,} sequences"
+    if run.get("tokens_seen"):
+        text += f", {run['tokens_seen']:,} tokens"
+    if run.get("epochs"):
+        text += f", {run['epochs']:.2f} epochs"
+    return text
+
+
+def _optimizer(run: Mapping[str, Any]) -> str:
+    betas = " and ".join(f"{beta:g}" for beta in run["betas"])
+    return (
+        f"{run['optimizer']}, learning rate {run['learning_rate']:g} ({run['lr_scheduler_type']}, "
+        f"{run['warmup_steps']:,} steps of warmup), betas {betas}, weight decay {run['weight_decay']:g}, gradients "
+        f"clipped at {run['max_grad_norm']:g}"
+    )
+
+
+def _precision(log: TrainingLog) -> str:
+    text = f"weights in {log.model['dtype']}"
+    if log.run["precision"] is not None:
+        text += f", computed in {log.run['precision']}"
+    return text + (", gradient checkpointing" if log.run["gradient_checkpointing"] else "")
+
+
+def _processes(run: Mapping[str, Any]) -> str:
+    how = f" ({run['distributed']})" if run.get("distributed") else ""
+    time = f", {run['seconds']:,.0f} seconds" if run.get("seconds") else ""
+    return f"{run['processes']:,} on {run['device']}{how}{time}"
+
 
 CARD = "README.md"
 LOSS_PLOT = "loss.png"

@@ -3,37 +3,177 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from rich.table import Table
 from torch import nn
 
-from hf_posenc.evaluation.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
-from hf_posenc.evaluation.identity import (
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Request, original_length
+from hf_posenc.evaluation.measuring.identity import (
     describe_model,
     environment,
     name_of,
     tokenizer_hash,
 )
-from hf_posenc.evaluation.perplexity import Progress, Run
-from hf_posenc.evaluation.processes import Shard
-from hf_posenc.evaluation.requests import Request
-from hf_posenc.evaluation.result import PerplexityResult
-from hf_posenc.evaluation.runs import make_settings, result_of, special_tokens
-from hf_posenc.evaluation.store import ALONE, Memory, Records, Store, fingerprint_of
-from hf_posenc.patching import get_patch
-from hf_posenc.training.ranks import from_all, from_first, is_sharded, place, without_wrapper
-from hf_posenc.training.shared_records import Both, known_to_all
-from hf_posenc.training.stages import Stage, stages_of, up_to, with_row
-from hf_posenc.training.untouched import untouched
+from hf_posenc.evaluation.measuring.store import (
+    ALONE,
+    Key,
+    Memory,
+    Records,
+    Shard,
+    Store,
+    fingerprint_of,
+)
+from hf_posenc.evaluation.perplexity.measurement import Progress, Run
+from hf_posenc.evaluation.perplexity.result import (
+    PerplexityResult,
+    notes,
+    number,
+    reading_guide,
+    table,
+)
+from hf_posenc.evaluation.perplexity.runs import make_settings, result_of, special_tokens
+from hf_posenc.patch.patching import get_patch
+from hf_posenc.training.ranks import (
+    from_all,
+    from_first,
+    is_sharded,
+    place,
+    untouched,
+    without_wrapper,
+)
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
+
+
+# The rows of a table of scores: one model at several points of its training.
+
+
+@dataclass(frozen=True)
+class Stage:
+    """When a row was measured, and of what.
+
+    Attributes:
+        label: The row's name.
+        step: Optimizer steps before it.
+        tokens_seen: Tokens that the model was trained on before it, where the Trainer counts them.
+        state: A hash of the model with its weights and its patch.
+    """
+
+    label: str
+    step: int
+    tokens_seen: int | None = field(compare=False)
+    state: str
+
+
+def stages_of(result: PerplexityResult) -> list[Stage]:
+    """The stages of a table, in its order."""
+    return [Stage(**stage) for stage in result.source.get("stages", ())]
+
+
+def with_row(
+    table: PerplexityResult | None, row: PerplexityResult, stage: Stage
+) -> PerplexityResult:
+    """A table with one more row at its end.
+
+    Rows that came after the new one's step are of a training that was given up for this one, and go.
+
+    Args:
+        table: The rows so far.
+        row: The new one, measured on the same tokens.
+        stage: What the new one is.
+    """
+    stages = [] if table is None else stages_of(table)
+    patched = row.candidates[0].method is not None
+    earlier = []
+    for old, entry in zip(stages, () if table is None else table.candidates, strict=True):
+        if (old.step, entry.method is not None) < (stage.step, patched):
+            earlier.append(old)
+    parts = [row] if table is None else [only(table, [old.label for old in earlier]), row]
+    source: dict[str, Any] = {
+        **row.source,
+        "stages": [dataclasses.asdict(each) for each in (*earlier, stage)],
+    }
+    return dataclasses.replace(
+        row,
+        source=source,
+        candidates=[entry for part in parts for entry in part.candidates],
+        records=[record for part in parts for record in part.records],
+        failures=[failure for part in parts for failure in part.failures],
+        curves={label: curve for part in parts for label, curve in part.curves.items()},
+    )
+
+
+def up_to(table: PerplexityResult, stage: Stage) -> PerplexityResult:
+    """A table that ends with a row that it has: what came after is not of the model that is kept."""
+    stages = stages_of(table)
+    return only(table, [each.label for each in stages[: stages.index(stage) + 1]])
+
+
+def only(table: PerplexityResult, labels: Collection[str]) -> PerplexityResult:
+    """Some of the rows of a table."""
+    return dataclasses.replace(
+        table,
+        source={
+            **table.source,
+            "stages": [dataclasses.asdict(s) for s in stages_of(table) if s.label in labels],
+        },
+        candidates=[entry for entry in table.candidates if entry.label in labels],
+        records=[record for record in table.records if record.method in labels],
+        failures=[failure for failure in table.failures if failure.method in labels],
+        curves={label: curve for label, curve in table.curves.items() if label in labels},
+    )
+
+
+def before_and_after(table: PerplexityResult) -> PerplexityResult:
+    """The rows before the training, and the last one."""
+    stages = stages_of(table)
+    return only(table, [stage.label for stage in stages if stage.step == 0 or stage is stages[-1]])
+
+
+# The records of a measurement that several processes make together.
+
+
+class Both:
+    """Records that are looked up in one place and stored in two.
+
+    Args:
+        known: What any process has measured.
+        store: Where a value outlives this one.
+    """
+
+    def __init__(self, known: Records, store: Records) -> None:
+        self._known, self._store = known, store
+
+    def get(self, key: Key) -> dict[str, Any] | None:
+        """What any process has measured."""
+        return self._known.get(key)
+
+    def append(self, key: Key, value: Mapping[str, Any]) -> None:
+        """Stores a value where it outlives the process, and where it is found."""
+        self._store.append(key, value)
+        self._known.append(key, value)
+
+
+def known_to_all(run: Run, records: Records) -> Memory:
+    """The records of a run that any process has, in every process. All must call it."""
+    own = {item.key: records.get(item.key) for item in run.items}
+    known = Memory()
+    for part in from_all(own):
+        for key, value in part.items():
+            if value is not None:
+                known.append(key, value)
+    return known
+
 
 FILE = "perplexity.json"
 PROTOCOLS = ("prefix", "tail")
@@ -278,3 +418,45 @@ def _can_move(model: Any) -> bool:
 def _digest(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# What a training says of its scores: the tables, and one sentence before them.
+
+
+def conclusion(scores: PerplexityResult) -> str:
+    """What the training did, at the longest length and at the one that the model came with.
+
+    Args:
+        scores: The rows of `Scores`.
+
+    Returns:
+        One line, such as `tail perplexity at 1,024 tokens: 160.9 unpatched, 9.87 patched, 9.05 after 48 steps; ...`.
+    """
+    shown = before_and_after(scores)
+    protocol, lengths = shown.settings.protocols[-1], shown.settings.lengths
+    short = shown.original if shown.original in lengths else lengths[0]
+    assert short is not None
+    said = [
+        f"at {length:,} tokens: {', '.join(_numbers(shown, protocol, length))}"
+        for length in dict.fromkeys((lengths[-1], short))
+    ]
+    return f"{protocol} perplexity {'; '.join(said)}"
+
+
+def _numbers(scores: PerplexityResult, protocol: str, length: int) -> Iterator[str]:
+    for stage, row in zip(stages_of(scores), scores.candidates, strict=True):
+        name = "unpatched" if row.method is None else "patched"
+        if stage.step:
+            name = f"after {stage.step:,} step{'s' * (stage.step > 1)}"
+        cell = scores.cell(row.label, protocol, length)
+        yield f"{number(None if cell is None else cell.perplexity)} {name}"
+
+
+def report(scores: PerplexityResult) -> Iterator[Table | str]:
+    """The tables before and after, and what a reader must know beside them, in the order in which they are printed."""
+    shown = before_and_after(scores)
+    for protocol in shown.settings.protocols:
+        yield table(shown, protocol)
+    yield from notes(shown)
+    yield from reading_guide(shown)
+    yield conclusion(shown)

@@ -4,23 +4,225 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.evaluation.bench.clock import Clock
-from hf_posenc.evaluation.bench.speed_result import SpeedResult
-from hf_posenc.evaluation.candidates import Candidate
 from hf_posenc.evaluation.documents import TokenizedDocument
-from hf_posenc.evaluation.head_replay import TokenScorer, evaluation_mode
-from hf_posenc.evaluation.identity import environment
-from hf_posenc.evaluation.memory import FrugalScorer, reason_of
-from hf_posenc.evaluation.perplexity import Progress
-from hf_posenc.evaluation.processes import Shard
-from hf_posenc.evaluation.store import ALONE, Key, Records, Store, missing
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.identity import environment
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store, missing
+from hf_posenc.evaluation.perplexity.measurement import Progress
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.memory import reason_of
+
+# Times a piece of work and says how much memory it took at its peak.
+
+
+ON_GPU = "allocated by PyTorch on the GPU at the peak, weights included"
+ON_CPU = (
+    "resident in memory at the peak, of the whole process: Python, libraries and weights included"
+)
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+class Clock:
+    """Times work on the devices of a model.
+
+    The clock is read when the devices have done all that was asked of them, before and after. Peaks of memory: on GPUs
+    PyTorch's own count; on a CPU under Linux the kernel's high-water mark of this process, which is set back first;
+    elsewhere none.
+
+    Args:
+        model: Where its weights are, the work is done.
+
+    Attributes:
+        memory: What the peaks are; `None` where there are none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        devices = {parameter.device for parameter in model.parameters()}
+        self._devices = sorted(devices, key=str)
+        self._gpus = [device for device in self._devices if device.type == "cuda"]
+        self.memory: str | None = ON_GPU if self._gpus else None
+        if all(device.type == "cpu" for device in self._devices) and _set_back():
+            self.memory = ON_CPU
+
+    def time(self, work: Callable[[], Any]) -> tuple[float, int | None]:
+        """Does the work.
+
+        Returns:
+            Seconds, and the peak of memory in bytes.
+        """
+        for gpu in self._gpus:
+            torch.cuda.reset_peak_memory_stats(gpu)
+        if self.memory == ON_CPU:
+            _set_back()
+        self._synchronize()
+        began = time.perf_counter()
+        work()
+        self._synchronize()
+        seconds = time.perf_counter() - began
+        return seconds, self._peak()
+
+    def machine(self) -> dict[str, Any]:
+        """What does the work: its name, and the number of threads of a CPU."""
+        if self._gpus:
+            names = [torch.cuda.get_device_name(gpu) for gpu in self._gpus]
+            kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
+            return {"device": ", ".join(kinds), "threads": None}
+        kind = self._devices[0].type
+        return {"device": _cpu_name() or kind, "threads": torch.get_num_threads()}
+
+    def _synchronize(self) -> None:
+        for device in self._devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            elif device.type not in ("cpu", "meta"):
+                torch.accelerator.synchronize(device)
+
+    def _peak(self) -> int | None:
+        if self._gpus:
+            return sum(torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus)
+        return _resident_peak() if self.memory == ON_CPU else None
+
+
+def _set_back() -> bool:
+    """Sets the kernel's high-water mark back to what is resident now; whether that can be done here."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return False
+    return _resident_peak() is not None
+
+
+def _resident_peak() -> int | None:
+    for line in _lines(_STATUS):
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def _cpu_name() -> str | None:
+    for line in _lines(Path("/proc/cpuinfo")):
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+# What the timed prefills say of every method.
+
+
+@dataclass(frozen=True)
+class SpeedCell:
+    """The speed and the memory of a method.
+
+    Attributes:
+        method: Its label.
+        tokens_per_second: Tokens of the window by the median of the seconds of all rounds; `None` where it failed.
+        lowest: Of the slowest round.
+        highest: Of the fastest round.
+        ratio: Times as fast as the first method: the median over the rounds, both of the same round.
+        peak_bytes: The largest peak of memory; `None` where it cannot be told.
+        prefill: Tokens that were run at a time; `None`: all.
+        failed: Why there is no number.
+    """
+
+    method: str
+    tokens_per_second: float | None = None
+    lowest: float | None = None
+    highest: float | None = None
+    ratio: float | None = None
+    peak_bytes: int | None = None
+    prefill: int | None = None
+    failed: str | None = None
+
+
+@dataclass
+class SpeedResult:
+    """The prefill of one window, timed under every method in turn, several times over.
+
+    Attributes:
+        length: Tokens of the window.
+        device: What ran it.
+        threads: Threads of a CPU.
+        memory: What `peak_bytes` is.
+        methods: Labels, the baseline first.
+        rounds: For each round and method seconds, peak and tokens at a time, or why it failed.
+        cells: What follows from it, in the order of the methods.
+    """
+
+    length: int
+    device: str
+    threads: int | None
+    memory: str | None
+    methods: Sequence[str]
+    rounds: Sequence[Mapping[str, Mapping[str, Any]]]
+    cells: list[SpeedCell] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cells = [self._cell(label) for label in self.methods]
+
+    def cell(self, method: str) -> SpeedCell:
+        """That of a method."""
+        return self.cells[list(self.methods).index(method)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready values."""
+        return {
+            "length": self.length,
+            "device": self.device,
+            "threads": self.threads,
+            "memory": self.memory,
+            "methods": list(self.methods),
+            "rounds": [
+                {label: dict(values) for label, values in made.items()} for made in self.rounds
+            ],
+            "summary": [asdict(cell) for cell in self.cells],
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> SpeedResult:
+        """Reads what `to_dict` wrote; the summary is made anew from the rounds."""
+        return cls(**{name: value for name, value in values.items() if name != "summary"})
+
+    def _cell(self, label: str) -> SpeedCell:
+        mine = [made[label] for made in self.rounds]
+        failed = next((values["failed"] for values in mine if "failed" in values), None)
+        if failed is not None or not mine:
+            return SpeedCell(label, failed=failed or "not measured")
+        seconds = [values["seconds"] for values in mine]
+        first = [made[self.methods[0]] for made in self.rounds]
+        ratio = None
+        if not any("failed" in values for values in first):
+            pairs = zip(first, mine, strict=True)
+            ratio = statistics.median(theirs["seconds"] / own["seconds"] for theirs, own in pairs)
+        peaks = [values["peak_bytes"] for values in mine]
+        pieces = [values["prefill"] for values in mine if values["prefill"] is not None]
+        return SpeedCell(
+            label,
+            tokens_per_second=self.length / statistics.median(seconds),
+            lowest=self.length / max(seconds),
+            highest=self.length / min(seconds),
+            ratio=ratio,
+            peak_bytes=None if None in peaks else max(peaks),
+            prefill=min(pieces, default=None),
+        )
 
 
 class SpeedRun:

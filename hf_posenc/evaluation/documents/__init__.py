@@ -9,24 +9,27 @@ into tokens, a long text window by window (`joining`), and keeps those in memory
 
 from __future__ import annotations
 
-from hf_posenc.evaluation.documents.cache import TokenCache
-from hf_posenc.evaluation.documents.datasets import read_dataset
 from hf_posenc.evaluation.documents.document import (
     Document,
     Entry,
     LongDocument,
     Skipped,
     TokenizedDocument,
+    UnreadableError,
     as_entries,
+    one_line,
+    printable,
+    special_prefix,
 )
-from hf_posenc.evaluation.documents.embedded import EMBEDDED_SOURCE, read_embedded
-from hf_posenc.evaluation.documents.errors import UnreadableError, one_line
 from hf_posenc.evaluation.documents.files import read_paths
-from hf_posenc.evaluation.documents.loading import load_documents
-from hf_posenc.evaluation.documents.names import printable
-from hf_posenc.evaluation.documents.special import special_prefix
-from hf_posenc.evaluation.documents.token_files import TOKEN_DTYPES
-from hf_posenc.evaluation.documents.tokenizing import tokenize
+from hf_posenc.evaluation.documents.formats import TOKEN_DTYPES, read_dataset
+from hf_posenc.evaluation.documents.loading import (
+    EMBEDDED_SOURCE,
+    load_documents,
+    read_embedded,
+    tokenize,
+)
+from hf_posenc.evaluation.documents.storage import TokenCache
 
 __all__ = [
     "EMBEDDED_SOURCE",

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from hf_posenc.errors import PosencError
 
 BLOCK = 1 << 20
 """Tokens or characters that are looked at at a time where a whole document would not fit into memory."""
@@ -133,3 +138,127 @@ def _between(ends: Tensor | None, first: int, stop: int) -> int | None:
     if ends is None or stop <= first:
         return None if ends is None else 0
     return int(ends[stop - 1]) - (int(ends[first - 1]) if first else 0)
+
+
+# Names that can be printed anywhere.
+
+
+def printable(name: str | Path) -> str:
+    """A name on one line: bytes that are no UTF-8 and characters that would not show as escapes."""
+    text = str(name).encode("utf-8", "backslashreplace").decode("utf-8")
+    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    return "".join(shown)
+
+
+# What cannot be read, and what an error of another library says, in one line.
+
+
+class UnreadableError(PosencError):
+    """A document that turns out to be unusable while it is read; the message is the reason of its `Skipped`."""
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type where it has none."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def reason_of(error: OSError) -> str:
+    """What the operating system says, without the path."""
+    return f"cannot be read ({error.strerror or one_line(error)})"
+
+
+# The special tokens in front of a window.
+
+
+def special_prefix(tokenizer: Any, policy: str) -> list[int]:
+    """The special tokens that go in front of every window.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        policy: `"auto"`, what the tokenizer itself puts in front of a text; `"always"`, its BOS token; `"never"`.
+
+    Raises:
+        PosencError: An unknown policy, or `"always"` with a tokenizer that has no BOS token.
+    """
+    if policy == "never":
+        return []
+    if policy == "always":
+        if tokenizer.bos_token_id is None:
+            raise PosencError(
+                "--bos always: this tokenizer has no BOS token; use --bos auto or --bos never."
+            )
+        return [int(tokenizer.bos_token_id)]
+    if policy != "auto":
+        raise PosencError(f"Unknown BOS policy {policy!r}: auto, always or never.")
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    special = tokenizer("a")["input_ids"]
+    for start in range(len(special) - len(plain) + 1):
+        if special[start : start + len(plain)] == plain:
+            return [int(token) for token in special[:start]]
+    return []
+
+
+# Documents that come as token ids.
+
+
+def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
+    """A document of ids; what text they stand for is not known. A memory-mapped array stays one.
+
+    Args:
+        name: The document's name.
+        values: A list or an array of whole numbers, shape (n,).
+    """
+    try:
+        ids = np.asarray(values)
+    except (ValueError, OverflowError):  # lists of different lengths, numbers of 80 bits
+        return Skipped(name, "holds no list of token ids")
+    if not ids.size:
+        return Skipped(name, "empty")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        return Skipped(name, f"holds {_kind(values, ids)}, not a list of token ids")
+    if not ids.dtype.isnative:
+        ids = ids.astype(ids.dtype.newbyteorder("="))
+    return TokenizedDocument(name, torch.from_numpy(ids), None, None)
+
+
+class Vocabulary:
+    """What a tokenizer can give.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._prefix = special_prefix(tokenizer, "auto")
+        self._size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
+
+    def usable(
+        self, document: TokenizedDocument, max_tokens: int | None = None
+    ) -> TokenizedDocument:
+        """A document of ids as the tokenizer would have given it: without special tokens in front, and cut.
+
+        Raises:
+            UnreadableError: An id that the tokenizer cannot give, so another one wrote them.
+        """
+        prefix = self._prefix
+        first = len(prefix) if document.tokens(0, len(prefix)).tolist() == prefix else 0
+        stop = None if max_tokens is None else first + max_tokens
+        found = dataclasses.replace(document, ids=document.ids[first:stop])
+        for block in found.blocks():
+            least, largest = int(block.min()), int(block.max())
+            if least < 0:
+                raise UnreadableError(f"token {least} is negative")
+            if largest >= self._size:
+                raise UnreadableError(
+                    f"token {largest:,} is outside the vocabulary of {self._size:,}: not this tokenizer's ids"
+                )
+        return found
+
+
+def _kind(values: Any, found: np.ndarray[Any, Any]) -> str:
+    if values is None:
+        return "null"
+    if found.ndim == 0:
+        return type(values).__name__
+    return f"an array of {found.dtype}, {found.ndim} dimension{'s' * (found.ndim != 1)}"

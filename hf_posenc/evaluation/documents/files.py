@@ -10,21 +10,54 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_posenc.errors import unknown
-from hf_posenc.evaluation.documents.datasets import is_saved, read_saved
-from hf_posenc.evaluation.documents.document import Document, Entry, LongDocument, Skipped
-from hf_posenc.evaluation.documents.errors import UnreadableError
-from hf_posenc.evaluation.documents.fields import Field
-from hf_posenc.evaluation.documents.folders import below
-from hf_posenc.evaluation.documents.jsonl import read_jsonl
-from hf_posenc.evaluation.documents.names import printable
-from hf_posenc.evaluation.documents.parquet import read_parquet
-from hf_posenc.evaluation.documents.streams import (
+from hf_posenc.evaluation.documents.document import (
+    Document,
+    Entry,
+    LongDocument,
+    Skipped,
+    UnreadableError,
+    printable,
+    reason_of,
+)
+from hf_posenc.evaluation.documents.formats import (
     COMPRESSED,
+    TOKEN_DTYPES,
+    Field,
     check_regular,
     inner_suffix,
+    is_saved,
+    read_bin,
+    read_jsonl,
+    read_npy,
+    read_parquet,
+    read_saved,
     text_pieces,
 )
-from hf_posenc.evaluation.documents.token_files import TOKEN_DTYPES, read_bin, read_npy
+
+# The files below a folder.
+
+
+def below(folder: Path) -> Iterator[Path | Skipped]:
+    """Everything below a folder that is no folder, by name, through links too; hidden entries are left out."""
+    seen: set[tuple[int, int]] = set()
+    waiting = [folder]
+    while waiting:
+        path = waiting.pop()
+        if not os.path.isdir(path):  # noqa: PTH112 (pathlib's raises for some of what is no folder)
+            yield path
+            continue
+        try:
+            found = path.stat()
+            if (found.st_dev, found.st_ino) in seen:
+                yield Skipped(printable(path), "a link to a folder that is read already")
+                continue
+            seen.add((found.st_dev, found.st_ino))
+            entries = sorted(path.iterdir(), key=lambda entry: entry.name, reverse=True)
+        except OSError as error:
+            yield Skipped(printable(path), reason_of(error))
+            continue
+        waiting += [entry for entry in entries if not entry.name.startswith(".")]
+
 
 SMALL = 1 << 20
 """Characters, or bytes, from which on a text stays in its file."""

@@ -11,17 +11,10 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from hf_posenc.evaluation import plots
-from hf_posenc.evaluation.page.lines import Merged
-from hf_posenc.evaluation.plots.position import position_points
-from hf_posenc.evaluation.plots.style import (
-    BASELINE,
-    COLOURS,
-    CONTROL_COLOUR,
-    GRID,
-    REMARK,
-    STYLE,
-)
-from hf_posenc.evaluation.report import number
+from hf_posenc.evaluation.page.collect import Merged
+from hf_posenc.evaluation.perplexity.result import number
+from hf_posenc.evaluation.plots.perplexity import position_points
+from hf_posenc.evaluation.plots.style import BASELINE, COLOURS, CONTROL_COLOUR, GRID, REMARK, STYLE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

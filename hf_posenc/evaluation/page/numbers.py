@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_posenc.evaluation.memory import OUT_OF_MEMORY
-from hf_posenc.evaluation.report import FEW_DOCUMENTS
-from hf_posenc.evaluation.report import number as number
-from hf_posenc.evaluation.statistics import ROUNDING, side_of_one
+from hf_posenc.evaluation.measuring.statistics import ROUNDING, side_of_one
+from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS, number
+from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
 
 Interval = tuple[float, float]
 

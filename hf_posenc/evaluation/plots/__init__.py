@@ -4,12 +4,16 @@ Every function takes a result object and gives a matplotlib `Figure`, so the sam
 notebook and in the HTML page.
 """
 
-from hf_posenc.evaluation.plots.axes import spread
-from hf_posenc.evaluation.plots.difference import difference_figure, ratio_figure
-from hf_posenc.evaluation.plots.files import save, write_figure, write_plot
-from hf_posenc.evaluation.plots.lengths import figure
-from hf_posenc.evaluation.plots.position import position_figure
-from hf_posenc.evaluation.plots.style import COLOURS, CONTROL, STYLE, available, require
+from hf_posenc.evaluation.plots.perplexity import (
+    difference_figure,
+    figure,
+    position_figure,
+    ratio_figure,
+    save,
+    write_figure,
+    write_plot,
+)
+from hf_posenc.evaluation.plots.style import COLOURS, CONTROL, STYLE, available, require, spread
 
 __all__ = [
     "COLOURS",

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from hf_posenc.evaluation.recommend.advice import Advice, Carried, recommend
-from hf_posenc.evaluation.recommend.cache import CacheCost
-from hf_posenc.evaluation.recommend.limits import RotaryLimits
+from hf_posenc.evaluation.recommend.limits import CacheCost, RotaryLimits
 from hf_posenc.evaluation.recommend.options import Option
 
 __all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommend"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.recommend import evidence
+from hf_posenc.evaluation.recommend import limits as evidence
 from hf_posenc.evaluation.recommend.limits import least_base, met_until, slowed_by
 from hf_posenc.methods import (
     ABF,

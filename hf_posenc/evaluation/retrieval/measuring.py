@@ -10,18 +10,16 @@ from typing import Any
 
 from torch import nn
 
-from hf_posenc.evaluation.candidates import original_length, parse_candidates
 from hf_posenc.evaluation.documents import special_prefix
-from hf_posenc.evaluation.files import to_json, write_atomically
-from hf_posenc.evaluation.identity import describe_model, environment, name_of
-from hf_posenc.evaluation.perplexity import Progress
-from hf_posenc.evaluation.processes import Shard
-from hf_posenc.evaluation.protocols import check_settings, default_lengths
-from hf_posenc.evaluation.result import MethodEntry
+from hf_posenc.evaluation.measuring.candidates import original_length, parse_candidates
+from hf_posenc.evaluation.measuring.identity import describe_model, environment, name_of
+from hf_posenc.evaluation.measuring.store import ALONE, Memory, Records, Shard, Store
+from hf_posenc.evaluation.perplexity.measurement import Progress
+from hf_posenc.evaluation.perplexity.protocols import check_settings, default_lengths
+from hf_posenc.evaluation.perplexity.result import MethodEntry
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
-from hf_posenc.evaluation.retrieval.run import RetrievalRun
-from hf_posenc.evaluation.retrieval.settings import RetrievalSettings
-from hf_posenc.evaluation.store import ALONE, Memory, Records, Store
+from hf_posenc.evaluation.retrieval.run import RetrievalRun, RetrievalSettings
+from hf_posenc.files import to_json, write_atomically
 
 # What the keys hold, and what only says how many of them there are.
 _OF_THE_KEYS = ("lengths", "tasks", "depths", "samples")

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hf_posenc.evaluation.retrieval.draws import Draws
-from hf_posenc.evaluation.retrieval.encoder import Encoder
-from hf_posenc.evaluation.retrieval.fillers import NOISE, Filler, OwnText, lines, noise
-from hf_posenc.evaluation.retrieval.prompts import Answer, Place, Scene, answer_of
+from hf_posenc.errors import unknown
+from hf_posenc.evaluation.retrieval.prompts import (
+    NOISE,
+    Answer,
+    Draws,
+    Encoder,
+    Filler,
+    OwnText,
+    Place,
+    Scene,
+    answer_of,
+    lines,
+    noise,
+    word_key,
+)
 
 TRIES = 40
 """At most so many times the wanted distractors are drawn, to have enough with as many tokens as the answer."""
@@ -127,3 +141,346 @@ class Passkey(Task):
         """Whether the first number of a generated text is the key, as in YaRN's script."""
         digits = "".join(letter if letter in "0123456789" else " " for letter in text).split()
         return float(digits[:1] == list(references))
+
+
+# RULER's needles in a haystack, after `scripts/data/synthetic/niah.py` of NVIDIA/RULER (arXiv 2404.06654).
+#
+# Taken from there: the template in its form for a single needle, the needle's sentence, the kinds of haystack (`noise`:
+# lines of five sentences; `needle`: other needles), keys (an adjective and a noun, or a UUID) and values (seven digits,
+# or a UUID), one key, value and query each (`scripts/synthetic.yaml`), 128 new tokens, `string_match_all`.
+#
+# Different here: prompt and answer have exactly L tokens (RULER fills up to L with whole lines, 128 new tokens
+# included); the needle's place is its depth instead of a random line; the lists of words are our own.
+
+
+_NEEDLE_HEAD = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "{kind} afterwards.\n"
+)
+_NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+_NEEDLE_QUESTION = (
+    "What is the special magic {kind} for {key} mentioned in the provided text? The special magic {kind} for {key} "
+    "mentioned in the provided text is"
+)
+
+
+class NeedleInHaystack(Task):
+    """One needle in RULER's words; the subclasses say what it and the haystack are made of."""
+
+    new_tokens = 128
+    kind = "number"
+    among_needles = False
+
+    def make_key(self, draws: Draws) -> str:
+        """What the needle is asked for by."""
+        return word_key(draws)
+
+    def make_value(self, draws: Draws) -> str:
+        """What is to be found."""
+        return draws.digits(7)
+
+    def scene(self, place: Place, kit: Kit) -> Scene:
+        draws, encoder = Draws(*place.needle), kit.encoder
+        key = kit.absent(lambda: self.make_key(draws))
+        value = kit.absent(lambda: self.make_value(draws))
+        wrong = Draws("distractors", *place.needle)
+        others: Iterable[str] = kit.others(lambda: self.make_value(wrong), value)
+        question = _NEEDLE_QUESTION.format(kind=self.kind, key=key)
+        filler = kit.lines_of_noise()
+        if self.among_needles:
+            filler, others = self._other_needles(place, kit, (key, value), others)
+        assert place.depth is not None
+        return Scene(
+            head=encoder.line(_NEEDLE_HEAD.format(kind=self.kind)),
+            needles=[(place.depth, encoder.line(f"{self._needle(key, value)}\n"))],
+            filler=filler,
+            question=encoder.line(question),
+            answer=answer_of(encoder, question, [value]),
+            distractors=lambda: answers(encoder, question, others),
+            references=(value,),
+        )
+
+    def _needle(self, key: str, value: str) -> str:
+        return _NEEDLE.format(kind=self.kind, key=key, value=value)
+
+    def _other_needles(
+        self, place: Place, kit: Kit, needle: tuple[str, str], spare: Iterable[str]
+    ) -> tuple[Filler, Iterable[str]]:
+        """A haystack of other needles, and their values.
+
+        Those are the distractors: finding any needle is not enough, it must be the key's. Where a short prompt holds
+        fewer than are wanted, values that are nowhere in it make up the number.
+        """
+        draws = Draws(*place.filler)
+        values: dict[str, None] = {}
+
+        def line() -> str:
+            key, value = needle
+            while key == needle[0]:
+                key = self.make_key(draws)
+            while value == needle[1] or value in values:
+                value = self.make_value(draws)
+            values[value] = None
+            return self._needle(key, value)
+
+        filler = lines(kit.encoder, line)
+
+        def others() -> Iterator[str]:
+            shown = list(values)[: filler.whole_units]
+            yield from Draws("distractors", *place.filler).shuffled(shown)
+            yield from (value for value in spare if value not in values)
+
+        return filler, others()
+
+
+class NiahSingle1(NeedleInHaystack):
+    """`niah_single_1`: noise; the key is a pair of words, the value a number."""
+
+    name = "niah_single_1"
+    definition = "RULER: a number of seven digits under a key of two words, in lines of noise"
+
+
+class NiahMultikey2(NeedleInHaystack):
+    """`niah_multikey_2`: the haystack is made of other needles."""
+
+    name = "niah_multikey_2"
+    definition = "RULER: as niah_single_1, in a haystack of other such needles, whose numbers are distractors"
+    among_needles = True
+
+
+class NiahMultikey3(NeedleInHaystack):
+    """`niah_multikey_3`: the haystack is made of other needles, keys and values are UUIDs."""
+
+    name = "niah_multikey_3"
+    definition = "RULER: as niah_multikey_2, with UUIDs as keys and values"
+    kind = "uuid"
+    among_needles = True
+
+    def make_key(self, draws: Draws) -> str:
+        return draws.uuid()
+
+    def make_value(self, draws: Draws) -> str:
+        return draws.uuid()
+
+
+# RULER's variable tracking, after `scripts/data/synthetic/variable_tracking.py` of NVIDIA/RULER (arXiv 2404.06654).
+#
+# Taken from there: the template, one chain of four hops (`scripts/synthetic.yaml`), names of five capital letters, a
+# value of five digits, noise in lines of five sentences, one worked example in front of every prompt (five lines of
+# noise, names of three letters, new names every time), 30 new tokens, `string_match_all`.
+#
+# Different here: prompt and answer have exactly L tokens; the statements have no space at their end; where they stand
+# is drawn as parts of the filler, the same at every length.
+
+
+HOPS = 4
+_TRACKING_HEAD = (
+    "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+)
+_TRACKING_QUESTION = (
+    "Question: Find all variables that are assigned the value {value} in the text above. Answer: According to the "
+    "chain(s) of variable assignment in the text above, {count} variables are assigned the value {value}, they are:"
+)
+
+
+class VariableTracking(Task):
+    """`vt`: which variables have a value, through a chain of assignments."""
+
+    name = "vt"
+    definition = (
+        "RULER: the five variables of a chain of assignments in noise, behind one worked example"
+    )
+    has_depth = False
+    new_tokens = 30
+
+    def scene(self, place: Place, kit: Kit) -> Scene:
+        draws, encoder = Draws(*place.needle), kit.encoder
+        example = _names(draws, 3, ())
+        names = _names(draws, 5, ())
+        first, second = draws.digits(5), draws.digits(5)
+        question = _TRACKING_QUESTION.format(value=second, count=HOPS + 1)
+        places = sorted(draws.fraction() for _ in names)
+        statements = [encoder.line(f"{text}\n") for text in _chain(names, second)]
+        other = Draws("distractors", *place.needle)
+        wrong = (_names(other, 5, names) for _ in range(TRIES * kit.distractors))
+        return Scene(
+            head=encoder.line(_example(example, first) + _TRACKING_HEAD),
+            needles=list(zip(places, statements, strict=True)),
+            filler=kit.lines_of_noise(),
+            question=encoder.line(question),
+            answer=answer_of(encoder, question, names),
+            distractors=lambda: (answer_of(encoder, question, others) for others in wrong),
+            references=tuple(names),
+        )
+
+
+def _names(draws: Draws, letters: int, taken: Sequence[str]) -> list[str]:
+    """Names of variables for one chain, all different."""
+    names: list[str] = []
+    while len(names) <= HOPS:
+        name = draws.letters(letters, string.ascii_uppercase)
+        if name not in names and name not in taken:
+            names.append(name)
+    return names
+
+
+def _chain(names: Sequence[str], value: str) -> list[str]:
+    """The statements that hand a value on from variable to variable."""
+    hops = [f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names)]
+    return [f"VAR {names[0]} = {value}", *hops]
+
+
+def _example(names: Sequence[str], value: str) -> str:
+    """A whole short prompt and its answer."""
+    context = "\n".join(f"{statement}\n{NOISE}" for statement in _chain(names, value))
+    question = _TRACKING_QUESTION.format(value=value, count=len(names))
+    return f"{_HEAD}{context}\n{question} {' '.join(names)}\n\n"
+
+
+# RULER's frequent words, after `scripts/data/synthetic/freq_words_extraction.py` of NVIDIA/RULER (arXiv 2404.06654).
+#
+# Taken from there: the template, coded words of six small letters, a vocabulary of L / 50 words, the k-th most frequent
+# of which comes `N k^-alpha / zeta(alpha)` times (rounded down) with alpha = 2, the most frequent one being `...`,
+# which
+# the question says to ignore, all in random order; the next three are the answer; 50 new tokens, `string_match_all`.
+#
+# Different here: prompt and answer have exactly L tokens, filled up with `...`; at least ten words, so that short
+# prompts
+# have some besides the answer; N is such that the words of the answer and the next one all have different counts
+# (RULER's may tie).
+
+
+ALPHA = 2.0
+ZETA = math.pi**2 / 6  # zeta(ALPHA)
+ASKED = 3
+LEAST_WORDS = 10
+COMMON = 30  # distractors are made of the most frequent words behind those of the answer
+DOTS = "..."
+
+_HEAD = (
+    "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
+    "coded words."
+)
+_QUESTION = (
+    "Question: Do not provide any explanation. Please ignore the dots '....'. What are the three most frequently "
+    "appeared words in the above coded text? Answer: According to the coded text above, the three most frequently "
+    "appeared words are:"
+)
+
+
+class FrequentWords(Task):
+    """`fwe`: the three most frequent words, most frequent first."""
+
+    name = "fwe"
+    definition = "RULER: the three most frequent of made-up words, most frequent first"
+    has_depth = False
+    new_tokens = 50
+
+    def scene(self, place: Place, kit: Kit) -> Scene:
+        encoder = kit.encoder
+        words = _vocabulary(place)
+        sizes = [len(encoder.behind(".", f" {word}")) for word in (DOTS, *words)]
+        head, question = encoder.line(_HEAD), encoder.line(_QUESTION)
+        asked, rest = words[:ASKED], words[ASKED:]
+        answer = answer_of(encoder, _QUESTION, asked)
+        fixed = len(head) + len(question) + len(encoder.newline) + len(answer.ids)
+        counts = _counts(sizes, place.length - fixed)
+
+        def units() -> Iterator[Sequence[int]]:
+            text = [
+                word
+                for word, count in zip((DOTS, *words), counts, strict=True)
+                for _ in range(count)
+            ]
+            for word in Draws("order", *place.filler).shuffled(text):
+                yield encoder.behind(".", f" {word}")
+            while True:
+                yield encoder.behind(".", f" {DOTS}")
+
+        def distractors() -> Iterator[Answer]:
+            draws, seen = Draws("distractors", *place.filler), set()
+            for _ in range(TRIES * kit.distractors):
+                others = tuple(draws.shuffled(rest[:COMMON])[:ASKED])
+                if others not in seen:
+                    seen.add(others)
+                    yield answer_of(encoder, _QUESTION, others)
+
+        return Scene(
+            head=head,
+            needles=[],
+            filler=Filler(units, encoder.newline, running=True),
+            question=question,
+            answer=answer,
+            distractors=distractors,
+            references=tuple(asked),
+            least_filler=_tokens(sizes, _first_clear(len(sizes))) + len(encoder.newline),
+        )
+
+
+def _vocabulary(place: Place) -> list[str]:
+    """The coded words, most frequent first; those of the answer are the same at every length."""
+    words: dict[str, None] = {}
+    streams = [Draws(*place.needle)] * ASKED
+    size = max(place.length // 50, LEAST_WORDS)
+    filler = Draws(*place.filler)
+    while len(words) < size:
+        draws = streams.pop() if streams else filler
+        words[draws.letters(6, string.ascii_lowercase)] = None
+    return list(words)
+
+
+def _counts(sizes: Sequence[int], room: int) -> list[int]:
+    """How often each word comes: the most text that fits and leaves no doubt about the answer."""
+    low, high = _first_clear(len(sizes)), max(room, 1) * 2
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if _tokens(sizes, middle) <= room else (low, middle - 1)
+    while not _clear(_zipf(low, len(sizes))):
+        low -= 1
+    return _zipf(low, len(sizes))
+
+
+def _zipf(words: int, size: int) -> list[int]:
+    return [int(words * k**-ALPHA / ZETA) for k in range(1, size + 1)]
+
+
+def _tokens(sizes: Sequence[int], words: int) -> int:
+    return sum(s * count for s, count in zip(sizes, _zipf(words, len(sizes)), strict=True))
+
+
+def _clear(counts: Sequence[int]) -> bool:
+    """Whether the asked words and the one that comes next have different counts."""
+    deciding = counts[1 : ASKED + 2]
+    return all(a > b for a, b in itertools.pairwise(deciding))
+
+
+def _first_clear(size: int) -> int:
+    """The shortest text that leaves no doubt."""
+    return next(words for words in range(1, 1000) if _clear(_zipf(words, size)))
+
+
+# All tasks by name.
+
+
+TASKS: dict[str, Task] = {
+    task.name: task
+    for task in (
+        Passkey(),
+        NiahSingle1(),
+        NiahMultikey2(),
+        NiahMultikey3(),
+        VariableTracking(),
+        FrequentWords(),
+    )
+}
+
+
+def get_task(name: str) -> Task:
+    """A task by its name.
+
+    Raises:
+        PosencError: There is none of that name.
+    """
+    if name not in TASKS:
+        raise unknown("task", name, TASKS)
+    return TASKS[name]

@@ -1,0 +1,535 @@
+"""A benchmark as three pieces of work on one model: perplexity, retrieval, speed."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_posenc.errors import PosencError, unknown
+from hf_posenc.evaluation.bench.result import BenchResult
+from hf_posenc.evaluation.bench.speed import SpeedRun, window_of
+from hf_posenc.evaluation.documents import (
+    EMBEDDED_SOURCE,
+    Entry,
+    Skipped,
+    TokenCache,
+    TokenizedDocument,
+    as_entries,
+    load_documents,
+    read_embedded,
+)
+from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
+from hf_posenc.evaluation.measuring.identity import describe_model, name_of
+from hf_posenc.evaluation.measuring.store import ALONE, Memory, Records, Shard, missing
+from hf_posenc.evaluation.perplexity.measurement import Progress, Run
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.runs import (
+    joined,
+    make_settings,
+    open_store,
+    result_of,
+    special_tokens,
+    wait_for_all,
+    write_timings,
+)
+from hf_posenc.evaluation.published import comparable
+from hf_posenc.evaluation.published import get as get_table
+from hf_posenc.evaluation.retrieval import RetrievalRun, RetrievalSettings, measuring
+
+# The suites: how much a benchmark measures where nothing else is said. All of it is data.
+
+
+@dataclass(frozen=True)
+class Suite:
+    """How much is measured.
+
+    Attributes:
+        methods: As `--patch` takes them; the first is the baseline.
+        documents: Usable documents after which reading stops.
+        reach: The longest length, as a multiple of the trained one.
+        lengths: How many lengths up to there, both ends included; `None`: every doubling.
+        tasks: Retrieval tasks.
+        depths: Depths of the needle.
+        samples: Samples at every length and depth.
+        rounds: Times that the prefill of every method is timed.
+    """
+
+    methods: tuple[str, ...]
+    documents: int
+    reach: int
+    lengths: int | None
+    tasks: tuple[str, ...]
+    depths: tuple[float, ...]
+    samples: int
+    rounds: int
+
+
+# In every suite the second method is the control: plain attention to as many tokens as the model was trained at.
+SUITES = {
+    # whether everything runs; seconds on a CPU
+    "smoke": Suite(
+        methods=("none", "sliding_window", "yarn", "rerope"),
+        documents=4,
+        reach=2,
+        lengths=2,
+        tasks=("passkey",),
+        depths=(0.0, 0.5, 1.0),
+        samples=1,
+        rounds=3,
+    ),
+    # a first table; minutes on one GPU
+    "quick": Suite(
+        methods=("none", "sliding_window", "pi", "ntk", "yarn", "dynamic_yarn", "rerope"),
+        documents=10,
+        reach=4,
+        lengths=3,
+        tasks=("passkey", "niah_single_1"),
+        depths=(0.0, 0.25, 0.5, 0.75, 1.0),
+        samples=2,
+        rounds=3,
+    ),
+    # a table to publish; hours, by several processes if you like
+    "full": Suite(
+        methods=(
+            *("none", "sliding_window", "pi", "ntk", "ntk_mixed", "ntk_by_parts", "llama3"),
+            *("yarn", "yarn:scale=16", "dynamic_ntk:scale=2", "dynamic_yarn", "rerope"),
+            "self_extend",
+        ),
+        documents=20,
+        reach=16,
+        lengths=None,
+        tasks=(*("passkey", "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "fwe"),),
+        depths=(0.0, 0.25, 0.5, 0.75, 1.0),
+        samples=4,
+        rounds=5,
+    ),
+}
+
+
+def get_suite(name: str) -> Suite:
+    """The suite of this name.
+
+    Raises:
+        PosencError: There is none.
+    """
+    if name not in SUITES:
+        raise unknown("suite", name, tuple(SUITES))
+    return SUITES[name]
+
+
+def suite_lengths(suite: Suite, original: int | None, target: int | None = None) -> tuple[int, ...]:
+    """The lengths of a suite for a model: doublings of the trained length, the target last.
+
+    Args:
+        suite: How many of them.
+        original: The model's trained length in tokens.
+        target: The longest length in tokens, in the place of the suite's multiple of the trained one.
+
+    Raises:
+        PosencError: The trained length is not known.
+    """
+    if original is None:
+        raise PosencError("The model's config names no context length: give --lengths.")
+    last = original * suite.reach if target is None else target
+    doublings = [original]
+    while doublings[-1] * 2 < last:
+        doublings.append(doublings[-1] * 2)
+    every = [length for length in doublings if length < last] + [last]
+    count = len(every) if suite.lengths is None else min(suite.lengths, len(every))
+    step = (len(every) - 1) / max(1, count - 1)
+    return tuple(every[len(every) - 1 - round(index * step)] for index in reversed(range(count)))
+
+
+HAYSTACK = {"kind": "noise"}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a benchmark is made from.
+
+    Attributes:
+        model: The model.
+        tokenizer: Its tokenizer.
+        candidates: The methods, `checked`, the baseline first.
+        settings: Of the perplexities; their lengths are those of the prompts too.
+        suite: How much of the rest is measured, as it is to be run.
+        special: Token ids in front of every window and prompt.
+        documents: As they were read.
+        skipped: Those that cannot be used.
+        described: What results store of the model (`describe_model`).
+        original: The trained length.
+        source: Where the documents came from.
+        suite_name: The suite that this comes from.
+        compare: Published tables to show beside the result.
+        command: What gives this result again.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    candidates: Sequence[Candidate]
+    settings: Settings
+    suite: Suite
+    special: Sequence[int]
+    documents: Sequence[TokenizedDocument]
+    skipped: Sequence[Skipped]
+    described: dict[str, Any]
+    original: int | None
+    source: dict[str, Any]
+    suite_name: str
+    compare: Sequence[str] = ()
+    command: str | None = None
+
+
+class Bench:
+    """The pieces of work of a benchmark.
+
+    Args:
+        inputs: What it is made from.
+
+    Attributes:
+        perplexity: Perplexities by protocol and length.
+        retrieval: What is found in prompts of these lengths; `None` without tasks, or where no task has such prompts.
+        speed: The timed prefill; `None` without rounds.
+        missing: Once `measure` has returned `None`: parts of perplexity and retrieval that other processes owe.
+        remarks: What a reader must know of what is left out.
+
+    Raises:
+        PosencError: The model is not a causal language model.
+    """
+
+    def __init__(self, inputs: Inputs) -> None:
+        self.inputs, settings, suite = inputs, inputs.settings, inputs.suite
+        self.remarks: list[str] = []
+        self.missing = 0
+        used = joined(inputs.documents) if settings.streams else inputs.documents
+        self.perplexity = Run(
+            inputs.model, used, inputs.candidates, settings, special=inputs.special
+        )
+        if len(inputs.documents) < suite.documents:
+            self.remarks.append(
+                f"{len(inputs.documents)} documents are long enough; {suite.documents} were asked for."
+            )
+        self.retrieval = self._prompts() if suite.tasks else None
+        self.speed: SpeedRun | None = None
+        if suite.rounds:
+            special = self.perplexity.special
+            self.speed = SpeedRun(
+                inputs.model,
+                window_of(used, settings.lengths[-1], special),
+                inputs.candidates,
+                rounds=suite.rounds,
+                chunk=settings.chunk,
+                prefill=settings.prefill,
+            )
+
+    def measure(
+        self,
+        folder: Path | None,
+        shard: Shard = ALONE,
+        progress: Progress = lambda label, done, total: None,
+        waiting: Callable[[int], None] = lambda count: None,
+    ) -> BenchResult | None:
+        """Measures what is missing of this process's share; speed is timed by the process that sees the whole.
+
+        Args:
+            folder: Where records and timings go; `None`: nowhere.
+            shard: This process's place among those of the run.
+            progress: Called after every forward.
+            waiting: Called once, with the number of missing parts, when a launched process has waited long.
+
+        Returns:
+            The result; `None` while other processes are at work, or where another one has it.
+
+        Raises:
+            PosencError: The folder cannot be written to, or another process writes the same share.
+        """
+        with contextlib.ExitStack() as stack:
+            stores = [stack.enter_context(store) for store in self._stores(folder, shard)]
+            perplexity, retrieval, speed = stores
+            self.perplexity.measure(perplexity, shard, _named("perplexity", progress))
+            if self.retrieval is not None:
+                self.retrieval.measure(retrieval, shard, _named("retrieval", progress))
+            if not self._all_there(stores, shard, waiting) or (shard.launched and shard.index):
+                self.missing = sum(
+                    len(missing(store, (item.key for item in run.items)))
+                    for run, store in zip((self.perplexity, self.retrieval), stores, strict=False)
+                    if run is not None
+                )
+                return None
+            if self.speed is not None:
+                self.speed.measure(speed, _named("speed", progress))
+            if folder is not None:
+                write_timings(self.perplexity, perplexity, folder / "timings.json")
+                if self.retrieval is not None:
+                    name = "timings_retrieval.json"
+                    measuring.write_timings(self.retrieval, retrieval, folder / name)
+            return self._result(perplexity, retrieval, speed)
+
+    def _prompts(self) -> RetrievalRun | None:
+        inputs, suite = self.inputs, self.inputs.suite
+        settings = RetrievalSettings(
+            lengths=inputs.settings.lengths,
+            tasks=suite.tasks,
+            depths=suite.depths,
+            samples=suite.samples,
+            seed=inputs.settings.seed,
+            chunk=inputs.settings.chunk,
+        )
+        try:
+            return RetrievalRun(
+                inputs.model,
+                inputs.tokenizer,
+                inputs.candidates,
+                settings,
+                special=inputs.special,
+            )
+        except PosencError as error:
+            self.remarks.append(f"No retrieval: {error}")
+            return None
+
+    def _stores(self, folder: Path | None, shard: Shard) -> list[Any]:
+        """The records of perplexity, retrieval and speed, to be entered."""
+        if folder is None:
+            return [contextlib.nullcontext(Memory()) for _ in range(3)]
+        described, known = self.inputs.described, self._known_of_retrieval()
+        stores: list[Any] = [open_store(folder, self.perplexity, described, shard)]
+        nothing = contextlib.nullcontext(Memory())
+        stores.append(
+            measuring.open_store(folder, self.retrieval, known, shard)
+            if self.retrieval is not None
+            else nothing
+        )
+        stores.append(
+            self.speed.open_store(folder, described, shard) if self.speed is not None else nothing
+        )
+        return stores
+
+    def _known_of_retrieval(self) -> dict[str, Any]:
+        return {"model": self.inputs.described, "haystack": HAYSTACK}
+
+    def _all_there(
+        self, stores: Sequence[Any], shard: Shard, waiting: Callable[[int], None]
+    ) -> bool:
+        runs: tuple[Any, ...] = (self.perplexity, self.retrieval)
+        return all(
+            run is None or isinstance(store, Memory) or wait_for_all(run, store, shard, waiting)
+            for run, store in zip(runs, stores, strict=False)
+        )
+
+    def _result(self, perplexity: Records, retrieval: Records, speed: Records) -> BenchResult:
+        inputs = self.inputs
+        known = {"original": inputs.original, "command": inputs.command}
+        measured = result_of(
+            self.perplexity,
+            perplexity,
+            model=inputs.described,
+            source=inputs.source,
+            skipped=inputs.skipped,
+            **known,
+        )
+        assert measured is not None
+        found = None
+        if self.retrieval is not None:
+            found = measuring.result_of(
+                self.retrieval, retrieval, **self._known_of_retrieval(), **known
+            )
+        return BenchResult(
+            perplexity=measured,
+            retrieval=found,
+            speed=None if self.speed is None else self.speed.collect(speed),
+            suite=inputs.suite_name,
+            compare=tuple(inputs.compare),
+            remarks=tuple(self.remarks),
+        )
+
+
+def _named(part: str, progress: Progress) -> Progress:
+    return lambda label, done, total: progress(f"{part}, {label}", done, total)
+
+
+# From a model, documents and methods to a benchmark: the Python function, and what the command shares with it.
+
+
+def bench(
+    model: nn.Module,
+    tokenizer: Any,
+    documents: Iterable[str | Entry] | None = None,
+    *,
+    methods: Sequence[str] | None = None,
+    lengths: Sequence[int] | None = None,
+    suite: str = "quick",
+    target_length: int | None = None,
+    tasks: Sequence[str] | None = None,
+    rounds: int | None = None,
+    limit: int | None = None,
+    max_doc_tokens: int | None = None,
+    bos: str | None = None,
+    preset: str | None = None,
+    compare: Sequence[str] = (),
+    output: Path | str | None = None,
+    progress: Progress = lambda label, done, total: None,
+    **settings: Any,
+) -> BenchResult:
+    """Measures methods against each other: perplexity, retrieval, speed and memory.
+
+    The model is patched and unpatched for every method; at the end it is what it was.
+
+    Args:
+        model: A causal language model of transformers.
+        tokenizer: Its tokenizer.
+        documents: Texts, or what a reader of `hf_posenc.evaluation.documents` gives; by default the held-out modules of
+            the standard library.
+        methods: As `--patch` takes them; the first is the baseline. By default the suite's.
+        lengths: Context lengths in tokens; by default the suite's.
+        suite: `"smoke"`, `"quick"` or `"full"`: how much is measured where nothing else is said.
+        target_length: The longest of the suite's lengths, in tokens.
+        tasks: Retrieval tasks; none: no retrieval.
+        rounds: How often the prefill is timed; 0: not at all.
+        limit: Number of usable documents after which reading stops.
+        max_doc_tokens: Documents are cut to so many tokens first.
+        bos: `"auto"`, `"always"` or `"never"`.
+        preset: A peer's own arithmetic, from `presets.PRESETS`.
+        compare: Names of published tables to show beside.
+        output: A folder for the records: an interrupted call, made again, goes on where it was. `BenchResult.write`
+            writes tables and figures.
+        progress: Called after every forward with what is done, tokens done and tokens in all of this part.
+        **settings: Further fields of `protocols.Settings`, such as `protocols` or `tail_tokens`.
+
+    Raises:
+        PosencError: Something does not go together, a published table is of another protocol, or no document can be
+            used.
+    """
+    inputs = gather(
+        model,
+        tokenizer,
+        None if documents is None else as_entries(documents),
+        name=name_of(model),
+        origin={"kind": "python"},
+        methods=methods,
+        lengths=lengths,
+        suite=suite,
+        target_length=target_length,
+        tasks=tasks,
+        rounds=rounds,
+        limit=limit,
+        max_doc_tokens=max_doc_tokens,
+        bos=bos,
+        preset=preset,
+        compare=compare,
+        settings=settings,
+    )
+    folder = None if output is None else Path(output)
+    result = Bench(inputs).measure(folder, progress=progress)
+    assert result is not None
+    return result
+
+
+def gather(
+    model: nn.Module,
+    tokenizer: Any,
+    source: Iterable[Entry] | None,
+    *,
+    name: str,
+    origin: dict[str, Any],
+    suite: str,
+    methods: Sequence[str] | None = None,
+    lengths: Sequence[int] | None = None,
+    target_length: int | None = None,
+    tasks: Sequence[str] | None = None,
+    rounds: int | None = None,
+    limit: int | None = None,
+    max_doc_tokens: int | None = None,
+    bos: str | None = None,
+    preset: str | None = None,
+    compare: Sequence[str] = (),
+    command: str | None = None,
+    settings: dict[str, Any] | None = None,
+    cache: TokenCache | None = None,
+    seen: Callable[[str], None] = lambda name: None,
+) -> Inputs:
+    """Tries the methods and reads the documents; see `bench` for what is not said here.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        source: What reads the documents; `None`: the held-out modules.
+        name: What results call the model.
+        origin: What results say of the source.
+        suite: The suite's name.
+        methods: As in `bench`, as are the others up to `compare`.
+        lengths: See there.
+        target_length: See there.
+        tasks: See there.
+        rounds: See there.
+        limit: See there.
+        max_doc_tokens: See there.
+        bos: See there.
+        preset: See there.
+        compare: See there.
+        command: What gives this result again.
+        settings: Further fields of `protocols.Settings`; `None` stands for what was not given.
+        cache: Where tokens are kept from one run to the next.
+        seen: Called with the name of every document that is read.
+
+    Raises:
+        PosencError: As `bench` does.
+    """
+    chosen = _changed(get_suite(suite), methods, tasks, rounds, limit)
+    candidates = [candidate.checked(model) for candidate in parse_candidates(chosen.methods)]
+    original = original_length(model, candidates)
+    if lengths is not None and target_length is not None:
+        raise PosencError("Lengths and a target length exclude each other: give one of them.")
+    wanted = suite_lengths(chosen, original, target_length) if lengths is None else lengths
+    given = {**(settings or {}), "lengths": tuple(sorted(set(wanted)))}
+    made, policy = make_settings(given, original, preset=preset, bos=bos)
+    for table in compare:
+        comparable(get_table(table), made)
+    special = special_tokens(tokenizer, policy)
+    needed = max(1, made.shortest_document - len(special))
+    if source is None:
+        source, origin = read_embedded(), EMBEDDED_SOURCE
+        max_doc_tokens = max_doc_tokens or max(needed, made.lengths[-1] - len(special))
+    usable, skipped = load_documents(
+        source,
+        tokenizer,
+        min_tokens=needed,
+        max_tokens=max_doc_tokens,
+        limit=chosen.documents,
+        seen=seen,
+        cache=cache,
+    )
+    return Inputs(
+        model=model,
+        tokenizer=tokenizer,
+        candidates=candidates,
+        settings=made,
+        suite=chosen,
+        special=special,
+        documents=usable,
+        skipped=skipped,
+        described=describe_model(name, model, tokenizer, special, policy),
+        original=original,
+        source={**origin, "limit": chosen.documents, "max_doc_tokens": max_doc_tokens},
+        suite_name=suite,
+        compare=tuple(compare),
+        command=command,
+    )
+
+
+def _changed(
+    suite: Suite,
+    methods: Sequence[str] | None,
+    tasks: Sequence[str] | None,
+    rounds: int | None,
+    limit: int | None,
+) -> Suite:
+    """The suite with what was said otherwise."""
+    given = {"methods": methods, "tasks": tasks, "rounds": rounds, "documents": limit}
+    changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    return dataclasses.replace(suite, **changes)

@@ -1,0 +1,189 @@
+"""What a model is, as far as its numbers go."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import PosencError
+from hf_posenc.patch.patching import get_patch
+
+_PACKAGES = ("hf-posenc", "torch", "transformers", "tokenizers", "numpy")
+_BLOCK = 2**24
+"""Elements summed at a time, so that a large matrix needs no second copy of its own size."""
+
+
+def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
+    """Everything about a loaded model that determines a number, and its size.
+
+    Args:
+        model: The model, unpatched or with the patch that it was saved with.
+        name: The name under which it was loaded.
+
+    Returns:
+        JSON-ready values: class, revision, hashes of its config and of all its weights, dtype, kind of device,
+        backends of attention and of mixtures of experts.
+    """
+    config: Any = model.config
+    parameters = list(model.parameters())
+    patch = get_patch(model)
+    return {
+        "name": name,
+        "class": type(model).__name__,
+        "model_type": getattr(config, "model_type", None),
+        "revision": getattr(config, "_commit_hash", None),
+        "parameters": sum(global_shape(parameter).numel() for parameter in parameters),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "device": device_kind(model),
+        "attention": getattr(config, "_attn_implementation", None),
+        "experts": getattr(config, "_experts_implementation", None),
+        "config_sha256": config_hash(config),
+        "weights_sha256": weights_hash(model),
+        "patch": None if patch is None else patch.config.to_dict(),
+    }
+
+
+def describe_model(
+    name: str, model: nn.Module, tokenizer: Any, special: Sequence[int], bos: str
+) -> dict[str, Any]:
+    """What a result stores of the model and its tokenizer."""
+    return {
+        **model_identity(model, name),
+        "tokenizer": {
+            "class": type(tokenizer).__name__,
+            "vocabulary": len(tokenizer),
+            "sha256": tokenizer_hash(tokenizer),
+        },
+        "bos": {"policy": bos, "token_ids": list(special)},
+    }
+
+
+def name_of(model: Any) -> str:
+    """Where a model was loaded from; its class, if from nowhere."""
+    return getattr(model.config, "_name_or_path", "") or type(model).__name__
+
+
+def check_vocabulary(model: Any, largest: int) -> None:
+    """Makes sure that the model has an embedding for every token.
+
+    Args:
+        model: The model.
+        largest: The largest token id that it will be given.
+
+    Raises:
+        PosencError: It has not.
+    """
+    words = global_shape(model.get_input_embeddings().weight)[0]
+    if largest >= words:
+        raise PosencError(
+            f"The tokenizer does not belong to the model: it gives token {largest:,}, the model has {words:,}."
+        )
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """A hash of all that decides how a text becomes tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps(sorted(tokenizer.get_vocab().items()))
+    )
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def environment() -> dict[str, Any]:
+    """The versions that a run used."""
+    system = f"{platform.system()} {platform.machine()}"
+    versions = {package: version_of(package) for package in _PACKAGES}
+    return {"python": platform.python_version(), "system": system, **versions}
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package; this one's own is that of the source."""
+    if package == "hf-posenc":
+        return str(sys.modules["hf_posenc"].__version__)
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def device_kind(model: nn.Module) -> str:
+    """The name of the GPU, or `cpu`: how many there are does not matter, their kind may."""
+    device = next(model.parameters()).device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def config_hash(config: Any) -> str:
+    """A hash of a model's config, without where it was loaded from."""
+    values = config.to_dict()
+    for origin in ("_name_or_path", "transformers_version"):
+        values.pop(origin, None)
+    text = json.dumps(values, sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def weights_hash(model: nn.Module) -> str:
+    """A hash of every parameter's and buffer's name, shape and bits; of a sharded one, of this process's part.
+
+    Computed where the weights are, from exact sums of integers: the bits, and the bits times their place, both modulo
+    2^64. So the order of summation does not matter and no weight leaves its device.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in _tensors(model):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sums(tensor)}\n".encode())
+    return digest.hexdigest()
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer once, by name; what accelerate has offloaded is brought in."""
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        for name, tensor in own:
+            if id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            hook = getattr(module, "_hf_hook", None)
+            stored = getattr(hook, "weights_map", None) if tensor.is_meta else None
+            yield f"{path}.{name}", _own_part(tensor if stored is None else stored[name])
+
+
+def _own_part(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor that FSDP2 or DeepSpeed ZeRO-3 has sharded; any other as it is."""
+    tensor = getattr(tensor, "ds_tensor", tensor)
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def global_shape(parameter: Tensor) -> torch.Size:
+    """The shape of a whole parameter, which ZeRO-3 leaves empty outside its layer's forward."""
+    return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
+
+
+@torch.no_grad()
+def _sums(tensor: Tensor) -> tuple[int, int]:
+    if tensor.device.type == "meta":
+        return 0, 0
+    flat = tensor.detach().contiguous().view(-1)
+    if not len(flat):
+        return 0, 0
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    bits = flat.view(kinds[flat.element_size()])
+    plain = placed = 0
+    for start in range(0, len(bits), _BLOCK):
+        part = bits[start : start + _BLOCK].to(torch.int64)
+        places = torch.arange(start + 1, start + 1 + len(part), device=part.device)
+        plain += int(part.sum())
+        placed += int((part * places).sum())
+    return plain % 2**64, placed % 2**64

@@ -1,0 +1,283 @@
+"""What a run has measured so far, in files that survive a kill at any moment.
+
+`FOLDER/records/<fingerprint>/` holds the settings in `settings.json` and one append-only file of JSON lines per
+process. A line is on the disk before the next item is begun: a run started again repeats at most the item in flight.
+The fingerprint is a hash of everything that determines a number: a run with other settings has another folder, and what
+was measured under the old ones is neither read nor lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Protocol, TypeVar
+
+from filelock import FileLock, Timeout
+
+from hf_posenc.errors import PosencError
+from hf_posenc.files import finite, to_json, write_atomically
+
+# Several processes on one run: each takes its share of the work items, and they meet in the run's folder only.
+#
+# No collective, no port, no process group: the shares are dealt out by index, so processes may be started by a
+# launcher, as a Slurm array, or by hand in several terminals, and one that dies takes nothing down with it.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One process's place among those of a run.
+
+    Attributes:
+        index: Its place, from 0.
+        count: How many there are.
+        launched: Whether a launcher started all of them together, so that the first may wait for the others.
+    """
+
+    index: int = 0
+    count: int = 1
+    launched: bool = False
+
+    def mine(self, items: Sequence[T]) -> list[T]:
+        """Every `count`-th item from `index` on: fixed by the items alone, whatever is done already."""
+        return list(items[self.index :: self.count])
+
+
+def current_shard(text: str | None = None) -> Shard:
+    """This process's place: as given, else as the launcher says in the environment.
+
+    Args:
+        text: `"2/8"`, the second of eight; counted from 1.
+
+    Raises:
+        PosencError: `text` is of another form, or out of range.
+    """
+    if text is not None:
+        found = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
+        index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+        if not 1 <= index <= count:
+            raise PosencError(
+                f"--shard {text}: give one of 1/N ... N/N, such as 2/8 for the second of eight processes."
+            )
+        return Shard(index - 1, count)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    if processes > 1:
+        return Shard(int(os.environ["RANK"]), processes, launched=True)
+    if "SLURM_ARRAY_TASK_ID" in os.environ:
+        task = int(os.environ["SLURM_ARRAY_TASK_ID"])
+        first = int(os.environ.get("SLURM_ARRAY_TASK_MIN", "0"))
+        step = int(os.environ.get("SLURM_ARRAY_TASK_STEP", "1"))
+        return Shard((task - first) // step, int(os.environ.get("SLURM_ARRAY_TASK_COUNT", "1")))
+    return Shard()
+
+
+Key = tuple[str | int | float | None, ...]
+ALONE = Shard()
+
+
+def fingerprint_of(settings: Mapping[str, Any]) -> str:
+    """A hash of JSON-ready settings, whatever their order."""
+    text = json.dumps(finite(dict(settings)), sort_keys=True, allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Records(Protocol):
+    """Where a run keeps what it has measured."""
+
+    def get(self, key: Key) -> dict[str, Any] | None:
+        """What was stored under a key."""
+
+    def append(self, key: Key, value: Mapping[str, Any]) -> None:
+        """Stores a value."""
+
+
+class Keyed(Protocol):
+    """A piece of work."""
+
+    @property
+    def key(self) -> Key: ...
+
+
+class Work(Protocol):
+    """A run: pieces of work, in the order in which they are done."""
+
+    @property
+    def items(self) -> Sequence[Keyed]: ...
+
+
+class Memory:
+    """Records that end with the process."""
+
+    def __init__(self) -> None:
+        self._records: dict[Key, dict[str, Any]] = {}
+
+    def get(self, key: Key) -> dict[str, Any] | None:
+        """What was stored under a key."""
+        return self._records.get(key)
+
+    def append(self, key: Key, value: Mapping[str, Any]) -> None:
+        """Stores a value, as a file would give it back."""
+        self._records[key] = json.loads(json.dumps(finite(dict(value))))
+
+
+class Store:
+    """The records of one run in files. A context manager: the file of this process is locked while it is open.
+
+    Args:
+        folder: The run's output folder.
+        settings: Everything that determines a number and is not part of the keys, JSON-ready.
+        shard: This process's place among those of the run.
+        command: What began the run, written down beside the settings for whoever finds it unfinished.
+
+    Attributes:
+        fingerprint: Hash of the settings.
+        folder: Where the records are.
+
+    Raises:
+        PosencError: The folder cannot be written to, or another process writes the same shard.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: Mapping[str, Any],
+        shard: Shard = ALONE,
+        command: str | None = None,
+    ) -> None:
+        self.fingerprint = fingerprint_of(settings)
+        self.folder = folder / "records" / self.fingerprint
+        name = f"shard-{shard.index + 1}-of-{shard.count}"
+        self._path = self.folder / f"{name}.jsonl"
+        self._records: dict[Key, dict[str, Any]] = {}
+        self._read_to: dict[Path, int] = {}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PosencError(
+                f"{folder} cannot be written to: {error.strerror or error}."
+            ) from error
+        self._lock = FileLock(self.folder / f"{name}.lock", timeout=0)
+        try:
+            self._lock.acquire()
+        except Timeout:
+            raise PosencError(
+                f"Another process is writing {self._path}. Wait for it, or give each process a --shard of its own."
+            ) from None
+        except OSError as error:
+            raise PosencError(
+                f"{folder} cannot be written to: {error.strerror or error}."
+            ) from error
+        try:
+            if not (self.folder / "settings.json").exists():
+                about = {} if command is None else {"command": command}
+                write_atomically(self.folder / "settings.json", to_json({**about, **settings}))
+            self._heal()
+            self._file: BinaryIO = self._path.open("ab")
+            self.refresh()
+        except OSError as error:
+            self._lock.release()
+            raise PosencError(f"{self._path}: {error.strerror or error}.") from error
+        except PosencError:
+            self._lock.release()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets another process write this shard."""
+        self._file.close()
+        self._lock.release()
+
+    def get(self, key: Key) -> dict[str, Any] | None:
+        """What was stored under a key, by whichever process, as of the last `refresh`."""
+        return self._records.get(key)
+
+    def append(self, key: Key, value: Mapping[str, Any]) -> None:
+        """Stores a value; on return it is on the disk.
+
+        Raises:
+            PosencError: It cannot be written, on a full disk for instance; all earlier records are intact.
+        """
+        entry = {"key": list(key), "value": finite(dict(value))}
+        line = json.dumps(entry, allow_nan=False).encode() + b"\n"
+        whole = self._file.tell()
+        try:
+            self._file.write(line)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            self._drop_torn_line(whole)
+            raise PosencError(
+                f"{self._path} cannot be written: {error.strerror or error}. Everything measured before is kept: "
+                "make room and run the same command again."
+            ) from error
+        # As a reader gets it: a resumed run and one that was never interrupted see the same values.
+        self._records[key] = json.loads(line)["value"]
+
+    def refresh(self) -> None:
+        """Reads what other processes have written since the last time; a line in the making waits for its end."""
+        for path in sorted(self.folder.glob("shard-*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._read_to.get(path, 0))
+                text = file.read()
+            whole = text.rfind(b"\n") + 1
+            for line in text[:whole].splitlines():
+                if (entry := _parse(line)) is not None:
+                    self._records.setdefault(*entry)
+            self._read_to[path] = self._read_to.get(path, 0) + whole
+
+    def _heal(self) -> None:
+        """Cuts off a last line that a kill left without its end."""
+        if not self._path.exists():
+            return
+        with self._path.open("rb+") as file:
+            text = file.read()
+            file.truncate(text.rfind(b"\n") + 1)
+
+    def _drop_torn_line(self, whole: int) -> None:
+        """After a failed write: forgets what is buffered and cuts the file back to its last whole line."""
+        descriptor = os.dup(self._file.fileno())
+        try:
+            self._file.close()  # tries to write the rest once more
+        except OSError:
+            pass
+        finally:
+            os.ftruncate(descriptor, whole)
+            os.close(descriptor)
+            self._file = self._path.open("ab")
+
+
+def unfinished(store: Records, work: Work) -> int:
+    """How many pieces of work no process has stored yet."""
+    return len(missing(store, (item.key for item in work.items)))
+
+
+def missing(store: Records, keys: Iterable[Key]) -> list[Key]:
+    """The keys that no process has stored yet."""
+    return [key for key in keys if store.get(key) is None]
+
+
+def _parse(line: bytes) -> tuple[Key, dict[str, Any]] | None:
+    """A line's key and value; `None` for what is no record, such as the torn line of a disk that lost power."""
+    try:
+        entry = json.loads(line)
+        return tuple(entry["key"]), dict(entry["value"])
+    except (ValueError, TypeError, KeyError):
+        return None

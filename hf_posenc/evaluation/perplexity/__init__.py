@@ -1,0 +1,1 @@
+"""Perplexity of long documents: protocols, windows, the run and its result."""

@@ -1,0 +1,265 @@
+"""LongPPL: perplexity over the tokens that need a long context (Fang et al. 2024, arXiv 2410.23771).
+
+An evaluator model reads every document twice: as a whole, and in pieces that begin at most K + step - 1 tokens ahead of
+the token that they predict. With the log-probabilities `l` in the long and `s` in the short context, a token is a *key
+token* where
+
+    LSD = l - s > alpha (the long-short difference)    and    LCL = l > beta (the long-context likelihood)
+
+and LongPPL of the measured model is exp of its mean loss over these tokens. The evaluator may have a tokenizer of its
+own: its key tokens become stretches of text, and those tokens of the measured model that lie within a stretch count.
+
+Where this differs from the authors' package (`longppl` 0.3.0), on purpose: losses are float32 whatever the dtype of the
+model, which decides tokens next to a threshold; a last piece of a single token is scored, where theirs raises; and text
+that a tokenizer leaves out of all its offsets (a space in front of a word) belongs to the token behind it, so that
+tokenizers with and without such gaps can be compared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import TokenizedDocument
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer, evaluation_mode
+
+SHORT = 4096
+"""K, tokens of the short context, as in the authors' code."""
+STEP = 1024
+"""Tokens that share one short context, as in the authors' code."""
+ALPHA, BETA = 2.0, -2.0
+"""The paper's thresholds, in nats."""
+
+
+def short_windows(tokens: int, *, short: int = SHORT, step: int = STEP) -> list[tuple[int, int]]:
+    """The pieces that are run beside the whole document.
+
+    Args:
+        tokens: Tokens of the document.
+        short: K: in every piece so many tokens are context alone.
+        step: Tokens that a piece scores behind them, at the most.
+
+    Returns:
+        First token and end of every piece; together they score the tokens `short .. tokens-1`, each once.
+
+    Raises:
+        PosencError: `short` or `step` is not positive.
+    """
+    for name, value in (("short", short), ("step", step)):
+        if value < 1:
+            raise PosencError(f"LongPPL's {name} context has 1 token or more, not {value}.")
+    starts = range(0, tokens - short, step)
+    return [(start, min(start + short + step, tokens)) for start in starts]
+
+
+def key_tokens(
+    scorer: Callable[[Tensor, int], Tensor],
+    ids: Tensor,
+    *,
+    short: int = SHORT,
+    step: int = STEP,
+    alpha: float = ALPHA,
+    beta: float = BETA,
+) -> Tensor:
+    """Finds the tokens that an evaluator predicts well, and only in their long context.
+
+    Args:
+        scorer: The evaluator's `TokenScorer`, or what calls it; the evaluator is to be in evaluation mode and good at
+            this length.
+        ids: Token ids of one document, shape (n,), with what special tokens the evaluator wants in front.
+        short: K, tokens of the short context; the first K tokens are never key.
+        step: Tokens that share one short context. Smaller is closer to the paper's definition, and dearer: every step
+            runs `short + step` tokens.
+        alpha: Least long-short difference, in nats.
+        beta: Least log-probability in the long context, in nats.
+
+    Returns:
+        Which tokens are key, shape (n,), bool, on the CPU. None is where the document has no more than `short` tokens,
+        or where a loss is not a number.
+
+    Raises:
+        PosencError: `short` or `step` is not positive.
+    """
+    key = torch.zeros(len(ids), dtype=torch.bool)
+    windows = short_windows(len(ids), short=short, step=step)
+    if not windows:
+        return key
+    in_long = scorer(ids, short)
+    in_short = torch.cat([scorer(ids[begin:end], short) for begin, end in windows])
+    key[short:] = (in_short - in_long > alpha) & (-in_long > beta)
+    return key
+
+
+def carry(mask: Tensor, evaluator_ends: Tensor, model_ends: Tensor) -> Tensor:
+    """Carries key tokens from the evaluator's tokens to those of the measured model.
+
+    A token's text goes from the end of the one before it to its own end; where a character is split over several
+    tokens, which then have one end, all of them stand for the whole character. Neighbouring key tokens make one stretch
+    of text, and a token is key if all of its text lies within one stretch.
+
+    Args:
+        mask: Which of the evaluator's tokens are key, shape (n,), bool.
+        evaluator_ends: Where each of them ends in the text, shape (n,), never falling; in bytes or in characters.
+        model_ends: The same for the measured model's tokens, in the same unit, shape (m,).
+
+    Returns:
+        Which of the model's tokens are key, shape (m,), bool.
+
+    Raises:
+        PosencError: There are not as many ends as tokens.
+    """
+    if mask.shape != evaluator_ends.shape:
+        raise PosencError(
+            f"{len(mask)} tokens have {len(evaluator_ends)} ends; leave out the special tokens of both."
+        )
+    begins, ends = (bounds[mask] for bounds in _bounds(evaluator_ends))
+    apart = begins[1:] > ends[:-1]
+    stretch = torch.ones(len(begins), dtype=torch.bool)
+    stretch[1:] = apart
+    last = torch.ones(len(ends), dtype=torch.bool)
+    last[:-1] = apart
+    begins, ends = begins[stretch], ends[last]
+    if not len(begins):
+        return torch.zeros(len(model_ends), dtype=torch.bool)
+    begin, end = _bounds(model_ends)
+    index = torch.searchsorted(begins, begin, right=True) - 1
+    within = end <= ends[index.clamp(min=0)]
+    return (index >= 0) & within & (end > begin)
+
+
+def _bounds(ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the text of every token begins and ends."""
+    ends = ends.to("cpu", torch.int64)
+    different, which = torch.unique_consecutive(ends, return_inverse=True)
+    return torch.cat([different.new_zeros(1), different[:-1]])[which], ends
+
+
+# Which tokens of a run's documents are key for `longppl`, by an evaluator of the user's choice.
+
+
+SELF = "self"
+_STEPS = 4  # of the short context: the authors' 1,024 of 4,096
+
+
+@dataclass(frozen=True)
+class Evaluator:
+    """A model that says which tokens need far context.
+
+    Attributes:
+        name: As it was given: a model's name or `self`.
+        model: The live model; for `self` the one that is measured.
+        tokenizer: Its tokenizer.
+        candidate: What is patched in while it evaluates.
+        special: Token ids in front of its texts.
+        short: Tokens of the short context.
+    """
+
+    name: str
+    model: nn.Module
+    tokenizer: Any
+    candidate: Candidate
+    special: Sequence[int]
+    short: int
+
+    @property
+    def step(self) -> int:
+        """Tokens that share one short context."""
+        return max(1, self.short // _STEPS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that determines which tokens are key."""
+        identity = model_identity(self.model, self.name)
+        return {
+            "name": identity.pop("name"),
+            "patch": self.candidate.spec,
+            "model": identity,
+            "tokenizer_sha256": tokenizer_hash(self.tokenizer),
+            "special": list(self.special),
+            "short": self.short,
+            "step": self.step,
+            "alpha": ALPHA,
+            "beta": BETA,
+        }
+
+
+def split_evaluator(text: str) -> tuple[str, str]:
+    """Reads `NAME` or `NAME@METHOD:option=value`, such as `self@rerope`: the model's name and what is patched in."""
+    name, _, spec = text.partition("@")
+    return name, spec or "none"
+
+
+def default_short(longest: int, original: int | None) -> int:
+    """The paper's 4,096 tokens where texts are long; for shorter ones what the model was trained on, or a quarter."""
+    if longest > SHORT:
+        return SHORT
+    return original if original is not None and original < longest else longest // 4
+
+
+def finder(
+    evaluator: Evaluator,
+    documents: Sequence[TokenizedDocument],
+    tokenizer: Any,
+    length: int,
+    retokenized: Callable[[], Sequence[TokenizedDocument]],
+) -> Callable[[int], Tensor]:
+    """What gives the key tokens of a document by its index.
+
+    Args:
+        evaluator: Who decides.
+        documents: The run's documents.
+        tokenizer: The measured model's.
+        length: Tokens of a document that the evaluator reads, special tokens included.
+        retokenized: Gives the same documents in the evaluator's tokens; called where its tokenizer is another one.
+
+    Returns:
+        A function from a document's index to its key tokens, shape (n,), bool, n up to `length`.
+    """
+    same = tokenizer_hash(tokenizer) == tokenizer_hash(evaluator.tokenizer)
+    others: dict[str, TokenizedDocument] = {}
+
+    def find(index: int) -> Tensor:
+        document = documents[index]
+        if same:
+            return _mask(evaluator, document, length)
+        if not others:
+            others.update((other.name, other) for other in retokenized())
+        other = others.get(document.name)
+        if other is None or other.byte_ends is None or document.byte_ends is None:
+            raise PosencError(
+                f"--longppl {evaluator.name}: {document.name} has no text to compare both tokenizers by; use "
+                "an evaluator with the measured model's tokenizer, or text instead of token ids."
+            )
+        mask = _mask(evaluator, other, length)
+        return carry(mask, other.byte_ends[: len(mask)], document.byte_ends)
+
+    return find
+
+
+def _mask(evaluator: Evaluator, document: TokenizedDocument, length: int) -> Tensor:
+    special = torch.tensor(list(evaluator.special), dtype=torch.int64)
+    ids = torch.cat([special, document.tokens(0, length - len(special))])
+    model, candidate = evaluator.model, evaluator.candidate
+    with evaluation_mode(model), candidate.applied(model, length):
+        scorer = TokenScorer(model, ids)
+
+        def losses(part: Tensor, first: int) -> Tensor:
+            if candidate.moves and candidate.request is None:
+                scorer(part[:2])  # resets transformers' stateful dynamic RoPE
+            return scorer(part, first)
+
+        return key_tokens(losses, ids, short=evaluator.short, step=evaluator.step)[len(special) :]
+
+
+def with_evaluator(settings: Settings, evaluator: Evaluator) -> Settings:
+    """The settings with the protocol `longppl` and who evaluates."""
+    protocols = (*settings.protocols, "longppl")
+    return dataclasses.replace(settings, protocols=protocols, evaluator=evaluator.to_dict())

@@ -1,0 +1,1 @@
+"""Losses per token without whole logits, in bounded memory, and what that costs."""

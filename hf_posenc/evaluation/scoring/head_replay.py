@@ -1,0 +1,368 @@
+"""Per-token losses of a causal language model, never holding more logits than a chunk of tokens.
+
+The logits of 131,072 tokens over a vocabulary of 128,256 are 63 GiB in float32, the hidden states behind them 1 GiB
+at most. So the decoder runs once over the whole window, and then the model's *own* forward runs over slices of the
+hidden states, with the decoder replaced by a stub that hands them out. Soft caps, logit scales, biases and whatever
+else a family does after its decoder stay the model's code.
+
+Nothing runs in inference mode: a model may be trained afterwards, and what it keeps from a forward (FSDP2 its buffers)
+could then not be written to.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.scoring.decoder import (
+    check_causal,
+    find_decoder,
+    forward_replaced,
+    input_embeddings,
+    sliced,
+    without_cache,
+)
+from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
+from hf_posenc.evaluation.scoring.prefill import LEAST, Pieces, Prefill
+
+logger = logging.getLogger(__name__)
+
+LOGITS_PER_CHUNK = 2**25
+"""Logits held at a time: 128 MiB in float32, 8,192 tokens of a 4k vocabulary, 261 of a 128k one."""
+
+_PROBE_TOKENS = 9
+_PROBE_CHUNK = 4  # of 8 scored positions; below 4 rows CPU matrix products take another path and round differently
+
+
+class TokenScorer:
+    """Computes the negative log-likelihood of every token of a window.
+
+    On construction a probe of a few tokens is run in both ways, by head replay and by the plain forward; where the
+    logits differ by more than rounding, the scorer says so and uses the plain forward from then on. A prefill in pieces
+    is tried before it is used (`prefill.Prefill`): where the numbers would be others, a warning says that texts are run
+    whole.
+
+    Args:
+        model: A causal language model, patched or not; its evaluation mode is the caller's business.
+        probe_ids: Some token ids, shape (n,) with n of at least 2; the first 9 are used, all of them for texts that try
+            a prefill in pieces.
+        chunk: Tokens whose logits are held at a time; by default `LOGITS_PER_CHUNK` divided by the vocabulary.
+        prefill: Tokens that the decoder runs at a time, 2 or more, with the keys and values of those before in a cache;
+            by default all. What a layer makes on the way is then of this length, and the cache is all that grows.
+
+    Attributes:
+        exact: Whether the probe's logits by head replay had the very bits of the plain forward's.
+        replays: Whether head replay is in use; False means full logits, and no prefill in pieces.
+        chunk: As above, resolved.
+        prefill: As above; may be changed between calls.
+
+    Raises:
+        PosencError: The model is an encoder-decoder, does not return logits for every token or reads ahead; or `chunk`
+            is below 1, or `prefill` below 2.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        probe_ids: Tensor,
+        *,
+        chunk: int | None = None,
+        prefill: int | None = None,
+    ) -> None:
+        for name, tokens, least in (("chunk", chunk, 1), ("prefill", prefill, LEAST)):
+            if tokens is not None and tokens < least:
+                some = "1 token" if least == 1 else f"{least} tokens"
+                raise PosencError(f"A {name} has at least {some}, not {tokens}.")
+        self.model = model
+        self.prefill: int | None = None
+        self._options = without_cache(model)
+        probe = probe_ids[:_PROBE_TOKENS].unsqueeze(0).to(input_device(model))
+        with torch.no_grad():
+            self._decoder, full = find_decoder(model, probe, self._options)
+            check_causal(model, probe, full, self._options)
+            self.chunk = chunk or _default_chunk(full.shape[-1])
+            self.replays, self.exact = self._probe(probe, full)
+        self.prefill = prefill
+        self._pieces = Prefill(model, probe_ids, self._losses)
+        if not self.replays:
+            logger.warning(
+                "%s: head replay does not reproduce the model's logits; full logits are held instead, "
+                "which needs length x vocabulary of memory.",
+                type(model).__name__,
+            )
+
+    @property
+    def refused(self) -> str | None:
+        """Why the last texts were not run in pieces, though `prefill` asked for it."""
+        return self._pieces.refused
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, first: int = 1, *, read_last: bool = True) -> Tensor:
+        """Scores a window, or several of one shape.
+
+        Args:
+            ids: Token ids, shape (n,) or (windows, n).
+            first: Index of the first token to score, at least 1 (the token at index 0 has no prediction).
+            read_last: Whether the model reads the last token, which predicts nothing that is scored.
+
+        Returns:
+            Negative log-likelihoods in nats of tokens `first .. n-1`, shape (n - first,) or (windows, n - first),
+            float64, on the CPU.
+
+        Raises:
+            PosencError: There is no such token.
+        """
+        windows = ids.reshape(-1, ids.shape[-1])
+        losses = _nats(self.logits(windows, first, read_last=read_last), windows[:, first:])
+        return losses.reshape(*ids.shape[:-1], -1)
+
+    @torch.no_grad()
+    def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Iterator[Tensor]:
+        """The logits that predict tokens `first .. n-1`, a chunk at a time.
+
+        Args:
+            ids: Token ids, shape (n,) or (windows, n).
+            first: As for a call, as is `read_last`.
+            read_last: See there.
+
+        Yields:
+            Logits of the next tokens, shape (m, vocabulary) or (windows, m, vocabulary), each m up to `chunk`.
+
+        Raises:
+            PosencError: As for a call.
+        """
+        if not 1 <= first < ids.shape[-1]:
+            raise PosencError(
+                f"A window of {ids.shape[-1]} tokens cannot be scored from token {first}."
+            )
+        windows = ids.reshape(-1, ids.shape[-1]).to(input_device(self.model))
+        read = windows if read_last else windows[:, :-1]
+        # The token at index i is predicted by the hidden state at i - 1.
+        places = first - 1, ids.shape[-1] - 1
+        if self.replays:
+            pieces = (
+                None if self.prefill is None else self._pieces.pieces(self.prefill, read.shape[1])
+            )
+            made = self._replay(read, *places, pieces)
+        else:
+            made = self._full(read, *places)
+        for logits in made:
+            yield logits if ids.dim() > 1 else logits[0]
+
+    def _forward(self, ids: Tensor, **options: Any) -> Any:
+        return self.model(input_ids=ids, **(options or self._options))
+
+    def _full(self, windows: Tensor, start: int, stop: int) -> Iterator[Tensor]:
+        """The logits at positions `start .. stop-1`, from a plain forward."""
+        logits = self._forward(windows).logits
+        step = self._chunk_of(windows)
+        for begin in range(start, stop, step):
+            yield logits[:, begin : min(begin + step, stop)]
+
+    def _replay(
+        self, windows: Tensor, start: int, stop: int, pieces: Pieces | None = None
+    ) -> Iterator[Tensor]:
+        """The same by head replay: the logits of a chunk are all that exists of them at a time."""
+        decoder = self._decoder
+        assert decoder is not None
+        step = self._chunk_of(windows)
+        for offset, length, output in self._hidden(windows, decoder, pieces):
+            for begin in range(max(start, offset), min(stop, offset + length), step):
+                end = min(begin + step, stop, offset + length)
+                part = slice(begin - offset, end - offset)
+                with forward_replaced(
+                    decoder, lambda *_, part=part, output=output, **__: sliced(output, part)
+                ):
+                    logits: Tensor = self._forward(windows[:, begin:end]).logits
+                yield logits
+
+    def _hidden(
+        self, windows: Tensor, decoder: nn.Module, pieces: Pieces | None
+    ) -> Iterator[tuple[int, int, Any]]:
+        """Runs the decoder; yields the place, the length and the output of every piece of the prefill."""
+        output: Any = None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal output
+            output = forward(*args, **kwargs)
+            return sliced(output, slice(-1, None))  # the head behind it then sees a single token
+
+        forward = decoder.forward
+        tokens, before = windows.shape[1], None
+        for begin, end in [(0, tokens)] if pieces is None else pieces.bounds(tokens):
+            options = {} if pieces is None else pieces.arguments(before, windows, begin, end)
+            output = None
+            with forward_replaced(decoder, run):
+                try:
+                    before = self._forward(windows[:, begin:end], **options)
+                except Exception:
+                    # A head may count the token ids beside its single position. What the decoder made is there.
+                    if output is None or pieces is not None:
+                        raise
+            yield begin, end - begin, output
+
+    def _losses(self, ids: Tensor, pieces: Pieces | None) -> Tensor:
+        """The losses of a text run so, shape (n - 1,), for a prefill to be tried."""
+        window = ids.unsqueeze(0).to(input_device(self.model))
+        chunks = self._replay(window, 0, len(ids) - 1, pieces)
+        return _nats(chunks, ids[None, 1:])[0]
+
+    def _chunk_of(self, windows: Tensor) -> int:
+        return max(1, self.chunk // len(windows))
+
+    def _probe(self, probe: Tensor, full: Tensor) -> tuple[bool, bool]:
+        """Whether head replay gives the probe's logits: (up to rounding, bit for bit)."""
+        if self._decoder is None:
+            return False, False
+        chunk, self.chunk = self.chunk, _PROBE_CHUNK
+        try:
+            replayed = torch.cat(list(self._replay(probe, 0, probe.shape[1] - 1)), dim=1)[0]
+        except Exception as error:
+            logger.warning("%s: head replay failed: %s", type(self.model).__name__, error)
+            return False, False
+        finally:
+            self.chunk = chunk
+        expected = full[0, :-1]
+        if replayed.shape != expected.shape:
+            return False, False
+        tolerance = (
+            32 * torch.finfo(full.dtype).eps * float(expected.nan_to_num(0, 0, 0).abs().max())
+        )
+        close = torch.allclose(replayed, expected, rtol=0, atol=tolerance, equal_nan=True)
+        return close, bool(torch.equal(replayed, expected))
+
+
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Puts every module of the model into evaluation mode, and each back into its own mode on exit."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def input_device(model: nn.Module) -> torch.device:
+    """Where the model's token ids go."""
+    return next(input_embeddings(model).parameters()).device
+
+
+def _default_chunk(vocabulary: int) -> int:
+    """`LOGITS_PER_CHUNK` in tokens, rounded down to whole tiles of 64 rows where there are so many."""
+    chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
+    return chunk - chunk % 64 if chunk > 64 else chunk
+
+
+def _nats(chunks: Iterator[Tensor], targets: Tensor) -> Tensor:
+    """Losses of tokens, shape (windows, m), float64, on the CPU, from the logits that predict them, chunk by chunk."""
+    done, losses = 0, []
+    for logits in chunks:
+        wanted = targets[:, done : done + logits.shape[1]].to(logits.device)
+        done += logits.shape[1]
+        loss = F.cross_entropy(_float(logits).flatten(0, 1), wanted.flatten(), reduction="none")
+        losses.append(loss.to("cpu", torch.float64).view_as(wanted))
+    return torch.cat(losses, dim=1)
+
+
+def _float(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+# Answers a lack of memory with less at a time, and says what it took.
+
+
+LEAST_CHUNK = 64
+LEAST_PREFILL = 512
+SHRINK = 4
+
+
+class FrugalScorer:
+    """Scores windows of one shape, fewer at a time whenever memory runs out.
+
+    First fewer windows at a time, then fewer logits, then a prefill in pieces. What a run has come down to it keeps, so
+    that not every window runs out of memory anew.
+
+    Args:
+        scorer: What scores.
+        batch: Windows that are run at once, to begin with.
+        patient: Whether to answer a lack of memory with less at a time; otherwise it is raised.
+
+    Attributes:
+        batch: Windows that are run at once.
+        pieces: Whether a prefill in pieces gives the same numbers here; set by the caller for what is patched in.
+    """
+
+    def __init__(self, scorer: TokenScorer, batch: int = 1, patient: bool = True) -> None:
+        self.scorer, self.batch, self.pieces, self._patient = scorer, batch, True, patient
+
+    def __call__(
+        self, windows: Sequence[Tensor], first: int, *, read_last: bool = True
+    ) -> list[Tensor]:
+        """The losses of each window, as `TokenScorer` gives them.
+
+        Args:
+            windows: Token ids, each of shape (n,).
+            first: As `TokenScorer` takes it, as is `read_last`.
+            read_last: See there.
+
+        Raises:
+            torch.OutOfMemoryError: Or whatever the lack of memory looks like here, when nothing is left to cut.
+        """
+        done: list[Tensor] = []
+        while len(done) < len(windows):
+            part = list(windows[len(done) : len(done) + self.batch])
+            # One alone goes in without a batch dimension: its numbers then never depend on `batch`.
+            ids = torch.stack(part) if len(part) > 1 else part[0]
+            try:
+                losses = self._score(ids, first, read_last)
+            except Exception as error:
+                if not self._patient or not is_out_of_memory(error) or not self._cut(ids):
+                    raise
+                release(error)
+                continue
+            done += list(losses) if len(part) > 1 else [losses]
+        return done
+
+    @property
+    def reduced(self) -> dict[str, int | None]:
+        """How much is run at a time now."""
+        return {"batch": self.batch, "chunk": self.scorer.chunk, "prefill": self.scorer.prefill}
+
+    def _score(self, ids: Tensor, first: int, read_last: bool) -> Tensor:
+        prefill = self.scorer.prefill
+        if not self.pieces:
+            self.scorer.prefill = None
+        try:
+            return self.scorer(ids, first, read_last=read_last)
+        finally:
+            self.scorer.prefill = prefill
+
+    def _cut(self, ids: Tensor) -> bool:
+        """Takes less at a time; whether there was something to cut."""
+        tokens = ids.shape[-1]
+        if ids.dim() > 1:
+            self.batch = max(1, len(ids) // 2)
+        elif self.scorer.chunk > LEAST_CHUNK and tokens > LEAST_CHUNK:
+            self.scorer.chunk = max(LEAST_CHUNK, min(self.scorer.chunk, tokens) // SHRINK)
+        elif (
+            self.pieces
+            and self.scorer.replays
+            and self.scorer.refused is None  # else they would be run whole all the same
+            and self._pieced(tokens) > LEAST_PREFILL
+        ):
+            self.scorer.prefill = max(LEAST_PREFILL, self._pieced(tokens) // SHRINK)
+        else:
+            return False
+        return True
+
+    def _pieced(self, tokens: int) -> int:
+        return min(self.scorer.prefill or tokens, tokens)

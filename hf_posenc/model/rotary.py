@@ -1,0 +1,350 @@
+"""The rotary seam: a wrapper module that stands in the place of a model's rotary embedding.
+
+Of five ways to get other frequencies into a live model (edited buffers, forward hooks, a replaced
+forward as closure or bound method, a wrapper module) the wrapper is the only one that survives
+deepcopy, pickling, `.to(bfloat16)`, `torch.compile` before and after, `_init_weights`, accelerate's
+hooks and DataParallel replication.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.methods import RopeScaling
+from hf_posenc.rope import RopeSpec
+
+# What every module does that stands in the place of a model's rotary embedding.
+
+
+class RotaryWrapper(nn.Module):
+    """Keeps the wrapped rotary module as the child `base`, invisible to checkpoints and to code that reads it.
+
+    Args:
+        base: The rotary module to stand in for.
+    """
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        # Saved and loaded under the names that the checkpoint has.
+        self.register_state_dict_post_hook(_without_base)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_with_base)  # type: ignore[no-untyped-call]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Model code reads `rotary_emb.config`, `.layer_types`, `.mrope_section` of the module it
+            # built. Private names are somebody's hooks on the base, which are not the wrapper's.
+            if name == "base" or name.startswith("_"):
+                raise
+            return getattr(self.base, name)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The model's own rotary module."""
+    while isinstance(module, RotaryWrapper):
+        module = module.base
+    return module
+
+
+def _without_base(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
+) -> None:
+    for key in [key for key in state_dict if key.startswith(f"{prefix}base.")]:
+        state_dict[prefix + key.removeprefix(f"{prefix}base.")] = state_dict.pop(key)
+
+
+def _with_base(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    for key in [key for key in state_dict if key.startswith(prefix)]:
+        state_dict[f"{prefix}base.{key.removeprefix(prefix)}"] = state_dict.pop(key)
+
+
+FREQUENCIES = "inv_freq"
+_MODULE_INTERNALS = frozenset(vars(nn.Module()))
+_ACCELERATE_HOOK = frozenset({"_hf_hook", "_old_forward", "forward"})
+
+
+def table_labels(rotary: nn.Module) -> tuple[str, ...]:
+    """The tables of a rotary module: `("",)`, or one label per layer type (`full_attention`, ...)."""
+    names = [name for name, _ in rotary.named_buffers(recurse=False) if name.endswith(FREQUENCIES)]
+    prefixes = [
+        name.removesuffix(FREQUENCIES)
+        for name in names
+        if not name.endswith(f"original_{FREQUENCIES}")
+    ]
+    return tuple(prefix.removesuffix("_") for prefix in prefixes)
+
+
+def attribute(label: str, name: str) -> str:
+    """The attribute of a rotary module that belongs to one table: `inv_freq` or `full_attention_inv_freq`."""
+    return f"{label}_{name}" if label else name
+
+
+class PosencRotary(RotaryWrapper):
+    """Calls the wrapped rotary's own forward, whatever its layout, with other frequencies.
+
+    The original stays untouched as the child `base`; tables of other layer types than the patched
+    ones still come from it. The patched tables are float32 attributes outside the buffers: no cast,
+    `to_empty` or buffer broadcast reaches them.
+
+    Args:
+        base: The rotary module to stand in for.
+        method: A frequency method.
+        specs: The tables to patch, by label; the label is `""` for a module with one table.
+        base_factors: What the method's factor on cos and sin is multiplied by, by label (an already
+            scaled checkpoint that the method is composed with); 1 where absent.
+    """
+
+    def __init__(
+        self,
+        base: nn.Module,
+        method: RopeScaling,
+        specs: Mapping[str, RopeSpec],
+        base_factors: Mapping[str, float] | None = None,
+    ) -> None:
+        super().__init__(base)
+        self.method = method
+        self.specs = dict(specs)
+        self.base_factors = dict(base_factors or {})
+        self.own_forward = True
+        self._warned = False
+        self._engines: dict[torch.device, nn.Module] = {}
+        self._prepare_device()
+
+    def table(
+        self, label: str = "", length: int | Tensor | None = None
+    ) -> tuple[Tensor, float | Tensor]:
+        """What one table is: float32 frequencies of shape (d/2,), the factor on cos and sin.
+
+        Args:
+            label: The table.
+            length: Current number of tokens; `None` gives the table of a sequence within the
+                original length.
+        """
+        spec = self.specs[label]
+        factor = self.method.cos_sin_factor(spec, length) * self.base_factors.get(label, 1.0)
+        inv_freq = self.method.inv_freq(spec, length)
+        if spec.order is not None:
+            inv_freq = inv_freq[spec.order.to(inv_freq.device)]
+        return inv_freq.to(torch.float32), factor
+
+    def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """The rotation in the base module's own form: (cos, sin) or complex.
+
+        Args:
+            x: Gives device and dtype, as in transformers.
+            position_ids: Shape (batch, length), or (axes, batch, length) for M-RoPE.
+            *args: The layer type, where the base takes one.
+            **kwargs: The same by name.
+        """
+        label = kwargs.get("layer_type", args[0] if args else None) or ""
+        if label not in self.specs:
+            return self.base(x, position_ids, *args, **kwargs)
+        engine = self._engine(x.device)
+        if self.method.length_dependent:
+            length = position_ids.max() + 1
+            if not self._warned and not torch.compiler.is_compiling():
+                self._warn_of_cache(position_ids, length, label)
+            if x.device.type == "mps":  # has no float64, in which tables are made
+                length = length.cpu()
+            _set_table(engine, label, *self.table(label, length), x.device)
+        if self.own_forward:
+            return engine.forward(x, position_ids, *args, **kwargs)
+        return _half_split_forward(engine, label, x, position_ids)
+
+    def use_half_split_forward(self) -> None:
+        """For a base whose forward does not read its table: compute (cos, sin) here, in the half-split layout."""
+        self.own_forward = False
+
+    def extra_repr(self) -> str:
+        knobs = ", ".join(f"{knob}={value!r}" for knob, value in self.method.options().items())
+        layers = "" if "" in self.specs else f" in {', '.join(self.specs)}"
+        return f"{self.method.name}({knobs}){layers}"
+
+    def _apply(self, fn: Any, recurse: bool = True) -> PosencRotary:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._engines.clear()
+        self._prepare_device()
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the base keeps its tables; the CPU for a model on the meta device."""
+        devices = [buffer.device for buffer in self.base.buffers() if buffer.device.type != "meta"]
+        return devices[0] if devices else torch.device("cpu")
+
+    def _prepare_device(self) -> None:
+        """Makes the engine ahead of the first forward, which may be a compiled one."""
+        self._engine(self.device)
+
+    def _engine(self, device: torch.device) -> nn.Module:
+        engine = self._engines.get(device)
+        if engine is None:
+            engine = _engine_of(self.base)
+            for label in self.specs:
+                _set_table(engine, label, *self.table(label), device)
+            self._engines[device] = engine
+        return engine
+
+    def _warn_of_cache(self, position_ids: Tensor, length: Tensor, label: str) -> None:
+        trained = self.specs[label].original_max_position_embeddings
+        if bool((position_ids.min() > 0) & (length > trained)):
+            self._warned = True
+            warnings.warn(
+                f"{self.method.name} met a cache past the original {trained} tokens: cached keys keep the "
+                "frequencies of their own time, so the result is not that of a full forward. Use a static "
+                "method (yarn, ntk_by_parts, ...) or use_cache=False.",
+                stacklevel=4,
+            )
+
+
+def _engine_of(base: nn.Module) -> nn.Module:
+    """A copy of a rotary module without its buffers, hooks and dynamic updates: its forward, and nothing else."""
+    engine = type(base).__new__(type(base))
+    nn.Module.__init__(engine)
+    for name, value in vars(base).items():
+        if name not in _MODULE_INTERNALS and name not in _ACCELERATE_HOOK:
+            engine.__dict__[name] = value
+    for name, buffer in base.named_buffers(recurse=False):
+        if not name.endswith(FREQUENCIES):  # a learned gain, say
+            engine.__dict__[name] = buffer
+    rope_type = engine.__dict__.get("rope_type")
+    if isinstance(rope_type, dict):
+        engine.__dict__["rope_type"] = dict.fromkeys(rope_type, "default")
+    elif rope_type is not None:
+        engine.__dict__["rope_type"] = "default"  # keeps transformers' `dynamic_rope_update` out
+    return engine
+
+
+def _set_table(
+    engine: nn.Module, label: str, inv_freq: Tensor, factor: float | Tensor, device: torch.device
+) -> None:
+    """Puts a table where the engine's forward reads it, as plain attributes."""
+    setattr(engine, attribute(label, FREQUENCIES), inv_freq.to(device))
+    setattr(engine, attribute(label, "attention_scaling"), factor)
+
+
+def _half_split_forward(
+    engine: nn.Module, label: str, x: Tensor, position_ids: Tensor
+) -> tuple[Tensor, Tensor]:
+    inv_freq: Tensor = getattr(engine, attribute(label, FREQUENCIES))
+    factor: float = getattr(engine, attribute(label, "attention_scaling"))
+    angles = position_ids[..., None].float() * inv_freq
+    angles = torch.cat((angles, angles), dim=-1)
+    return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
+
+
+# Reads back from a rotary module what it really computes.
+
+
+# Small positions tell fast frequencies apart, large ones slow frequencies. The expectation is
+# computed by the same float32 product as in the models, so that the large ones do not amplify
+# rounding.
+_POSITIONS = (0, 1, 2, 5, 13, 34, 255, 1023, 4095)
+_TOLERANCE = 1e-3
+
+
+def probed_length(original: int) -> int:
+    """The length to probe at, in tokens: past the original one, where dynamic tables move."""
+    return max(1 + max(_POSITIONS), 2 * original)
+
+
+@torch.no_grad()
+def rotary_output(
+    rotary: nn.Module, label: str, device: torch.device, *, length: int
+) -> tuple[Tensor, Tensor] | None:
+    """The (cos, sin) of a few positions, each of shape (positions, width), float32.
+
+    `None` where the module cannot be called.
+
+    Args:
+        rotary: A rotary module, wrapped or not.
+        label: Its table.
+        device: Where to call it.
+        length: Tokens of the text that the positions are from.
+    """
+    return _output_at((*_POSITIONS, length - 1), rotary, label, device)
+
+
+@torch.no_grad()
+def moves_with_length(rotary: nn.Module, label: str, device: torch.device) -> bool:
+    """Whether the rotation of a text's first tokens depends on how many tokens follow.
+
+    `False` where the module cannot be called.
+
+    Args:
+        rotary: A rotary module, wrapped or not.
+        label: Its table.
+        device: Where to call it.
+    """
+    # Long before short: transformers' dynamic tables keep the largest length they met until a short text resets them.
+    long = _output_at((0, 1, 2, 3, 2**20), rotary, label, device)
+    short = _output_at((0, 1, 2, 3, 4), rotary, label, device)
+    if long is None or short is None:
+        return False
+    return not all(torch.equal(a, b) for a, b in zip(long, short, strict=True))
+
+
+def _output_at(
+    places: Sequence[int], rotary: nn.Module, label: str, device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """The (cos, sin) at all places but the last, which is there for the length: rounding makes its phase a guess."""
+    kwargs = {"layer_type": label} if label else {}
+    positions = torch.tensor(places, device=device)
+    x = torch.zeros(1, len(positions), 1, device=device)
+    for position_ids in (positions[None], positions[None, None].expand(3, 1, -1)):  # text, M-RoPE
+        try:
+            parts = _cos_sin(rotary(x, position_ids, **kwargs))
+        except (RuntimeError, IndexError, TypeError, AttributeError, KeyError, ValueError):
+            continue
+        if parts is not None and all(
+            part.dim() >= 2 and part.shape[-2] == len(positions) for part in parts
+        ):
+            cos, sin = (
+                part.float().reshape(-1, len(positions), part.shape[-1])[0, :-1] for part in parts
+            )
+            return cos, sin
+    return None
+
+
+def computes(
+    output: tuple[Tensor, Tensor] | None, inv_freq: Tensor, factor: float | Tensor
+) -> bool:
+    """Whether an output of `rotary_output` is the rotation by `inv_freq`, in any layout.
+
+    Every output column must be the rotation of some pair, and every pair must have a column.
+    """
+    if output is None:
+        return False
+    inv_freq = inv_freq.to(output[0].device, torch.float32)
+    angles = torch.tensor(_POSITIONS, device=inv_freq.device)[:, None].float() * inv_freq
+    expected = torch.cat((angles.cos(), angles.sin())) * factor
+    tolerance = _TOLERANCE * max(1.0, float(factor))
+    for sign in (1, -1):
+        found = torch.cat((output[0], sign * output[1]))
+        fits = torch.cdist(found.T[None], expected.T[None], p=torch.inf)[0] < tolerance
+        if bool(fits.any(0).all() & fits.any(1).all()):
+            return True
+    return False
+
+
+def is_half_split(output: tuple[Tensor, Tensor] | None, pairs: int) -> bool:
+    """Whether cos and sin come as two equal halves of `pairs` features each, as in Llama."""
+    return output is not None and all(
+        part.shape[-1] == 2 * pairs and torch.equal(part[:, :pairs], part[:, pairs:])
+        for part in output
+    )
+
+
+def _cos_sin(output: Any) -> tuple[Tensor, Tensor] | None:
+    if isinstance(output, Tensor):
+        return (output.real, output.imag) if output.is_complex() else None
+    if isinstance(output, tuple | list) and len(output) == 2:
+        return output[0], output[1]
+    return None

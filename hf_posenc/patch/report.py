@@ -1,0 +1,159 @@
+"""What is in force in a model, as an object that prints well."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.patch.config import PatchConfig
+
+
+@dataclass(frozen=True, eq=False)
+class EffectiveTable:
+    """One rotary table as the live model computes it.
+
+    Attributes:
+        layer_type: The layer type it belongs to; `None` where one table serves all layers.
+        modules: The paths of the modules that hold it.
+        rope_type: The method's name for a patched table, transformers' `rope_type` for another; `"dropped"` where a
+            bias has taken the rotation's place.
+        theta: The base it started from; `None` where the config does not say.
+        inv_freq: Shape (d/2,), float32, radians per token.
+        attention_factor: The factor on cos and sin.
+    """
+
+    layer_type: str | None
+    modules: tuple[str, ...]
+    rope_type: str
+    theta: float | None
+    inv_freq: Tensor
+    attention_factor: float
+
+    @property
+    def dim(self) -> int:
+        """The rotary dimension d."""
+        return 2 * self.inv_freq.shape[0]
+
+    def same_as(self, other: EffectiveTable) -> bool:
+        """Whether another module holds the same table."""
+        return (
+            (self.layer_type, self.rope_type, self.theta, self.attention_factor)
+            == (other.layer_type, other.rope_type, other.theta, other.attention_factor)
+            and self.inv_freq.device == other.inv_freq.device
+            and self.inv_freq.shape == other.inv_freq.shape
+            and (self.inv_freq.is_meta or torch.equal(self.inv_freq, other.inv_freq))
+        )
+
+    def row(self) -> tuple[str, ...]:
+        """The table in one line: layers, modules, kind, d, theta, fastest and slowest frequency, factor."""
+        more = f" (+{len(self.modules) - 1})" if len(self.modules) > 1 else ""
+        ends = (
+            ("", "")
+            if self.inv_freq.is_meta
+            else (f"{self.inv_freq[0]:.6g}", f"{self.inv_freq[-1]:.6g}")
+        )
+        theta = "" if self.theta is None else f"{self.theta:g}"
+        kind = (self.layer_type or "all", self.modules[0] + more, self.rope_type)
+        return (*kind, str(self.dim), theta, *ends, f"{self.attention_factor:.6g}")
+
+
+COLUMNS = ("layers", "module", "type", "d", "theta", "fastest", "slowest", "factor")
+"""The headings of `EffectiveTable.row`; frequencies in radians per token."""
+
+
+@dataclass(frozen=True, eq=False)
+class Patch:
+    """What `get_patch` read back from a model.
+
+    Attributes:
+        config: What was asked for, with everything resolved.
+        tables: Every rotary table of the text decoder, patched or not.
+        original_max_position_embeddings: The context length that the method starts from, in tokens.
+        extended_length: The context length that it reaches; `None` for methods that follow the
+            text.
+        export: How plain transformers computes the patch after `save_pretrained`: by
+            `"rope_parameters"`, as a `"longrope"` list, from the `"weights"`, or `None` where only
+            hf_posenc can (`from_pretrained`, `load_patch`).
+        layers: The attention layers in which a method computes attention itself, by path.
+        attention: The attention implementation in whose place it does; `None` where none does.
+    """
+
+    config: PatchConfig
+    tables: tuple[EffectiveTable, ...]
+    original_max_position_embeddings: int
+    extended_length: int | None
+    export: str | None
+    layers: tuple[str, ...] = ()
+    attention: str | None = None
+
+    @property
+    def method(self) -> str:
+        """The method's canonical name."""
+        return self.config.method
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The names of all methods, where several are composed."""
+        return (self.method, *(name for name, _ in self.config.others))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The method's knobs that differ from their defaults, the scale included."""
+        scale = {} if self.config.scale is None else {"scale": self.config.scale}
+        return {**scale, **self.config.options}
+
+    def __str__(self) -> str:
+        lines = [f"{self._title()}\n{self._notes()}"]
+        rows = [COLUMNS, *(table.row() for table in self.tables)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        lines += [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def cells(tag: str, row: tuple[str, ...]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+
+        body = "".join(cells("td", table.row()) for table in self.tables)
+        title = f"<b>{html.escape(self._title())}</b><br>{html.escape(self._notes())}"
+        return f"{title}<table><thead>{cells('th', COLUMNS)}</thead><tbody>{body}</tbody></table>"
+
+    def _title(self) -> str:
+        named = ((self.config.method, self.options), *self.config.others)
+        return " + ".join(
+            f"{name}({', '.join(f'{key}={_short(value)}' for key, value in options.items())})"
+            for name, options in named
+        )
+
+    def _notes(self) -> str:
+        reach = (
+            "the text's own length"
+            if self.extended_length is None
+            else f"{self.extended_length} tokens"
+        )
+        saved = {
+            "rope_parameters": "saves as native rope_parameters",
+            "longrope": "saves as a longrope list that plain transformers loads",
+            "weights": "saves in the weights, that plain transformers loads",
+            None: "saves for hf_posenc.from_pretrained only",
+        }[self.export]
+        engine = (
+            ""
+            if self.attention is None
+            else f"; attention of {len(self.layers)} layers by hf_posenc in the place of {self.attention}"
+        )
+        return f"{self.original_max_position_embeddings} -> {reach}; {saved}{engine}"
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple | list) and len(value) > 4:
+        return f"[{len(value)} numbers]"
+    return f"{value:g}" if isinstance(value, float) else repr(value)

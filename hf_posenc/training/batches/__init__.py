@@ -1,0 +1,1 @@
+"""Training data: documents as blocks of tokens, positions, and the batches that a model takes."""

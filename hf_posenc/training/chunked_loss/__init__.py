@@ -1,0 +1,1 @@
+"""Cross-entropy without the logits of a whole batch."""

@@ -1,0 +1,199 @@
+"""What attention-path methods compute in a Llama, and that every way to run a text computes the same.
+
+`tests/support/attention_llama.py` has the cases and the float64 reference.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc import patch_model, unpatch_model
+from hf_posenc.attention import engine, prefill
+from hf_posenc.model import masks
+from tests.support import zoo
+from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
+from tests.support.attention_ways import WAYS, token_by_token
+
+PATHS = {"exact": (1 << 30, 1 << 18), "kernels": (1, 1)}
+"""Least number of queries for the kernels, and most pairs for a written mask."""
+
+
+def build(**overrides: Any) -> PreTrainedModel:
+    """A Llama whose float32 rounding is far below 1e-5, which the default weights amplify to."""
+    return zoo.build("llama", **{"initializer_range": 0.1, "num_hidden_layers": 2, **overrides})
+
+
+def apply(model: PreTrainedModel, case: Case | str) -> PreTrainedModel:
+    """The model patched with a case, its parameters away from their initial values."""
+    found = CASES[case] if isinstance(case, str) else case
+    patch_model(model, found.method, original_max_position_embeddings=ORIGINAL, **found.options)
+    randomise(model)
+    return model
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return build()
+
+
+@pytest.fixture(params=PATHS)
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Forces the general path with written masks, or the kernels with masks of size O(length)."""
+    rows, dense = PATHS[request.param]
+    monkeypatch.setattr(prefill, "ROWS", rows)
+    monkeypatch.setattr(masks, "DENSE", dense)
+    return request.param
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
+
+
+def assert_close(got: Tensor, want: Tensor, what: str = "", tolerance: float = 1e-5) -> None:
+    difference = zoo.relative_difference(got, want)
+    assert difference < tolerance, f"{what}: relative difference {difference:.1e}"
+
+
+# ------------------------------------------------------------------------------------------
+# The numbers
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_float64_reference(model: PreTrainedModel, name: str, path: str) -> None:
+    ids = zoo.tokens(50)
+    before = zoo.logits(model, ids)
+    apply(model, name)
+    got = zoo.logits(model, ids)
+    assert_close(got, reference(model, CASES[name], ids))
+    assert zoo.relative_difference(got, before) > 0.02  # or the comparison says nothing
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "fire"])
+def test_equals_the_reference_on_longer_texts(model: PreTrainedModel, name: str) -> None:
+    ids = zoo.tokens(210)
+    apply(model, name)
+    assert_close(zoo.logits(model, ids), reference(model, CASES[name], ids))
+
+
+@pytest.mark.slow
+def test_fire_equals_the_reference_on_longer_texts(model: PreTrainedModel) -> None:
+    ids = zoo.tokens(210)
+    apply(model, "fire")
+    assert_close(zoo.logits(model, ids), reference(model, CASES["fire"], ids))
+
+
+GENERAL_ONLY = {
+    *("xpos", "rope_bias", "fire"),
+    *("shaw", "shaw_keep_rope", "transformer_xl", "transformer_xl_keep_rope"),
+}
+"""Cases that no kernel computes."""
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_run_where_they_can(
+    model: PreTrainedModel, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparisons above compare what they say."""
+    used: set[str] = set()
+    choose = engine.choose
+
+    def noted(*arguments: Any) -> engine.Backend:
+        backend = choose(*arguments)
+        used.add(backend.name)
+        return backend
+
+    monkeypatch.setattr(engine, "choose", noted)
+    apply(model, name)
+    used.clear()
+    zoo.logits(model, zoo.tokens(70))
+    assert used == {"exact"} if name in GENERAL_ONLY else used == {"prefill"}
+
+
+HEADS = {"MHA": (4, 4), "MQA": (4, 1), "six_heads": (6, 3)}
+
+
+@pytest.mark.parametrize("layout", HEADS)
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "alibi", "t5", "rope_bias", "xpos"])
+def test_every_layout_of_heads(name: str, layout: str, path: str) -> None:
+    heads, key_heads = HEADS[layout]
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
+    model = apply(build(**sizes, hidden_size=16 * heads), name)
+    ids = zoo.tokens(40)
+    assert_close(zoo.logits(model, ids), reference(model, CASES[name], ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", CASES)
+def test_half_precision(model: PreTrainedModel, name: str, dtype: torch.dtype, path: str) -> None:
+    ids = zoo.tokens(50)
+    model = model.half() if dtype == torch.float16 else model.bfloat16()
+    native = zoo.relative_difference(zoo.logits(model, ids), reference(model, Case("none"), ids))
+    apply(model, name)
+    got = zoo.logits(model, ids)
+    assert got.isfinite().all()
+    assert_close(got, reference(model, CASES[name], ids), tolerance=3 * native)
+
+
+# ------------------------------------------------------------------------------------------
+# The ways to run a text
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_way_to_run_a_text_gives_the_same(
+    model: PreTrainedModel, name: str, path: str
+) -> None:
+    ids = zoo.tokens(34)
+    apply(model, name)
+    full = zoo.logits(model, ids)
+    for way in WAYS:
+        assert_close(way(model, ids), full, way.__name__)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_later_token_changes_nothing_before_it(
+    model: PreTrainedModel, name: str, path: str
+) -> None:
+    ids = zoo.tokens(45)
+    apply(model, name)
+    full = zoo.logits(model, ids)
+    other = ids.clone()
+    other[:, 30] = (ids[:, 30] + 1) % 90 + 3
+    changed = zoo.logits(model, other)
+    assert_close(changed[:, :30], full[:, :30])
+    assert zoo.relative_difference(changed[:, 30:], full[:, 30:]) > 1e-2
+    assert_close(zoo.logits(model, ids[:, :21]), full[:, :21])
+
+
+# ------------------------------------------------------------------------------------------
+# Where a method does nothing
+
+NEUTRAL: dict[str, dict[str, Any]] = {
+    **{name: {"window": 40} for name in ("rerope", "leaky_rerope", "sliding_window")},
+    **{name: {"window": 40} for name in ("lm_infinite", "attention_sinks", "self_extend")},
+    "leaky_rerope ": {"window": 5, "k": 1.0},
+    "self_extend ": {"window": 6, "group": 1},
+    "string": {"shift": 6, "window": 6},
+    "string ": {"shift": 40, "window": 3},
+    "dual_chunk": {"chunk": 40, "window": 4},
+    "log_n": {},
+    "rope_bias": {},
+    **{name: {"update": "row"} for name in ("dynamic_pi", "dynamic_ntk", "dynamic_yarn")},
+}
+"""Options under which a text of 40 tokens, of 64 that the model was trained on, is read as it was."""
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_neutral_knobs_change_nothing(model: PreTrainedModel, name: str, path: str) -> None:
+    ids = zoo.tokens(40)
+    before, config = zoo.logits(model, ids), copy.deepcopy(model.config.to_dict())
+    patch_model(model, name.strip(), **NEUTRAL[name])
+    assert_close(zoo.logits(model, ids), before, tolerance=2e-6)
+    assert_close(token_by_token(model, ids), before, tolerance=2e-6)
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, ids), before)
+    assert model.config.to_dict() == config

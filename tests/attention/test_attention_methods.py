@@ -1,0 +1,199 @@
+"""What holds for all methods beside the frequency ones: names, options, refusals, pages; and log n."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from hf_posenc.errors import PosencError
+from hf_posenc.methods import METHODS, DistanceBias, LogN, Method, RotaryBands, get_method
+from tests.support import attention_references as naive
+from tests.support.attention_methods import (
+    BANDS,
+    BIASES,
+    OTHERS,
+    SEAMS,
+    assert_same,
+    bands,
+    naive_plain,
+    position_map,
+)
+
+
+def test_every_method_has_a_reference() -> None:
+    assert set(naive.RELATIVE) == set(BANDS)
+    assert set(naive.BIAS) == set(BIASES)
+    for seam, names in SEAMS.items():
+        assert {m.name for m in METHODS if m.seam == seam} == names
+
+
+def test_log_n_is_one_up_to_the_original_context() -> None:
+    m = torch.tensor([0, 1, 30, 62, 63, 64, 127, 4095, 10**6])
+    factor = LogN().query_factor(m, 64)
+    want = [max(1.0, math.log(int(i) + 1) / math.log(64)) for i in m]
+    assert factor.tolist() == pytest.approx(want, rel=1e-12)
+    assert torch.all(factor[:5] == 1)
+    assert float(factor[-2]) == 2.0  # 64 squared
+    assert factor.dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_log_n_is_an_option_of_every_band(name: str) -> None:
+    m = torch.arange(300)
+    assert bands(name).query_factor(m, 64) is None
+    factor = bands(name, log_n=True).query_factor(m, 64)
+    assert factor is not None
+    assert torch.equal(factor, LogN().query_factor(m, 64))
+
+
+SAVED: list[tuple[str, dict[str, Any]]] = [
+    *((name, {}) for name in OTHERS),
+    ("rerope", {"window": 512, "log_n": True}),
+    ("leaky_rerope", {"scale": 8.0, "window": 512}),
+    ("leaky_rerope", {"k": 4.0}),
+    ("self_extend", {"group": 4, "window": 1024}),
+    ("self_extend", {"scale": 4.0, "log_n": True}),
+    ("dual_chunk", {"chunk": 1000, "window": 24}),
+    ("string", {"shift": 900, "window": 64}),
+    ("lm_infinite", {"sinks": 100}),
+    ("attention_sinks", {"sinks": 1, "window": 7}),
+    ("alibi", {"scale": 2.0, "keep_rope": True}),
+    ("t5", {"buckets": 64, "max_distance": 512}),
+    ("sandwich", {"dim": 64}),
+    ("fire", {"hidden": 16, "threshold": 64.0, "c": 0.5}),
+    ("shaw", {"max_distance": 64}),
+    ("xpos", {"scale_base": 1024}),
+]
+
+
+@pytest.mark.parametrize(("name", "options"), SAVED)
+def test_options_travel_as_json(name: str, options: dict[str, Any]) -> None:
+    method = get_method(name).from_options(**options)
+    saved = json.loads(json.dumps(method.options()))
+    assert saved == options
+    again = get_method(name).from_options(**saved)
+    assert again == method
+    assert hash(again) == hash(method)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "named"),
+    [
+        *((name, {"window": 0}, "window") for name in BANDS),
+        *((name, {"window": 64.5}, "window") for name in BANDS),
+        *((name, {"log_n": "yes"}, "log_n") for name in BANDS),
+        *((name, {"keep_rope": 1}, "keep_rope") for name in sorted(SEAMS["bias"])),
+        *((name, {"sclae": 1}, "sclae") for name in OTHERS),
+        ("rerope", {"scale": 4.0}, "scale"),
+        ("leaky_rerope", {"k": 0.5}, "k "),
+        ("leaky_rerope", {"scale": 0.5}, "scale"),
+        ("leaky_rerope", {"scale": 4.0, "k": 4.0}, "scale and k"),
+        ("self_extend", {"group": 0}, "group"),
+        ("self_extend", {"group": 2.5}, "group"),
+        ("self_extend", {"scale": math.nan}, "scale"),
+        ("self_extend", {"scale": 4.0, "group": 4}, "scale and group"),
+        ("dual_chunk", {"chunk": 0}, "chunk"),
+        ("dual_chunk", {"chunk": True}, "chunk"),
+        ("string", {"shift": -1}, "shift"),
+        ("lm_infinite", {"sinks": 0}, "sinks"),
+        ("attention_sinks", {"sinks": "4"}, "sinks"),
+        ("alibi", {"scale": 0.0}, "scale"),
+        ("sandwich", {"dim": 7}, "dim"),
+        ("t5", {"buckets": 1}, "buckets"),
+        ("t5", {"max_distance": 16}, "max_distance"),
+        ("fire", {"hidden": 0}, "hidden"),
+        ("fire", {"threshold": 0}, "threshold"),
+        ("fire", {"c": -0.1}, r"\bc\b"),
+        ("shaw", {"max_distance": 0}, "max_distance"),
+        ("xpos", {"scale_base": 0}, "scale_base"),
+        ("log_n", {"original": 64}, "original"),
+    ],
+)
+def test_bad_values_are_refused_by_name(name: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(PosencError, match=named):
+        get_method(name).from_options(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "named"),
+    [
+        ("leaky_rerope", {"scale": 4.0, "window": 64}, "window.*64"),
+        ("self_extend", {"scale": 4.0, "window": 100}, "window.*64"),
+        ("dual_chunk", {"chunk": 64}, "chunk.*64"),
+        ("dual_chunk", {"chunk": 50, "window": 15}, "chunk.*64"),
+        ("string", {"shift": 8, "window": 9}, "window.*8"),
+        ("string", {"window": 30}, "window.*21"),
+        ("attention_sinks", {"sinks": 64}, "sinks.*64"),
+    ],
+)
+def test_knobs_that_do_not_fit_the_model_are_refused(
+    name: str, options: dict[str, Any], named: str
+) -> None:
+    method = bands(name, **options)
+    with pytest.raises(PosencError, match=named):
+        [band.query_position(torch.arange(3)) for band in method.bands(64)]
+
+
+def test_a_method_of_ones_own_from_the_page() -> None:
+    """The classes of the page's last section work as they stand there."""
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    section = page.partition("\n## A method of your own\n")[2]
+    code = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0]
+    names: dict[str, Any] = {}
+    exec(compile(code.partition("\nmodel = ")[0], "docs/methods.md", "exec"), names)
+    own = [
+        value
+        for value in names.values()
+        if isinstance(value, type) and issubclass(value, Method) and value.__module__ == "builtins"
+    ]
+    assert {base.__bases__[0] for base in own} == {RotaryBands, DistanceBias}
+    for method in own:
+        built = method()
+        assert built.summary
+        if isinstance(built, RotaryBands):
+            relative = position_map(built, 60, 16)
+            assert torch.equal(relative.diagonal(), torch.zeros(60).double())
+            assert not torch.equal(relative.nan_to_num(-1), naive_plain(60).nan_to_num(-1))
+        elif isinstance(built, DistanceBias):
+            bias = built.bias(torch.arange(9.0), 4, built.initial(4, 16))
+            assert bias.shape == (4, 9)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_method_has_its_picture(name: str) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    section = (docs / "methods.md").read_text(encoding="utf-8").partition(f"\n## `{name}`\n")[2]
+    picture = re.search(r"!\[.+?\]\((.+?)\)", section.partition("\n## ")[0])
+    assert picture is not None
+    assert picture[1] == f"methods/{name}.png"
+    assert 5_000 < (docs / picture[1]).stat().st_size < 100_000
+
+
+def test_pictures_are_drawn_from_the_methods(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from scripts.draw_methods import PICTURES, draw, position_map
+
+    assert set(OTHERS) < set(PICTURES)
+    written = draw(["rerope", "shaw"], tmp_path)
+    assert [path.name for path in written] == ["rerope.png", "shaw.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    drawn = position_map(bands("self_extend", window=32, group=4))
+    assert_same(drawn, naive.position_map("self_extend", len(drawn), window=32, group=4))
+
+
+def test_bases_say_what_is_missing() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Unfinished(RotaryBands):
+        name: ClassVar[str] = "unfinished"
+        summary: ClassVar[str] = "nothing yet"
+        source: ClassVar[str] = "this test"
+
+    with pytest.raises(NotImplementedError):
+        position_map(Unfinished(), 9, 4)

@@ -1,0 +1,210 @@
+"""Methods that train parameters of their own, and gradients through every method."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc import patch_model, unpatch_model
+from hf_posenc.attention import exact, prefill
+from hf_posenc.model import masks
+from tests.attention.test_attention import PATHS, apply, build
+from tests.support import zoo
+from tests.support.attention_llama import CASES, TRAINABLE, parameters_of, randomise, reference
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*starts untrained"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+LAYERS = 2
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return build()
+
+
+def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """The mean over next tokens."""
+    return nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:])
+
+
+def gradients(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> dict[str, Tensor]:
+    """Of the loss, by parameter."""
+    model.zero_grad()
+    loss_of(model(input_ids=ids, use_cache=False, **kwargs).logits, ids).backward()
+    found = {}
+    for name, value in model.named_parameters():
+        if value.grad is not None:
+            found[name] = value.grad.double().clone()
+    return found
+
+
+def slope(model: PreTrainedModel, name: str, ids: Tensor, moved: dict[str, Tensor]) -> float:
+    """The derivative of the float64 reference's loss along a direction, by a central difference."""
+    step, losses = 1e-5, []
+    for sign in (1, -1):
+        weights = {key: value.detach().double() for key, value in model.state_dict().items()}
+        for key, direction in moved.items():
+            weights[key] = weights[key] + sign * step * direction
+        losses.append(loss_of(reference(model, CASES[name], ids, weights), ids))
+    return float(losses[0] - losses[1]) / (2 * step)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_those_of_the_reference(
+    model: PreTrainedModel, name: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every parameter of the method, and of weights before attention, along random directions."""
+    rows, dense = PATHS[path]
+    monkeypatch.setattr(prefill, "ROWS", rows)
+    monkeypatch.setattr(masks, "DENSE", dense)
+    apply(model, name)
+    ids = zoo.tokens(16 if name == "fire" else 40)
+    found = gradients(model, ids)
+    generator = torch.Generator().manual_seed(3)
+    kinds = {key.rpartition(".")[2] for key in parameters_of(model)}
+    groups = {kind: [k for k in found if k.endswith(f".posenc.{kind}")] for kind in kinds}
+    for part in ("q_proj", "k_proj", "v_proj"):
+        groups[part] = [f"model.layers.0.self_attn.{part}.weight"]
+    for kind, keys in groups.items():
+        assert keys, f"no gradient for {kind}"
+        moved = {
+            key: torch.randn(found[key].shape, generator=generator, dtype=torch.float64)
+            for key in keys
+        }
+        got = sum(float((found[key] * direction).sum()) for key, direction in moved.items())
+        scale = sum(float(found[key].norm() * moved[key].norm()) for key in keys)
+        assert abs(got - slope(model, name, ids, moved)) < 1e-4 * scale + 1e-7, kind
+        # A constant per head changes no softmax.
+        assert scale > 1e-5 or kind == "bias_out", f"{kind} has no part in the loss"
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_the_parameters_are_the_models(model: PreTrainedModel, name: str) -> None:
+    names = list(model.state_dict())
+    apply(model, name)
+    mine = parameters_of(model)
+    assert {key.split(".posenc.")[0] for key in mine} == {
+        f"model.layers.{i}.self_attn" for i in range(LAYERS)
+    }
+    assert all(value.requires_grad and value.dtype == torch.float32 for value in mine.values())
+    assert set(mine) == set(model.state_dict()) - set(names)
+    before = {key: value.detach().clone() for key, value in mine.items()}
+    half = copy.deepcopy(model).bfloat16()
+    for key, value in parameters_of(half).items():
+        assert torch.equal(value, before[key])  # not rounded
+    assert half.get_parameter("model.layers.0.mlp.up_proj.weight").dtype == torch.bfloat16
+    unpatch_model(model)
+    assert list(model.state_dict()) == names
+
+
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_training_the_method_alone_lowers_the_loss(model: PreTrainedModel, name: str) -> None:
+    patch_model(model, CASES[name].method, **CASES[name].options)
+    for key, value in model.named_parameters():
+        value.requires_grad_(".posenc." in key)
+    weights = copy.deepcopy(model.state_dict())
+    ids = zoo.tokens(70)  # long enough for the kernels
+    optimizer = torch.optim.Adam(parameters_of(model).values(), lr=0.03)
+    losses = []
+    for _ in range(8):
+        optimizer.zero_grad()
+        loss = loss_of(model(input_ids=ids, use_cache=False).logits, ids)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.01
+    changed = [key for key, value in model.state_dict().items() if not value.equal(weights[key])]
+    assert changed
+    assert all(".posenc." in key for key in changed)
+
+
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "alibi", "t5", "fire", "rope_bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_are_finite_also_under_padding(
+    model: PreTrainedModel, name: str, dtype: torch.dtype
+) -> None:
+    """Rows of nothing but padding have no key to see."""
+    apply(model, name)
+    model = model.bfloat16() if dtype == torch.bfloat16 else model
+    ids = zoo.tokens(80, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :30], mask[1, 60:] = 0, 0
+    labels = ids.masked_fill(mask == 0, -100)
+    model.train()
+    model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+    for key, value in model.named_parameters():
+        assert value.grad is not None, key
+        assert value.grad.isfinite().all(), key
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", CASES)
+def test_gradient_checkpointing_gives_the_same_gradients(
+    model: PreTrainedModel, name: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two forwards before the backward: what is computed again sees its own positions."""
+    rows, dense = PATHS[path]
+    monkeypatch.setattr(prefill, "ROWS", rows)
+    monkeypatch.setattr(masks, "DENSE", dense)
+    monkeypatch.setattr(exact, "SCRATCH", 2000)  # the blocks are computed again too
+    apply(model, name).train()
+    first, second = zoo.tokens(45, seed=1), zoo.tokens(30, seed=2)
+    packed = torch.cat([torch.arange(n) for n in (14, 16)])[None]
+
+    def both() -> dict[str, Tensor]:
+        model.zero_grad()
+        one = model(input_ids=first, use_cache=False).logits
+        two = model(input_ids=second, position_ids=packed, use_cache=False).logits
+        (loss_of(one, first) + loss_of(two, second)).backward()
+        return {k: v.grad.clone() for k, v in model.named_parameters() if v.grad is not None}
+
+    want = both()
+    for reentrant in (False, True):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        found = both()
+        assert set(found) == set(want)
+        for key, value in want.items():
+            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=key)
+        model.gradient_checkpointing_disable()
+
+
+@pytest.mark.filterwarnings("default:.*starts untrained")
+@pytest.mark.parametrize("name", TRAINABLE)
+def test_says_once_that_it_must_be_trained(model: PreTrainedModel, name: str) -> None:
+    case = CASES[name]
+    with pytest.warns(UserWarning, match=f"{case.method} starts untrained.*must be") as seen:
+        patch_model(model, case.method, **case.options)
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        zoo.logits(model, zoo.tokens(20))
+
+
+def test_others_say_nothing(model: PreTrainedModel) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for name in sorted(set(CASES) - set(TRAINABLE)):
+            apply(model, name)
+            zoo.logits(model, zoo.tokens(20))
+            unpatch_model(model)
+
+
+@pytest.mark.parametrize("name", ["t5", "transformer_xl", "rope_bias"])
+def test_initial_values_are_those_of_the_method(model: PreTrainedModel, name: str) -> None:
+    """Zeros: until it is trained the model computes what it does without any position."""
+    case = CASES[name]
+    patch_model(model, case.method, **case.options)
+    ids = zoo.tokens(40)
+    fresh = zoo.logits(model, ids)
+    assert all(not value.any() for value in parameters_of(model).values())
+    randomise(model)
+    assert zoo.relative_difference(zoo.logits(model, ids), fresh) > 0.01

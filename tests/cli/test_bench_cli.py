@@ -1,0 +1,136 @@
+"""`hf-posenc bench`: the command on the embedded model, its files, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_posenc.cli import bench
+from hf_posenc.cli.app import app
+from hf_posenc.evaluation.bench import SUITES, BenchResult
+from hf_posenc.evaluation.plots import available
+from hf_posenc.evaluation.retrieval import TASKS
+from hf_posenc.files import to_json
+from tests.support.tiny_text import prose, tiny_checkpoint
+
+RUNNER = CliRunner()
+
+
+def invoke(*arguments: object) -> Any:
+    return RUNNER.invoke(
+        app,
+        ["bench", *(str(argument) for argument in arguments)],
+        env={"COLUMNS": "160", "TERM": "dumb"},
+    )
+
+
+def refused(*arguments: object) -> str:
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.output
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, result.output
+    return str(lines[0])
+
+
+def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> None:
+    result = invoke("--suite", "smoke", "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    figures = {"curve.png", "heatmap.png"} if available() else set()
+    written = {path.name for path in tmp_path.iterdir() if path.is_file()}
+    assert written == {
+        *("bench.json", "bench.csv", "table.md", "timings.json", "timings_retrieval.json"),
+        *figures,
+    }
+    text = (tmp_path / "bench.json").read_text()
+    read = BenchResult.from_dict(json.loads(text))
+    assert to_json(read.to_dict()) == text
+    assert (tmp_path / "table.md").read_text() == read._repr_markdown_()
+    suite = SUITES["smoke"]
+    assert [entry.spec for entry in read.perplexity.candidates] == list(suite.methods)
+    assert len(read.perplexity.documents) == suite.documents
+    assert read.perplexity.settings.lengths == (256, 512)
+    assert read.perplexity.command == "hf-posenc bench --suite smoke"
+    rows = list(csv.DictReader((tmp_path / "bench.csv").open()))
+    assert len(rows) == len(suite.methods) * 2
+    assert all(row["prefix_status"] == row["tail_status"] == "ok" for row in rows)
+    assert all(float(row["speed_tokens_per_second"]) > 0 for row in rows if row["length"] == "512")
+    # the embedded model breaks past its trained length, and these methods mend it
+    tail = {row["method"]: float(row["tail_perplexity"]) for row in rows if row["length"] == "512"}
+    assert tail["none"] > 3 * max(tail["sliding_window"], tail["yarn (auto)"], tail["rerope"])
+    for shown in (
+        "passkey",
+        "tok/s",
+        "GiB",
+        "yarn (auto)",
+        "Wrote bench.json, bench.csv, table.md",
+    ):
+        assert shown in result.output
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("bench")
+    for index in range(3):
+        (folder / f"{index}.txt").write_text(prose(300 + index, index))
+    return tiny_checkpoint(folder / "model"), folder
+
+
+def test_two_shares_then_the_whole(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+    model, texts = tiny
+    common = (
+        *(model, "--text", texts / "0.txt", texts / "1.txt", texts / "2.txt"),
+        *("--patch", "none", "--patch", "yarn", "--suite", "smoke", "--lengths", "64,128"),
+        *("--rounds", 1, "--output", tmp_path, "--no-plot"),
+    )
+    first = invoke(*common, "--shard", "1/2")
+    assert first.exit_code == 0, first.output
+    assert "Share 1 of 2 is done" in first.output
+    assert not (tmp_path / "bench.json").exists()
+    second = invoke(*common, "--shard", "2/2")
+    assert second.exit_code == 0, second.output
+    values = json.loads((tmp_path / "bench.json").read_text())
+    assert values["kind"] == "bench"
+    assert values["perplexity"]["kind"] == "perplexity"
+    assert "--shard" not in values["perplexity"]["command"]
+    assert "3 documents are long enough; 4 were asked for" in second.output
+    assert "No retrieval: No task fits into 128 tokens" in second.output
+
+
+def test_what_it_will_cost(tiny: tuple[Path, Path], tmp_path: Path) -> None:
+    model, texts = tiny
+    result = invoke(model, "--text", texts / "0.txt", "--lengths", "64,128", "--dry-run",
+                    "--tasks", "none", "--patch", "none", "--rounds", 2, "--output", tmp_path / "new")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert "timed prefill, warm-ups included: 512 tokens" in result.output
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"),
+    [("all", tuple(TASKS)), ("none", ()), ("vt, fwe", ("vt", "fwe")), (None, None)],
+)
+def test_tasks_by_name(text: str | None, tasks: Any) -> None:
+    assert bench._tasks(text) == tasks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--suite", "tiny"), "Unknown suite 'tiny'"),
+        (("--compare", "nothing"), "Unknown published table 'nothing'"),
+        (("--lengths", "256", "--target-length", "512"), "exclude each other"),
+        (("--target-length", "256,512"), "--target-length 256,512: one length"),
+        (("--tasks", "pass"), "Unknown task 'pass'"),
+        (("--compare", "dca-t1-pg19", "--suite", "smoke"), "dca-t1-pg19.*protocol: stream"),
+        (("--patch", "yarnn"), "yarnn"),
+    ],
+)
+def test_what_it_refuses(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    assert re.search(said, refused(*arguments, "--output", tmp_path))

@@ -1,0 +1,556 @@
+"""The `hf-posenc` command: what it prints and writes; errors are one line with exit status 2 and no traceback."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+import hf_posenc
+from hf_posenc.cli.app import app
+from hf_posenc.embedded import HELD_OUT, model_path
+from hf_posenc.evaluation.plots import available
+from hf_posenc.methods import METHODS
+from tests.support import zoo
+from tests.support.tiny_text import byte_tokenizer, prose, tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+RUNNER = CliRunner()
+
+
+def invoke(*arguments: object) -> Any:
+    return RUNNER.invoke(
+        app, [str(argument) for argument in arguments], env={"COLUMNS": "160", "TERM": "dumb"}
+    )
+
+
+def refused(*arguments: object) -> str:
+    """Runs a command that must be refused, and gives its one line."""
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    lines = [line for line in result.stderr.splitlines() if not line.startswith("warning: ")]
+    assert len(lines) == 1, result.output
+    assert lines[0].startswith("error: ")
+    assert "Traceback" not in result.output
+    return str(lines[0])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    for index in range(5):
+        (folder / f"{index}.txt").write_text(prose(300 + index, index))
+    return folder
+
+
+def run(model: Path, texts: object, output: Path, *more: object) -> Any:
+    return invoke(
+        *("perplexity", model, "--text", texts, "--lengths", "32,64,128", "--output", output),
+        *(more or ("--patch", "none")),
+    )
+
+
+def test_a_whole_run(model: Path, texts: Path, tmp_path: Path) -> None:
+    patches = ("none", "yarn", "pi:scale=2", "dynamic_ntk")
+    result = run(
+        model, texts, tmp_path / "out", *(part for patch in patches for part in ("--patch", patch))
+    )
+    assert result.exit_code == 0, result.output
+    for text in (
+        "prefix: the first L tokens",
+        "tail: the same last 16 tokens",
+        "yarn (auto)",
+        "pi (scale 2)",
+    ):
+        assert text in result.stdout
+    for text in (
+        "Baseline: the unpatched model at 64 tokens",
+        "Protocol: ",
+        "tokens scored",
+        "5 documents;",
+    ):
+        assert text in result.stdout
+    values = json.loads((tmp_path / "out" / "perplexity.json").read_text())
+    assert values["model"]["class"] == "LlamaForCausalLM"
+    assert values["model"]["dtype"] == "float32"
+    assert values["model"]["attention"] == "sdpa"
+    assert values["model"]["bos"] == {"policy": "auto", "token_ids": []}
+    assert values["head_replay"] == "bit-exact"
+    assert values["source"]["paths"] == [str(texts)]
+    assert [document["tokens"] for document in values["documents"]] == [300, 301, 302, 303, 304]
+    assert len(values["summary"]) == 4 * 2 * 3
+    with (tmp_path / "out" / "perplexity.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 24
+    # the table once more from the file, by the loss of plain transformers on one of its cells
+    live = zoo.load(hf_posenc.patch_model(zoo.build("llama"), "pi", scale=2).__class__, model)
+    hf_posenc.patch_model(live, "pi", scale=2)
+    total = 0.0
+    for index in range(5):
+        ids = torch.tensor(byte_tokenizer()(prose(300 + index, index))["input_ids"])[None, :128]
+        with torch.no_grad():
+            total += float(live(ids, labels=ids).loss.double())
+    expected = math.exp(total / 5)
+    cell = next(
+        r
+        for r in rows
+        if (r["method"], r["protocol"], r["length"]) == ("pi (scale 2)", "prefix", "128")
+    )
+    assert float(cell["perplexity"]) == pytest.approx(expected, rel=1e-5)
+    if available():
+        assert (tmp_path / "out" / "perplexity.png").stat().st_size > 1000
+        assert (tmp_path / "out" / "perplexity.svg").stat().st_size > 1000
+
+
+def test_text_takes_several_values_and_patterns(model: Path, texts: Path, tmp_path: Path) -> None:
+    out = ("--output", tmp_path, "--lengths", "32,64")
+    one, two = texts / "0.txt", texts / "1.txt"
+    for given in ([one, two], [one, "--text", two], [f"--text={one}", two]):
+        first = () if str(given[0]).startswith("--text=") else ("--text",)
+        result = invoke("perplexity", model, *first, *given, "--patch", "none", *out)
+        assert result.exit_code == 0, result.output
+        documents = json.loads((tmp_path / "perplexity.json").read_text())["documents"]
+        assert [Path(document["name"]).name for document in documents] == ["0.txt", "1.txt"]
+    result = invoke("perplexity", model, "--text", f"{texts}/[34].txt", "--patch", "none", *out)
+    assert "2 documents" in result.stdout
+
+
+def test_unusable_documents_are_named_and_skipped(model: Path, texts: Path, tmp_path: Path) -> None:
+    bad = tmp_path / "bad"
+    bad.mkdir()
+    (bad / "latin.txt").write_bytes("naïve".encode("latin-1") * 100)
+    (bad / "empty.txt").write_text("")
+    (bad / "short.txt").write_text("short")
+    result = invoke(
+        *(
+            "perplexity",
+            model,
+            "--text",
+            texts / "0.txt",
+            bad,
+            bad / "absent.txt",
+            "--patch",
+            "none",
+        ),
+        *("--lengths", "32,64", "--output", tmp_path / "out"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "1 document, 4 skipped" in result.stdout
+    warnings = "\n".join(
+        line for line in result.stderr.splitlines() if line.startswith("warning: skipped")
+    )
+    for reason in (
+        "latin.txt: not UTF-8",
+        "empty.txt: empty",
+        "short.txt: too short: 5 tokens",
+        "absent.txt: no such",
+    ):
+        assert reason in warnings
+
+
+def test_the_limit_and_the_settings_reach_the_result(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
+    result = run(
+        *(
+            model,
+            texts,
+            tmp_path,
+            "--patch",
+            "none",
+            "--limit",
+            2,
+            "--max-doc-tokens",
+            200,
+            "--protocol",
+            "tail",
+        ),
+        *(
+            "--tail-tokens",
+            10,
+            "--windows-per-document",
+            2,
+            "--bos",
+            "always",
+            "--seed",
+            7,
+            "--chunk",
+            8,
+        ),
+        *("--dtype", "bfloat16", "--attn", "eager", "--no-plot"),
+    )
+    assert result.exit_code == 0, result.output
+    values = json.loads((tmp_path / "perplexity.json").read_text())
+    expected = {
+        "lengths": [32, 64, 128],
+        "protocols": ["tail"],
+        "tail_tokens": 10,
+        "windows_per_document": 2,
+        "seed": 7,
+        "chunk": 8,
+    }
+    assert values["settings"].items() >= expected.items()
+    assert [document["tokens"] for document in values["documents"]] == [200, 200]
+    assert (values["model"]["dtype"], values["model"]["attention"]) == ("bfloat16", "eager")
+    assert values["model"]["bos"] == {"policy": "always", "token_ids": [0]}
+    assert {record["tokens"] for record in values["records"]} == {20}
+    assert "prefix:" not in result.stdout
+    assert not (tmp_path / "perplexity.png").exists()
+
+
+def test_a_loss_that_is_not_a_number(model: Path, texts: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    weights = load_file(broken / "model.safetensors")
+    weights["model.layers.1.self_attn.o_proj.weight"].mul_(1e38)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    result = run(broken, texts, tmp_path / "out")
+    assert result.exit_code == 1
+    assert "nan" in result.stdout
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith(
+        "error: none: the loss is not a finite number at length 32, 64, 128"
+    )
+    assert (tmp_path / "out" / "perplexity.json").is_file()
+
+
+def test_on_a_cpu_a_half_precision_checkpoint_is_measured_in_float32(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
+    half = tmp_path / "half"
+    shutil.copytree(model, half)
+    weights = {
+        name: value.bfloat16() for name, value in load_file(half / "model.safetensors").items()
+    }
+    save_file(weights, half / "model.safetensors", {"format": "pt"})
+    config = json.loads((half / "config.json").read_text())
+    (half / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    assert run(half, texts, tmp_path / "out", "--patch", "none", "--device", "cpu").exit_code == 0
+    assert (
+        json.loads((tmp_path / "out" / "perplexity.json").read_text())["model"]["dtype"]
+        == "float32"
+    )
+
+
+def test_a_length_that_the_model_cannot_take(texts: Path, tmp_path: Path) -> None:
+    gpt2 = tiny_checkpoint(tmp_path / "gpt2", "gpt2")
+    result = run(gpt2, texts, tmp_path / "out")
+    assert result.exit_code == 1
+    assert "failed" in result.stdout
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "none: failed at length 128: IndexError" in errors[0]
+
+
+def test_a_checkpoint_with_a_saved_patch_is_measured_as_it_is(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
+    live = hf_posenc.patch_model(zoo.load(type(zoo.build("llama")), model), "ntk_mixed", scale=4)
+    live.save_pretrained(tmp_path / "patched")
+    byte_tokenizer().save_pretrained(tmp_path / "patched")
+    plain, patched = (run(path, texts, tmp_path / "out") for path in (model, tmp_path / "patched"))
+    assert plain.exit_code == patched.exit_code == 0
+    assert plain.stdout.splitlines()[5:12] != patched.stdout.splitlines()[5:12]
+    error = refused("perplexity", tmp_path / "patched", "--text", texts, "--patch", "yarn")
+    assert "--patch yarn: this model carries a saved patch (ntk_mixed(scale=4))" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--patch", "yarm"), "Unknown method 'yarm'. Did you mean 'yarn'"),
+        (("--patch", "yarn:scal=8"), "Unknown option of yarn 'scal'. Did you mean 'scale'"),
+        (("--patch", "yarn:scale"), "is not option=value"),
+        (("--patch", "yarn:scale=0.5"), "scale is a number of at least 1"),
+        (("--patch", "yarn:scale=2+rerpe"), "Unknown method 'rerpe'. Did you mean 'rerope'"),
+        (("--patch", "yarn:scale=2+ntk"), "Two methods on one seam exclude each other: yarn, ntk"),
+        (("--patch", "self_extend:window=64"), "is below the original context of 64 tokens"),
+        (("--patch", "dynamic_ntk:update=rows"), "Did you mean 'row'? Available: request, row, "),
+        (("--patch", "none", "--patch", "none"), "none is given twice"),
+        (("--lengths", "64,abc"), "'abc' is no length"),
+        (("--lengths", "2"), "at least 8 tokens"),
+        (("--lengths", "64,4k"), "No document can be used"),
+        (("--protocol", "window"), "Unknown protocol 'window': prefix, tail"),
+        (("--tail-tokens", "64"), "fewer than the shortest length"),
+        (("--bos", "maybe"), "Unknown BOS policy 'maybe'"),
+        (("--dtype", "float8"), "Unknown dtype 'float8'"),
+        (("--device", "warp"), "The device 'warp' cannot be used"),
+        (("--attn", "telepathy"), "cannot be loaded: "),
+        (("--limit", "0"), "Invalid value for '--limit'"),
+        (("--seed", "x"), "Invalid value for '--seed'"),
+        (("--wrong",), "No such option"),
+        (("--dataset", "x"), "--text and --dataset exclude each other"),
+    ],
+)
+def test_options_that_are_refused(
+    model: Path, texts: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    lengths = () if "--lengths" in arguments else ("--lengths", "32,64")
+    assert message in refused("perplexity", model, "--text", texts, *lengths, *arguments)
+
+
+def test_documents_models_and_tokenizers_that_are_refused(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
+    lengths = ("--lengths", "32,64")
+    error = refused("perplexity", model, "--text", tmp_path / "absent.txt", *lengths)
+    assert "No document can be used" in error
+    assert "no such file" in error
+    (tmp_path / "latin.txt").write_bytes(b"\xff\xfe" * 100)
+    assert "not UTF-8" in refused("perplexity", model, "--text", tmp_path / "latin.txt", *lengths)
+    assert "is a model's folder" in refused("perplexity", "--text", texts, model)
+    assert "There is no model folder" in refused("perplexity", tmp_path / "absent", "--text", texts)
+    assert "no tokenizer that can be loaded" in refused("perplexity", texts, "--text", texts)
+    wordless = tiny_checkpoint(tmp_path / "wordless", tokenizer=False)
+    assert "Pass --tokenizer" in refused("perplexity", wordless, "--text", texts)
+    with_words = invoke(
+        *(
+            "perplexity",
+            wordless,
+            "--tokenizer",
+            model,
+            "--text",
+            texts,
+            "--patch",
+            "none",
+            *lengths,
+        ),
+        *("--output", tmp_path),
+    )
+    assert with_words.exit_code == 0, with_words.output
+    Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_file=str(tmp_path / "tokenizer.json"), unk_token="<unk>"
+    ).save_pretrained(wordless)
+    error = refused("perplexity", wordless, "--text", texts)
+    assert f"The tokenizer of {wordless} turns text into nothing. Pass --tokenizer." in error
+    small = tiny_checkpoint(tmp_path / "small", vocab_size=100)
+    assert "does not belong to the model" in refused("perplexity", small, "--text", texts, *lengths)
+    (tmp_path / "file").write_text("")
+    error = refused("perplexity", model, "--text", texts, *lengths, "--output", tmp_path / "file")
+    assert "is a file: give a folder" in error
+
+
+def test_a_dataset(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    rows = [{"body": prose(200, n)} for n in range(3)] + [{"body": "short"}]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    common = (
+        "perplexity",
+        model,
+        "--dataset",
+        tmp_path / "data",
+        "--lengths",
+        "32,64",
+        "--patch",
+        "none",
+    )
+    result = invoke(*common, "--column", "body", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "3 documents, 1 skipped" in result.stdout
+    assert (
+        json.loads((tmp_path / "out" / "perplexity.json").read_text())["source"]["column"] == "body"
+    )
+    assert "has no column 'text'; its columns are body" in refused(*common)
+
+
+def test_the_plot_needs_matplotlib(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_posenc.evaluation.plots.available", lambda: False)
+    result = run(model, texts, tmp_path)
+    assert result.exit_code == 0
+    assert "No plot: it needs matplotlib (pip install 'hf-posenc[plot]')" in result.stdout
+    assert "pip install" in refused("perplexity", model, "--text", texts, "--plot")
+
+
+def test_methods_lists_every_method() -> None:
+    result = invoke("methods")
+    assert result.exit_code == 0
+    text = " ".join(result.stdout.split())
+    for method in METHODS:
+        assert f" {method.name} {method.summary} Needs: {method.needs}. {method.source}." in text
+    titles = [line.split(":")[0] for line in result.stdout.splitlines() if line[:1].isupper()]
+    assert titles == ["Frequencies", "Rotary bands", "Biases", "Others"]
+    place = {name: text.index(f" {name} ") for name in ("yarn", "rerope", "alibi", "xpos")}
+    assert list(place) == sorted(place, key=lambda name: place[name])
+    assert f"Also {', '.join(next(m for m in METHODS if m.name == 'pi').aliases)}." in text
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_methods_fits_the_terminal(width: int) -> None:
+    result = RUNNER.invoke(app, ["methods"], env={"COLUMNS": str(width), "TERM": "dumb"})
+    assert max(map(len, result.stdout.splitlines())) <= width
+
+
+@pytest.mark.parametrize("name", [method.name for method in METHODS])
+def test_show_gives_equation_knobs_source_and_needs(name: str) -> None:
+    result = invoke("show", name)
+    assert result.exit_code == 0, result.output
+    method = next(method for method in METHODS if method.name == name)
+    text = " ".join(result.stdout.split())
+    assert all(knob in text for knob in method.knobs())
+    assert method.source in text
+    assert f"Needs: {method.needs}" in text
+    assert " ".join((method.__doc__ or "").replace("`", "").split("Args:")[0].split()) in text
+
+
+def test_show_ends_with_something_that_works(model: Path) -> None:
+    for method in METHODS:
+        *_, last = invoke("show", method.name).stdout.strip().splitlines()
+        if "--patch" in last:
+            assert invoke("inspect", model, "--patch", last.split()[-1]).exit_code == 0, last
+        else:
+            assert last.startswith(f"Try: patch_model(model, {method.name!r}, ")
+
+
+def test_show_takes_aliases_and_refuses_others() -> None:
+    assert "also linear" in invoke("show", "linear").stdout
+    assert "Unknown method 'rope'" in refused("show", "rope")
+
+
+def test_models_and_recipes() -> None:
+    models = invoke("models")
+    assert models.exit_code == 0
+    assert {"llama", "gemma3_text"} <= set(models.stdout.split())
+    assert f"{len(hf_posenc.available_architectures())} model types" in models.stdout
+    recipes = invoke("recipes")
+    assert recipes.exit_code == 0
+    assert all(name in recipes.stdout for name in hf_posenc.available_recipes())
+
+
+def test_inspect_reads_the_table_in_force(model: Path, tmp_path: Path) -> None:
+    result = invoke("inspect", model)
+    assert result.exit_code == 0, result.output
+    head_dim = 16
+    for pair in range(head_dim // 2):
+        frequency = 10000.0 ** (-2 * pair / head_dim)
+        assert f"{frequency:.6g}" in result.stdout
+        assert f"{2 * math.pi / frequency:,.1f}" in result.stdout
+    patched = invoke("inspect", model, "--patch", "yarn:scale=8")
+    assert "yarn" in patched.stdout
+    assert f"cos and sin x {0.1 * math.log(8) + 1:.6g}" in patched.stdout
+    gemma = tiny_checkpoint(tmp_path / "gemma", "gemma3_text", num_hidden_layers=4)
+    layers = invoke("inspect", gemma).stdout
+    assert "sliding_attention: default" in layers
+    assert "full_attention: default" in layers
+    assert "There is no model folder" in refused("inspect", tmp_path / "absent")
+    assert "rotary" in refused("inspect", tiny_checkpoint(tmp_path / "gpt2", "gpt2"))
+
+
+def test_inspect_shows_at_which_distance_keys_lie(model: Path) -> None:
+    result = invoke("inspect", model, "--patch", "self_extend:window=16,group=4")
+    assert result.exit_code == 0, result.output
+    assert "self_extend(window=16, group=4)" in result.stdout
+    assert "the query at position 511 sees its keys" in result.stdout
+    rows = dict(re.findall(r"^ +([\d,]+) +([\d.]+|not read) *$", result.stdout, re.MULTILINE))
+    expected = {
+        r: r if r < 16 else 511 // 4 + 16 - 4 - (511 - r) // 4
+        for r in (0, 1, 15, 16, 32, 64, 256, 511)
+    }
+    assert rows.items() >= {str(r): str(d) for r, d in expected.items()}.items()
+    window = invoke("inspect", model, "--patch", "yarn:scale=4+sliding_window:window=16").stdout
+    assert "all layers: yarn" in window
+    assert re.search(r"^ +15 +15 *$", window, re.MULTILINE)
+    assert re.search(r"^ +16 +not read *$", window, re.MULTILINE)
+    error = refused("inspect", model, "--patch", "yarn+log_n")
+    assert "yarn needs scale=" in error  # no text here, whose length could set it
+
+
+def test_a_method_that_needs_training_says_so_once_in_one_line(
+    model: Path, texts: Path, tmp_path: Path
+) -> None:
+    patches = ("--patch", "none", "--patch", "shaw", "--patch", "shaw:keep_rope=true")
+    result = run(
+        model, texts, tmp_path, *patches, "--patch", "yarn:scale=4+kerple_log:keep_rope=true"
+    )
+    assert result.exit_code == 0, result.output
+    warned = [line for line in result.stderr.splitlines() if "untrained" in line]
+    assert [line.split()[:2] for line in warned] == [
+        ["warning:", "shaw"],
+        ["warning:", "kerple_log"],
+    ]
+    assert "UserWarning" not in result.output
+    assert "yarn (scale 4) + kerple_log" in " ".join(result.stdout.split())
+
+
+def test_inspect_reads_no_weights(model: Path, tmp_path: Path) -> None:
+    shutil.copy(model / "config.json", tmp_path)
+    assert invoke("inspect", tmp_path).exit_code == 0
+
+
+def test_inspect_shows_a_saved_patch(model: Path, tmp_path: Path) -> None:
+    live = hf_posenc.patch_model(zoo.load(type(zoo.build("llama")), model), "ntk_mixed", scale=4)
+    live.save_pretrained(tmp_path)
+    result = invoke("inspect", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "ntk_mixed(scale=4)" in result.stdout
+
+
+def test_help_and_the_catalog_start_without_transformers() -> None:
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from hf_posenc.cli.app import app\n"
+        "for line in ('--help', 'perplexity --help', 'methods', 'show yarn', 'models', 'recipes'):\n"
+        "    assert CliRunner().invoke(app, line.split()).exit_code == 0, line\n"
+        "slow = {'transformers', 'datasets', 'matplotlib', 'accelerate'} & set(sys.modules)\n"
+        "assert not slow, slow\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_version_and_unknown_subcommands() -> None:
+    help_text = invoke("--help")
+    assert help_text.exit_code == 0
+    for command in ("perplexity", "methods", "show", "models", "recipes", "inspect"):
+        assert command in help_text.stdout
+    assert invoke("--version").stdout == f"hf-posenc {hf_posenc.__version__}\n"
+    assert "No such command 'perplexitty'" in refused("perplexitty")
+    assert refused("perplexity", "--limit", "x").endswith("Try: hf-posenc perplexity --help")
+
+
+def test_without_a_model_and_documents_the_embedded_ones_are_measured(tmp_path: Path) -> None:
+    result = invoke(
+        *("perplexity", "--patch", "none", "--patch", "yarn", "--limit", 2, "--lengths", "256,1k"),
+        *("--output", tmp_path),
+    )
+    assert result.exit_code == 0, result.output
+    values = json.loads((tmp_path / "perplexity.json").read_text())
+    assert [document["name"] for document in values["documents"]] == list(HELD_OUT[:2])
+    assert {document["tokens"] for document in values["documents"]} == {1024}
+    assert str(model_path()) not in json.dumps(
+        values
+    )  # a committed result holds no path of the machine
+    ppl = {
+        (cell["method"], cell["protocol"], cell["length"]): cell["perplexity"]
+        for cell in values["summary"]
+    }
+    for protocol in ("prefix", "tail"):
+        assert ppl["none", protocol, 1024] > 2 * ppl["yarn (auto)", protocol, 1024]
+    assert ppl["none", "tail", 1024] > 2 * ppl["none", "tail", 256]

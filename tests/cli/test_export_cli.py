@@ -1,0 +1,111 @@
+"""`hf-posenc export`: what it prints and writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hf_posenc import patch_model, save_patch
+from tests.cli.test_cli import invoke, refused
+from tests.support import zoo
+from tests.support.gguf_files import converted_file
+from tests.support.tiny_text import tiny_checkpoint
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.mark.parametrize(
+    ("engine", "flag"),
+    [
+        *(("transformers4", ""), ("transformers5", "")),
+        *(("vllm", "--max-model-len 256"), ("sglang", "--context-length 256")),
+        ("llama.cpp", "-c 256"),
+    ],
+)
+def test_writes_a_folder_and_says_what_is_left_to_do(
+    model: Path, tmp_path: Path, engine: str, flag: str
+) -> None:
+    result = invoke(
+        *("export", model, "--to", engine, "--patch", "yarn:scale=4"),
+        *("--output", tmp_path / "out"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "frequencies within" in result.stdout
+    assert flag in result.stdout
+    rope = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
+    assert rope["factor"] == 4.0
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_the_default_folder_is_named_after_both(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert invoke("export", model, "--to", "vllm", "--patch", "pi:scale=2").exit_code == 0
+    assert (tmp_path / "tiny-vllm" / "config.json").is_file()
+
+
+def test_what_cannot_be_is_status_1_and_one_line(model: Path, tmp_path: Path) -> None:
+    result = invoke(
+        "export", model, "--to", "vllm", "--patch", "rerope", "--output", tmp_path / "out"
+    )
+    assert result.exit_code == 1
+    assert "rerope changes attention" in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_saved_recipe_beside_a_model(tmp_path: Path) -> None:
+    live = zoo.build("llama")
+    live.save_pretrained(tmp_path / "model")
+    save_patch(patch_model(live, "ntk_mixed", scale=4), tmp_path / "model")
+    result = invoke("export", tmp_path / "model", "--to", "sglang", "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "told as longrope" in result.stdout
+    assert not (tmp_path / "out" / "posenc_config.json").exists()
+
+
+def test_lists_methods(model: Path) -> None:
+    result = invoke("export", model, "--to", "vllm", "--methods")
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
+    assert "longrope" in rows["ntk_mixed"]
+    assert "changes attention" in rows["rerope"]
+
+
+def test_verifies(model: Path, tmp_path: Path) -> None:
+    result = invoke(
+        *("export", model, "--to", "transformers5", "--patch", "ntk_mixed:scale=4"),
+        *("--output", tmp_path, "--verify"),
+    )
+    assert result.exit_code == 0, result.output
+    assert "the same model" in result.stdout.replace("\n", " ")
+
+
+def test_checks_and_mends_a_gguf_file(model: Path, tmp_path: Path) -> None:
+    given = ("export", model, "--to", "llama.cpp", "--patch", "ntk_mixed:scale=4")
+    assert invoke(*given, "--output", tmp_path / "out").exit_code == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    file = converted_file(tmp_path / "m.gguf", config)
+    result = invoke(*given, "--gguf", file, "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    assert "m-posenc.gguf" in result.stdout
+    result = invoke(*given, "--gguf", tmp_path / "m-posenc.gguf")
+    assert "right as it is" in result.stdout
+
+
+def test_refusals(model: Path, tmp_path: Path) -> None:
+    assert "Did you mean 'vllm'" in refused("export", model, "--to", "vlm")
+    assert "There is no model folder" in refused("export", tmp_path / "none", "--to", "vllm")
+    assert "needs scale" in refused("export", model, "--to", "vllm", "--patch", "yarn")
+    assert "--gguf goes with" in refused("export", model, "--to", "vllm", "--gguf", model)
+    assert "--verify loads" in refused(
+        "export", model, "--to", "vllm", "--verify", "--output", tmp_path / "out"
+    )
+    assert "where the model is" in refused("export", model, "--to", "vllm", "--output", model)

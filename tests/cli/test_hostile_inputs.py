@@ -1,0 +1,264 @@
+"""Files that are no text, or not what their names say: each is counted with a reason, none stops the run."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import os
+import pickle
+import sys
+import tempfile
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import files, load_documents, read_dataset, read_paths
+from hf_posenc.evaluation.documents import formats as jsonl
+from hf_posenc.evaluation.documents import tokens as joining
+from tests.support.documents_forms import GOOD, PACK, refusal, zstd
+from tests.support.tiny_text import byte_tokenizer, tiny_checkpoint
+
+pytestmark = pytest.mark.usefixtures("no_hanging")
+
+
+def npy(values: Any, **options: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values, **options)
+    return file.getvalue()
+
+
+def npz() -> bytes:
+    file = io.BytesIO()
+    np.savez(file, a=np.arange(3))
+    return file.getvalue()
+
+
+def damaged(data: bytes) -> bytes:
+    return data[:-8] + bytes(byte ^ 0xFF for byte in data[-8:])
+
+
+class Evil:
+    """What must never be unpickled."""
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return os.mkdir, ("unpickled",)
+
+
+# The name of a file, its content, and a part of the reason why it is not read.
+FILES: dict[str, tuple[bytes, str]] = {
+    "empty.txt": (b"", "empty"),
+    "blank.txt": (b" \n\t\r\n \xe3\x80\x80", "empty"),
+    "only-bom.txt": (b"\xef\xbb\xbf", "empty"),
+    "utf16.txt": (GOOD.encode("utf-16"), "UTF-16 (or UTF-32), not UTF-8: convert it with iconv"),
+    "utf16-be.txt": (b"\xfe\xff" + GOOD.encode("utf-16-be"), "UTF-16, not UTF-8"),
+    "utf16-bare.txt": (GOOD.encode("utf-16-le"), "no text: a NUL byte at offset 1"),
+    "latin1.txt": (
+        b"x" * 70_000 + "naïve".encode("latin-1"),
+        "not UTF-8 (byte 0xef at offset 70002)",
+    ),
+    "cut.txt": ("three €".encode()[:-1], "not UTF-8 (byte 0xe2 at offset 6)"),
+    "nul.txt": (b"a" * 70_000 + b"\0b", "no text: a NUL byte at offset 70,000"),
+    "binary.txt": (bytes(range(256)) * 50, "no text: a NUL byte at offset 0"),
+    "picture.txt": (b"\x89PNG\r\n\x1a\n", "not UTF-8 (byte 0x89 at offset 0)"),
+    "gzip.txt": (gzip.compress(GOOD.encode()), "gzip data: its name must end in .gz"),
+    "text.gz": (GOOD.encode(), "not gzip data, or damaged"),
+    "torn.txt.gz": (
+        gzip.compress(os.urandom(5000).hex().encode())[:3000],
+        "cut off: its gzip data",
+    ),
+    "damaged.txt.gz": (damaged(gzip.compress(GOOD.encode())), "not gzip data, or damaged"),
+    "empty.txt.gz": (gzip.compress(b""), "empty"),
+    "binary.txt.gz": (gzip.compress(b"\xff" * 100), "not UTF-8"),
+    "array.jsonl": (b"[1, 2]\n", "a JSON list, not an object with columns"),
+    "number.jsonl": (b"3\n", "a JSON int, not an object with columns"),
+    "torn.jsonl": (b'{"text": "it ends he', "; the file ends within this line"),
+    "no-column.jsonl": (
+        b'{"body": "x"}\n',
+        "no column 'text'; its columns are body. Pass --column",
+    ),
+    "no-columns.jsonl": (b"{}\n", "no column 'text'; its columns are none"),
+    "null.jsonl": (b'{"text": null}\n', "column 'text' holds null, not text"),
+    "seven.jsonl": (b'{"text": 7}\n', "column 'text' holds int, not text"),
+    "surrogate.jsonl": (b'{"text": "half \\ud83d of it"}\n', "half of a surrogate pair (\\ud83d)"),
+    "latin1.jsonl": (b'{"text": "na\xefve"}\n', "not UTF-8 (byte 0xef)"),
+    "deep.jsonl": (b"[" * 100_000 + b"\n", "JSON beyond what Python reads"),
+    "digits.jsonl": (b'{"text": ' + b"7" * 9000 + b"}\n", "JSON beyond what Python reads"),
+    "blank.jsonl": (b"\n \n\n", "empty"),
+    "empty.jsonl": (b"", "empty"),
+    "text.parquet": (GOOD.encode(), "not a parquet file, or damaged"),
+    "empty.parquet": (b"", "not a parquet file, or damaged"),
+    "rows.parquet.gz": (gzip.compress(b"PAR1"), "decompress it first"),
+    "object.npy": (npy(np.array([Evil()]), allow_pickle=True), "not a .npy file of numbers"),
+    "pickle.npy": (pickle.dumps([1, 2]), "not a .npy file of numbers"),
+    "float.npy": (
+        npy(np.ones(9)),
+        "holds an array of float64, 1 dimension, not a list of token ids",
+    ),
+    "cube.npy": (npy(np.ones((2, 2, 2), int)), "3 dimensions, not a list of token ids"),
+    "one.npy": (npy(np.array(7)), "not a list of token ids"),
+    "none.npy": (npy(np.zeros(0, int)), "empty"),
+    "torn.npy": (npy(np.arange(999))[:500], "not a .npy file of numbers"),
+    "empty.npy": (b"", "not a .npy file of numbers"),
+    "archive.npy": (npz(), "not a .npy file but a .npz archive"),
+    "negative.npy": (npy(np.array([1, -2, 3])), "token -2 is negative"),
+    "outside.npy": (npy(np.array([1, 257])), "token 257 is outside the vocabulary of 257"),
+    "huge.npy": (npy(np.array([1, 2**63 + 5], np.uint64)), "is negative"),
+    "odd.bin": (b"\1\0\2", "3 bytes are no whole number of uint16 ids; --token-dtype says"),
+    "empty.bin": (b"", "empty"),
+    "outside.bin": (b"\xff\xff" * 9, "token 65,535 is outside the vocabulary of 257"),
+}
+
+
+ZSTD: dict[str, tuple[Callable[[], bytes], str]] = {
+    "text.zst": (lambda: GOOD.encode(), "not zstd data, or damaged"),
+    "torn.txt.zst": (
+        lambda: zstd(os.urandom(5000).hex().encode())[:3000],
+        "cut off: its zstd data",
+    ),
+    "damaged.txt.zst": (lambda: zstd(b"x" * 9)[:5] + b"\xff" * 20, "not zstd data, or damaged"),
+    "zstd.txt": (lambda: zstd(b"abc"), "zstd data: its name must end in .zst"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_each_is_refused_with_its_reason(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if name.endswith(".parquet"):
+        pytest.importorskip("pyarrow")
+    monkeypatch.chdir(tmp_path)
+    content, reason = FILES[name]
+    (tmp_path / name).write_bytes(content)
+    message = refusal(tmp_path / name)
+    assert message.startswith(f"No document can be used ({tmp_path / name}")
+    assert reason in message
+    assert "\n" not in message
+    assert [path.name for path in tmp_path.iterdir()] == [
+        name
+    ]  # nothing was executed, nothing is left
+
+
+@pytest.mark.parametrize("name", ZSTD)
+def test_zstd_garbage(name: str, tmp_path: Path) -> None:
+    content, reason = ZSTD[name]
+    (tmp_path / name).write_bytes(content())
+    assert reason in refusal(tmp_path / name)
+
+
+def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("zstandard", "pyarrow", "pyarrow.parquet", "datasets"):
+        monkeypatch.setitem(sys.modules, library, None)
+    for name, library in (("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow")):
+        (tmp_path / name).write_bytes(b"x")
+        message = refusal(tmp_path / name)
+        assert f"need the {library} library: pip install 'hf-posenc[data]'" in message
+    with pytest.raises(
+        PosencError, match=r"needs the datasets library: pip install 'hf-posenc\[data\]'"
+    ):
+        list(read_dataset("anything"))
+
+
+BOMB = 64 << 20
+
+
+@pytest.mark.parametrize("ending", [".gz", ".zst"])
+def test_bombs_take_little_memory(
+    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jsonl, "LONGEST", 1 << 20)
+    sizes = joining.Sizes(window=1 << 14, overlap=1 << 9, largest=1 << 16)
+    monkeypatch.setattr(joining, "SIZES", sizes)
+    pack = gzip.compress if ending == ".gz" else zstd
+    (tmp_path / f"letters.txt{ending}").write_bytes(pack(b"a" * BOMB))
+    (tmp_path / f"line.jsonl{ending}").write_bytes(pack(b"a" * BOMB + b'\n{"text": "end"}'))
+    (tmp_path / f"zeros.txt{ending}").write_bytes(pack(b"\0" * BOMB))
+    (tmp_path / f"words.txt{ending}").write_bytes(pack(b"many words " * (BOMB // 11)))
+    tracemalloc.start()
+    try:
+        usable, skipped = load_documents(
+            read_paths([str(tmp_path)]), byte_tokenizer(), min_tokens=1, max_tokens=999
+        )
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    reasons = {Path(entry.name).name: entry.reason for entry in skipped}
+    assert "no place to cut its text" in reasons[f"letters.txt{ending}"]
+    assert reasons[f"line.jsonl{ending}:1"] == "a line of more than 1,048,576 bytes"
+    assert reasons[f"zeros.txt{ending}"] == "no text: a NUL byte at offset 0"
+    assert [len(document) for document in usable] == [3, 999]
+    assert peak < BOMB // 2
+
+
+ENDINGS = ("txt", "txt.gz", "txt.zst", "jsonl", "jsonl.gz", "parquet", "npy", "bin")
+
+
+def valid(ending: str) -> bytes:
+    """A good file of a kind."""
+    if ending == "parquet":
+        pyarrow, parquet = (
+            pytest.importorskip("pyarrow"),
+            pytest.importorskip("pyarrow.parquet"),
+        )
+        file = io.BytesIO()
+        parquet.write_table(pyarrow.table({"text": [GOOD]}), file)
+        return file.getvalue()
+    kind, *packed = ending.split(".")
+    plain = {
+        "txt": GOOD.encode(),
+        "jsonl": json.dumps({"text": GOOD}).encode() + b"\n",
+        "npy": npy(np.arange(99)),
+        "bin": np.arange(99, dtype="<u2").tobytes(),
+    }[kind]
+    return PACK["." + packed[0]](plain) if packed else plain
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@given(data=st.data())
+def test_any_damage_is_a_reason_and_never_another_error(ending: str, data: st.DataObject) -> None:
+    content = bytearray(valid(ending))
+    for _ in range(data.draw(st.integers(0, 4))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    del content[data.draw(st.none() | st.integers(0, len(content))) or len(content) :]
+    content += data.draw(st.binary(max_size=20))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"a.{ending}"
+        path.write_bytes(content)
+        entries = list(read_paths([str(path)]))
+        assert entries
+        for entry in entries:
+            with contextlib.suppress(PosencError):
+                load_documents([entry], byte_tokenizer(), min_tokens=1)
+
+
+def test_a_run_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from hf_posenc.cli.app import app
+
+    monkeypatch.setattr(files, "SMALL", 1 << 12)
+    folder = tmp_path / "inputs"
+    folder.mkdir()
+    for name, (content, _) in FILES.items():
+        (folder / name).write_bytes(content)
+    (folder / "good.txt").write_text(GOOD)
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "dangling").symlink_to("nowhere")
+    (folder / "[red]\n[").write_bytes(b"")
+    model = tiny_checkpoint(tmp_path / "model")
+    arguments = ["perplexity", model, "--text", folder, "--lengths", "32,64", "--patch", "none"]
+    result = CliRunner().invoke(
+        app, [*map(str, arguments), "--no-plot", "--output", str(tmp_path / "out")]
+    )
+    assert result.exit_code == 0, result.output
+    known = json.loads((tmp_path / "out" / "perplexity.json").read_text())
+    assert [Path(document["name"]).name for document in known["documents"]] == ["good.txt"]
+    assert len(known["skipped"]) == len(FILES) + 3

@@ -1,0 +1,217 @@
+"""`hf-posenc perplexity`: presets, shares, costs, published tables, key tokens."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import patched
+from hf_posenc.cli.loading import load_model, load_tokenizer
+from hf_posenc.embedded import held_out_documents, model_path
+from hf_posenc.evaluation.documents import Document, special_prefix, tokenize
+from hf_posenc.evaluation.perplexity.longppl import key_tokens
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from tests.cli.test_cli import invoke, model, refused, run, texts  # noqa: F401 (fixtures)
+from tests.support.tiny_text import tiny_checkpoint
+
+
+def read(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "perplexity.json").read_text())
+    return values
+
+
+def test_shares_in_several_terminals_give_what_one_process_gives(
+    model: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    arguments = ("--patch", "none", "--patch", "yarn", "--no-plot")
+    assert run(model, texts, tmp_path / "one", *arguments).exit_code == 0
+    first = run(model, texts, tmp_path / "two", *arguments, "--shard", "1/2")
+    assert first.exit_code == 0, first.output
+    assert "Share 1 of 2 is done; 10 of 20 parts are the others'." in " ".join(first.stdout.split())
+    assert not (tmp_path / "two" / "perplexity.json").exists()
+    second = run(model, texts, tmp_path / "two", *arguments, "--shard", "2/2")
+    assert "Wrote perplexity.json" in second.stdout
+    one, two = (tmp_path / name / "perplexity.json" for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
+    again = run(model, texts, tmp_path / "two", *arguments)
+    assert again.exit_code == 0
+    assert one.read_bytes() == two.read_bytes()
+    assert read(tmp_path / "one")["command"].endswith("--patch none --patch yarn")
+    timings = json.loads((tmp_path / "two" / "timings.json").read_text())["items"]
+    assert len(timings) == 20
+    assert all(entry["seconds"] > 0 and entry["forwarded"] > 0 for entry in timings)
+
+
+def test_a_finished_run_is_shown_again_without_a_forward(
+    model: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert run(model, texts, tmp_path).exit_code == 0
+    monkeypatch.setattr(
+        "hf_posenc.evaluation.scoring.head_replay.FrugalScorer.__call__",
+        lambda *_, **__: pytest.fail("it was measured again"),
+    )
+    assert "Wrote perplexity.json" in run(model, texts, tmp_path).stdout
+
+
+def test_a_dry_run_says_what_it_costs_and_measures_nothing(
+    model: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    output = tmp_path / "new"
+    result = run(model, texts, output, "--patch", "none", "--patch", "yarn", "--dry-run")
+    assert result.exit_code == 0, result.output
+    rows = {line.split()[0]: line.split() for line in result.stdout.splitlines() if line.strip()}
+    # 5 documents: the prefix of 128 tokens and tails of 32, 64 and 128; under yarn a prefix for every length
+    assert rows["none"][1:3] == ["20", f"{5 * (128 + 32 + 64 + 128):,}"]
+    assert rows["yarn"][2:4] == ["30", f"{5 * 2 * (32 + 64 + 128):,}"]
+    assert rows["in"][2:4] == ["50", "4,000"]
+    assert not output.exists()
+
+
+def test_a_preset_sets_what_its_peer_has(
+    model: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    result = run(model, texts, tmp_path, "--patch", "none", "--preset", "longlora", "--stride", "8")
+    assert result.exit_code == 0, result.output
+    assert "Preset longlora: Every window scores all its tokens" in " ".join(result.stdout.split())
+    values = read(tmp_path)
+    assert values["protocols"] == {
+        "stream": "the documents as one stream, windows of L tokens 8 apart; all tokens of every window; "
+        "every batch of 32 windows weighs the same, the last and smaller one too"
+    }
+    assert values["settings"]["base"] == 2.71828
+    assert values["model"]["bos"] == {"policy": "never", "token_ids": []}
+    assert [document["name"] for document in values["documents"]] == ["stream of 5 documents"]
+    assert "Unknown preset 'long'" in refused("perplexity", model, "--preset", "long")
+
+
+def test_the_trained_length_stands_beside_longer_ones(
+    model: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    for flag, lengths in (("--short", [64, 128]), ("--no-short", [128])):
+        result = invoke(
+            *("perplexity", model, "--text", texts, "--lengths", "128", "--output", tmp_path),
+            *("--patch", "none", "--patch", "yarn:scale=2", "--no-plot", flag),
+        )
+        assert result.exit_code == 0, result.output
+        assert read(tmp_path)["settings"]["lengths"] == lengths
+        said = "Short texts (64 tokens, tail, against none): yarn (scale 2)"
+        assert (said in " ".join(result.stdout.split())) == (flag == "--short")
+
+
+def test_a_published_table_of_another_protocol_is_refused(
+    model: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+) -> None:
+    error = refused("perplexity", model, "--text", texts, "--compare", "pi-t1-pg19")
+    assert "pi-t1-pg19" in error
+    assert "protocol: sliding, here prefix, tail" in error
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first of the embedded model's held-out documents, as files."""
+    folder = tmp_path_factory.mktemp("modules")
+    for name, text in itertools.islice(held_out_documents(), 3):
+        (folder / name.replace("/", "_")).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_key_tokens_are_scored_alone(modules: Path, tmp_path: Path) -> None:
+    arguments = (
+        "perplexity",
+        model_path(),
+        "--text",
+        modules,
+        "--lengths",
+        "256,1024",
+        "--output",
+        tmp_path,
+    )
+    result = invoke(
+        *(*arguments, "--max-doc-tokens", "1024", "--patch", "none", "--no-plot"),
+        *("--longppl", "self@rerope", "--bos", "never"),
+    )
+    assert result.exit_code == 0, result.output
+    values = read(tmp_path)
+    evaluator = values["settings"]["evaluator"]
+    assert (evaluator["short"], evaluator["patch"]) == (256, "rerope")
+    live, words = load_model(str(model_path())), load_tokenizer(str(model_path()))
+    records = {
+        (record["document"], record["length"]): record
+        for record in values["records"]
+        if record["protocol"] == "longppl"
+    }
+    assert len(records) == 2 * 3
+    total = 0
+    for path in sorted(modules.iterdir()):
+        ids = tokenize(Document("d", path.read_text(encoding="utf-8")), words).tokens(0, 1024)
+        losses = TokenScorer(live, ids)(ids)
+        with patched(live, "rerope"):
+            key = key_tokens(TokenScorer(live, ids), ids, short=256, step=64)
+        chosen = losses[key[1:]]
+        record = records[str(path), 1024]
+        assert record["tokens"] == len(chosen)
+        assert record["nats"] == pytest.approx(math.fsum(chosen.tolist()), rel=1e-6)
+        assert records[str(path), 256]["tokens"] == 0  # all within the short context
+        total += len(chosen)
+    assert total > 0
+    assert all(
+        cell["length"] == 1024 for cell in values["summary"] if cell["protocol"] == "longppl"
+    )
+
+
+def test_key_tokens_of_an_evaluator_with_another_tokenizer(modules: Path, tmp_path: Path) -> None:
+    bytewise = tiny_checkpoint(tmp_path / "model")
+    result = invoke(
+        *(
+            "perplexity",
+            bytewise,
+            "--text",
+            modules,
+            "--lengths",
+            "2048",
+            "--no-short",
+            "--output",
+            tmp_path,
+        ),
+        *("--max-doc-tokens", "2048", "--patch", "none", "--no-plot", "--protocol", "prefix"),
+        *("--longppl", f"{model_path()}@rerope", "--longppl-short", "128"),
+    )
+    assert result.exit_code == 0, result.output
+    records = [r for r in read(tmp_path)["records"] if r["protocol"] == "longppl"]
+    live, words = load_model(str(model_path())), load_tokenizer(str(model_path()))
+    for record, path in zip(records, sorted(modules.iterdir()), strict=True):
+        document = tokenize(Document("d", path.read_text(encoding="utf-8")), words)
+        special = special_prefix(words, "auto")
+        ids = torch.cat(
+            [torch.tensor(special, dtype=torch.int64), document.tokens(0, 2048 - len(special))]
+        )
+        with patched(live, "rerope"):
+            key = key_tokens(TokenScorer(live, ids), ids, short=128, step=32)[len(special) :]
+        assert document.byte_ends is not None
+        ends = [0, *document.byte_ends[: len(key)].tolist()]
+        within = {
+            place
+            for index in key.nonzero()[:, 0].tolist()
+            for place in range(ends[index], ends[index + 1])
+            if place < 2048
+        }
+        assert record["tokens"] == len(within)  # a token of the measured model is a byte
+    assert sum(record["tokens"] for record in records) > 0

@@ -1,0 +1,280 @@
+"""What other engines make of a saved model: their tables, what they are told, what they cannot have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from hf_posenc import PosencError, get_method, patch_model
+from hf_posenc.engines import ENGINES, TableError, export, formulas, survey
+from hf_posenc.engines.exporting import export_source, find_engine, measure
+from hf_posenc.engines.source import open_source
+from tests.patch.test_patching import OPTIONS
+from tests.support import zoo
+
+STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
+SERVERS = ("vllm", "sglang")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama that is not patched: 64 trained positions, heads of 16."""
+    folder = tmp_path_factory.mktemp("llama")
+    zoo.build("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, patched with a table that has no name anywhere else."""
+    folder = tmp_path_factory.mktemp("patched")
+    model = zoo.build("llama")
+    patch_model(model, "ntk_mixed", scale=4)
+    model.save_pretrained(folder)
+    return folder
+
+
+def measured(*arguments: Any) -> TableError:
+    errors = measure(*arguments)
+    assert not isinstance(errors, str), errors
+    return errors[0]
+
+
+class TestFormulas:
+    """The float64 formulas against transformers' own functions."""
+
+    @pytest.mark.parametrize(
+        "rope",
+        [
+            {"rope_type": "linear", "factor": 3.0},
+            {"rope_type": "dynamic", "factor": 2.0},
+            {"rope_type": "yarn", "factor": 4.0},
+            {"rope_type": "yarn", "factor": 4.0, "truncate": False, "beta_fast": 8.0},
+            {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+            {"rope_type": "yarn", "factor": 4.0, "attention_factor": 1.25},
+            {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+            {
+                "rope_type": "longrope",
+                "factor": 4.0,
+                "short_factor": [1.1] * 8,
+                "long_factor": [3.0] * 8,
+            },
+            {"rope_type": "longrope", "short_factor": [1.1] * 8, "long_factor": [3.0] * 8},
+        ],
+        ids=lambda rope: "-".join(map(str, list(rope.values())[:2])),
+    )
+    @pytest.mark.parametrize("length", [64, 65, 300])
+    def test_the_same_table(self, rope: Mapping[str, Any], length: int) -> None:
+        full = {"rope_theta": 10_000.0, "original_max_position_embeddings": 64, **rope}
+        reach = 64 if rope["rope_type"] == "dynamic" else 256
+        config = zoo.tiny_config("llama", max_position_embeddings=reach, rope_parameters=full)
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](
+            config, torch.device("cpu"), seq_len=length
+        )
+        told = formulas.of_transformers(full, vars(config), 10_000.0, 16, length)
+        assert isinstance(told, formulas.Table)
+        torch.testing.assert_close(told.inv_freq.float(), inv_freq, rtol=2e-6, atol=0)
+        assert told.factor == pytest.approx(factor, rel=1e-7)
+
+
+class TestEveryEngine:
+    @pytest.mark.parametrize("engine", ENGINES)
+    @pytest.mark.parametrize("method", STATIC)
+    def test_a_static_table_travels(self, llama: Path, method: str, engine: str) -> None:
+        found = export(llama, engine, method=method, **OPTIONS[method])
+        assert found.possible, found.reason
+        (error,) = found.errors
+        assert error.frequency < 1e-6
+        assert error.factor < 1e-7
+        assert error.length == (256 if get_method(method).takes_scale() else 64)
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    @pytest.mark.parametrize("method", ["rerope", "alibi", "log_n", "dynamic_yarn"])
+    def test_what_changes_attention_does_not(self, llama: Path, method: str, engine: str) -> None:
+        found = export(llama, engine, method=method)
+        assert not found.possible
+        assert method in found.reason
+        assert "hf_posenc.from_pretrained" in found.reason
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_a_saved_patch_and_the_same_asked_for_agree(
+        self, llama: Path, saved: Path, engine: str
+    ) -> None:
+        one, two = export(saved, engine), export(llama, engine, method="ntk_mixed", scale=4)
+        assert one.form == two.form
+        assert one.config["rope_parameters"] == two.config["rope_parameters"]
+
+    @pytest.mark.parametrize("engine", ENGINES)
+    def test_a_model_as_it_is(self, llama: Path, engine: str) -> None:
+        found = export(llama, engine)
+        assert found.possible
+        assert found.errors[0].frequency < 1e-6
+
+    def test_dynamic_ntk_only_where_tables_follow_the_text(self, llama: Path) -> None:
+        found = {
+            engine: export(llama, engine, method="dynamic_ntk", scale=2, update="sequence")
+            for engine in ENGINES
+        }
+        possible = {engine for engine, one in found.items() if one.possible}
+        assert possible == {"transformers4", "transformers5"}
+        assert {error.length for error in found["transformers5"].errors} == {64, 65, 256}
+        assert "one table" in found["vllm"].reason
+
+    def test_a_wrong_table_is_seen(self, saved: Path) -> None:
+        source = open_source(saved)
+        engine = find_engine("transformers5")
+        (draft,) = engine.drafts(source)
+        config = {**vars(source.model.config), **draft.values}
+        rope = dict(config["rope_parameters"])
+        right = measured(source, engine, draft, config)
+        rope["long_factor"] = [1.001 * value for value in rope["long_factor"]]
+        wrong = measured(source, engine, draft, {**config, "rope_parameters": rope})
+        assert right.small
+        assert wrong.frequency == pytest.approx(1e-3, rel=1e-2)
+        assert not wrong.small
+
+    def test_layer_types_have_tables_of_their_own(self, tmp_path: Path) -> None:
+        zoo.build("gemma3_text").save_pretrained(tmp_path)
+        for engine in ENGINES:
+            found = export(tmp_path, engine, method="yarn", scale=4)
+            assert {error.layers for error in found.errors} == {
+                "full_attention",
+                "sliding_attention",
+            }
+            assert all(error.small for error in found.errors)
+
+    def test_unknown_engine_and_second_patch(self, llama: Path, saved: Path) -> None:
+        with pytest.raises(PosencError, match="Unknown engine"):
+            export(llama, "vlm")
+        with pytest.raises(PosencError, match="already patched"):
+            export(saved, "vllm", method="yarn", scale=2)
+
+
+class TestServers:
+    def test_sglang_is_told_the_factor_that_it_reads(self, llama: Path) -> None:
+        rope = export(llama, "sglang", method="ntk_by_parts", scale=4).config["rope_parameters"]
+        own = formulas.yarn_factor(4.0)
+        assert rope["attn_factor"] * own == pytest.approx(1.0)
+
+    def test_and_without_it_would_be_wrong(self, llama: Path) -> None:
+        source = open_source(llama, "ntk_by_parts", scale=4)
+        engine = find_engine("sglang")
+        draft = next(iter(engine.drafts(source)))
+        rope = dict(draft.values["rope_parameters"])
+        del rope["attn_factor"]
+        config = {**vars(source.config), **draft.values, "rope_parameters": rope}
+        error = measured(source, engine, draft, config)
+        assert error.factor == pytest.approx(formulas.yarn_factor(4.0) - 1)
+
+    @pytest.mark.parametrize("engine", SERVERS)
+    def test_a_list_has_its_factor_in_mscale_and_nothing_to_switch(
+        self, llama: Path, engine: str
+    ) -> None:
+        found = export(llama, engine, method="ntk_mixed", scale=4)
+        rope = found.config["rope_parameters"]
+        assert rope["short_mscale"] == rope["long_mscale"] == 1.0
+        assert rope["original_max_position_embeddings"] == 256
+
+    @pytest.mark.parametrize("engine", SERVERS)
+    def test_a_linear_table_is_not_stretched_twice(self, llama: Path, engine: str) -> None:
+        found = export(llama, engine, method="pi", scale=4)
+        assert found.config["max_position_embeddings"] == 64
+        assert found.flags[1] == "256"
+
+    @pytest.mark.parametrize("engine", SERVERS)
+    def test_longrope_says_when_it_switches(self, llama: Path, engine: str) -> None:
+        found = export(llama, engine, method="longrope", **OPTIONS["longrope"])
+        assert found.possible
+        assert found.notes
+        rope = found.config["rope_parameters"]
+        assert rope["original_max_position_embeddings"] == 64
+        assert rope["long_mscale"] == pytest.approx(formulas.longrope_factor(256, 64))
+
+    @pytest.mark.parametrize("engine", SERVERS)
+    def test_interleaved_features_have_no_lists(self, tmp_path: Path, engine: str) -> None:
+        zoo.build("cohere").save_pretrained(tmp_path)
+        assert "interleaved" in export(tmp_path, engine, method="ntk_mixed", scale=4).reason
+        assert export(tmp_path, engine, method="yarn", scale=4).possible
+
+    @pytest.mark.parametrize("engine", SERVERS)
+    def test_the_override_makes_the_stored_config_the_exported_one(
+        self, saved: Path, engine: str
+    ) -> None:
+        found = export(saved, engine)
+        stored = AutoConfig.from_pretrained(saved)
+        for key, value in json.loads(found.overrides[1]).items():
+            setattr(stored, key, value)
+        assert stored.rope_parameters == found.config["rope_parameters"]
+        assert stored.max_position_embeddings == found.config["max_position_embeddings"]
+
+    def test_phi3_takes_lists_alone(self, tmp_path: Path) -> None:
+        zoo.build("phi3").save_pretrained(tmp_path)
+        found = export(tmp_path, "vllm", method="yarn", scale=4)
+        assert found.form == "longrope"
+        assert found.config["original_max_position_embeddings"] == 256
+
+
+def test_the_survey_tries_every_method(llama: Path) -> None:
+    rows = {row.method.split(",")[0]: row for row in survey(llama, "sglang")}
+    assert set(STATIC) <= {name for name, row in rows.items() if row.form}
+    assert not rows["rerope"].form
+    assert not rows["dynamic_ntk"].form
+    assert all(row.reason for row in rows.values() if not row.form)
+
+
+def test_a_table_in_the_weights_stays_with_transformers(tmp_path: Path) -> None:
+    model = zoo.build("roformer")
+    patch_model(model, "yarn", scale=4)
+    model.save_pretrained(tmp_path)
+    possible = {engine for engine in ENGINES if export(tmp_path, engine).possible}
+    assert possible == {"transformers4", "transformers5"}
+
+
+def test_a_checkpoint_that_is_scaled_already(tmp_path: Path) -> None:
+    model = zoo.from_config(
+        zoo.tiny_config(
+            "llama",
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 10_000.0,
+                "factor": 1.0,
+                "short_factor": [1.1] * 8,
+                "long_factor": [3.0] * 8,
+                "original_max_position_embeddings": 16,
+            },
+        )
+    )
+    model.save_pretrained(tmp_path)
+    found = export(tmp_path, "transformers5")
+    assert {error.length for error in found.errors} == {16, 17, 64}
+    assert all(error.small for error in found.errors)
+    with pytest.raises(PosencError, match="already scaled"):
+        export(tmp_path, "vllm", method="yarn", scale=2)
+
+
+def test_nothing_is_loaded_from_a_source_without_tables() -> None:
+    source: Any = SimpleNamespace(methods=(get_method("rerope")(),), path="m", base="m")
+    assert not export_source(source, "vllm").possible
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_page_says_what_the_survey_finds(llama: Path, engine: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "shipping.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in page.splitlines()
+        if line.startswith("| ") and line.count("|") == 2 + len(ENGINES)
+    ]
+    heading = next(row for row in rows if row[0] == "method")
+    assert tuple(heading[1:]) == ENGINES
+    told = {row[0]: row[heading.index(engine)] for row in rows if row[0] in zoo.frequency_methods()}
+    found = {row.method.split(",")[0]: row.form or "-" for row in survey(llama, engine)}
+    assert told == {method: found[method] for method in zoo.frequency_methods()}

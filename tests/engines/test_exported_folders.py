@@ -1,0 +1,120 @@
+"""The folders that an export writes: of a model, and of an adapter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import PosencError, from_pretrained, patch_model
+from hf_posenc.engines import export, write_export
+from tests.support import zoo
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama that is not patched: 64 trained positions, heads of 16."""
+    folder = tmp_path_factory.mktemp("llama")
+    zoo.build("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, patched with a table that has no name anywhere else."""
+    folder = tmp_path_factory.mktemp("patched")
+    model = zoo.build("llama")
+    patch_model(model, "ntk_mixed", scale=4)
+    model.save_pretrained(folder)
+    return folder
+
+
+def config_of(folder: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return values
+
+
+class TestWriting:
+    def test_a_folder_that_loads(self, saved: Path, tmp_path: Path) -> None:
+        folder = tmp_path / "out"
+        written = {path.name for path in write_export(export(saved, "vllm"), folder)}
+        assert {"config.json", "export.json", "model.safetensors"} <= written
+        assert (folder / "model.safetensors").samefile(saved / "model.safetensors")
+        assert "hf_posenc" not in config_of(folder)
+        record = json.loads((folder / "export.json").read_text(encoding="utf-8"))
+        assert record["engine"] == "vllm"
+        assert record["errors"][0]["frequency"] < 1e-6
+        write_export(export(saved, "vllm"), folder, weights="copy")  # again, into the same folder
+        assert not (folder / "model.safetensors").samefile(saved / "model.safetensors")
+
+    def test_transformers5_keeps_the_block(self, saved: Path, tmp_path: Path) -> None:
+        write_export(export(saved, "transformers5"), tmp_path, weights="none")
+        assert config_of(tmp_path)["hf_posenc"] == config_of(saved)["hf_posenc"]
+        assert not (tmp_path / "model.safetensors").exists()
+
+    def test_tokenizer_files_name_a_class_that_transformers_4_has(
+        self, saved: Path, tmp_path: Path
+    ) -> None:
+        source = tmp_path / "model"
+        write_export(export(saved, "vllm"), source)
+        (source / "export.json").unlink()
+        (source / "tokenizer_config.json").write_text('{"tokenizer_class": "TokenizersBackend"}')
+        for engine, expected in (
+            ("transformers4", "PreTrainedTokenizerFast"),
+            ("transformers5", "TokenizersBackend"),
+        ):
+            folder = tmp_path / engine
+            write_export(export(source, engine), folder)
+            values = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            assert values["tokenizer_class"] == expected
+
+    def test_refusals(self, saved: Path, llama: Path, tmp_path: Path) -> None:
+        found = export(saved, "vllm")
+        with pytest.raises(PosencError, match="where the model is"):
+            write_export(found, saved)
+        with pytest.raises(PosencError, match="another model"):
+            write_export(found, llama)
+        with pytest.raises(PosencError, match="cannot have"):
+            write_export(export(llama, "vllm", method="rerope"), tmp_path / "out")
+        with pytest.raises(PosencError, match="weights is one of"):
+            write_export(found, tmp_path / "out", weights="move")
+
+    def test_a_model_of_its_own_has_no_config(self, tmp_path: Path) -> None:
+        with pytest.raises(PosencError, match="config"):
+            export(tmp_path, "vllm")
+
+
+def test_an_adapter_is_merged_with_its_patch(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from hf_posenc.training.parameters import choose_parameters
+
+    zoo.build("llama").save_pretrained(tmp_path / "base")
+    model = patch_model(from_pretrained(tmp_path / "base"), "ntk_mixed", scale=4)
+    tuned = choose_parameters(model, "lora")
+    assert isinstance(tuned, peft.PeftModel)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.05)
+    tuned.save_pretrained(tmp_path / "adapter")
+    found = export(tmp_path / "adapter", "transformers5")
+    assert found.is_adapter
+    write_export(found, tmp_path / "out")
+    plain = zoo.load(type(zoo.build("llama")), tmp_path / "out")
+    assert (
+        zoo.relative_difference(
+            zoo.logits(plain, zoo.tokens(96)), zoo.logits(tuned, zoo.tokens(96))
+        )
+        < 1e-4
+    )
+
+
+def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
+    """PEFT 0.18 writes an empty name for a model that was made from a config."""
+    values = {"peft_type": "LORA", "base_model_name_or_path": "", "r": 2}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values), encoding="utf-8")
+    with pytest.raises(PosencError, match="names no base model"):
+        export(tmp_path, "vllm")

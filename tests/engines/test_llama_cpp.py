@@ -1,0 +1,111 @@
+"""llama.cpp: its words, its flags, and tables in GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from hf_posenc import PosencError
+from hf_posenc.engines import check_gguf, export, formulas, write_gguf
+from hf_posenc.engines.llama_cpp import converted, runtime
+from hf_posenc.engines.source import open_source
+from tests.patch.test_patching import OPTIONS
+from tests.support import zoo
+from tests.support.gguf_files import converted_file
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama that is not patched: 64 trained positions, heads of 16."""
+    folder = tmp_path_factory.mktemp("llama")
+    zoo.build("llama").save_pretrained(folder)
+    return folder
+
+
+class TestLlamaCpp:
+    @pytest.mark.parametrize(
+        ("method", "form"),
+        [
+            *(("yarn", "rope_parameters"), ("pi", "rope_parameters"), ("ntk", "rope_parameters")),
+            *(("abf", "rope_parameters"), ("llama3", "rope_parameters")),
+            *(("ntk_by_parts", "tensors"), ("ntk_mixed", "tensors"), ("nope", "tensors")),
+        ],
+    )
+    def test_words_or_tensors(self, llama: Path, method: str, form: str) -> None:
+        assert export(llama, "llama.cpp", method=method, **OPTIONS[method]).form == form
+
+    def test_the_ends_of_the_ramp_are_flags(self, llama: Path) -> None:
+        found = export(llama, "llama.cpp", method="yarn", scale=4, beta_fast=8, beta_slow=2)
+        assert found.flags[2:] == ("--yarn-beta-fast", "8", "--yarn-beta-slow", "2")
+        keys, tensors = converted(found.config, 16)
+        source = open_source(llama, "yarn", scale=4, beta_fast=8, beta_slow=2)
+        meant = source.tables[0].in_force(256)
+        with_flags = runtime(keys, tensors, 16, 256, found.flags)
+        torch.testing.assert_close(with_flags.inv_freq, meant.inv_freq, rtol=1e-6, atol=0)
+        without = runtime(keys, tensors, 16, 256)
+        assert (without.inv_freq / meant.inv_freq - 1).abs().max() > 0.1
+
+    @pytest.mark.parametrize("method", ["yarn", "pi", "ntk"])
+    def test_the_flags_for_a_file_from_before_the_patch(self, llama: Path, method: str) -> None:
+        found = export(llama, "llama.cpp", method=method, **OPTIONS[method])
+        line = found.notes[0].split(": ", 1)[1].split()
+        keys, tensors = converted(vars(AutoConfig.from_pretrained(llama)), 16)
+        told = runtime(keys, tensors, 16, 256, line)
+        meant = open_source(llama, method, **OPTIONS[method]).tables[0].in_force(256)
+        torch.testing.assert_close(told.inv_freq, meant.inv_freq, rtol=1e-6, atol=0)
+        assert told.factor == pytest.approx(meant.factor)
+
+    def test_its_yarn_has_no_factor_of_its_own(self) -> None:
+        keys = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "context_length": 64}
+        given = {**keys, "rope.scaling.yarn_attn_factor": 1.0}
+        assert runtime(given, {}, 16, 256).factor == pytest.approx(formulas.yarn_factor(4.0))
+
+
+class TestGGUF:
+    """A file as the converter makes it, checked and mended."""
+
+    @pytest.mark.parametrize("method", ["ntk_mixed", "ntk_by_parts", "longrope"])
+    def test_a_table_goes_into_the_file(self, llama: Path, tmp_path: Path, method: str) -> None:
+        gguf = pytest.importorskip("gguf")
+        options = OPTIONS[method]
+        config = {**export(llama, "llama.cpp").config, "max_position_embeddings": 256}
+        file = converted_file(tmp_path / "m.gguf", config)
+        check = check_gguf(file, llama, method=method, **options)
+        assert not check.right
+        target = write_gguf(check, tmp_path / "new.gguf")
+        again = check_gguf(target, llama, method=method, **options)
+        assert again.right
+        assert again.error.frequency < 1e-6
+        before, after = gguf.GGUFReader(file), gguf.GGUFReader(target)
+        names = {tensor.name for tensor in after.tensors}
+        lists = {"rope_factors_short.weight", "rope_factors_long.weight"}
+        assert names == {"blk.0.attn_q.weight"} | (
+            lists if method == "longrope" else {"rope_freqs.weight"}
+        )
+        assert (after.tensors[0].data == before.tensors[0].data).all()
+        assert after.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+        with pytest.raises(PosencError, match="exists"):
+            write_gguf(check, target)
+
+    def test_right_as_it_is(self, llama: Path, tmp_path: Path) -> None:
+        config = export(llama, "llama.cpp", method="yarn", scale=4).config
+        file = converted_file(tmp_path / "m.gguf", config)
+        assert check_gguf(file, llama, method="yarn", scale=4).right
+
+    def test_an_architecture_that_reads_no_table(self, llama: Path, tmp_path: Path) -> None:
+        config = {**export(llama, "llama.cpp").config, "max_position_embeddings": 256}
+        file = converted_file(tmp_path / "m.gguf", config, "qwen2")
+        check = check_gguf(file, llama, method="ntk_mixed", scale=4)
+        with pytest.raises(PosencError, match="qwen2"):
+            write_gguf(check, tmp_path / "new.gguf")
+
+    def test_no_gguf_file(self, llama: Path, tmp_path: Path) -> None:
+        pytest.importorskip("gguf")
+        (tmp_path / "m.gguf").write_bytes(b"not a model at all")
+        with pytest.raises(PosencError, match="not a GGUF file"):
+            check_gguf(tmp_path / "m.gguf", llama)
+        with pytest.raises(PosencError, match="no file"):
+            check_gguf(tmp_path / "missing.gguf", llama)

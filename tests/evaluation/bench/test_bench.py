@@ -1,0 +1,358 @@
+"""`bench`: its numbers are those of the parts, its table says what they are, and nothing is lost."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import gc
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_posenc
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.bench import SUITES, BenchResult
+from hf_posenc.evaluation.bench.result import notes, pooled, problems, table, table_lines
+from hf_posenc.evaluation.bench.run import Bench, gather, get_suite, suite_lengths
+from hf_posenc.evaluation.documents import Document
+from hf_posenc.evaluation.measuring.candidates import parse_candidates
+from hf_posenc.evaluation.measuring.store import Shard
+from hf_posenc.evaluation.perplexity.runs import measure_perplexity
+from hf_posenc.evaluation.retrieval import get_task, measure_retrieval
+from hf_posenc.files import to_json
+from hf_posenc.patch.patching import get_patch
+from tests.support.bench_cases import LENGTHS, METHODS, TEXTS, edited, measured, tiny, without_speed
+from tests.support.tiny_text import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def result() -> BenchResult:
+    return measured()
+
+
+ALL_CALLS = 42  # of progress in a whole run
+
+
+def rows(result: BenchResult) -> dict[str, list[str]]:
+    """The fields of the first block of the table, method by method."""
+    lines = [line for line in result._repr_markdown_().splitlines() if line.startswith("|")]
+    cells = [[field.strip() for field in line.strip("|").split(" | ")] for line in lines]
+    first = next(place for place, row in enumerate(cells) if row[0] == "**prefix**")
+    return {row[0]: row[1:] for row in cells[first + 1 : first + 1 + len(METHODS)]}
+
+
+def test_its_numbers_are_those_of_the_parts(result: BenchResult) -> None:
+    model, words = tiny(), byte_tokenizer()
+    alone = measure_perplexity(model, words, TEXTS, methods=METHODS, lengths=LENGTHS)
+    known = {"source", "fingerprint"}
+    theirs, ours = alone.to_dict(), result.perplexity.to_dict()
+    assert {k: v for k, v in ours.items() if k not in known} == {
+        k: v for k, v in theirs.items() if k not in known
+    }
+    assert result.retrieval is not None
+    settings = result.retrieval.settings
+    found = measure_retrieval(
+        model, words, methods=METHODS, lengths=LENGTHS, tasks=("passkey",),
+        depths=settings.depths, samples=settings.samples,
+    )  # fmt: skip
+    assert found.to_dict() == result.retrieval.to_dict()
+
+
+def test_the_difference_is_that_of_mean_losses_and_the_star_its_interval(
+    result: BenchResult,
+) -> None:
+    reader = list(csv.DictReader(result._csv().splitlines()))
+    fields = rows(result)
+    starred = 0
+    for row in reader:
+        for protocol in ("prefix", "tail"):
+            sums = {}
+            for label in (row["method"], "none"):
+                mine = [
+                    r
+                    for r in result.perplexity.records
+                    if (r.method, r.protocol, str(r.length)) == (label, protocol, row["length"])
+                ]
+                assert len(mine) == len(TEXTS)
+                sums[label] = math.fsum(r.nats for r in mine) / sum(r.tokens for r in mine)
+            expected = sums[row["method"]] - sums["none"]
+            assert float(row[f"{protocol}_difference"]) == pytest.approx(expected, abs=1e-12)
+            assert float(row[f"{protocol}_perplexity"]) == pytest.approx(
+                math.exp(sums[row["method"]])
+            )
+        field = fields[row["method"]][LENGTHS.index(int(row["length"]))]
+        low, high = float(row["prefix_difference_low"]), float(row["prefix_difference_high"])
+        leaves_out_none = (low > 0 or high < 0) and row["method"] != "none"
+        assert field.endswith("\\*") == leaves_out_none, field
+        starred += leaves_out_none
+        assert ("(" in field) == (row["method"] != "none")
+    assert starred
+
+
+def test_a_result_comes_back_from_its_json(result: BenchResult) -> None:
+    text = to_json(result.to_dict())
+    again = BenchResult.from_dict(json.loads(text))
+    assert to_json(again.to_dict()) == text
+    assert again._repr_markdown_() == result._repr_markdown_()
+    assert again._repr_html_() == result._repr_html_()
+
+
+def test_every_row_of_the_markdown_table_has_every_column(result: BenchResult) -> None:
+    lines = [line for line in result._repr_markdown_().splitlines() if line.startswith("|")]
+    assert len({line.count(" | ") for line in lines}) == 1
+    assert lines[0].count(" | ") == len(LENGTHS) + 3  # passkey, tok/s, GiB
+    assert len(lines) == 2 + 2 * (1 + len(METHODS))
+
+
+def test_a_number_above_the_bound_is_shown_as_one_and_exact_in_the_json(
+    result: BenchResult,
+) -> None:
+    values = json.loads(to_json(result.to_dict()))["perplexity"]
+    for record in values["records"]:
+        record["nats"] *= 4
+        record["weighted"] *= 4
+    large = edited(result, perplexity=values)
+    assert rows(large)["none"][0].replace("*", "").startswith("\\>1e3")
+    cell = large.to_dict()["perplexity"]["summary"][0]
+    assert cell["perplexity"] > 1e6
+    assert any("above 1,000" in line for line in notes(large))
+    assert not any("above 1,000" in line for line in notes(result))
+
+
+def test_a_loss_that_is_no_number_is_shown_as_nan(result: BenchResult) -> None:
+    values = json.loads(to_json(result.to_dict()))["perplexity"]
+    record = next(r for r in values["records"] if r["method"] == "yarn (auto)")
+    record["nats"] = record["weighted"] = None
+    broken = edited(result, perplexity=values)
+    assert rows(broken)["yarn (auto)"][0] == "nan"
+    assert any("not a finite number" in line for line in problems(broken))
+    lines = list(csv.DictReader(broken._csv().splitlines()))
+    assert [row["prefix_status"] for row in lines if row["method"] == "yarn (auto)"] == [
+        "not finite",
+        "ok",
+    ]
+
+
+def hungry(model: Any, most: int) -> None:
+    """Lets memory run out where more tokens than that are run at once under a patch other than the control."""
+
+    def check(module: Any, args: Any, kwargs: Any) -> None:
+        patch = get_patch(model)
+        ids = kwargs.get("input_ids")
+        if (
+            patch is not None
+            and patch.method == "yarn"
+            and ids is not None
+            and ids.shape[-1] > most
+        ):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+@pytest.fixture
+def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is freed when memory runs out is nothing here, and looking for it takes a second each time."""
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+
+
+@pytest.mark.usefixtures("quick_collection")
+def test_what_does_not_fit_is_a_field_and_the_rest_is_measured() -> None:
+    model = tiny()
+    hungry(model, 100)
+    result = measured(model)
+    fields = rows(result)["yarn (auto)"]
+    assert fields[0] not in ("OOM", "")
+    assert fields[1:] == ["OOM", "OOM", "OOM", "OOM"]
+    assert "OOM" not in rows(result)["none"] + rows(result)["sliding_window"]
+    said = list(problems(result))
+    assert len(said) == 3
+    assert all("yarn (auto)" in line and "out of memory" in line for line in said)
+    assert result.speed is not None
+    assert result.speed.cell("none").tokens_per_second is not None
+    status = [row["tail_status"] for row in csv.DictReader(result._csv().splitlines())]
+    assert status.count("out of memory") == 1
+
+
+@pytest.mark.usefixtures("quick_collection")
+def test_speed_is_timed_in_pieces_where_the_whole_does_not_fit() -> None:
+    model = tiny()
+    hungry(model, 600)
+    result = measured(model, tasks=(), rounds=2)
+    assert result.speed is not None
+    cell = result.speed.cell("yarn (auto)")
+    assert cell.failed is None
+    assert cell.prefill == 512
+    assert result.speed.cell("none").prefill is None
+    assert any("yarn (auto): prefill in pieces of 512 tokens" in line for line in notes(result))
+
+
+def work(model: Any, **changes: Any) -> Bench:
+    texts = (Document(f"#{index}", text) for index, text in enumerate(TEXTS))
+    given = {"methods": METHODS, "lengths": LENGTHS, "tasks": ("passkey",), "rounds": 1, **changes}
+    inputs = gather(
+        model,
+        byte_tokenizer(),
+        texts,
+        name="tiny",
+        origin={"kind": "python"},
+        suite="smoke",
+        **given,
+    )
+    return Bench(inputs)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
+    made = work(tiny()).measure(tmp_path_factory.mktemp("whole"))
+    assert made is not None
+    return without_speed(made)
+
+
+@pytest.mark.parametrize("calls", [12, 33, 41])  # in perplexity, in retrieval, in speed
+def test_a_killed_run_goes_on_where_it_was(calls: int, whole: str, tmp_path: Path) -> None:
+    left, parts = calls, []
+
+    def kill(label: str, done: int, total: int) -> None:
+        nonlocal left
+        parts.append(label.partition(",")[0])
+        left -= 1
+        if not left:
+            raise KeyboardInterrupt
+
+    model = tiny()
+    state = copy.deepcopy(model.state_dict())
+    with pytest.raises(KeyboardInterrupt):
+        work(model).measure(tmp_path, progress=kill)
+    assert get_patch(model) is None
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    before = len(parts)
+    made = work(model).measure(tmp_path, progress=lambda label, done, total: parts.append(label))
+    assert made is not None
+    assert without_speed(made) == whole
+    assert len(parts) - before <= ALL_CALLS - calls + 3  # at most what was in flight is repeated
+
+
+def test_a_finished_run_measures_nothing_again(tmp_path: Path) -> None:
+    first = work(tiny()).measure(tmp_path)
+    assert first is not None
+    first.write(tmp_path, plots=False)
+    names = ("bench.json", "bench.csv", "table.md", "timings.json")
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    calls: list[Any] = []
+    again = work(tiny()).measure(tmp_path, progress=lambda *call: calls.append(call))
+    assert again is not None
+    again.write(tmp_path, plots=False)
+    assert not calls
+    assert {name: (tmp_path / name).read_bytes() for name in names} == before
+
+
+def test_what_the_other_commands_measured_is_not_measured_again(tmp_path: Path) -> None:
+    model, words = tiny(), byte_tokenizer()
+    measure_perplexity(model, words, TEXTS, methods=METHODS, lengths=LENGTHS, output=tmp_path)
+    parts: list[str] = []
+    options: dict[str, Any] = {"output": tmp_path, "rounds": 0}
+    options["progress"] = lambda label, done, total: parts.append(label)
+    measured(model, **options)
+    assert parts
+    assert all(part.startswith("retrieval") for part in parts)
+
+
+def test_two_processes_give_what_one_gives(whole: str, tmp_path: Path) -> None:
+    first = work(tiny())
+    assert first.measure(tmp_path, Shard(0, 2)) is None
+    assert first.missing > 0
+    second = work(tiny())
+    made = second.measure(tmp_path, Shard(1, 2))
+    assert made is not None
+    assert without_speed(made) == whole
+    assert made.speed is not None
+
+
+def test_no_time_is_in_what_must_be_the_same_bytes(whole: str) -> None:
+    assert "seconds" not in whole
+    assert "peak_bytes" not in whole
+
+
+def test_a_published_table_stands_beside_or_is_refused(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"lengths": (64, 128), "tasks": (), "rounds": 0}
+    with pytest.raises(PosencError, match=r"alibi-t5.*not comparable.*protocol: disjoint"):
+        measured(compare=["alibi-t5"], **options)
+    result = measured(compare=["alibi-t5"], protocols=("disjoint",), **options)
+    text = result._repr_markdown_()
+    assert "| this run | sliding_window |" in text
+    assert "ALiBi" in text
+    assert "Only the protocol is the same" in text
+    assert BenchResult.from_dict(result.to_dict())._repr_markdown_() == text
+
+
+def test_prompts_that_are_too_short_are_said_and_left_out() -> None:
+    result = measured(lengths=(64, 128), rounds=0)
+    assert result.retrieval is None
+    assert any("No retrieval: No task fits into 128 tokens" in line for line in notes(result))
+    assert result.speed is None
+    assert len(table(result).columns) == 1 + 2
+
+
+def test_a_share_over_tasks_and_lengths_counts_every_sample() -> None:
+    result = measured(tasks=("passkey", "niah_single_1"), lengths=(640, 700), rounds=0)
+    found = result.retrieval
+    assert found is not None
+    for task in (None, ["passkey"]):
+        mine = [r for r in found.records if r.method == "yarn (auto)" and task in (None, [r.task])]
+        cell = pooled(found, "yarn (auto)", tasks=task).cell
+        assert cell is not None
+        assert cell.samples == len(mine) > 0
+        assert cell.first == sum(r.rank == 1 for r in mine) / len(mine)
+    assert "## Retrieval by task" in result._repr_markdown_()
+
+
+def test_the_suites_are_what_they_say() -> None:
+    model = tiny()
+    for suite in SUITES.values():
+        candidates = [c.checked(model) for c in parse_candidates(suite.methods)]
+        assert [c.label for c in candidates[:2]] == ["none", "sliding_window"]
+        assert all(get_task(name) for name in suite.tasks)
+        assert suite.rounds >= 3
+    assert SUITES["quick"].documents == 10
+    assert SUITES["full"].documents >= 20
+    with pytest.raises(PosencError, match=r"Unknown suite 'ful'.*Did you mean 'full'"):
+        get_suite("ful")
+
+
+@pytest.mark.parametrize(
+    ("suite", "target", "expected"),
+    [
+        ("smoke", None, (256, 512)),
+        ("quick", None, (256, 512, 1024)),
+        ("quick", 4096, (256, 1024, 4096)),
+        ("full", None, (256, 512, 1024, 2048, 4096)),
+        ("full", 3000, (256, 512, 1024, 2048, 3000)),
+        ("full", 256, (256,)),
+        ("full", 200, (200,)),
+    ],
+)
+def test_the_lengths_of_a_suite(suite: str, target: int | None, expected: tuple[int, ...]) -> None:
+    assert suite_lengths(get_suite(suite), 256, target) == expected
+
+
+def test_the_model_is_what_it_was(result: BenchResult) -> None:
+    model = tiny()
+    ids = torch.arange(1, 65)[None]
+    before = model(ids).logits
+    measured(model, rounds=1, tasks=())
+    assert hf_posenc.get_patch(model) is None
+    assert torch.equal(model(ids).logits, before)
+
+
+def test_the_page_shows_the_table_of_its_json() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    result = BenchResult.from_dict(json.loads((docs / "benchmarks" / "bench.json").read_text()))
+    text = (docs / "bench.md").read_text()
+    shown = text.partition("<!-- generated: bench -->\n")[2].partition("<!-- end -->")[0]
+    assert shown.splitlines() == list(table_lines(table(result)))
+    assert f"Made by `{result.perplexity.command}`" in text

@@ -1,0 +1,189 @@
+"""Every kind of file and dataset that documents come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_posenc.cli.options import source_of
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import (
+    Document,
+    Entry,
+    Skipped,
+    TokenizedDocument,
+    load_documents,
+    read_dataset,
+    read_paths,
+)
+from hf_posenc.evaluation.documents import document as token_ids
+from hf_posenc.evaluation.documents import formats as token_files
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.perplexity.measurement import Run
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.tuning.meter import Meter
+from tests.evaluation.documents.test_documents import write
+from tests.support.documents_forms import PACK, json_lines
+from tests.support.tiny_text import byte_tokenizer, prose
+
+ROWS = [{"text": prose(80, row), "input_ids": [5 + row, 6, 7], "n": row} for row in range(3)]
+
+
+TEXTS = [str(row["text"]) for row in ROWS]
+
+
+def texts(entries: Any) -> list[str]:
+    return ["".join(entry.chunks()) for entry in entries]
+
+
+def ids(entries: Any) -> list[list[int]]:
+    return [entry.tokens(0, len(entry)).tolist() for entry in entries]
+
+
+@pytest.mark.parametrize("ending", PACK)
+def test_text_and_json_lines_compressed_or_not(ending: str, tmp_path: Path) -> None:
+    text = write(tmp_path / f"a.txt{ending}", PACK[ending]("naïve\r\n".encode()))
+    assert list(read_paths([str(text)])) == [Document(str(text), "naïve\r\n")]
+    lines = write(tmp_path / f"b.jsonl{ending}", PACK[ending](json_lines(ROWS)))
+    found = list(read_paths([str(lines)]))
+    assert texts(found) == TEXTS
+    assert [entry.name for entry in found] == [f"{lines}:{number}" for number in (1, 2, 3)]
+
+
+def test_frames_and_members_that_follow_each_other(tmp_path: Path) -> None:
+    for ending in (".gz", ".zst"):
+        data = b"".join(PACK[ending](part.encode()) for part in ("one ", "two ", "three"))
+        path = write(tmp_path / f"a.txt{ending}", data)
+        assert texts(read_paths([str(path)])) == ["one two three"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """One dataset in every form."""
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_list(ROWS)
+    made.to_parquet(tmp_path / "rows.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(train=made.select([0]), test=made).save_to_disk(tmp_path / "splits")
+    write(tmp_path / "rows.jsonl", json_lines(ROWS))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["rows.parquet", "rows.jsonl", "saved", "splits"])
+def test_rows_of_texts_and_of_tokens(data: Path, name: str) -> None:
+    path = str(data / name)
+    assert texts(read_paths([path])) == TEXTS
+    assert ids(read_paths([path], tokenized="input_ids")) == [[5, 6, 7], [6, 6, 7], [7, 6, 7]]
+    if name.startswith("s"):
+        assert texts(read_dataset(path)) == TEXTS
+        assert ids(read_dataset(path, tokenized="input_ids"))[2] == [7, 6, 7]
+    else:
+        (missing, *_) = read_paths([path], column="body")
+        assert isinstance(missing, Skipped)
+        expected = "no column 'body'; its columns are text, input_ids, n. Pass --column"
+        assert missing.reason == expected
+        (wrong, *_) = read_paths([path], tokenized="n")
+        assert isinstance(wrong, Skipped)
+        assert wrong.reason == "holds int, not a list of token ids"
+
+
+def test_a_split_that_a_saved_dataset_does_not_have(data: Path) -> None:
+    assert texts(read_paths([str(data / "splits")], split="train")) == TEXTS[:1]
+    with pytest.raises(PosencError, match=r"no split 'dev'; it has train, test\. Pass --split"):
+        list(read_paths([str(data / "splits")], split="dev"))
+    with pytest.raises(PosencError, match="no column 'body'; its columns are text, input_ids, n"):
+        list(read_dataset(str(data / "saved"), column="body"))
+
+
+def test_token_files(tmp_path: Path) -> None:
+    values = np.array([1, 65535, 3, 7], dtype="<u2")
+    (tmp_path / "a.bin").write_bytes(values.tobytes())
+    np.save(tmp_path / "b.npy", np.arange(6, dtype=np.int32).reshape(2, 3))
+    np.save(tmp_path / "c.npy", np.arange(4, dtype=">i8"))
+    given = [str(tmp_path / name) for name in ("a.bin", "b.npy", "c.npy")]
+    assert ids(read_paths(given)) == [[1, 65535, 3, 7], [0, 1, 2], [3, 4, 5], [0, 1, 2, 3]]
+    wide = read_paths(given[:1], token_dtype="uint32")
+    assert ids(wide) == [values.view("<u4").tolist()]
+    with pytest.raises(PosencError, match="Unknown token type 'float32'"):
+        list(read_paths(given, token_dtype="float32"))
+    # in a folder a .bin file may be anything
+    reasons = {type(entry).__name__ for entry in read_paths([str(tmp_path)])}
+    assert reasons == {"Skipped", "TokenizedDocument"}
+
+
+def test_large_token_files_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[type] = []
+
+    def spy(name: str, values: Any) -> TokenizedDocument | Skipped:
+        kinds.append(type(values))
+        return token_ids.document_of_ids(name, values)
+
+    np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
+    (tmp_path / "b.bin").write_bytes(np.arange(100, dtype="<u4").tobytes())
+    given = [str(tmp_path / "a.npy"), str(tmp_path / "b.bin")]
+    monkeypatch.setattr(token_files, "document_of_ids", spy)
+    for size, kind in ((1 << 24, np.ndarray), (8, np.memmap)):
+        monkeypatch.setattr(token_files, "MAPPED", size)
+        entries = list(read_paths(given, token_dtype="uint32"))
+        assert kinds == [kind] * 2
+        kinds.clear()
+        for entry in entries:
+            assert isinstance(entry, TokenizedDocument)
+            assert entry.largest() == 99
+            assert entry.tokens(90, 93).dtype == torch.int64
+        usable, _ = load_documents(entries, byte_tokenizer(), min_tokens=5, max_tokens=10)
+        assert ids(usable) == [list(range(10))] * 2
+
+
+def test_token_documents_lose_their_special_tokens_and_know_no_text() -> None:
+    def entry() -> list[Entry]:
+        ready = torch.tensor([0, 5, 6, 7], dtype=torch.int32)
+        return [TokenizedDocument("t", ready, None, None)]
+
+    (plain,), _ = load_documents(entry(), byte_tokenizer(), min_tokens=2)
+    (without,), _ = load_documents(entry(), byte_tokenizer(bos=True), min_tokens=2, max_tokens=2)
+    assert (plain.ids.tolist(), without.ids.tolist()) == ([0, 5, 6, 7], [5, 6])
+    known = without.to_dict()
+    assert [known[key] for key in ("tokens", "bytes", "words")] == [2, None, None]
+    assert known["text_sha256"] is known["text_sha256_of"] is None
+
+
+def test_documents_of_one_name_are_numbered() -> None:
+    source = [Document(name, prose(80, row)) for row, name in enumerate(("a", "a", "a (2)", "a"))]
+    usable, _ = load_documents(source, byte_tokenizer(), min_tokens=64)
+    assert [document.name for document in usable] == ["a", "a (2)", "a (2) (2)", "a (3)"]
+
+
+def test_what_the_command_line_asks_for(data: Path) -> None:
+    rows, said = source_of([str(data / "saved")], None, None, "test", "text", True, "input_ids")
+    assert ids(rows) == [[5, 6, 7], [6, 6, 7], [7, 6, 7]]
+    assert (said["kind"], said["tokenized"], said["token_dtype"]) == ("text", "input_ids", "uint16")
+    rows, said = source_of(None, str(data / "saved"), None, "test", "text", True, "input_ids")
+    assert ids(rows)[0] == [5, 6, 7]
+    assert (said["kind"], said["tokenized"], said["streaming"]) == ("dataset", "input_ids", True)
+    assert source_of(None, None, None, "test", "text", True) == (None, {})
+    with pytest.raises(PosencError, match="--tokenized names a column"):
+        source_of(None, None, None, "test", "text", True, "input_ids")
+
+
+def test_a_model_has_an_embedding_for_every_token() -> None:
+    shape: dict[str, Any] = dict.fromkeys(
+        ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 2
+    )
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=50, head_dim=2, **shape))
+    settings, plain = Settings(lengths=(8, 16)), Candidate.parse("none").checked(model)
+    fits = TokenizedDocument("a", torch.full((16,), 49, dtype=torch.uint16), None, None)
+    too_large = TokenizedDocument("b", torch.arange(35, 51), None, None)
+    Run(model, [fits], [plain], settings)
+    Meter(model, [fits], settings)
+    for make in (
+        lambda: Run(model, [fits, too_large], [plain], settings),
+        lambda: Meter(model, [fits, too_large], settings),
+    ):
+        with pytest.raises(PosencError, match="gives token 50, the model has 50"):
+            make()

@@ -1,0 +1,231 @@
+"""Long texts stay in their files, many tokens go to files, and a cache keeps them from run to run."""
+
+from __future__ import annotations
+
+import gzip
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from hf_posenc.cli.options import token_cache_of
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import (
+    Document,
+    LongDocument,
+    Skipped,
+    TokenCache,
+    UnreadableError,
+    files,
+    load_documents,
+    read_paths,
+    tokenize,
+)
+from hf_posenc.evaluation.documents import formats as jsonl
+from hf_posenc.evaluation.documents import storage as spool
+from hf_posenc.evaluation.documents import tokens as cutting
+from hf_posenc.evaluation.documents import tokens as joining
+from hf_posenc.evaluation.documents.tokens import Tokens
+from tests.evaluation.documents.test_documents import write
+from tests.support.documents_forms import PACK
+from tests.support.tiny_text import byte_tokenizer, prose
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("ending", PACK)
+def test_long_files_stay_on_disk_and_give_the_same_tokens(ending: str, tmp_path: Path) -> None:
+    text = prose(2000) * 10 + " é"
+    path = write(tmp_path / f"long.txt{ending}", PACK[ending](text.encode()))
+    (entry,) = read_paths([str(path)])
+    assert isinstance(entry, LongDocument)
+    told: list[str] = []
+    (found,), _ = load_documents([entry], byte_tokenizer(), min_tokens=9, seen=told.append)
+    expected = tokenize(Document(str(path), text), byte_tokenizer())
+    assert found.to_dict() == expected.to_dict()
+    assert found.to_dict()["text_sha256_of"] == "all"
+    assert told[0] == str(path)
+    assert len(told) > 5
+
+
+@pytest.mark.usefixtures("small")
+def test_reading_stops_where_enough_is_known_and_the_result_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "huge.txt"
+    text = prose(2000) * 100
+    path.write_bytes(text.encode())
+    with path.open("r+b") as file:
+        file.truncate(
+            50 << 30
+        )  # 50 GB of NUL bytes behind the text, in no space: reading one is an error
+    (found,), skipped = load_documents(
+        read_paths([str(path)]), byte_tokenizer(), min_tokens=9, max_tokens=4096
+    )
+    assert not skipped
+    expected = tokenize(Document("d", text[:4096]), byte_tokenizer())
+    assert found.ids.tolist() == expected.ids.tolist()
+    assert found.sha256 == expected.sha256
+    assert found.to_dict()["text_sha256_of"] == "the first 4096 bytes"
+
+
+@pytest.mark.usefixtures("small")
+def test_a_long_file_of_white_space_is_empty(tmp_path: Path) -> None:
+    path = write(tmp_path / "blank.txt", " \n\u3000" * 3000)
+    source = [*read_paths([str(path)]), Document("d", prose(99))]
+    assert isinstance(source[0], LongDocument)
+    usable, skipped = load_documents(source, byte_tokenizer(), min_tokens=9)
+    assert skipped == [Skipped(str(path), "empty")]
+    assert [document.name for document in usable] == ["d"]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("budget", [0, 7000, 30_000])
+def test_tokens_beyond_the_budget_lie_in_files(
+    budget: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool, "BUDGET", budget)
+    sizes = (5000, 20, 9000, 200, 4000)
+    source = [Document(f"d{size}", prose(size, size)) for size in sizes]
+    torn = write(tmp_path / "torn.txt.gz", gzip.compress(prose(9000).encode())[:-9])
+    entries = [*source[:2], *read_paths([str(torn)]), *source[2:]]
+    usable, skipped = load_documents(entries, byte_tokenizer(), min_tokens=64)
+    expected = [tokenize(each, byte_tokenizer()).to_dict() for each in source if each != source[1]]
+    assert [document.to_dict() for document in usable] == expected
+    assert [entry.name for entry in skipped] == ["d20", str(torn)]
+    expected_mapped = {0: [True] * 4, 7000: [False, True, False, True], 30_000: [False] * 4}
+    # in files an id takes four bytes
+    found_mapped = [document.ids.dtype == torch.int32 for document in usable]
+    assert found_mapped == expected_mapped[budget]
+
+
+def test_what_is_not_kept_takes_no_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    create = tempfile.TemporaryFile
+
+    def spy() -> Any:
+        made.append(create())
+        return made[-1]
+
+    def failing() -> Iterator[Tokens]:
+        yield ten
+        raise UnreadableError("cut off")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", spy)
+    ten = Tokens(np.arange(10), np.arange(10), None)
+    storage = spool.Spool(0)
+    kept = storage.store([ten])
+    with pytest.raises(UnreadableError):
+        storage.store(failing())
+    storage.forget(storage.store([ten, ten]))
+    for file in made:
+        file.flush()
+    assert [file.tell() for file in made] == [40, 80]
+    found = storage.column(kept, "ids")
+    assert found is not None
+    assert found.tolist() == list(range(10))
+    assert storage.column(kept, "word_ends") is None
+
+
+def test_a_full_disk_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def __init__(self) -> None:
+            self.rows = 0
+
+        def write(self, data: bytes) -> int:
+            raise OSError(28, "No space left on device")
+
+        def seek(self, *_: object) -> None: ...
+
+        truncate = seek
+
+    monkeypatch.setattr(spool, "BUDGET", 0)
+    monkeypatch.setattr("tempfile.TemporaryFile", Full)
+    with pytest.raises(PosencError, match=r"cannot be written to .*: No space left.* TMPDIR"):
+        tokenize(Document("d", prose(100)), byte_tokenizer())
+
+
+class Counting:
+    """A tokenizer that counts its calls."""
+
+    def __init__(self) -> None:
+        self.words, self.calls = byte_tokenizer(), 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.words, name)
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self.words(*args, **options)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_token_cache_saves_the_second_tokenization(tmp_path: Path) -> None:
+    path = write(tmp_path / "long.txt", prose(2000) * 10)
+    source = [Document("d", prose(5000)), *read_paths([str(path)])]
+    cache = tmp_path / "deep" / "cache"
+
+    def load(tokenizer: Any, max_tokens: int | None = None) -> list[dict[str, Any]]:
+        used = token_cache_of(cache, tokenizer)
+        usable, _ = load_documents(
+            source, tokenizer, min_tokens=9, max_tokens=max_tokens, cache=used
+        )
+        return [document.to_dict() for document in usable]
+
+    plain, first, second = byte_tokenizer(), Counting(), Counting()
+    expected = [document.to_dict() for document in load_documents(source, plain, min_tokens=9)[0]]
+    assert load(first) == load(second) == expected
+    assert (first.calls > 0, second.calls) == (True, 0)
+    assert [known["tokens"] for known in load(second, max_tokens=100)] == [100, 100]
+    assert load(byte_tokenizer(bos=True)) == expected  # another tokenizer, with entries of its own
+    assert not list(cache.glob("unfinished-*"))
+    assert len(list(cache.iterdir())) == 5
+    assert token_cache_of(None, plain) is None
+
+
+def test_many_writers_of_one_cache(tmp_path: Path) -> None:
+    source = [Document(str(row), prose(3000, row)) for row in range(5)]
+    expected = [tokenize(each, byte_tokenizer()).to_dict() for each in source]
+    found: list[list[dict[str, Any]]] = []
+
+    def load() -> None:
+        cache = TokenCache(tmp_path / "cache", "the tokenizer")
+        usable, _ = load_documents(source, byte_tokenizer(), min_tokens=9, cache=cache)
+        found.append([document.to_dict() for document in usable])
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [expected] * 4
+    assert len(list((tmp_path / "cache").iterdir())) == 5
+
+
+def test_a_token_cache_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+    write(tmp_path / "file", "")
+    cache = TokenCache(tmp_path / "file", "x")
+    with pytest.raises(PosencError, match=r"The token cache .* cannot be written to"):
+        load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
+    cache = TokenCache(tmp_path / "cache", "x")
+    load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
+    (entry,) = (tmp_path / "cache").iterdir()
+    (entry / "byte_ends").write_bytes(b"torn")
+    with pytest.raises(PosencError, match="is damaged: remove that folder"):
+        load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
+
+
+def test_the_page_names_the_limits_that_hold() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "documents.md").read_text(encoding="utf-8")
+    sizes = joining.SIZES
+    limits = (sizes.window, sizes.whole, sizes.largest, sizes.overlap // 4, spool.BUDGET)
+    for limit in limits:
+        assert f"{limit:,}" in page
+    assert f"text of up to {files.SMALL >> 20} MiB is read at once" in page
+    assert f"may have {jsonl.LONGEST >> 20} MiB" in page
+    assert f"count beyond {cutting.LONGEST_COUNT}" in page

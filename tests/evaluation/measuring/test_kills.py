@@ -1,0 +1,283 @@
+"""A run that is killed at any moment, told to stop, or refused by the disk continues as if nothing had happened.
+
+The losses are compared as the JSON numbers that the Trainer logs, the final weights byte by byte: dropout, gradient
+accumulation and a schedule are on, checkpoints are rotated down to one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_posenc.training.checkpoints import MANIFEST, checkpoints, complete_checkpoints
+from tests.support.file_operations import Moment
+from tests.support.killing import REFUSED, launch, losses, train
+from tests.support.tiny_text import prose, tiny_checkpoint
+
+ROOT = Path(__file__).parents[3]
+LAUNCH = {1: "one_process.yaml", 2: "two_cpu_processes.yaml"}
+SIGKILLED = -signal.SIGKILL
+
+
+class Whole:
+    """A run that nothing happened to."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.options = options
+        self.folder = folder
+        log = folder.parent / f"{folder.name}.operations"
+        assert set(launch(folder, log=log, **options)) == {0}, output(folder)
+        self.operations = log.read_text().splitlines()
+        self.losses = losses(folder)
+        self.weights = weights(folder)
+
+    def place(self, name: str, number: int = 1) -> int:
+        """The number of the operation of this name that comes as the `number`-th."""
+        found = [n for n, each in enumerate(self.operations, start=1) if each.startswith(name)]
+        return found[number - 1]
+
+    def after(self, number: int, name: str) -> int:
+        """The number of the first operation of this name behind another one."""
+        found = [each.startswith(name) for each in self.operations[number:]]
+        return number + found.index(True) + 1
+
+    def check(self, folder: Path) -> None:
+        """Continues a run, and compares."""
+        assert set(launch(folder, **self.options)) == {0}, output(folder)
+        assert losses(folder) == self.losses
+        assert weights(folder) == self.weights
+        assert [path.name for path in checkpoints(folder)] == ["checkpoint-12"]
+        assert not (folder / ".saving").exists()
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("*.safetensors")}
+
+
+def output(folder: Path) -> str:
+    """What the processes printed."""
+    return "\n".join(
+        path.read_text() for path in sorted(folder.parent.glob(f"{folder.name}-*.out"))
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Runs by their options, each made once."""
+
+    @cache
+    def made(**options: Any) -> Whole:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        return Whole(folder, **options)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("operation", "number", "how"),
+    [
+        ("safetensors", 2, "within"),  # torn weights in checkpoint-6
+        # checkpoint-9 has a trainer_state.json only after it
+        ("torch.save rng_state", 3, "before"),
+        ("rename", 5, "before"),  # the manifest of checkpoint-6 is not there yet
+        ("remove optimizer.pt", 1, "before"),  # checkpoint-3 is half removed
+        ("rename model.safetensors", 1, "before"),  # the result is half in place
+    ],
+)
+def test_killed_inside_a_save(
+    whole: Any, tmp_path: Path, operation: str, number: int, how: str
+) -> None:
+    run = whole()
+    moment = Moment(run.place(operation, number), how)
+    assert launch(tmp_path / "run", moment) == [SIGKILLED]
+    run.check(tmp_path / "run")
+
+
+@pytest.mark.parametrize("operation", ["safetensors", "torch.save optimizer", "fsync"])
+def test_a_full_disk_is_one_line_and_loses_nothing_older(
+    whole: Any, tmp_path: Path, operation: str
+) -> None:
+    run = whole()
+    first = run.place("mkdir checkpoint-6")
+    moment = Moment(run.after(first, operation), "full")
+    folder = tmp_path / "run"
+    assert launch(folder, moment) == [REFUSED]
+    (line,) = [line for line in output(folder).splitlines() if line.startswith("ERROR")]
+    assert "checkpoint-6 could not be saved: " in line
+    assert "No space left on device" in line
+    assert "Checkpoint-3 is whole: make room and run the same command again." in line
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-3"]
+    run.check(folder)
+
+
+def test_a_full_disk_is_one_line_of_each_process(whole: Any, tmp_path: Path) -> None:
+    run, folder = whole(processes=2), tmp_path / "run"
+    moment = Moment(run.after(run.place("mkdir checkpoint-6"), "torch.save optimizer"), "full")
+    assert launch(folder, moment, processes=2) == [REFUSED, REFUSED]
+    lines = [line for line in output(folder).splitlines() if "rror" in line.lower()]
+    assert len(lines) == 2, lines
+    assert lines[0].startswith("ERROR checkpoint-6 could not be saved: ")
+    assert "nother process of the run ended" in lines[1]
+
+
+def test_what_the_system_itself_says_of_a_full_disk(whole: Any, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: torch.save reports it from C++, in words of its own."""
+    run = whole()
+    assert launch(tmp_path / "run", work=_limited) == [REFUSED]
+    (line,) = [line for line in output(tmp_path / "run").splitlines() if line.startswith("ERROR")]
+    assert "checkpoint-3 could not be saved: torch.save could not write a file to its end (" in line
+    assert "There is no earlier one: make room" in line
+    assert checkpoints(tmp_path / "run") == []
+    run.check(tmp_path / "run")
+
+
+def _limited(folder: Path, moment: Moment | None, **options: Any) -> None:
+    # The weights fit, the optimizer does not.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
+    train(folder, moment, **options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_in_a_save_that_the_other_process_has_done(
+    whole: Any, tmp_path: Path, rank: int
+) -> None:
+    run = whole(processes=2)
+    # Of rank 1, the operations are: make the folder of checkpoint-3, write its random state, the same for checkpoint-6.
+    moment = Moment(4, "within", rank=1) if rank else Moment(run.place("rename", 4))
+    codes = launch(tmp_path / "run", moment, processes=2)
+    assert codes[rank] == SIGKILLED
+    if codes[1 - rank] == REFUSED:  # it was not killed before it noticed
+        assert "checkpoint-6 could not be saved: another process of the run" in output(
+            tmp_path / "run"
+        )
+    assert [path.name for path in complete_checkpoints(tmp_path / "run")] == ["checkpoint-3"]
+    run.check(tmp_path / "run")
+
+
+LOGS: dict[str, Any] = {
+    "logging_steps": 5,
+    "eval_strategy": "epoch",
+    "eval_on_start": True,
+    "save_steps": 4,
+}
+"""Averages over five steps, evaluations that draw random numbers at the ends of epochs, saves at neither."""
+
+
+@pytest.mark.parametrize(
+    ("step", "when", "processes", "saved"),
+    [
+        (5, "step", 1, 5),  # the last of its epoch: what is due then comes first
+        (5, "evaluation", 1, 5),
+        (5, "epoch", 1, 6),
+        (7, "step", 2, 7),
+        (12, "step", 1, 12),  # the last of all
+    ],
+)
+def test_told_to_stop(
+    whole: Any, tmp_path: Path, step: int, when: str, processes: int, saved: int
+) -> None:
+    run, folder = whole(processes=processes, **LOGS), tmp_path / "run"
+    moment = Moment(step=step, when=when, number=signal.SIGTERM, rank=processes - 1)
+    codes = launch(folder, moment, processes=processes, **LOGS)
+    assert codes == [128 + signal.SIGTERM] * processes
+    assert complete_checkpoints(folder)[-1].name == f"checkpoint-{saved}"
+    assert f"Stopped by a signal after step {saved}, and saved" in output(folder)
+    run.check(folder)
+
+
+def test_the_rows_are_those_that_were_asked_for(whole: Any) -> None:
+    rows = whole(processes=1, **LOGS).losses
+    assert [(row["step"], "loss" in row) for row in rows] == [
+        (0, False),
+        (5, True),
+        (5, False),
+        (10, True),
+        (10, False),
+        (12, False),
+    ]
+
+
+def test_all_processes_of_the_job_are_told_and_the_workers_of_the_dataloader_with_them(
+    whole: Any, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"dataloader_num_workers": 2}
+    run = whole(**options)
+    moment = Moment(step=2, number=-signal.SIGTERM)
+    assert launch(tmp_path / "run", moment, **options) == [128 + signal.SIGTERM]
+    assert complete_checkpoints(tmp_path / "run")[-1].name == "checkpoint-2"
+    run.check(tmp_path / "run")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "processes"), [("full", 1), ("full", 2), ("lora", 2)])
+def test_ten_kills(whole: Any, tmp_path: Path, kind: str, processes: int) -> None:
+    run = whole(processes=processes, kind=kind)
+    chance = random.Random(processes)
+    count, inside, folder = 0, 0, tmp_path / "run"
+    while count < 10:
+        where = chance.choice(["operation", "operation", "step"])
+        how, rank = chance.choice(["before", "within"]), chance.randrange(processes)
+        if where == "operation":
+            most = 120 if rank == 0 else 6
+            moment = Moment(chance.randrange(1, most), how, rank=rank)
+        else:
+            moment = Moment(step=chance.randrange(1, 13), rank=rank)
+        codes = launch(folder, moment, **run.options)
+        if set(codes) == {0}:  # it came to its end first
+            assert losses(folder) == run.losses
+            shutil.rmtree(folder)
+            continue
+        count += 1
+        inside += where == "operation"
+    assert inside >= 4
+    run.check(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_launcher_is_told_to_stop(tmp_path: Path, processes: int) -> None:
+    """With one process, `accelerate launch` dies of the signal and does not pass it on; with two, it does."""
+    model = tiny_checkpoint(tmp_path / "model", attention_dropout=0.1)
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for seed in range(4):
+        (texts / f"{seed}.txt").write_text(prose(2000, seed))
+    config = ROOT / "scripts" / "configs" / LAUNCH[processes]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    command += [str(ROOT / "scripts" / "finetune.py"), "--model", str(model), "--use_cpu"]
+    command += ["--patch", "yarn:scale=2", "--text", str(texts), "--no_score", "--max_steps", "60"]
+    command += ["--save_steps", "5", "--report_to", "none", "--output_dir"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+    def finish(folder: Path) -> tuple[bytes, list[Any]]:
+        subprocess.run([*command, str(folder)], env=environment, check=True, capture_output=True)
+        state = json.loads((folder / "checkpoint-60" / "trainer_state.json").read_text())
+        rows = [(row["step"], row["loss"]) for row in state["log_history"] if "loss" in row]
+        return (folder / "model.safetensors").read_bytes(), rows
+
+    expected, folder = finish(tmp_path / "whole"), tmp_path / "stopped"
+    launcher = subprocess.Popen(
+        [*command, str(folder)],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not list(folder.glob(f"checkpoint-*/{MANIFEST}")):
+        assert launcher.poll() is None
+        time.sleep(0.01)
+    launcher.terminate()
+    assert launcher.wait(60) != 0
+    assert finish(folder) == expected
+    assert len(expected[1]) == 60

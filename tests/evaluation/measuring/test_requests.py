@@ -1,0 +1,136 @@
+"""The entries of `--patch`: how they are read, which get an automatic scale, what they ask `patch_model` for."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import hf_posenc
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.candidates import Candidate, Request
+from hf_posenc.evaluation.perplexity.result import MethodEntry
+from hf_posenc.methods import METHODS, LengthDependent, LogN, ReRoPE, YaRN
+from tests.support import zoo
+
+NEEDS_MORE = {"abf": "rope_theta=5e+5", "longrope": None}  # lists have no short form
+
+
+@pytest.mark.parametrize(
+    "name", [m.name for m in METHODS if NEEDS_MORE.get(m.name, "") is not None]
+)
+@pytest.mark.filterwarnings("ignore:.*starts untrained")
+def test_every_method_is_patched_in_by_its_name_alone(name: str) -> None:
+    model = zoo.build("llama")
+    spec = f"{name}:{NEEDS_MORE[name]}" if name in NEEDS_MORE else name
+    candidate = Candidate.parse(spec).checked(model)
+    assert hf_posenc.get_patch(model) is None
+    with candidate.applied(model, 256):
+        patch = hf_posenc.get_patch(model)
+        assert patch is not None
+        assert patch.method == name
+        scaled = candidate.scale_at(256)
+        assert patch.config.scale == (
+            4.0 if scaled else getattr(patch.config.build()[0], "scale", None)
+        )
+    assert hf_posenc.get_patch(model) is None
+
+
+def test_which_methods_scale_automatically() -> None:
+    automatic = {m.name for m in METHODS if m.name not in NEEDS_MORE and Request.parse(m.name).auto}
+    required = {m.name for m in METHODS if m.knobs().get("scale") is dataclasses.MISSING}
+    assert automatic == required | {"self_extend", "leaky_rerope"}
+    for given in ("self_extend:group=4", "leaky_rerope:k=8", "self_extend:scale=4", "dynamic_ntk"):
+        assert not Request.parse(given).auto, given
+    assert Request.parse("self_extend:window=16").auto
+
+
+@pytest.mark.parametrize(
+    ("spec", "label", "method", "options"),
+    [
+        (
+            "rerope:window=128,log_n=true",
+            "rerope (window 128, log_n)",
+            "rerope",
+            {"window": 128, "log_n": True},
+        ),
+        ("self_extend", "self_extend (auto)", "self_extend", {"scale": 4.0}),
+        ("yarn:scale=4+log_n", "yarn (scale 4) + log_n", [YaRN(scale=4), LogN()], {}),
+        (
+            "yarn + rerope:window=9",
+            "yarn (auto) + rerope (window 9)",
+            [YaRN(scale=4.0), ReRoPE(window=9)],
+            {},
+        ),
+        (
+            "yarn:replace=true+log_n",
+            "yarn (auto, replace) + log_n",
+            [YaRN(scale=4.0), LogN()],
+            {"replace": True},
+        ),
+        ("abf:rope_theta=1e+6", "abf (rope_theta 1e+06)", "abf", {"rope_theta": 1e6}),
+        ("ntk:target_length=512", "ntk (target_length 512)", "ntk", {"target_length": 512}),
+    ],
+)
+def test_what_is_asked_for(spec: str, label: str, method: Any, options: dict[str, Any]) -> None:
+    request = Request.parse(spec)
+    assert request.label == label
+    assert request.arguments(4.0) == (method, options)
+
+
+def test_in_a_composition_a_scale_that_can_be_left_out_is_left_out_beside_one_that_cannot() -> None:
+    yarn, extend = Request.parse("yarn+self_extend").parts
+    assert (yarn.auto, extend.auto) == (True, False)
+    assert Request.parse("self_extend+log_n").parts[0].auto
+    assert not Request.parse("yarn:scale=4+self_extend").auto
+
+
+@pytest.mark.parametrize("name", [m.name for m in METHODS if issubclass(m, LengthDependent)])
+def test_only_the_row_mode_leaves_a_prefix_alone(name: str) -> None:
+    modes = {
+        mode: Request.parse(f"{name}:update={mode}") for mode in ("sequence", "request", "row")
+    }
+    assert {mode: r.parts[0].length_dependent for mode, r in modes.items()} == {
+        "sequence": True,
+        "request": True,
+        "row": False,
+    }
+    assert {mode: r.changes_attention for mode, r in modes.items()} == {
+        "sequence": False,
+        "request": True,
+        "row": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("rerpe", "Unknown method 'rerpe'. Did you mean 'rerope'"),
+        ("yarn:scale=4+rerpe", "Unknown method 'rerpe'"),
+        ("yarn+", "Unknown method 'yarn+'"),
+        ("yarn:target_length=512+log_n", "target_length belongs to one method"),
+        ("yarn:layers=all+log_n:layers=full", "layers is given twice, with different values"),
+        ("yarn:target_length=1k", "target_length is a whole number, not '1k'"),
+    ],
+)
+def test_what_cannot_be_read(spec: str, message: str) -> None:
+    with pytest.raises(PosencError, match=message.replace("+", r"\+")):
+        Request.parse(spec)
+
+
+def test_two_methods_on_one_seam_are_refused_by_the_name_of_the_entry() -> None:
+    with pytest.raises(PosencError, match=r"--patch yarn\+ntk: Two methods on one seam"):
+        Candidate.parse("yarn+ntk").checked(zoo.build("llama"))
+
+
+def test_a_composition_is_stored_with_all_its_parts() -> None:
+    candidate = Candidate.parse("yarn:scale=4,layers=all+log_n").checked(zoo.build("llama"))
+    stored = MethodEntry.of(candidate, shared=True)
+    assert stored.method == "yarn+log_n"
+    assert stored.parts == [
+        {"method": "yarn", "options": {"scale": 4}},
+        {"method": "log_n", "options": {}},
+    ]
+    assert stored.beside == {"layers": "all"}
+    assert (stored.scale, stored.auto_scale) == (4, False)

@@ -1,0 +1,206 @@
+"""Runs that are killed, continued by others, and shared: the result is always the same, byte for byte."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc.evaluation.documents import Document, tokenize
+from hf_posenc.evaluation.measuring.candidates import parse_candidates
+from hf_posenc.evaluation.measuring.identity import describe_model
+from hf_posenc.evaluation.measuring.store import Shard
+from hf_posenc.evaluation.perplexity.measurement import Run
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.runs import joined, open_store, result_of
+from hf_posenc.files import to_json
+from tests.support import zoo
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+
+LENGTHS = (32, 64, 128)
+SPECS = ["none", "yarn", "pi:scale=2", "rerope:window=24"]
+
+
+def make_run(**settings: Any) -> tuple[Run, dict[str, Any]]:
+    torch.manual_seed(0)
+    model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    words = byte_tokenizer()
+    documents = [tokenize(Document(f"d{n}", prose(140 + 41 * n, n)), words) for n in range(5)]
+    candidates = [candidate.checked(model) for candidate in parse_candidates(SPECS)]
+    chosen = Settings(**{"lengths": LENGTHS, "resamples": 50, **settings})
+    run = Run(model, documents, candidates, chosen)
+    return run, describe_model("tiny", model, words, (), "never")
+
+
+def work(folder: Path, shard: Shard, slow: float = 0.0) -> None:
+    run, described = make_run()
+    with open_store(folder, run, described, shard) as store:
+        run.measure(store, shard, lambda *_: time.sleep(slow))
+
+
+def result(folder: Path) -> str:
+    """The finished result; whatever is missing is an error."""
+    run, described = make_run()
+    with open_store(folder, run, described, Shard(0, 99)) as store:
+        made = result_of(run, store, model=described, source={}, original=64, skipped=[])
+    assert made is not None
+    return to_json(made.to_dict())
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    paths = sorted(folder.glob("records/*/shard-*.jsonl"))
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+
+
+def start(folder: Path, shard: Shard, slow: float = 0.0) -> Any:
+    process = multiprocessing.get_context("fork").Process(target=work, args=(folder, shard, slow))
+    process.start()
+    return process
+
+
+def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
+    work(tmp_path / "whole", Shard())
+    expected = result(tmp_path / "whole")
+    folder, chance = tmp_path / "killed", random.Random(0)
+    kills = 0
+    while kills < 20:
+        count = chance.choice([1, 2, 3])
+        shards = [Shard(index, count) for index in range(count)]
+        processes = [start(folder, shard, slow=0.01) for shard in shards]
+        time.sleep(chance.uniform(0.05, 0.6))
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        for process in processes:
+            process.join()
+            assert process.exitcode in (-signal.SIGKILL, 0)
+    work(folder, Shard())
+    assert result(folder) == expected
+
+
+def test_nothing_that_was_reported_is_measured_again(tmp_path: Path) -> None:
+    process = start(tmp_path, Shard(), slow=0.02)
+    while len(lines(tmp_path)) < 5:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    before = lines(tmp_path)
+    assert 5 <= len(before) < len(make_run()[0].items)
+    work(tmp_path, Shard(1, 2))
+    work(tmp_path, Shard(0, 2))
+    after = [tuple(line["key"]) for line in lines(tmp_path)]
+    assert len(after) == len(set(after)) == len(make_run()[0].items)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_shares_give_what_one_process_gives(tmp_path: Path, count: int) -> None:
+    work(tmp_path / "one", Shard())
+    for index in range(count):
+        work(tmp_path / "many", Shard(index, count))
+    assert result(tmp_path / "many") == result(tmp_path / "one")
+
+
+def test_the_first_document_that_fails_decides_the_reason_whoever_measures_it(
+    tmp_path: Path,
+) -> None:
+    texts: list[str] = []
+    for count in (1, 2):
+        run, described = make_run()
+        unlucky = {  # of both shares
+            tuple(run.documents[1].tokens(0, 64).tolist()): "one",
+            tuple(run.documents[2].tokens(0, 64).tolist()): "two",
+        }
+
+        def refuse(module: Any, args: Any, kwargs: Any, unlucky: Any = unlucky) -> None:
+            name = unlucky.get(tuple(kwargs["input_ids"][0].tolist()))
+            if name is not None:
+                raise RuntimeError(f"no luck with {name}")
+
+        run.model.model.register_forward_pre_hook(refuse, with_kwargs=True)  # type: ignore[union-attr]
+        for index in range(count):
+            shard = Shard(index, count)
+            with open_store(tmp_path / str(count), run, described, shard) as store:
+                run.measure(store, shard)
+                made = result_of(run, store, model=described, source={}, original=64, skipped=[])
+        assert made is not None
+        assert {f.reason for f in made.failures} == {"RuntimeError: no luck with one"}
+        assert {(f.method, f.length) for f in made.failures} == {("yarn (auto)", 64)}
+        texts.append(to_json(made.to_dict()))
+    assert texts[0] == texts[1]
+
+
+def test_another_method_or_document_is_added_to_what_is_there(tmp_path: Path) -> None:
+    run, described = make_run()
+    fewer = Run(run.model, run.documents[:2], run.candidates[:2], run.settings)
+    with open_store(tmp_path, fewer, described) as store:
+        fewer.measure(store)
+    before = len(lines(tmp_path))
+    with open_store(tmp_path, run, described) as store:
+        run.measure(store)
+        assert run.collect(store) is not None
+    assert len(lines(tmp_path)) == len(run.items)
+    assert 0 < before < len(run.items)
+
+
+def test_another_text_of_the_same_tokens_is_measured_anew(tmp_path: Path) -> None:
+    run, described = make_run()
+    with open_store(tmp_path, run, described) as store:
+        run.measure(store)
+    first, *others = run.documents
+    assert first.byte_ends is not None
+    # such as a normalizer or unknown tokens make of it
+    edited = dataclasses.replace(first, byte_ends=first.byte_ends * 2, sha256="0" * 64)
+    again = Run(run.model, [edited, *others], run.candidates, run.settings)
+    with open_store(tmp_path, again, described) as store:
+        assert again.collect(store) is None
+        again.measure(store)
+        measured = again.collect(store)
+    assert measured is not None
+    for record in measured.records:  # a byte is a token of these texts
+        if record.protocol == "tail":
+            assert record.bytes == record.tokens * (2 if record.document == "d0" else 1)
+    streams = [joined(documents) for documents in (run.documents, again.documents)]
+    assert streams[0][0].sha256 != streams[1][0].sha256
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [("_attn_implementation", "eager"), ("_experts_implementation", "batched_mm")],
+)
+def test_another_backend_starts_anew(backend: str, name: str, tmp_path: Path) -> None:
+    run, described = make_run()
+    with open_store(tmp_path, run, described) as store:
+        before = store.fingerprint
+    setattr(run.model.config, backend, name)
+    described = describe_model("tiny", run.model, byte_tokenizer(), (), "never")
+    with open_store(tmp_path, run, described) as store:
+        assert store.fingerprint != before
+
+
+def test_changed_settings_or_weights_start_anew(tmp_path: Path) -> None:
+    folders = set()
+    for settings in ({}, {"tail_tokens": 8}, {"prefill": 16}):
+        run, described = make_run(**settings)
+        with open_store(tmp_path, run, described) as store:
+            run.measure(store)
+            folders.add(store.folder)
+    run, _ = make_run()
+    with torch.no_grad():
+        run.model.lm_head.weight[3, 3] += 1e-3  # type: ignore[index,operator,union-attr]
+    described = describe_model("tiny", run.model, byte_tokenizer(), (), "never")
+    with open_store(tmp_path, run, described) as store:
+        folders.add(store.folder)
+        assert run.collect(store) is None
+    assert len(folders) == 4
+    run, described = make_run(seed=5)  # decides the intervals only
+    with open_store(tmp_path, run, described) as store:
+        assert run.collect(store) is not None

@@ -1,0 +1,184 @@
+"""Records that survive what may happen to a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.store import (
+    Key,
+    Shard,
+    Store,
+    current_shard,
+    fingerprint_of,
+    missing,
+)
+
+SETTINGS = {"lengths": [1, 2], "dtype": "float32"}
+KEYS: list[Key] = [("yarn", 4, f"d{n}") for n in range(4)]
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("records/*/shard-*.jsonl"))
+
+
+def test_what_was_appended_is_there_for_the_next_process(tmp_path: Path) -> None:
+    with Store(tmp_path, SETTINGS) as store:
+        assert store.get(KEYS[0]) is None
+        store.append(KEYS[0], {"nats": 0.1 + 0.2, "tokens": 3, "nan": float("nan")})
+    with Store(tmp_path, SETTINGS) as store:
+        assert store.get(KEYS[0]) == {"nats": 0.1 + 0.2, "tokens": 3, "nan": None}
+        assert missing(store, KEYS) == KEYS[1:]
+
+
+def test_every_line_is_on_the_disk_when_append_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor))
+    with Store(tmp_path, SETTINGS) as store:
+        before = len(synced)
+        store.append(KEYS[0], {"n": 0})
+        assert len(synced) == before + 1
+        (path,) = files(tmp_path)
+        assert json.loads(path.read_text()) == {"key": list(KEYS[0]), "value": {"n": 0}}
+
+
+def test_a_torn_last_line_is_healed_and_measured_again(tmp_path: Path) -> None:
+    with Store(tmp_path, SETTINGS) as store:
+        store.append(KEYS[0], {"n": 0})
+        store.append(KEYS[1], {"n": 1})
+    (path,) = files(tmp_path)
+    whole = path.read_bytes()
+    for cut in range(whole.index(b"\n") + 1, len(whole)):
+        path.write_bytes(whole[:cut])
+        with Store(tmp_path, SETTINGS) as store:
+            assert missing(store, KEYS[:2]) == KEYS[1:2]
+            store.append(KEYS[1], {"n": 1})
+        assert path.read_bytes() == whole
+
+
+def test_lines_that_a_lost_disk_left_behind_are_passed_over(tmp_path: Path) -> None:
+    with Store(tmp_path, SETTINGS) as store:
+        store.append(KEYS[0], {"n": 0})
+    (path,) = files(tmp_path)
+    path.write_bytes(b"\0\0\0\0\n[1]\n" + path.read_bytes())
+    with Store(tmp_path, SETTINGS) as store:
+        assert store.get(KEYS[0]) == {"n": 0}
+
+
+def test_other_settings_neither_read_nor_lose_what_was_measured(tmp_path: Path) -> None:
+    with Store(tmp_path, SETTINGS) as store:
+        store.append(KEYS[0], {"n": 0})
+    with Store(tmp_path, {**SETTINGS, "dtype": "bfloat16"}) as store:
+        assert store.get(KEYS[0]) is None
+        store.append(KEYS[0], {"n": 1})
+    with Store(tmp_path, dict(reversed(SETTINGS.items()))) as store:
+        assert store.get(KEYS[0]) == {"n": 0}
+    assert fingerprint_of(SETTINGS) != fingerprint_of({**SETTINGS, "lengths": [1, 3]})
+
+
+def test_two_writers_of_one_shard_are_refused(tmp_path: Path) -> None:
+    with (
+        Store(tmp_path, SETTINGS),
+        pytest.raises(PosencError, match=r"Another process is writing .*shard-1-of-1"),
+    ):
+        Store(tmp_path, SETTINGS)
+    with Store(tmp_path, SETTINGS, Shard(0, 2)), Store(tmp_path, SETTINGS, Shard(1, 2)):
+        pass
+
+
+def test_shards_see_each_other_after_a_refresh(tmp_path: Path) -> None:
+    with (
+        Store(tmp_path, SETTINGS, Shard(0, 2)) as one,
+        Store(tmp_path, SETTINGS, Shard(1, 2)) as two,
+    ):
+        one.append(KEYS[0], {"n": 0})
+        assert two.get(KEYS[0]) is None
+        two.refresh()
+        assert two.get(KEYS[0]) == {"n": 0}
+    assert len(files(tmp_path)) == 2
+
+
+def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path: Path) -> None:
+    program = textwrap.dedent("""
+        import resource, signal, sys
+        from pathlib import Path
+        from hf_posenc.errors import PosencError
+        from hf_posenc.evaluation.store import Store
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with Store(Path(sys.argv[1]), {"a": 1}) as store:
+            store.append(("one",), {"text": "x" * 1000})
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))  # a disk that is full in the next line
+            try:
+                store.append(("two",), {"text": "x" * 1000})
+            except PosencError as error:
+                print(error)
+            assert store.get(("two",)) is None
+            store.append(("three",), {"n": 3})  # there is room for a short one
+    """)
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert "cannot be written: File too large" in done.stdout
+    assert "Everything measured before is kept" in done.stdout
+    with Store(tmp_path, {"a": 1}) as store:
+        assert store.get(("one",)) == {"text": "x" * 1000}
+        assert store.get(("two",)) is None
+        assert store.get(("three",)) == {"n": 3}
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PosencError, match="cannot be written to"):
+        Store(tmp_path / "file" / "out", SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        (None, {}, Shard()),
+        ("2/8", {"RANK": "0", "WORLD_SIZE": "4"}, Shard(1, 8)),
+        (None, {"RANK": "3", "WORLD_SIZE": "4"}, Shard(3, 4, launched=True)),
+        (
+            None,
+            {
+                "SLURM_ARRAY_TASK_ID": "14",
+                "SLURM_ARRAY_TASK_MIN": "10",
+                "SLURM_ARRAY_TASK_STEP": "2",
+                "SLURM_ARRAY_TASK_COUNT": "5",
+            },
+            Shard(2, 5),
+        ),
+    ],
+)
+def test_a_process_knows_its_place(
+    given: str | None,
+    environment: dict[str, str],
+    expected: Shard,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_ARRAY_TASK_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert current_shard(given) == expected
+
+
+@pytest.mark.parametrize("text", ["0/2", "3/2", "1", "a/b", "1/0", "-1/2"])
+def test_a_place_that_does_not_exist(text: str) -> None:
+    with pytest.raises(PosencError, match="--shard"):
+        current_shard(text)
+
+
+def test_shares_cover_everything_once() -> None:
+    items = list(range(11))
+    shares = [Shard(index, 3).mine(items) for index in range(3)]
+    assert sorted(item for share in shares for item in share) == items

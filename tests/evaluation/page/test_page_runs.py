@@ -1,0 +1,209 @@
+"""Results of many runs and machines in one report: what shares a table, what stands apart, what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hf_posenc.cli import catalog as report
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.statistics import Record, summarize
+from hf_posenc.evaluation.page import collect, render
+from tests.support.page_results import CURVES, LENGTHS, Page, exact, page, result, write
+
+
+def test_runs_of_one_model_share_a_table_and_a_baseline(tmp_path: Path) -> None:
+    first = result({name: CURVES[name] for name in ("none", "yarn")})
+    second = result({"sliding_window": CURVES["sliding_window"], "yarn": (15.6, 14.8, 14.3, 15.7)})
+    for index, document in enumerate(second["documents"]):  # another machine has them elsewhere
+        document["name"] = f"/elsewhere/{index}.txt"
+    for record in second["records"]:
+        record["document"] = f"/elsewhere/{record['document'].removeprefix('doc ')}.txt"
+    made = page(write(tmp_path / "a", first), write(tmp_path / "b", second))
+    assert len([h for h in made.root.all("h2") if h.text.startswith("Perplexity")]) == 1
+    cells = made.table("Perplexity, tail")
+    row = "sliding_windowrun 2"
+    assert {name for name, _ in cells} == {"nonerun 1", "yarn [1]run 1", row, "yarn [2]run 2"}
+    for length in LENGTHS:
+        numbers = next(
+            c
+            for c in second["summary"]
+            if (c["method"], c["protocol"], c["length"]) == ("sliding_window", "tail", length)
+        )
+        shown = exact(cells[row, f"{length:,}×{length / 256:.3g}"])
+        assert shown[:3] == [numbers["perplexity"], *numbers["interval"]]
+        records = [
+            Record(**{**r, "document": r["document"].removesuffix(".txt")[-1], "method": f"{k}"})
+            for k, d in enumerate((first, second))
+            for r in d["records"]
+            if (r["protocol"], r["length"]) == ("tail", length)
+            and r["method"] == ("none", "sliding_window")[k]
+        ]
+        expected = summarize(records, seed=0, resamples=500)[-1]
+        assert shown[3:] == [expected.ratio, *(expected.ratio_interval or ())]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ("documents", "other documents (6 instead of 6, 5 in common)"),
+        ("cut", "other documents (the same texts, cut at other lengths)"),
+        ("tokenizer", "another tokenizer"),
+        ("bos", "other special tokens in front ([1] instead of [])"),
+    ],
+)
+def test_what_is_not_comparable_stands_apart_with_the_reason(
+    tmp_path: Path, change: str, reason: str
+) -> None:
+    other = result()
+    if change == "documents":
+        other["documents"][0] |= {"tokens_sha256": "c" * 64, "text_sha256": "d" * 64}
+    elif change == "cut":
+        other["documents"][0] |= {"tokens_sha256": "c" * 64}
+    elif change == "tokenizer":
+        other["model"]["tokenizer"]["sha256"] = "c" * 64
+    else:
+        other["model"]["bos"]["token_ids"] = [1]
+    made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
+    heads = [h.text for h in made.root.all("h2") if h.text.startswith("Perplexity")]
+    assert heads == ["Perplexity 1", "Perplexity 2"]
+    notes = [p.text for p in made.root.all("p", class_="apart")]
+    assert len(notes) == 1
+    assert f"Not comparable with Perplexity 1: {reason}" in notes[0]
+    for place in (0, 1):
+        assert {name for name, _ in made.table("Perplexity, tail", place)} == set(CURVES)
+
+
+def test_another_tail_is_another_table(tmp_path: Path) -> None:
+    other = result(tail=32)
+    made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
+    titles = [h.text for h in made.root.all("h3") if h.text in ("prefix", "tail")]
+    assert titles == ["prefix", "tail", "tail"]  # the prefixes are the same, and share one table
+    notes = [p.text for p in made.root.all("p", class_="apart")]
+    reason = "the other one is: the same last 64 tokens"
+    assert notes == [f"Not comparable with the tail above: {reason}."]
+    same = [f"{name}runs 1, 2, the same numbers" for name in CURVES]
+    assert {name for name, _ in made.table("Perplexity, prefix")} == set(same)
+
+
+def test_another_setting_of_a_protocol_is_another_table_too(tmp_path: Path) -> None:
+    other = result()
+    other["settings"] |= {"windows_per_document": 3, "chunk": 64, "seed": 7}
+    made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
+    titles = [h.text for h in made.root.all("h3") if h.text in ("prefix", "tail")]
+    assert titles == ["prefix", "tail", "tail"]  # neither says anything about the prefix
+    reason = "windows_per_document 3 instead of None, longest length 1024 instead of None"
+    notes = [p.text for p in made.root.all("p", class_="apart")]
+    assert notes == [f"Not comparable with the tail above: {reason}."]
+
+
+def test_another_model_has_a_baseline_of_its_own(tmp_path: Path) -> None:
+    other = result()
+    other["model"]["weights_sha256"] = "ee" * 32
+    made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
+    cells = made.table("Perplexity, tail")
+    rows = {name for name, _ in cells}
+    assert len(rows) == 6
+    row = next(name for name in rows if name.startswith("none [2]"))
+    assert len(exact(cells[row, "512×2"])) == 3
+
+
+def test_settings_say_where_runs_differ(tmp_path: Path) -> None:
+    other = result({"none": CURVES["none"]})
+    other["model"]["dtype"] = "bfloat16"
+    made = page(write(tmp_path / "a", result()), write(tmp_path / "b", other))
+    table = next(t for t in made.root.all("table", class_="words settings"))
+    rows = {tr.children[0].text: tr for tr in table.all("tr")}
+    dtype, attention = rows["model.dtype"], rows["model.attention"]
+    assert [cell.text for cell in dtype.children[1:]] == ["float32", "bfloat16"]
+    assert dtype.attributes.get("class") == "differs"
+    assert attention.attributes.get("class") is None
+    assert [cell.attributes["colspan"] for cell in attention.children[1:]] == ["2"]
+    weights = rows["model.weights_sha256"].children[1]
+    assert (weights.text, weights.attributes["title"]) == ("aaaaaaaaaaaa…", "aa" * 32)
+    for name in (
+        "model.tokenizer.sha256",
+        "settings.aggregate",
+        "environment.torch",
+        "model.weights_sha256",
+    ):
+        assert name in rows
+    assert made.root.text.count("hf-posenc perplexity --patch none --patch yarn") == 2
+    assert "bad.txt: not UTF-8" in made.root.text
+
+
+def test_an_unfinished_run_says_what_it_has(tmp_path: Path) -> None:
+    records = tmp_path / "run" / "records" / "abc"
+    records.mkdir(parents=True)
+    (records / "settings.json").write_text(json.dumps({"command": "hf-posenc perplexity --x <y>"}))
+    for shard, lines in ((1, 3), (2, 2)):
+        text = "{}\n" * lines + '{"torn'
+        (records / f"shard-{shard}-of-2.jsonl").write_text(text)
+    made = page(tmp_path / "run")
+    assert "5 values stored by 2 processes" in made.root.text
+    assert "hf-posenc perplexity --x <y>" in made.root.text
+    write(tmp_path / "run", result())
+    assert not collect([tmp_path / "run"]).unfinished
+
+
+def test_what_is_no_result_is_said(tmp_path: Path) -> None:
+    write(tmp_path / "runs" / "a", result())
+    write(tmp_path / "runs" / "b", result())
+    (tmp_path / "runs" / "c").mkdir()
+    (tmp_path / "runs" / "c" / "perplexity.json").write_text("{")
+    (tmp_path / "runs" / "c" / "sweep.json").write_text("[]")
+    found = collect([tmp_path / "runs"])
+    assert [Path(source.name).name for source in found.sources] == ["a"]
+    reasons = " ".join(found.remarks)
+    for text in ("the same result as", "cannot be read", "not a result of hf-posenc"):
+        assert text in reasons
+    assert "the same result as" in Page(render(found)).root.text
+    with pytest.raises(PosencError, match="There is no folder"):
+        collect([tmp_path / "nowhere"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PosencError, match=r"nothing to report.*perplexity\.json"):
+        collect([tmp_path / "empty"])
+
+
+@pytest.mark.parametrize("lost", ["documents", "records", "settings", "model", "methods", "curve"])
+def test_a_result_that_lost_a_part_is_named_and_left_out(tmp_path: Path, lost: str) -> None:
+    whole = result()
+    write(tmp_path / "a", whole)
+    write(tmp_path / "b", {name: value for name, value in whole.items() if name != lost})
+    found = collect([tmp_path / "a", tmp_path / "b"])
+    assert len(found.sources) == 1
+    assert f"it lacks {lost}." in found.remarks[0]
+    inside = {"kind": "bench", "format": 1, "perplexity": {**whole, lost: None}, "retrieval": None}
+    (tmp_path / "b" / "perplexity.json").unlink()
+    (tmp_path / "b" / "bench.json").write_text(json.dumps(inside))
+    with pytest.raises(PosencError, match=f"it lacks perplexity: {lost}"):
+        collect([tmp_path / "b"])
+
+
+def test_a_file_may_be_given_and_the_page_is_the_same_every_time(tmp_path: Path) -> None:
+    write(tmp_path / "a", result())
+    file = tmp_path / "renamed.json"
+    (tmp_path / "a" / "perplexity.json").rename(file)
+    assert page(file).source == page(file).source
+    assert collect([file]).sources[0].kind == "perplexity"
+
+
+def test_the_command_writes_the_page(tmp_path: Path) -> None:
+    app = typer.Typer()
+    report.register(app)
+    write(tmp_path / "runs" / "a", result())
+    (tmp_path / "runs" / "b").mkdir()
+    (tmp_path / "runs" / "b" / "perplexity.json").write_text("{")
+    target = tmp_path / "page.html"
+    options = ["--output", str(target), "--title", "Ours & theirs"]
+    done = CliRunner().invoke(app, [str(tmp_path / "runs"), *options])
+    assert done.exit_code == 0, done.output
+    assert "1 result" in done.stdout.replace("\n", "")
+    assert "cannot be read" in done.stderr
+    made = Page(target.read_text(encoding="utf-8"))
+    assert made.root.all("h1")[0].text == "Ours & theirs"
+    assert len(made.root.all("svg")) == 5

@@ -1,0 +1,205 @@
+"""A patched model in lm-evaluation-harness: HFLM takes the live object, and the patch stays in force."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from hf_posenc import patch_model, patched
+from hf_posenc.embedded import held_out_documents, model_path
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer, evaluation_mode
+from tests.support import peers
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness comes with the dev extra")
+
+TRAINED = 64
+SCALE = 4
+YARN: dict[str, Any] = {"method": "yarn", "scale": SCALE}
+SELF_EXTEND: dict[str, Any] = {"method": "self_extend", "group": 8}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(model_path())
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    """Three pieces of Python: shorter than one window, a few windows, and many."""
+    _, text = next(held_out_documents())
+    return [text[:90], text[:700], text[700:2500]]
+
+
+@pytest.fixture
+def model(tokenizer: Any) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=TRAINED,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    made: Any = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.mul_(3)  # far from uniform attention, so that positions matter
+    return made
+
+
+def harness(model: Any, tokenizer: Any, **options: Any) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=model, tokenizer=tokenizer, batch_size=1, **options)
+
+
+def rolling(lm: Any, texts: list[str]) -> list[float]:
+    from lm_eval.api.instance import Instance
+
+    requests = [
+        Instance("loglikelihood_rolling", doc={}, arguments=(text,), idx=index)
+        for index, text in enumerate(texts)
+    ]
+    found: list[float] = lm.loglikelihood_rolling(requests, disable_tqdm=True)
+    return found
+
+
+@pytest.mark.parametrize("patch", [None, YARN, SELF_EXTEND], ids=["none", "yarn", "self_extend"])
+def test_rolling_log_likelihoods_are_our_sums(
+    model: Any, tokenizer: Any, texts: list[str], patch: dict[str, Any] | None
+) -> None:
+    length = TRAINED if patch is None else TRAINED * SCALE
+    unpatched = rolling(harness(model, tokenizer, max_length=length), texts)
+    if patch is not None:
+        patch_model(model, **patch)
+    lm = harness(model, tokenizer, max_length=length)
+    found = rolling(lm, texts)
+
+    tokens = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    assert len(tokens[0]) < length < len(tokens[2])
+    prefix = tokenizer.bos_token_id
+    assert found == pytest.approx(peers.lm_eval(model, tokens, length, prefix=prefix), rel=1e-5)
+
+    one_window = torch.tensor([prefix, *tokens[0]])  # --bos always, in our words
+    with evaluation_mode(model):
+        nats = TokenScorer(model, one_window)(one_window, 1).double().sum()
+    assert -found[0] == pytest.approx(float(nats), rel=1e-5)
+
+    if patch is not None:
+        assert abs(found[2] / unpatched[2] - 1) > 1e-4
+
+
+def test_the_patch_goes_and_the_numbers_come_back(
+    model: Any, tokenizer: Any, texts: list[str]
+) -> None:
+    lm = harness(model, tokenizer, max_length=TRAINED)
+    before = rolling(lm, texts)
+    with patched(model, **YARN):
+        assert rolling(lm, texts) != before
+    assert rolling(lm, texts) == before
+
+
+def test_the_length_is_read_from_the_config(model: Any, tokenizer: Any) -> None:
+    """A method with a scale writes what it reaches; one that follows the text needs `max_length=`."""
+    assert harness(model, tokenizer).max_length == TRAINED
+    with patched(model, **YARN):
+        assert harness(model, tokenizer).max_length == TRAINED * SCALE
+    with patched(model, "rerope"):
+        assert harness(model, tokenizer).max_length == TRAINED
+        assert harness(model, tokenizer, max_length=500).max_length == 500
+
+
+@pytest.mark.parametrize("patch", [YARN, SELF_EXTEND], ids=["yarn", "self_extend"])
+def test_generation_is_the_patched_model_s(
+    model: Any, tokenizer: Any, texts: list[str], patch: dict[str, Any]
+) -> None:
+    """The request type of RULER and LongBench."""
+    from lm_eval.api.instance import Instance
+
+    prompt = texts[1][:450]
+
+    def generated() -> str:
+        options = {"do_sample": False, "max_gen_toks": 12, "until": ["no such text"]}
+        request = Instance("generate_until", doc={}, arguments=(prompt, options), idx=0)
+        found: str = lm.generate_until([request], disable_tqdm=True)[0]
+        return found
+
+    lm = harness(model, tokenizer, max_length=TRAINED * SCALE)
+    plain = generated()
+    patch_model(model, **patch)
+    ids = tokenizer(prompt, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    assert TRAINED < ids.shape[1] < TRAINED * SCALE - 12
+    new = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert generated() == tokenizer.decode(new, skip_special_tokens=True)
+    assert generated() != plain
+
+
+def test_a_task_of_the_harness(model: Any, tokenizer: Any, texts: list[str]) -> None:
+    """A task with the metrics of its wikitext task, on texts that are here."""
+    from datasets import Dataset, DatasetDict
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    sizes: dict[str, Callable[[str], int]] = {
+        "word_perplexity": lambda text: len(text.split()),
+        "byte_perplexity": lambda text: len(text.encode()),
+        "bits_per_byte": lambda text: len(text.encode()),
+    }
+
+    def process(doc: dict[str, str], results: tuple[float]) -> dict[str, tuple[float, int]]:
+        return {name: (results[0], size(doc["text"])) for name, size in sizes.items()}
+
+    task = {
+        "task": "held_out_modules",
+        "custom_dataset": lambda **_: DatasetDict({"test": Dataset.from_dict({"text": texts})}),
+        "test_split": "test",
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{text}}",
+        "process_results": process,
+        "metric_list": [{"metric": name} for name in sizes],
+    }
+    with patched(model, **YARN):
+        lm = harness(model, tokenizer)
+        scores = rolling(lm, texts)
+        manager = TaskManager(include_defaults=False)  # no index of thousands of files
+        results = simple_evaluate(model=lm, tasks=[task], bootstrap_iters=0, task_manager=manager)
+    found = results["results"]["held_out_modules"]
+    counts = {name: [size(text) for text in texts] for name, size in sizes.items()}
+    for name in ("word_perplexity", "byte_perplexity"):
+        expected = peers.weighted_perplexity(scores, counts[name])
+        assert found[f"{name},none"] == pytest.approx(expected, rel=1e-9)
+    bits = peers.bits_per_byte(scores, counts["bits_per_byte"])
+    assert found["bits_per_byte,none"] == pytest.approx(bits, rel=1e-9)
+    assert math.log2(found["byte_perplexity,none"]) == pytest.approx(bits, rel=1e-9)
+
+
+@pytest.mark.slow
+def test_a_task_of_ruler() -> None:
+    """Its passkey task, the one whose text is not downloaded, on the embedded model at eight times its length."""
+    pytest.importorskip("wonderwords", reason="it comes with lm-eval[ruler]")
+    from lm_eval import simple_evaluate
+
+    name, length = str(model_path()), 2048
+    model: Any = patch_model(LlamaForCausalLM.from_pretrained(name), "yarn", target_length=length)
+    lm = harness(model, AutoTokenizer.from_pretrained(name), max_length=length)
+    results = simple_evaluate(
+        model=lm,
+        tasks=["niah_single_1"],
+        metadata={"tokenizer": name, "max_seq_lengths": [length]},
+        limit=1,
+    )
+    sample = results["samples"]["niah_single_1"][0]
+    ids = torch.tensor([lm.tok_encode(sample["arguments"][0][0])])
+    assert length // 2 < ids.shape[1] < length
+    new = model.generate(ids, max_new_tokens=128, do_sample=False)[0, ids.shape[1] :]
+    assert sample["resps"][0][0] == lm.tokenizer.decode(new, skip_special_tokens=True)
+    assert f"{length},none" in results["results"]["niah_single_1"]

@@ -1,0 +1,291 @@
+"""Key tokens against a float64 reference from full logits, and how they are carried between tokenizers."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_posenc.embedded import held_out_documents, model_path
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import Document, tokenize
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.store import fingerprint_of
+from hf_posenc.evaluation.perplexity.longppl import (
+    Evaluator,
+    carry,
+    finder,
+    key_tokens,
+    short_windows,
+)
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer, evaluation_mode
+from tests.support import zoo
+from tests.support.tiny_text import byte_tokenizer, prose
+
+SHORT, STEP = 48, 20
+
+
+@cache
+def evaluator() -> tuple[Any, Any]:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(model_path())
+
+
+@cache
+def text() -> str:
+    return next(text for name, text in held_out_documents() if name == "argparse")[4000:5500]
+
+
+def document_ids() -> Tensor:
+    return tokenize(Document("text", text()), evaluator()[1]).ids
+
+
+@cache
+def reference_losses() -> tuple[Tensor, Tensor]:
+    """Loss of every token from `SHORT` on, in the whole text and in its piece: float64, from full logits.
+
+    Retyped from the description of the authors' `find_key_token`: pieces start every STEP tokens, have SHORT + STEP
+    tokens, the last one fewer, and their last STEP tokens are scored.
+    """
+    ids = document_ids()
+    model = copy.deepcopy(evaluator()[0]).double()
+
+    @torch.no_grad()
+    def log_probabilities(part: Tensor) -> Tensor:
+        logits: Tensor = model(input_ids=part[None], use_cache=False).logits[0]
+        return logits - logits.logsumexp(-1, keepdim=True)
+
+    whole = log_probabilities(ids)
+    long, short = [], []
+    for target in range(SHORT, len(ids)):
+        long.append(-whole[target - 1, ids[target]])
+        begin = (target - SHORT) // STEP * STEP
+        piece = ids[begin : min(begin + SHORT + STEP, len(ids))]
+        if (target - SHORT) % STEP == 0:
+            predicted = log_probabilities(piece)
+        short.append(-predicted[target - begin - 1, ids[target]])
+    return torch.stack(long), torch.stack(short)
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(2.0, -2.0), (0.5, -4.0), (0.25, -1.0), (-1.0, -0.5)])
+def test_key_tokens_are_those_of_the_reference(alpha: float, beta: float) -> None:
+    long, short = reference_losses()
+    expected = torch.zeros(len(document_ids()), dtype=torch.bool)
+    for index, (in_long, in_short) in enumerate(zip(long.tolist(), short.tolist(), strict=True)):
+        if in_short - in_long > alpha and in_long < -beta:
+            expected[SHORT + index] = True
+    margin = torch.minimum((short - long - alpha).abs(), (long + beta).abs())
+    clear = torch.cat([torch.ones(SHORT, dtype=torch.bool), margin > 1e-4])  # the others may round
+    assert clear.float().mean() > 0.98
+    assert 2 < expected.sum() < len(expected) - SHORT
+    model, _ = evaluator()
+    with evaluation_mode(model):
+        scorer = TokenScorer(model, document_ids(), chunk=64)
+        found = key_tokens(scorer, document_ids(), short=SHORT, step=STEP, alpha=alpha, beta=beta)
+    assert torch.equal(found[clear], expected[clear])
+
+
+def test_the_default_thresholds_are_the_papers() -> None:
+    model, _ = evaluator()
+    with evaluation_mode(model):
+        scorer = TokenScorer(model, document_ids())
+        default = key_tokens(scorer, document_ids(), short=SHORT, step=STEP)
+        named = key_tokens(scorer, document_ids(), short=SHORT, step=STEP, alpha=2.0, beta=-2.0)
+    assert torch.equal(default, named)
+    assert default.any()
+
+
+def test_what_decides_the_key_tokens_is_told_apart() -> None:
+    model, _ = evaluator()
+
+    def told(spec: str = "none", special: tuple[int, ...] = (), short: int = SHORT) -> str:
+        candidate = Candidate.parse(spec).checked(model)
+        made = Evaluator("self", model, byte_tokenizer(), candidate, special, short)
+        return fingerprint_of(made.to_dict())
+
+    seen = {told(), told("rerope:window=8"), told(special=(0,)), told(short=SHORT + 1)}
+    eps = model.config.rms_norm_eps
+    model.config.rms_norm_eps = 2 * eps  # the weights are the same
+    seen.add(told())
+    model.config.rms_norm_eps = eps
+    assert len(seen) == 5
+    assert told() in seen
+
+
+@pytest.mark.parametrize("rope_type", ["default", "dynamic"])
+def test_an_evaluator_that_keeps_the_longest_text_as_state_reads_every_piece_anew(
+    rope_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lenient = partial(key_tokens, alpha=0.01, beta=-9.0)  # the weights are random
+    monkeypatch.setattr("hf_posenc.evaluation.perplexity.longppl.key_tokens", lenient)
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 8.0}
+    model = zoo.build("llama", vocab_size=257, rope_parameters=rope)  # trained at 64 tokens
+    document = tokenize(Document("d", prose(200)), byte_tokenizer())
+    candidate = Candidate.parse("none").checked(model)
+    found = finder(
+        Evaluator("self", model, byte_tokenizer(), candidate, (), 80),
+        [document],
+        byte_tokenizer(),
+        200,
+        list,
+    )(0)
+
+    def losses(part: Tensor, first: int) -> Tensor:
+        with torch.no_grad():
+            logits = zoo.twin(model)(input_ids=part[None], use_cache=False).logits[0].double()
+        return -logits.log_softmax(-1)[:-1].gather(1, part[1:, None])[first - 1 :, 0]
+
+    expected = lenient(losses, document.tokens(0, 200), short=80, step=20)
+    assert 0 < expected.sum() < 120
+    assert torch.equal(found, expected)
+
+
+class Calls:
+    """A scorer that gives one loss in texts of `tokens`, another in shorter pieces."""
+
+    def __init__(self, tokens: int, whole: float, piece: float) -> None:
+        self.tokens, self.whole, self.piece = tokens, whole, piece
+        self.windows: list[tuple[int, int, int]] = []
+
+    def __call__(self, ids: Tensor, first: int) -> Tensor:
+        self.windows.append((int(ids[0]), len(ids), first))
+        value = self.whole if len(ids) == self.tokens else self.piece
+        return torch.full((len(ids) - first,), value, dtype=torch.float64)
+
+
+def test_thresholds_are_strict_and_of_both_kinds() -> None:
+    ids = torch.arange(12)
+
+    def found(whole: float, piece: float) -> Tensor:
+        scorer: Any = Calls(12, whole, piece)
+        return key_tokens(scorer, ids, short=4, step=3)
+
+    assert found(1.0, 3.5).tolist() == [False] * 4 + [True] * 8
+    assert not found(1.0, 3.0).any()  # a difference of alpha itself
+    assert not found(2.0, 9.0).any()  # a log-probability of beta itself
+    assert not found(float("nan"), 9.0).any()
+    assert not found(1.0, float("nan")).any()
+
+
+def test_pieces_score_every_later_token_once_even_a_single_last_one() -> None:
+    scorer: Any = Calls(11, 0.0, 9.0)
+    assert key_tokens(scorer, torch.arange(11), short=4, step=3).sum() == 7
+    # (first token, tokens, first scored): the whole text, then pieces; the last one scores one token
+    assert scorer.windows == [(0, 11, 4), (0, 7, 4), (3, 7, 4), (6, 5, 4)]
+    for tokens in (5, 17, 40, 41):
+        scored = [
+            t
+            for begin, end in short_windows(tokens, short=4, step=3)
+            for t in range(begin + 4, end)
+        ]
+        assert scored == list(range(4, tokens))
+
+
+def test_a_text_within_the_short_context_has_no_key_token() -> None:
+    scorer: Any = Calls(4, 0.0, 9.0)
+    assert key_tokens(scorer, torch.arange(4), short=4, step=3).tolist() == [False] * 4
+    assert not scorer.windows
+    for options in ({"short": 0}, {"step": 0}):
+        with pytest.raises(PosencError, match="1 token or more, not 0"):
+            key_tokens(scorer, torch.arange(4), **options)
+
+
+def overlapping(offsets: list[tuple[int, int]], stretches: list[tuple[int, int]]) -> list[bool]:
+    return [any(b <= begin and end <= e for b, e in stretches) for begin, end in offsets]
+
+
+def test_carrying_to_the_same_tokens_changes_nothing() -> None:
+    ends = torch.tensor([1, 4, 9, 10, 15, 21])
+    for mask in torch.rand(20, 6, generator=torch.Generator().manual_seed(0)) > 0.5:
+        assert torch.equal(carry(mask, ends, ends), mask)
+
+
+def test_a_token_is_key_if_one_stretch_holds_all_of_its_text() -> None:
+    evaluator_ends = torch.tensor([2, 5, 9, 12, 20])
+    mask = torch.tensor([False, True, True, False, True])  # text 2..9 and 12..20
+    model_ends = torch.tensor([1, 2, 4, 7, 9, 10, 12, 13, 20])
+    expected = [False, False, True, True, True, False, False, True, True]
+    assert carry(mask, evaluator_ends, model_ends).tolist() == expected
+    across = torch.tensor([3, 8, 13, 20])  # 0..3 and 8..13 stick out
+    assert carry(mask, evaluator_ends, across).tolist() == [False, True, False, True]
+    assert not carry(torch.zeros(5, dtype=torch.bool), evaluator_ends, across).any()
+
+
+def test_random_tokens_are_carried_as_intervals_are() -> None:
+    generator = torch.Generator().manual_seed(1)
+    size = 200
+    for _ in range(30):
+        ends = [
+            torch.cat(
+                [
+                    torch.randperm(size - 1, generator=generator)[:60].sort()[0] + 1,
+                    torch.tensor([size]),
+                ]
+            )
+            for _ in range(2)
+        ]
+        mask = torch.rand(61, generator=generator) > 0.4
+        offsets = [list(zip([0, *e.tolist()[:-1]], e.tolist(), strict=True)) for e in ends]
+        stretches: list[tuple[int, int]] = []
+        for (begin, end), key in zip(offsets[0], mask.tolist(), strict=True):
+            if key and stretches and stretches[-1][1] == begin:
+                stretches[-1] = (stretches[-1][0], end)
+            elif key:
+                stretches.append((begin, end))
+        expected = overlapping(offsets[1], stretches)
+        assert carry(mask, *ends).tolist() == expected
+        assert any(expected)
+
+
+def test_characters_that_are_split_over_tokens() -> None:
+    text = "né – 日本語 und so"
+    model, tokens = (
+        tokenize(Document("text", text), t) for t in (evaluator()[1], byte_tokenizer())
+    )
+    ends, model_ends = model.byte_ends, tokens.byte_ends
+    assert ends is not None
+    assert model_ends is not None
+    assert len(tokens.ids) == len(text.encode())
+    mask = torch.zeros(len(model.ids), dtype=torch.bool)
+    mask[torch.nonzero(ends == len("né – 日".encode()))] = True  # all tokens of one character
+    key = carry(mask, ends, model_ends)
+    expected = [False] * len("né – ".encode()) + [True] * 3
+    assert key.tolist() == expected + [False] * (len(tokens.ids) - len(expected))
+
+
+def test_ends_and_tokens_belong_together() -> None:
+    ends = torch.tensor([1, 2, 3])
+    with pytest.raises(PosencError, match="2 tokens have 3 ends"):
+        carry(torch.tensor([True, False]), ends, ends)
+
+
+def test_the_authors_package_finds_the_same_key_tokens_and_number() -> None:
+    longppl = pytest.importorskip("longppl.longppl")
+    model, tokenizer = evaluator()
+    other = byte_tokenizer()
+    for measured_tokenizer, tokens in ((tokenizer, None), (other, 257)):
+        measured = model
+        if tokens is not None:
+            from tests.support import zoo
+
+            measured = zoo.build("llama", vocab_size=tokens)
+        theirs = longppl.compute_longppl(
+            text(), measured, model, measured_tokenizer, tokenizer, None, SHORT, STEP, 0.5, -4.0
+        )
+        documents = [tokenize(Document("text", text()), t) for t in (tokenizer, measured_tokenizer)]
+        key = key_tokens(
+            TokenScorer(model, documents[0].ids), documents[0].ids,
+            short=SHORT, step=STEP, alpha=0.5, beta=-4.0,
+        )  # fmt: skip
+        ends = [document.byte_ends for document in documents]
+        assert ends[0] is not None
+        assert ends[1] is not None
+        mask = carry(key, ends[0], ends[1])
+        losses = TokenScorer(measured, documents[1].ids)(documents[1].ids)[mask[1:]]
+        assert len(losses) == theirs["n_key_token"] > 0
+        assert float(losses.mean().exp()) == pytest.approx(float(theirs["longppl"]), rel=1e-5)

@@ -1,0 +1,312 @@
+"""The numbers, recomputed from raw logits in float64."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_posenc
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
+from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
+from hf_posenc.evaluation.measuring.statistics import Record
+from hf_posenc.evaluation.perplexity.measurement import Failure, Measurement, measure
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.result import MethodEntry
+from hf_posenc.methods import LogN, PositionInterpolation
+from tests.support import zoo
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+
+LENGTHS = (32, 64, 128, 256)  # of 64 trained tokens
+DOCUMENTS = [
+    # token i takes 1, 2, 3, 4, 1, ... bytes, so that it matters which tokens are counted
+    dataclasses.replace(plain, byte_ends=torch.cumsum(torch.arange(len(plain.ids)) % 4 + 1, 0))
+    for n in range(3)
+    for plain in [tokenize(Document(f"d{n}", prose(260 + 41 * n, n)), byte_tokenizer())]
+]
+
+
+def tiny(model_type: str = "llama", **overrides: Any) -> Any:
+    return zoo.build(model_type, **{"vocab_size": VOCABULARY, "num_hidden_layers": 2, **overrides})
+
+
+def run(
+    model: Any, specs: list[str], settings: Settings | None = None, **options: Any
+) -> Measurement:
+    candidates = [candidate.checked(model) for candidate in parse_candidates(specs)]
+    return measure(model, DOCUMENTS, candidates, settings or Settings(lengths=LENGTHS), **options)
+
+
+def by_cell(measurement: Measurement) -> dict[tuple[str, str, int, str], Record]:
+    return {(r.method, r.protocol, r.length, r.document): r for r in measurement.records}
+
+
+def reference(
+    model: Any,
+    document: TokenizedDocument,
+    protocol: str,
+    length: int,
+    tail: int,
+    special: tuple[int, ...] = (),
+) -> tuple[float, int]:
+    """Total nats and tokens of one document, from one forward of exactly this window, in float64."""
+    body = document.ids.tolist()
+    room = length - len(special)
+    body = body[:room] if protocol == "prefix" else body[-room:]
+    window = torch.tensor([[*special, *body]])
+    with torch.no_grad():
+        log_probabilities = (
+            model(input_ids=window, use_cache=False).logits[0].double().log_softmax(-1)
+        )
+    first = max(1, len(special)) if protocol == "prefix" else length - tail
+    losses = [-float(log_probabilities[t - 1, window[0, t]]) for t in range(first, length)]
+    return math.fsum(losses), len(losses)
+
+
+@pytest.mark.parametrize("special", [(), (0,)])
+def test_every_number_is_what_full_logits_give(special: tuple[int, ...]) -> None:
+    model, tail = tiny(), 16
+    scales = {length: max(1.0, length / 64) for length in LENGTHS}
+    patches: dict[str, Any] = {
+        "none": lambda length: None,
+        "yarn (scale 4)": lambda length: ("yarn", {"scale": 4}),
+        "pi (auto)": lambda length: ("pi", {"scale": scales[length]}),
+        "dynamic_ntk (update sequence)": lambda length: ("dynamic_ntk", {"update": "sequence"}),
+        "dynamic_ntk (update request)": lambda length: ("dynamic_ntk", {"update": "request"}),
+        "dynamic_yarn (update row, bucket 16)": lambda length: (
+            "dynamic_yarn",
+            {"update": "row", "bucket": 16},
+        ),
+        "rerope (window 24)": lambda length: ("rerope", {"window": 24}),
+        "self_extend (auto)": lambda length: ("self_extend", {"scale": scales[length]}),
+        "alibi": lambda length: ("alibi", {}),
+        "pi (scale 2) + log_n": lambda length: ([PositionInterpolation(scale=2), LogN()], {}),
+    }
+    specs = ["none", "yarn:scale=4", "pi", "dynamic_ntk:update=sequence"]
+    specs += ["dynamic_ntk:update=request", "dynamic_yarn:update=row,bucket=16"]
+    specs += ["rerope:window=24", "self_extend", "alibi", "pi:scale=2+log_n"]
+    measured = run(model, specs, special=special)
+    records = by_cell(measured)
+    assert len(records) == len(patches) * 2 * len(LENGTHS) * len(DOCUMENTS)
+    assert measured.head_replay == "bit-exact"
+    own_forwards = {label for label, shared in measured.shared_prefix.items() if not shared}
+    assert own_forwards == {
+        *("pi (auto)", "self_extend (auto)"),
+        *("dynamic_ntk (update sequence)", "dynamic_ntk (update request)"),
+    }
+    for (label, protocol, length, name), record in records.items():
+        document = next(document for document in DOCUMENTS if document.name == name)
+        twin = zoo.twin(model)
+        patch = patches[label](length)
+        if patch is not None:
+            hf_posenc.patch_model(twin, patch[0], **patch[1])
+        nats, tokens = reference(twin, document, protocol, length, tail, special)
+        assert record.tokens == tokens
+        assert record.nats == pytest.approx(nats, rel=2e-6)
+        stop = length - len(special) if protocol == "prefix" else len(document.ids)
+        assert record.bytes == sum(i % 4 + 1 for i in range(stop - tokens, stop))
+
+
+def test_one_forward_gives_the_prefix_of_every_length_for_static_methods_only() -> None:
+    model, seen = tiny(), []
+    hook = model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].shape[1])
+    )
+    settings = Settings(lengths=LENGTHS, protocols=("prefix",))
+    static = run(model, ["yarn:scale=4"], settings)
+    assert static.shared_prefix == {"yarn (scale 4)": True}
+    # a probe of 9 tokens in two ways; then one forward a document, and no other
+    assert [n for n in seen if n > 9] == [256] * len(DOCUMENTS)
+    seen.clear()
+    dynamic = run(model, ["dynamic_ntk:update=sequence"], settings)
+    assert dynamic.shared_prefix == {"dynamic_ntk (update sequence)": False}
+    assert [n for n in seen if n > 9] == [*LENGTHS] * len(DOCUMENTS)
+    hook.remove()
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, (96, 128, 256)])
+def test_a_checkpoint_that_is_dynamic_by_its_own_config_is_found_out(
+    lengths: tuple[int, ...],
+) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = tiny(rope_parameters=rope)
+    measurement = run(model, ["none"], Settings(lengths=lengths, tail_tokens=16))
+    assert measurement.shared_prefix == {"none": False}
+    for record in measurement.records:
+        document = next(document for document in DOCUMENTS if document.name == record.document)
+        nats, _ = reference(
+            zoo.twin(model), document, record.protocol, record.length, 16
+        )  # no state from before
+        assert record.nats == pytest.approx(nats, rel=2e-6)
+
+
+def test_the_scale_follows_the_length_and_never_shrinks_a_text() -> None:
+    candidate = Candidate.parse("yarn").checked(tiny())
+    assert candidate.label == "yarn (auto)"
+    assert [candidate.scale_at(length) for length in LENGTHS] == [1.0, 1.0, 2.0, 4.0]
+    stored = MethodEntry.of(candidate, shared=False)
+    assert [stored.scale_at(length) for length in LENGTHS] == [1.0, 1.0, 2.0, 4.0]
+    assert (stored.scale, stored.auto_scale, stored.original) == (None, True, 64)
+    own = Candidate.parse("yarn:original_max_position_embeddings=32").checked(tiny())
+    assert [own.scale_at(length) for length in LENGTHS] == [1.0, 2.0, 4.0, 8.0]
+
+
+def test_which_candidates_are_automatic() -> None:
+    labels = {
+        "none": "none",
+        "yarn:scale=8": "yarn (scale 8)",
+        "linear": "pi (auto)",
+        "ntk:target_length=512": "ntk (target_length 512)",
+        "dynamic_ntk": "dynamic_ntk",
+        "yarn:scale=2.5,beta_fast=16": "yarn (scale 2.5, beta_fast 16)",
+        "abf:rope_theta=500000": "abf (rope_theta 500000)",
+    }
+    assert {spec: Candidate.parse(spec).label for spec in labels} == labels
+    assert [spec for spec in labels if Candidate.parse(spec).auto_scale] == ["linear"]
+
+
+def test_the_model_is_as_before() -> None:
+    model = tiny().train()
+    config, state = copy.deepcopy(model.config.to_dict()), copy.deepcopy(model.state_dict())
+    run(model, ["none", "yarn", "dynamic_yarn"])
+    assert hf_posenc.get_patch(model) is None
+    assert model.training
+    assert model.config.to_dict() == config
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+
+
+def test_several_tail_windows_add_up() -> None:
+    settings = Settings(
+        lengths=(32, 64), protocols=("tail",), tail_tokens=10, windows_per_document=3
+    )
+    model = tiny()
+    for record in run(model, ["none"], settings).records:
+        assert record.tokens == 30
+        document = next(document for document in DOCUMENTS if document.name == record.document)
+        size = len(document.ids)
+        ends = [64, 64 + round((size - 64) / 2), size]
+        parts = [TokenizedDocument("part", document.ids[:end], None, "") for end in ends]
+        expected = sum(reference(model, part, "tail", record.length, 10)[0] for part in parts)
+        assert record.nats == pytest.approx(expected, rel=2e-6)
+
+
+def test_a_length_that_the_model_cannot_take_is_a_named_failure_and_the_others_are_measured() -> (
+    None
+):
+    model = tiny("gpt2")  # 64 learned positions
+    measurement = run(model, ["none"])
+    assert {(f.protocol, f.length) for f in measurement.failures} == {
+        (protocol, length) for protocol in ("prefix", "tail") for length in (128, 256)
+    }
+    assert all(failure.reason.startswith("IndexError: ") for failure in measurement.failures)
+    assert {record.length for record in measurement.records} == {32, 64}
+    for record in measurement.records:
+        document = next(document for document in DOCUMENTS if document.name == record.document)
+        nats, _ = reference(model, document, record.protocol, record.length, 16)
+        assert record.nats == pytest.approx(nats, rel=2e-6)
+
+
+def test_running_out_of_memory_is_a_failure_of_that_length() -> None:
+    model = tiny()
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs["input_ids"].shape[1] > 128:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
+
+    model.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    measurement = run(model, ["none", "yarn"])
+    expected = [
+        Failure(m, p, 256, "out of memory")
+        for m in ("none", "yarn (auto)")
+        for p in ("prefix", "tail")
+    ]
+    assert measurement.failures == expected
+    assert {record.length for record in measurement.records} == {32, 64, 128}
+
+
+def test_a_length_that_fails_for_one_document_has_no_records_of_the_others() -> None:
+    model, last = tiny(), DOCUMENTS[2].ids[:128]
+
+    def refuse(module: Any, args: Any, kwargs: Any) -> None:
+        if torch.equal(kwargs["input_ids"][0], last):
+            raise RuntimeError("no luck")
+
+    model.model.register_forward_pre_hook(refuse, with_kwargs=True)
+    measurement = run(model, ["yarn"])
+    assert measurement.failures == [Failure("yarn (auto)", "prefix", 128, "RuntimeError: no luck")]
+    assert {r.length for r in measurement.records if r.protocol == "prefix"} == {32, 64, 256}
+    assert {r.length for r in measurement.records if r.protocol == "tail"} == set(LENGTHS)
+
+
+def test_a_loss_that_is_not_a_number_stays_one() -> None:
+    model = tiny()
+    with torch.no_grad():
+        model.lm_head.weight[5] = math.nan
+    measurement = run(model, ["none"])
+    assert measurement.records
+    assert all(math.isnan(record.nats) for record in measurement.records)
+    assert not measurement.failures
+
+
+def test_progress_counts_the_tokens_of_the_run() -> None:
+    calls: list[tuple[str, int, int]] = []
+    run(tiny(), ["none", "yarn"], progress=lambda *call: calls.append(call))
+    done = [call[1] for call in calls]
+    assert done == sorted(done)
+    assert {call[2] for call in calls} == {done[-1]}
+    assert list(dict.fromkeys(label for label, *_ in calls)) == ["none", "yarn (auto)"]
+
+
+def test_progress_grows_when_more_forwards_are_needed_than_planned() -> None:
+    calls: list[tuple[str, int, int]] = []
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    run(tiny(rope_parameters=rope), ["none"], progress=lambda *call: calls.append(call))
+    assert calls[-1][1] == calls[-1][2]
+
+
+def test_candidates_that_cannot_be_measured() -> None:
+    with pytest.raises(PosencError, match="Unknown method 'yarm'"):
+        parse_candidates(["yarm:scale=8"])
+    with pytest.raises(PosencError, match="none is given twice"):
+        parse_candidates(["none", "yarn", "none"])
+    with pytest.raises(PosencError, match="--patch yarn: GPT2LMHeadModel has no rotary embedding"):
+        Candidate.parse("yarn").checked(tiny("gpt2"))
+    patched = hf_posenc.patch_model(tiny(), "pi", scale=2)
+    assert Candidate.parse("none").checked(patched).original is None
+    with pytest.raises(
+        PosencError, match=r"--patch yarn: this model carries a saved patch \(pi\(scale=2\)\)"
+    ):
+        Candidate.parse("yarn").checked(patched)
+
+
+def test_the_original_length_is_the_patches_or_the_configs() -> None:
+    model = tiny()
+    own = Candidate.parse("yarn:original_max_position_embeddings=32").checked(model)
+    assert original_length(model, [Candidate.parse("none"), own]) == 32
+    assert original_length(model, [Candidate.parse("none")]) == 64
+    model.config.max_position_embeddings = 1024
+    assert original_length(model, [Candidate.parse("none")]) == 1024
+
+
+def test_the_python_example_of_the_documentation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
+    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
+    assert code is not None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "book.txt").write_text(prose(300))
+    program = code[1].replace("1024", "64").replace("4096", "256")
+    names: dict[str, Any] = {"model": tiny(), "tokenizer": byte_tokenizer()}
+    exec(compile(program, "docs/evaluation.md", "exec"), names)
+    labels = [(cell.method, cell.protocol, cell.length) for cell in names["cells"]]
+    assert labels == [
+        (m, p, n) for m in ("none", "yarn (auto)") for p in ("prefix", "tail") for n in (64, 256)
+    ]

@@ -1,0 +1,207 @@
+"""Presets against the peers' own programs, on the same model and tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
+from hf_posenc.evaluation.measuring.candidates import parse_candidates
+from hf_posenc.evaluation.measuring.statistics import Cell, summarize
+from hf_posenc.evaluation.perplexity.measurement import measure
+from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings, parse_lengths
+from hf_posenc.evaluation.perplexity.runs import joined, make_settings
+from hf_posenc.evaluation.perplexity.windows import plan
+from tests.support import peers, zoo
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+
+BOS = 0
+DOCUMENTS = [
+    tokenize(Document(f"d{n}", prose(150 + 41 * n, n)), byte_tokenizer()) for n in range(3)
+]
+IDS = [document.ids.tolist() for document in DOCUMENTS]
+LENGTH = 48
+FLOAT32 = 1e-6  # transformers computes the losses of peers in float32, whatever the model's dtype
+
+
+def tiny() -> Any:
+    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2).double()
+
+
+def cell(
+    preset: str,
+    model: Any,
+    *,
+    special: tuple[int, ...] = (),
+    documents: list[TokenizedDocument] = DOCUMENTS,
+    **given: Any,
+) -> Cell:
+    settings, _ = make_settings({"lengths": (LENGTH,), **given}, None, preset=preset)
+    used = joined(documents) if settings.streams else documents
+    candidates = [candidate.checked(model) for candidate in parse_candidates(["none"])]
+    records = measure(model, used, candidates, settings, special=special).records
+    (made,) = summarize(
+        records, seed=0, resamples=10, aggregate=settings.aggregate, base=settings.base
+    )
+    return made
+
+
+def test_yarn_truncated() -> None:
+    model = tiny()
+    expected = peers.yarn(model, IDS, LENGTH, bos=BOS, truncate=True)
+    assert cell("yarn", model, special=(BOS,)).perplexity == pytest.approx(expected, rel=FLOAT32)
+
+
+@pytest.mark.parametrize("stride", [7, 16])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_yarn_sliding(stride: int, batch: int) -> None:
+    model = tiny()
+    expected = peers.yarn(model, IDS, LENGTH, bos=BOS, stride=stride)
+    made = cell("yarn", model, special=(BOS,), protocols=("sliding",), stride=stride, batch=batch)
+    assert made.perplexity == pytest.approx(expected, rel=FLOAT32)
+
+
+@pytest.mark.parametrize("stride", [7, 16])
+def test_pose(stride: int) -> None:
+    model = tiny()
+    expected = peers.pose(model, IDS, LENGTH, bos=BOS, stride=stride)
+    made = cell("pose", model, special=(BOS,), stride=stride)
+    assert made.perplexity == pytest.approx(expected, rel=FLOAT32)
+
+
+@pytest.mark.parametrize("stride", [9, 16, LENGTH])
+def test_hf_docs(stride: int) -> None:
+    model = tiny()
+    expected = peers.hf_docs(model, IDS, LENGTH, stride=stride)
+    # the page adds up in float32
+    assert cell("hf-docs", model, stride=stride).perplexity == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("stride", [5, 12])
+def test_longlora(stride: int) -> None:
+    model = tiny()
+    expected = peers.longlora(model, IDS, LENGTH, stride=stride)
+    made = cell("longlora", model, stride=stride)
+    assert made.perplexity == pytest.approx(expected, rel=FLOAT32)
+    starts = len(range(0, sum(map(len, IDS)) - LENGTH, stride)) - 1
+    assert starts > 32  # so that there is a smaller last batch
+    assert made.tokens == starts * (LENGTH - 1)
+
+
+def test_su() -> None:
+    model = tiny()
+    expected = peers.su(model, IDS, LENGTH, tail=20)
+    made = cell("su", model, tail_tokens=20)
+    assert math.log(made.perplexity) == pytest.approx(expected, rel=FLOAT32)
+
+
+def test_lm_eval() -> None:
+    model = tiny()
+    sums = peers.lm_eval(model, IDS, LENGTH, prefix=BOS)
+    made = cell("lm-eval", model, special=(BOS,))
+    assert made.nats == pytest.approx(-math.fsum(sums), rel=FLOAT32)
+    assert made.tokens == sum(map(len, IDS))
+    sizes = [document.bytes_between(0, len(document.ids)) or 0 for document in DOCUMENTS]
+    assert made.bits_per_byte == pytest.approx(peers.bits_per_byte(sums, sizes), rel=FLOAT32)
+    words = [document.words_between(0, len(document.ids)) or 0 for document in DOCUMENTS]
+    assert made.word_perplexity == pytest.approx(
+        peers.weighted_perplexity(sums, words), rel=FLOAT32
+    )
+
+
+@pytest.mark.parametrize("bos", [None, BOS])
+@pytest.mark.parametrize("stride", [7, 16])
+def test_pi_is_the_sliding_window_of_press(bos: int | None, stride: int) -> None:
+    model = tiny()
+    expected = peers.press(model, IDS, LENGTH, bos=bos, stride=stride)
+    special = () if bos is None else (bos,)
+    made = cell("pi", model, special=special, stride=stride, bos_windows="first")
+    assert made.perplexity == pytest.approx(expected, rel=FLOAT32)
+
+
+def test_every_preset_is_tested() -> None:
+    assert set(PRESETS) == {"yarn", "pi", "pose", "longlora", "su", "lm-eval", "hf-docs"}
+
+
+def test_what_is_given_comes_before_what_the_preset_says() -> None:
+    settings, bos = make_settings({"lengths": (64,), "stride": 8}, None, preset="pose")
+    assert (settings.stride, settings.protocols, bos) == (8, ("sliding",), "always")
+    assert make_settings({"lengths": (64,)}, None, preset="pose", bos="never")[1] == "never"
+    with pytest.raises(PosencError, match="Did you mean 'pose'"):
+        make_settings({"lengths": (64,)}, None, preset="posse")
+    with pytest.raises(PosencError, match="Did you mean 'tail_tokens'"):
+        make_settings({"lengths": (64,), "tail_token": 8}, None)
+
+
+@pytest.mark.parametrize("special", [0, 1, 3])
+@pytest.mark.parametrize("bos_windows", ["every", "first"])
+@pytest.mark.parametrize("tokens", [5, 48, 49, 50, 97, 150])
+def test_every_token_is_scored_once_in_sliding_and_disjoint_windows(
+    special: int, bos_windows: str, tokens: int
+) -> None:
+    for protocol in ("sliding", "disjoint"):
+        settings = Settings(
+            lengths=(LENGTH,),
+            protocols=(protocol,),
+            stride=7,
+            bos_windows=bos_windows,
+            min_tokens=1,
+        )
+        scored: list[int] = []
+        for window in plan(tokens, settings, special=special, shared_prefix=True):
+            assert window.forwarded <= LENGTH
+            for span in window.spans:
+                offset = window.begin - window.special
+                scored += range(offset + span.first, offset + span.stop)
+        skipped = 0 if special else 1  # nothing predicts the first token of a text
+        assert sorted(t for t in scored if t >= 0) == list(range(skipped, tokens))
+
+
+def test_a_few_sliding_windows_are_full_ones() -> None:
+    settings = Settings(lengths=(LENGTH,), protocols=("sliding",), stride=8, windows_per_document=3)
+    windows = plan(200, settings, special=0, shared_prefix=True)
+    assert [(w.begin, w.end, w.first_scored) for w in windows] == [
+        (8, 56, 40),
+        (80, 128, 40),
+        (152, 200, 40),
+    ]
+
+
+def test_ranges_of_lengths() -> None:
+    assert parse_lengths("2k:8k:2k,64") == (64, 2048, 4096, 6144, 8192)
+    assert len(parse_lengths("2k:128k:2k")) == 64
+    for bad in ("1:2", "2:8:0", "1k:2k:3k:4k", "x"):
+        with pytest.raises(PosencError, match="--lengths"):
+            parse_lengths(bad)
+
+
+def test_protocols_that_do_not_go_together() -> None:
+    with pytest.raises(PosencError, match="measure them in two runs"):
+        Settings(lengths=(64,), protocols=("prefix", "stream"))
+    with pytest.raises(PosencError, match="need documents of the longest length"):
+        Settings(lengths=(64,), protocols=("prefix",), min_tokens=8)
+
+
+def test_a_64_point_curve_of_prefixes_costs_33_times_fewer_tokens_than_64_runs() -> None:
+    lengths = parse_lengths("2k:128k:2k")
+    settings = Settings(lengths=lengths, protocols=("prefix",))
+    ours = sum(w.forwarded for w in plan(2**17, settings, special=0, shared_prefix=True))
+    theirs = sum(w.forwarded for w in plan(2**17, settings, special=0, shared_prefix=False))
+    assert (ours, theirs) == (2**17, sum(lengths))
+    assert round(theirs / ours, 1) == 32.5
+
+
+def test_the_stream_keeps_bytes_and_words() -> None:
+    (stream,) = joined(DOCUMENTS)
+    assert stream.ids.tolist() == [token for ids in IDS for token in ids]
+    first, second = len(IDS[0]) - 3, len(IDS[0]) + 5
+    for count in ("bytes_between", "words_between"):
+        across = getattr(DOCUMENTS[0], count)(first, len(IDS[0])) + getattr(DOCUMENTS[1], count)(
+            0, 5
+        )
+        assert getattr(stream, count)(first, second) == across
+    assert isinstance(stream.ids, torch.Tensor)

@@ -1,0 +1,175 @@
+"""Which windows are run, and which of their tokens count."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.perplexity.protocols import Settings, default_lengths, parse_lengths
+from hf_posenc.evaluation.perplexity.windows import Span, Window, plan
+
+
+def make(lengths: tuple[int, ...] = (16, 32, 64), **options: Any) -> Settings:
+    return Settings(lengths=lengths, **options)
+
+
+def scored(windows: list[Window], protocol: str) -> dict[int, list[int]]:
+    """The document tokens that count, by length."""
+    found: dict[int, list[int]] = {}
+    for window in windows:
+        for span in window.spans:
+            if span.protocol == protocol:
+                offset = window.begin - window.special
+                tokens = range(offset + span.first, offset + span.stop)
+                found.setdefault(span.length, []).extend(tokens)
+    return found
+
+
+@pytest.mark.parametrize("special", [0, 1, 2])
+@pytest.mark.parametrize("shared", [True, False])
+def test_prefix_scores_the_first_tokens_of_every_document(special: int, shared: bool) -> None:
+    windows = plan(100, make(protocols=("prefix",)), special=special, shared_prefix=shared)
+    tokens = scored(windows, "prefix")
+    for length in (16, 32, 64):
+        # without special tokens, the first token of a document has no prediction
+        assert tokens[length] == list(range(0 if special else 1, length - special))
+    assert all(window.begin == 0 for window in windows)
+    assert len(windows) == (1 if shared else 3)
+
+
+@pytest.mark.parametrize("special", [0, 1])
+@pytest.mark.parametrize("read_last", [True, False])
+def test_tail_scores_the_same_tokens_at_every_length(special: int, read_last: bool) -> None:
+    settings = make(protocols=("tail",), tail_tokens=5, read_last=read_last)
+    windows = plan(100, settings, special=special, shared_prefix=True)
+    tokens = scored(windows, "tail")
+    for length in (16, 32, 64):
+        assert tokens[length] == list(range(95, 100))
+    assert [window.forwarded for window in windows] == [16, 32, 64]
+    assert [window.tokens for window in windows] == ([16, 32, 64] if read_last else [17, 33, 65])
+    assert all(window.end == 100 for window in windows)
+
+
+def test_a_tail_that_would_score_special_tokens_is_refused() -> None:
+    settings = make(protocols=("tail",), tail_tokens=15)
+    assert plan(100, settings, special=1, shared_prefix=True)
+    with pytest.raises(PosencError, match=r"a length of 16 has room for 14 .* --tail-tokens 14 or"):
+        plan(100, settings, special=2, shared_prefix=True)
+
+
+@pytest.mark.parametrize("special", [0, 1, 2, 3])
+def test_windows_with_gaps_between_them_score_text_only(special: int) -> None:
+    settings = make((16,), protocols=("sliding",), stride=20)
+    tokens = scored(plan(100, settings, special=special, shared_prefix=True), "sliding")[16]
+    covered = [begin + i for begin in range(0, 100, 20) for i in range(16 - special)]
+    # without anything in front of it, the first token of a window has no prediction
+    assert tokens == [t for t in covered if special or t % 20]
+
+
+def test_a_definition_says_how_windows_weigh_but_for_key_tokens() -> None:
+    settings = make(
+        protocols=("prefix", "longppl"), aggregate="windows", evaluator={"name": "self"}
+    )
+    assert "every window weighs the same" in settings.definition("prefix")
+    assert "every window" not in settings.definition("longppl")  # by the number of key tokens
+    documents = dataclasses.replace(settings, aggregate="documents")
+    assert "every document weighs the same" in documents.definition("longppl")
+
+
+def test_a_window_that_serves_both_protocols_runs_once() -> None:
+    windows = plan(64, make(), special=0, shared_prefix=True)
+    assert len(windows) == 3
+    assert {(span.protocol, span.length) for span in windows[-1].spans} == {
+        *(("prefix", length) for length in (16, 32, 64)),
+        ("tail", 64),
+    }
+
+
+def test_short_windows_come_first() -> None:
+    sizes = [window.tokens for window in plan(99, make(), special=1, shared_prefix=False)]
+    assert sizes == sorted(sizes)
+
+
+@given(
+    tokens=st.integers(64, 400),
+    windows=st.integers(1, 9),
+    tail=st.integers(1, 15),
+    special=st.integers(0, 2),
+)
+def test_several_tail_windows_never_score_a_token_twice(
+    tokens: int, windows: int, tail: int, special: int
+) -> None:
+    settings = make(protocols=("tail",), tail_tokens=tail, windows_per_document=windows)
+    made = plan(tokens, settings, special=special, shared_prefix=False)
+    by_length = scored(made, "tail")
+    assert (
+        len({tuple(positions) for positions in by_length.values()}) == 1
+    )  # the same at every length
+    positions = by_length[64]
+    assert len(set(positions)) == len(positions)
+    assert len(positions) % tail == 0
+    assert 1 <= len(positions) // tail <= windows
+    assert max(positions) == tokens - 1
+    assert all(window.begin >= 0 for window in made)
+
+
+def test_one_length_of_several() -> None:
+    windows = plan(100, make(), special=0, shared_prefix=False, lengths=[32])
+    assert [window.tokens for window in windows] == [32, 32]
+    assert windows[0].spans == (Span("prefix", 32, 1, 32, 31.0),)
+
+
+def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> None:
+    assert make((256, 512)).tail_tokens == 128
+    assert make((4096, 8192)).tail_tokens == 1024
+    assert make((64, 128), tail_tokens=63).tail_tokens == 63
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": (32, 16)}, "ascending"),
+        ({"lengths": (16, 16)}, "ascending"),
+        ({"lengths": ()}, "ascending"),
+        ({"lengths": (4, 16)}, "at least 8 tokens, not 4"),
+        ({"protocols": ("tail", "window")}, "Unknown protocol 'window': prefix, tail, sliding"),
+        ({"protocols": ("tail", "tail")}, "A protocol is named twice: tail, tail"),
+        ({"aggregate": "bytes"}, "Unknown aggregate 'bytes': tokens, windows"),
+        ({"bos_windows": "some"}, "bos_windows is every or first, not 'some'"),
+        ({"stride": 0}, "stride is at least 1, not 0"),
+        ({"tail_tokens": 16}, "fewer than the shortest length .* or --tail-tokens 8"),
+        ({"protocols": ("tail", "longppl")}, "--longppl EVALUATOR"),
+        ({"protocols": ("tail", "stream")}, "stream joins the documents, and tail needs them one"),
+        ({"windows_per_document": 0}, "windows_per_document is at least 1, not 0"),
+        ({"seed": -1}, "seed is at least 0, not -1"),
+    ],
+)
+def test_settings_that_do_not_go_together(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PosencError, match=message):
+        make(**options)
+
+
+def test_lengths_as_text() -> None:
+    assert parse_lengths("512, 1024,4k,128K") == (512, 1024, 4096, 131072)
+    assert parse_lengths("4k,4096") == (4096,)
+    for bad in ("", "abc", "1.5k", "-4", "512,,1024", "4m"):
+        with pytest.raises(PosencError, match="is no length"):
+            parse_lengths(bad)
+
+
+def test_a_range_backwards_is_no_range() -> None:
+    assert parse_lengths("1k:2k:1k") == (1024, 2048)
+    with pytest.raises(PosencError, match="'2k:1k:1k' ends before it begins"):
+        parse_lengths("2k:1k:1k")
+
+
+def test_default_lengths_follow_the_model() -> None:
+    assert default_lengths(256) == (256, 512, 1024, 2048, 4096)
+    assert default_lengths(4096) == (4096, 8192, 16384)
+    with pytest.raises(PosencError, match="give --lengths"):
+        default_lengths(None)

@@ -1,0 +1,449 @@
+"""What a run shows and writes."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import itertools
+import json
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import plots
+from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.identity import environment
+from hf_posenc.evaluation.measuring.statistics import Record
+from hf_posenc.evaluation.perplexity import result as report
+from hf_posenc.evaluation.perplexity.measurement import Failure, Measurement
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
+
+LENGTHS = (256, 512, 1024)
+
+
+def example(
+    curves: Mapping[str, tuple[float, ...]],
+    *,
+    documents: int = 6,
+    failures: list[Failure] | None = None,
+) -> PerplexityResult:
+    """A result with these perplexities under both protocols; documents scatter around them."""
+    candidates = [dataclasses.replace(Candidate.parse(spec), original=256) for spec in curves]
+    failed = {(failure.method, failure.protocol, failure.length) for failure in failures or []}
+    records = [
+        Record(candidate.label, protocol, length, f"d{index}", nats, 100, 400, 50, nats, 100)
+        for candidate, curve in zip(candidates, curves.values(), strict=True)
+        for protocol in ("prefix", "tail")
+        for length, value in zip(LENGTHS, curve, strict=True)
+        if (candidate.label, protocol, length) not in failed
+        for index in range(documents)
+        for nats in [100 * (math.log(value) + (index - (documents - 1) / 2) / 10)]
+    ]
+    measured = Measurement(
+        records,
+        failures or [],
+        {candidate.label: ([1.0] * 64, [16] * 64) for candidate in candidates},
+        {candidate.label: not candidate.auto_scale for candidate in candidates},
+        "bit-exact",
+    )
+    return PerplexityResult.of(
+        measured,
+        candidates,
+        model={"name": "tiny"},
+        source={"kind": "text"},
+        settings=Settings(lengths=LENGTHS),
+        original=256,
+        documents=[
+            TokenizedDocument(f"d{n}", torch.arange(9), None, "").to_dict()
+            for n in range(documents)
+        ],
+        environment=environment(),
+        skipped=[Skipped("bad.txt", "not UTF-8")],
+    )
+
+
+CURVES = {
+    "none": (14.55, 46.46, 12345.6),
+    "yarn": (14.55, 14.21, 15.66),
+    "pi:scale=4": (20.0, 19.5, 17.25),
+}
+
+
+def shown(result: PerplexityResult, protocol: str = "tail", width: int = 120) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(report.table(result, protocol))
+    file: Any = console.file
+    return str(file.getvalue())
+
+
+def test_the_table_has_every_number_its_range_and_the_tokens() -> None:
+    result = example(CURVES)
+    text = shown(result)
+    assert "tail: the same last 128 tokens of each document" in " ".join(text.split())
+    rows = {
+        line.split("  ")[0].strip(): [word for word in line.split() if word not in "↓↑"]
+        for line in text.splitlines()
+        if line.strip()
+    }
+    assert rows["none"][-4:-1] == ["14.55", "46.46", "1.2e4"]
+    assert rows["yarn (auto)"][-4:-1] == ["14.55", "14.21", "15.66"]
+    assert rows["yarn (auto)"][-1] == f"{math.log2(15.66) / 4:.4g}"  # 4 bytes a token
+    assert rows["pi (scale 4)"][-2] == "17.25"
+    assert rows["tokens scored"][-3:] == ["600", "600", "600"]
+    assert rows["method"][1:4] == ["x1", "x2", "x4"]
+    cell = result.cell("yarn (auto)", "tail", 512)
+    assert cell is not None
+    low, high = cell.interval or (0, 0)
+    # the mean of 6 documents, whose losses spread by 0.17: a standard error of 7 %
+    assert math.log(high / low) == pytest.approx(4 * 0.17 / math.sqrt(6), rel=0.1)
+    assert f"{low:.3g}-{high:.3g}" in text
+    assert max(map(len, shown(result, width=60).splitlines())) <= 60
+
+
+def test_the_lowest_number_of_a_column_is_bold() -> None:
+    made = report.table(example(CURVES), "tail")
+    cells = [list(column.cells) for column in made.columns]
+    bold = [[str(getattr(cell, "style", "")) == "bold" for cell in column] for column in cells[1:4]]
+    assert bold == [[True, True, False], [False, True, False], [False, True, False]]
+
+
+def test_arrows_stand_where_the_paired_interval_says_so() -> None:
+    result = example({"none": (14.55, 46.46, 20.0), "yarn": (14.55, 14.21, 30.0)})
+    # the documents differ alike under both methods, so that every difference is certain, and equal is equal
+    rows = {
+        line.split("  ")[0].strip(): line.split() for line in shown(result).splitlines() if line
+    }
+    assert rows["yarn (auto)"][2:-1] == ["14.55", "14.21", "↓", "30.00", "↑"]
+    assert rows["none"][1:-1] == ["14.55", "46.46", "20.00"]
+    scattered = [
+        dataclasses.replace(record, nats=record.nats + 800 * (int(record.document[1:]) % 2) - 400)
+        if record.method != "none"
+        else record
+        for record in result.records
+    ]
+    scattered = [dataclasses.replace(record, weighted=record.nats) for record in scattered]
+    assert "↓" not in shown(dataclasses.replace(result, records=scattered))
+
+
+def test_short_texts_stand_beside_the_long_ones() -> None:
+    curves = {
+        "none": (10.0, 20.0, 40.0),
+        "yarn": (10.0, 11.0, 12.0),
+        "yarn:scale=4": (12.0, 12.0, 12.0),
+    }
+    notes = " ".join(report.notes(example(curves)))
+    assert (
+        "Short texts (256 tokens, tail, against none): yarn (scale 4) +20.0 % (+20.0 to +20.0); "
+        in notes
+    )
+    assert "the others as none." in notes
+
+
+def test_the_order_of_methods_is_said_to_depend_on_the_protocol() -> None:
+    result = example(CURVES)
+    assert "depends on the protocol" not in " ".join(report.notes(result))
+    swapped = [
+        dataclasses.replace(
+            record, weighted=record.weighted * (2 if record.method == "yarn (auto)" else 1)
+        )
+        if record.protocol == "prefix"
+        else record
+        for record in result.records
+    ]
+    notes = " ".join(report.notes(dataclasses.replace(result, records=swapped)))
+    assert (
+        "The order of methods at 1,024 tokens depends on the protocol: prefix has pi (scale 4) in a place that "
+        "tail gives to yarn (auto)."
+    ) in notes
+
+
+def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    curves = {**CURVES, "pi:scale=4": (20.0, 19.0, math.nan)}
+    result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
+    result.write_json(tmp_path / "r.json")
+    again = PerplexityResult.from_dict(json.loads((tmp_path / "r.json").read_text()))
+    again.write_json(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "r.json").read_bytes()
+    assert shown(again) == shown(result)
+    assert "<pre>" in again._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((14.554, "14.55"), (3.0, "3.000"), (999.96, "1000"), (1361.4, "1361"), (9999.4, "9999")),
+        *(
+            (12345.6, "1.2e4"),
+            (3.2e12, "3.2e12"),
+            (math.nan, "nan"),
+            (math.inf, "inf"),
+            (None, "-"),
+        ),
+    ],
+)
+def test_numbers_have_four_digits(value: float | None, text: str) -> None:
+    assert report.number(value) == text
+
+
+def test_missing_numbers_are_shown_and_explained() -> None:
+    failures = [
+        Failure("none", "tail", 1024, "out of memory"),
+        Failure("yarn (auto)", "tail", 512, "IndexError: index out of range"),
+    ]
+    curves = {**CURVES, "pi:scale=4": (20.0, math.nan, math.nan)}
+    result = example(curves, failures=failures)
+    text = shown(result)
+    assert "OOM" in text
+    assert "failed" in text
+    assert "nan" in text
+    assert list(report.problems(result)) == [
+        "none: failed at length 1,024: out of memory",
+        "yarn (auto): failed at length 512: IndexError: index out of range",
+        "pi (scale 4): the loss is not a finite number at length 512, 1,024; try --dtype float32.",
+    ]
+    assert not list(report.problems(example(CURVES)))
+
+
+def test_a_model_that_gives_nothing_finite_is_equal_to_nothing() -> None:
+    result = example({"none": (math.nan,) * 3, "pi:scale=4": (math.nan,) * 3})
+    result = dataclasses.replace(result, model={"name": "tiny", "dtype": "float32"})
+    assert "nan-nan" not in shown(result)
+    assert "Short texts" not in " ".join(report.notes(result))
+    assert "--dtype" not in " ".join(report.problems(result))  # it is float32 already
+
+
+def test_without_key_tokens_the_text_says_so_and_speaks_of_the_other_protocols() -> None:
+    result = example({"none": (10.0, 20.0, 40.0), "yarn:scale=4": (12.0, 12.0, 12.0)})
+    protocols = ("prefix", "tail", "longppl")
+    settings = dataclasses.replace(result.settings, protocols=protocols, evaluator={"name": "self"})
+    result = dataclasses.replace(result, settings=settings)
+    notes = " ".join(report.notes(result))
+    assert "no key token" in notes
+    assert "Short texts (256 tokens, tail" in notes
+    assert "trained at (10.00). A method holds where its perplexity (tail)" in next(
+        report.reading_guide(result)
+    )
+
+
+def test_one_stream_has_no_ranges() -> None:
+    result = example(CURVES, documents=1)
+    settings = dataclasses.replace(result.settings, protocols=("stream",), stride=128)
+    notes = " ".join(report.notes(dataclasses.replace(result, settings=settings)))
+    assert "One stream, 1 skipped; no ranges" in notes
+    assert "Fewer than" not in notes
+    assert "is not read" not in notes
+    assert "1 document, 1 skipped; no ranges" in " ".join(report.notes(result))
+
+
+def test_windows_with_gaps_between_them_are_named() -> None:
+    result = example(CURVES)
+    settings = dataclasses.replace(result.settings, protocols=("sliding",), stride=512)
+    notes = " ".join(report.notes(dataclasses.replace(result, settings=settings)))
+    assert "Windows of 256 tokens lie 512 apart: the text between them is not read" in notes
+
+
+def test_special_tokens_in_front_of_a_window_widen_the_gap() -> None:
+    result = example(CURVES)
+    settings = dataclasses.replace(result.settings, protocols=("sliding",), stride=256)
+    for model, told in (({}, False), ({"bos": {"token_ids": [0]}}, True)):
+        same = dataclasses.replace(result, settings=settings, model=model)
+        assert ("the text between them is not read" in " ".join(report.notes(same))) is told
+    settings = dataclasses.replace(settings, bos_windows="first")
+    first = dataclasses.replace(result, settings=settings, model={"bos": {"token_ids": [0]}})
+    assert "is not read" not in " ".join(report.notes(first))
+
+
+def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:
+    failures = [Failure("none", p, n, "no luck") for p in ("prefix", "tail") for n in LENGTHS]
+    result = example(CURVES, failures=failures)
+    assert {cell.method for cell in result.cells} == {"yarn (auto)", "pi (scale 4)"}
+    assert all(cell.ratio is None and not cell.differs for cell in result.cells)
+
+
+def test_notes_and_guide() -> None:
+    notes = " ".join(report.notes(example(CURVES, documents=4)))
+    assert "4 documents, 1 skipped" in notes
+    assert "Fewer than 5 documents" in notes
+    assert "(auto): scale = length / 256" in notes
+    assert "Fewer" not in " ".join(report.notes(example(CURVES)))
+    baseline, protocol = report.reading_guide(example(CURVES))
+    assert baseline.startswith(
+        "Baseline: the unpatched model at 256 tokens, the length it was trained at (14.55)."
+    )
+    assert "prefix averages" in protocol
+    assert "tail scores the same tokens" in protocol
+
+
+def test_json_has_everything_and_no_nan(tmp_path: Path) -> None:
+    curves = {**CURVES, "pi:scale=4": (20.0, 19.0, math.nan)}
+    result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
+    result.write_json(tmp_path / "r.json")
+    text = (tmp_path / "r.json").read_text()
+    values = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+    assert values["protocols"]["tail"].startswith("the same last 128 tokens")
+    assert values["settings"]["tail_tokens"] == 128
+    assert values["head_replay"] == "bit-exact"
+    assert values["skipped"] == [{"name": "bad.txt", "reason": "not UTF-8"}]
+    assert values["failures"][0]["reason"] == "out of memory"
+    assert {"torch", "transformers", "python"} <= set(values["environment"])
+    assert [method["prefix_from_one_forward"] for method in values["methods"]] == [
+        True,
+        False,
+        True,
+    ]
+    assert (values["methods"][1]["auto_scale"], values["methods"][1]["original"]) == (True, 256)
+    assert len(values["records"]) == 6 * (3 * 3 * 2 - 1)
+    assert values["records"][-1]["nats"] is None
+    assert values["summary"][-1]["perplexity"] is None
+    assert len(values["documents"]) == 6
+
+
+def test_csv_has_a_row_for_every_cell(tmp_path: Path) -> None:
+    result = example(CURVES, failures=[Failure("none", "tail", 1024, "out of memory")])
+    result.write_csv(tmp_path / "r.csv")
+    with (tmp_path / "r.csv").open(newline="") as file:
+        reader = csv.DictReader(file)
+        rows = {(row["method"], row["protocol"], int(row["length"])): row for row in reader}
+    assert tuple(reader.fieldnames or ()) == COLUMNS
+    assert len(rows) == 3 * 2 * 3
+    row = rows["yarn (auto)", "prefix", 512]
+    assert float(row["perplexity"]) == pytest.approx(14.21)
+    assert float(row["perplexity_low"]) < 14.21 < float(row["perplexity_high"])
+    assert float(row["ratio_low"]) == pytest.approx(
+        14.21 / 46.46
+    )  # the documents differ alike under both
+    assert (row["scale"], row["tokens"], row["bytes"], row["documents"], row["status"]) == (
+        *("2.0", "600", "2400", "6"),
+        "ok",
+    )
+    failed = rows["none", "tail", 1024]
+    assert (failed["perplexity"], failed["status"]) == ("", "out of memory")
+
+
+def test_the_plot_is_drawn_in_both_formats_and_is_reproducible(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    curves = {**CURVES, "ntk": (14.55, math.nan, 30.0)}
+    result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
+    for name in ("a", "b"):
+        plots.write_plot(result, tmp_path / f"{name}.png", tmp_path / f"{name}.svg")
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    svg = (tmp_path / "a.svg").read_text()
+    for text in (
+        "none",
+        "yarn (auto)",
+        "trained length",
+        "perplexity",
+        "context length L (tokens)",
+        ">1k<",
+    ):
+        assert text in svg
+    assert svg == (tmp_path / "b.svg").read_text()
+
+
+def test_panels_lines_and_axes() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    drawn = plots.figure(
+        example({**CURVES, "ntk": (14.55, math.nan, 30.0), "yarn:scale=4": (16.0, 15.0, 14.0)})
+    )
+    prefix, tail = drawn.axes
+    assert [panel.get_title(loc="left").split()[0] for panel in (prefix, tail)] == [
+        "prefix",
+        "tail",
+    ]
+    assert (prefix.get_xscale(), prefix.get_yscale()) == ("log", "log")
+    assert prefix.get_ylim() == tail.get_ylim()
+    lines: dict[str, Any] = {str(line.get_label()): line for line in tail.get_lines()}
+    assert list(lines["yarn (auto)"].get_ydata()) == pytest.approx([14.55, 14.21, 15.66])
+    assert list(lines["ntk (auto)"].get_xdata()) == [256, 1024]  # nan is no point
+    assert lines["yarn (scale 4)"].get_color() == lines["yarn (auto)"].get_color()
+    assert lines["yarn (scale 4)"].get_linestyle() != lines["yarn (auto)"].get_linestyle()
+    assert (
+        len(
+            {
+                lines[label].get_color()
+                for label in ("none", "yarn (auto)", "pi (scale 4)", "ntk (auto)")
+            }
+        )
+        == 4
+    )
+    assert 256 in [line.get_xdata()[0] for label, line in lines.items() if label.startswith("_")]
+    low, high = prefix.get_ylim()
+    assert 3 <= len([tick for tick in prefix.get_yticks() if low <= tick <= high]) <= 8
+    canvas: Any = FigureCanvasAgg(drawn)
+    canvas.draw()
+    names = {text.get_text(): text for text in tail.texts if text.get_text() != "trained length"}
+    assert set(names) == {label for label in lines if not label.startswith("_")}
+    assert len(names) == 5
+    boxes = [Text.get_window_extent(text) for text in names.values()]  # without the leading line
+    assert all(box.x0 >= tail.get_window_extent().x1 for box in boxes)  # outside the data
+    assert not any(one.overlaps(two) for one, two in itertools.combinations(boxes, 2))
+    below = sorted(names, key=lambda label: boxes[list(names).index(label)].y0)
+    assert below == sorted(names, key=lambda label: lines[label].get_ydata()[-1])
+    assert all(names[label].get_color() == lines[label].get_color() for label in names)
+
+
+def test_the_control_is_grey_and_a_dynamic_method_has_the_colour_of_its_static_form() -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.colors import to_rgb
+
+    curves = dict.fromkeys(("none", "sliding_window", "yarn", "dynamic_yarn", "rerope"), (9.0,) * 3)
+    lines = {
+        str(line.get_label()): line for line in plots.figure(example(curves)).axes[0].get_lines()
+    }
+    assert lines["dynamic_yarn"].get_color() == lines["yarn (auto)"].get_color()
+    assert lines["dynamic_yarn"].get_linestyle() != lines["yarn (auto)"].get_linestyle()
+    red, green, blue = to_rgb(lines["sliding_window"].get_color())
+    assert red == green == blue
+    assert (
+        len({line.get_color() for label, line in lines.items() if not label.startswith("_")}) == 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([], []),
+        ([0.5, 0.1], [0.5, 0.1]),
+        ([0.5, 0.5], [0.45, 0.55]),
+        ([0.9, 0.3, 0.32, 0.34], [0.9, 0.22, 0.32, 0.42]),
+        ([0.5, 0.5, 0.56], [0.42, 0.52, 0.62]),  # two that moved apart push the third
+    ],
+)
+def test_labels_are_moved_apart_as_little_as_it_takes(
+    places: list[float], expected: list[float]
+) -> None:
+    moved = plots.spread(places, 0.1)
+    assert moved == pytest.approx(expected)
+
+
+def test_without_matplotlib_the_plot_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PosencError, match=r"pip install 'hf-posenc\[plot\]'"):
+        plots.write_plot(example(CURVES), tmp_path / "a.png")
+
+
+def test_a_notebook_shows_a_result_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *given: shown.append(given))
+    page = report.as_html([Table("one table")], ["one line"])
+    assert "one table" in page
+    assert page.count("one line") == 1
+    assert not shown

@@ -1,0 +1,178 @@
+"""The figures by position and of paired ratios: what is drawn, and where."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import plots
+from hf_posenc.evaluation.plots.perplexity import SPAN, position_points
+from hf_posenc.evaluation.plots.style import MAX_LABEL, shortened, thinned
+
+pytest.importorskip("matplotlib")
+
+LENGTHS = (128, 256, 512)
+
+
+@dataclasses.dataclass
+class Shown:
+    """What a figure takes, and nothing else."""
+
+    candidates: list[Any]
+    cells: Mapping[tuple[str, int], Any]
+    curve: dict[str, Any] | None = None
+    original: int | None = 256
+    settings: Any = dataclasses.field(
+        default_factory=lambda: SimpleNamespace(
+            lengths=LENGTHS, protocols=("prefix", "tail"), tail_tokens=64
+        )
+    )
+
+    def cell(self, method: str, protocol: str, length: int, /) -> Any:
+        assert protocol in self.settings.protocols
+        return self.cells.get((method, length))
+
+
+def example() -> Shown:
+    names = {"none": None, "yarn": "yarn", "pi": "pi"}
+    ratios = {"none": (1.0, 1.0, 1.0), "yarn": (1.1, 1.0, 0.5), "pi": (1.2, 1.1, math.nan)}
+    cells = {
+        (name, length): SimpleNamespace(
+            length=length,
+            perplexity=10 * ratio,
+            interval=(9 * ratio, 11 * ratio),
+            ratio=ratio,
+            ratio_interval=(1.0, 1.0) if name == "none" else (ratio * 0.9, ratio * 1.2),
+        )
+        for name, row in ratios.items()
+        for length, ratio in zip(LENGTHS, row, strict=True)
+    }
+    edges = list(range(0, 513, 8))
+    curve = {
+        "edges": edges,
+        "methods": {
+            name: {"nats": [8 * math.log(10 * (place + 1))] * 64, "tokens": [8] * 64}
+            for place, name in enumerate(names)
+        },
+    }
+    candidates = [SimpleNamespace(label=label, method=method) for label, method in names.items()]
+    return Shown(candidates, cells, curve)
+
+
+def lines(panel: Any) -> dict[str, Any]:
+    return {str(line.get_label()): line for line in panel.get_lines()}
+
+
+def test_ratios_stand_at_their_lengths_with_their_intervals_and_the_baseline_at_one() -> None:
+    drawn = plots.difference_figure(example(), "tail")
+    left, right = drawn.axes
+    assert list(lines(left)["yarn"].get_ydata()) == [11.0, 10.0, 5.0]
+    named = lines(right)
+    assert "none" not in named
+    assert list(named["yarn"].get_ydata()) == [1.1, 1.0, 0.5]
+    assert list(named["pi"].get_ydata()) == [1.2, 1.1]  # nan is no point
+    places = list(named["yarn"].get_xdata())
+    assert places == pytest.approx(LENGTHS, rel=0.1)
+    assert all(
+        place != other for place, other in zip(places, named["pi"].get_xdata(), strict=False)
+    )
+    assert any(list(line.get_ydata()) == [1.0, 1.0] for line in lines(right).values())
+    drawn_intervals = [
+        (segment[0][1], segment[1][1])
+        for collection in right.collections
+        for segment in getattr(collection, "get_segments")()  # noqa: B009
+    ]
+    expected = [(1.1 * 0.9, 1.1 * 1.2), (0.9, 1.2), (0.45, 0.6), (1.2 * 0.9, 1.2 * 1.2)]
+    for low, high in expected:
+        assert any(
+            (low, high) == pytest.approx((float(one), float(two))) for one, two in drawn_intervals
+        )
+    single = plots.ratio_figure(example(), "prefix").axes
+    assert len(single) == 1
+    assert list(lines(single[0])["yarn"].get_ydata()) == [1.1, 1.0, 0.5]
+
+
+def test_the_figure_by_position_marks_the_trained_length() -> None:
+    panel = plots.position_figure(example()).axes[0]
+    named = lines(panel)
+    for place, name in enumerate(("none", "yarn", "pi")):
+        values = list(named[name].get_ydata())
+        assert values == pytest.approx([10 * (place + 1)] * len(values))
+    assert panel.get_xscale() == "log"
+    marks = [line for label, line in named.items() if label.startswith("_")]
+    assert [list(line.get_xdata()) for line in marks] == [[256, 256]]
+    assert "trained length" in {text.get_text() for text in panel.texts}
+    ticks = [text.get_text() for text in panel.get_xticklabels()]
+    assert {"64", "256", "512"} <= set(ticks)
+    unknown = example()
+    unknown.original = None
+    assert not [label for label in lines(plots.position_figure(unknown).axes[0]) if label[0] == "_"]
+
+
+def test_buckets_are_pooled_to_even_steps_and_no_token_is_lost() -> None:
+    edges = list(range(0, 4097, 8))
+    counts = [3] * 511 + [1]
+    nats = [count * math.log(20.0 + index) for index, count in enumerate(counts)]
+    points = position_points(
+        {"edges": edges, "methods": {"m": {"nats": nats, "tokens": counts}}}, "m"
+    )
+    places = [place for place, _ in points]
+    assert places == sorted(places)
+    steps = [b / a for a, b in itertools.pairwise(places[8:-1])]
+    assert max(steps) < SPAN * 1.35
+    assert len(points) < 70
+    assert points[0] == pytest.approx((4.0, 20.0))
+    last = [value for _, value in points][-1]
+    assert 20 + 440 < last < 20 + 511
+    flat = [math.log(7.0) * count for count in counts]
+    same = position_points(
+        {"edges": edges, "methods": {"m": {"nats": flat, "tokens": counts}}}, "m"
+    )
+    assert [value for _, value in same] == pytest.approx([7.0] * len(same))
+    assert position_points({"edges": edges, "methods": {}}, "m") == []
+
+
+def test_what_is_not_finite_or_empty_leaves_a_gap() -> None:
+    nats: list[Any] = [10.0, None, 0.0, math.inf, 8.0, 8000.0]
+    sums = {"nats": nats, "tokens": [10, 10, 0, 10, 10, 10]}
+    curve = {"edges": [0, 8, 16, 32, 64, 128, 256], "methods": {"m": sums}}
+    assert [place for place, _ in position_points(curve, "m")] == [4.0, 96.0]
+
+
+def test_without_a_curve_the_figure_says_what_to_measure() -> None:
+    for curve in (None, {"edges": [0, 8], "methods": {}}):
+        shown = example()
+        shown.curve = curve
+        with pytest.raises(PosencError, match="--protocol prefix"):
+            plots.position_figure(shown)
+
+
+def test_many_lengths_have_few_ticks_and_long_names_leave_room() -> None:
+    assert thinned([1, 2, 4]) == [1, 2, 4]
+    many = [2048 * step for step in range(1, 65)]
+    ticks = thinned(many)
+    assert ticks[-1] == many[-1]
+    assert 4 <= len(ticks) <= 9
+    assert set(ticks) <= set(many)
+    assert shortened("yarn") == "yarn"
+    assert len(shortened("x" * 100)) == MAX_LABEL
+
+
+def test_a_name_is_no_formula() -> None:
+    shown = example()
+    shown.candidates[1].label = "$x_{"
+    shown.cells = {
+        ("$x_{" if name == "yarn" else name, n): c for (name, n), c in shown.cells.items()
+    }
+    from io import StringIO
+
+    file = StringIO()
+    plots.save(plots.figure(shown), file, "svg")
+    assert "$x_{" in file.getvalue()

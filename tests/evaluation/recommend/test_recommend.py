@@ -1,0 +1,427 @@
+"""Advice for a length: each number against a second computation, each call tried on a model."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, MistralConfig
+from typer.testing import CliRunner
+
+import hf_posenc
+from hf_posenc import PosencError, inspect_rope, patch_model, patched
+from hf_posenc.cli import catalog as command
+from hf_posenc.cli.app import OneLineErrors
+from hf_posenc.evaluation import published
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.recommend import Advice, recommend
+from hf_posenc.evaluation.recommend import limits as evidence
+from hf_posenc.evaluation.recommend.limits import cache_cost, least_base, rotary_limits
+from hf_posenc.evaluation.recommend.options import AS_IT_IS, REFUSED, SHORT, WINDOW, Option
+from hf_posenc.methods import METHODS, NTKAware, RotaryBands, get_method
+from hf_posenc.rope import RopeSpec
+from tests.support import zoo
+from tests.support.tiny_text import tiny_checkpoint
+
+TRAINED = 64  # what zoo's models name
+FACTOR = 8
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": TRAINED // 8,
+}
+
+
+def on_meta(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+@pytest.fixture(scope="module")
+def live() -> Any:
+    return zoo.build("llama")
+
+
+@pytest.fixture(scope="module")
+def advice(live: Any) -> Advice:
+    return recommend(live, TRAINED * FACTOR, name="some/model")
+
+
+def by_name(advice: Advice) -> dict[str, Option]:
+    return {option.method: option for option in advice.options}
+
+
+@pytest.mark.parametrize(
+    ("dim", "theta", "original"),
+    [(128, 1e4, 4096), (96, 1e4, 2048), (128, 5e5, 8192), (64, 1e6, 32768)],
+)
+def test_turns_and_the_critical_dimension(dim: int, theta: float, original: int) -> None:
+    limits = rotary_limits(RopeSpec(dim, theta, original), original)
+    frequencies = [theta ** (-2 * i / dim) for i in range(dim // 2)]
+    assert limits.turns == pytest.approx([original * f / (2 * math.pi) for f in frequencies])
+    # arXiv 2310.05209, section 4: d_extra = 2 ceil(d/2 log_b(T / (2 pi)))
+    extra = 2 * math.ceil(dim / 2 * math.log(original / (2 * math.pi), theta))
+    assert limits.critical_dimension == extra
+    assert limits.slow == sum(2 * math.pi / f > original for f in frequencies)
+    assert limits.fast == sum(original * f >= 64 * math.pi for f in frequencies)
+
+
+def test_the_critical_dimension_of_llama_2_as_published() -> None:
+    assert rotary_limits(RopeSpec(128, 1e4, 4096), 1).critical_dimension == 92
+
+
+def test_the_base_bound_and_the_theorem_behind_it() -> None:
+    """The fit of arXiv 2405.14591 and the sum that it was fitted to agree on the length within a fifth."""
+    limits = rotary_limits(RopeSpec(128, 1e6, 4096), 200_000)
+    assert least_base(limits.base_context) <= 1e6 < least_base(limits.base_context + 1)
+    until = limits.similar_until
+    assert until is not None
+    assert until == pytest.approx(limits.base_context, rel=0.25)
+
+    def similar(m: int) -> float:
+        return sum(math.cos(m * 1e6 ** (-2 * i / 128)) for i in range(64))
+
+    assert similar(until) < 0
+    assert all(similar(m) >= 0 for m in range(max(0, until - 500), until))
+    assert rotary_limits(RopeSpec(128, 1e6, 4096), until).similar_until is None
+
+
+def test_where_ntk_breaks_is_where_it_was_seen_to_break() -> None:
+    """PoSE's table 6: LLaMA-7B, trained at 2,048, NTK for 16,384: good at 4,096, broken at 16,384."""
+    spec = RopeSpec(128, 1e4, 2048)
+    slow = next(i for i in range(64) if 2048 * 1e4 ** (-2 * i / 128) < 2 * math.pi)
+    naive = 2048 * 8 ** (2 * slow / 126)  # the pair's frequency is divided by s^(2i/(d-2))
+    from hf_posenc.evaluation.recommend.limits import met_until
+
+    patched_table = NTKAware(scale=8).inv_freq(spec)
+    met = met_until(spec.default_inv_freq(), patched_table, 2048)
+    assert met == pytest.approx(naive)
+    table = published.get("pose-t6-govreport")
+    row = next(row for row in table.rows if row.method == "NTK, no fine-tuning (16k)")
+    assert table.value(row, 4096) == 5.61
+    assert table.value(row, 16384) == 550.0
+    assert 4096 < met < 16384
+
+
+def test_evidence_is_what_the_tables_say() -> None:
+    assert [(one.held, one.broke) for one in evidence.seen("yarn")] == [(8, None), (8, None)]
+    govreport = evidence.seen("ntk")[0]
+    assert (govreport.held, govreport.broke) == (4, 8)  # 5.8 / 4.74, then 550 / 4.74
+    rerope = evidence.seen("rerope")
+    assert [(one.held, one.broke) for one in rerope] == [(4, None), (2, None)]  # OOM proves nothing
+    assert [one.held for one in evidence.seen("dual_chunk")] == [8, 20, 20]
+    assert evidence.verdict(evidence.seen("ntk"), 4) == 1
+    assert evidence.verdict(evidence.seen("ntk"), 8) == -1
+    assert evidence.verdict(evidence.seen("ntk"), 6) == 0
+    assert evidence.verdict((), 2) == 0
+    for method in evidence.UNTRAINED:
+        get_method(method)
+        assert evidence.sentence(evidence.seen(method))
+
+
+def test_every_method_is_judged_once(advice: Advice) -> None:
+    assert sorted(by_name(advice)) == sorted(method.name for method in METHODS)
+    assert all(option.trial or option.options is None for option in advice.options)
+
+
+def test_the_ranking(advice: Advice) -> None:
+    names = [option.method for option in advice.options]
+    assert names[0] == "yarn"
+    assert names.index("yarn") < names.index("dual_chunk") < names.index("ntk")
+    assert names.index("ntk") < names.index("pi") < names.index("sliding_window")
+    assert names.index("sliding_window") < names.index("alibi")
+
+
+def test_slow_pairs_stay_where_they_were_trained(live: Any, advice: Advice) -> None:
+    """Read back from the patched model, for every table that is said to reach; and not for those that do not."""
+    trained = inspect_rope(live)[0].inv_freq.double()
+    slow = trained * TRAINED < 2 * math.pi
+    assert bool(slow.any())
+    target = TRAINED * FACTOR
+    checked = 0
+    for option in advice.options:
+        if option.met is None or option.options is None or option.attention:
+            continue
+        with patched(live, option.method, **option.options):
+            table = inspect_rope(live)[0].inv_freq.double()
+        reaches = bool((target * table[slow] <= TRAINED * trained[slow] * (1 + 1e-6)).all())
+        assert reaches == (option.works != SHORT), option.method
+        checked += 1
+    assert checked > 6
+
+
+def test_the_scale_of_ntk_is_the_least_that_reaches(live: Any, advice: Advice) -> None:
+    found = by_name(advice)["ntk"].options
+    assert found is not None
+    table = inspect_rope(live)[0]
+    slow = next(i for i, f in enumerate(table.inv_freq.tolist()) if TRAINED * f < 2 * math.pi)
+    least = FACTOR ** ((table.dim - 2) / (2 * slow))
+    assert found["scale"] == pytest.approx(least, rel=2e-3, abs=0.01)
+
+
+@pytest.mark.parametrize("factor", [1.5, FACTOR])
+def test_distances_of_the_bands(factor: float) -> None:
+    """Every pair of a text of the target length, by brute force."""
+    target, near = int(TRAINED * factor), TRAINED
+    advice = recommend(on_meta(zoo.tiny_config("llama")), target)
+    m = torch.arange(target)[:, None].expand(target, target)
+    n = m.T
+    for option in advice.options:
+        kind = get_method(option.method)
+        if not issubclass(kind, RotaryBands):
+            continue
+        method: Any = kind.from_options(**({"scale": factor} if kind.takes_scale() else {}))
+        farthest, read = 0.0, torch.zeros(target, target, dtype=torch.bool)
+        for band in method.bands(near):
+            inside = band.contains(m, n) & (n <= m)
+            distance = band.query_position(m) - band.key_position(n)
+            if bool(inside.any()):
+                farthest = max(farthest, float(distance[inside].max()))
+            read |= inside
+        all_read = bool(read[n <= m].all())
+        assert (option.works == WINDOW) == (not all_read), option.method
+        assert (option.works == SHORT) == (all_read and farthest > near), option.method
+
+
+@pytest.mark.filterwarnings("ignore:.* starts untrained")
+def test_every_call_and_spec_works(live: Any, advice: Advice) -> None:
+    names = {"patch_model": patch_model, "model": live}
+    for option in advice.options:
+        if option.call is None or option.spec is None:
+            continue
+        eval(option.call, names)
+        patch = hf_posenc.get_patch(live)
+        assert patch is not None
+        hf_posenc.unpatch_model(live)
+        candidate = Candidate.parse(option.spec)
+        with candidate.applied(live, advice.target):
+            assert str(hf_posenc.get_patch(live)) == str(patch)
+
+
+def test_a_checkpoint_that_is_scaled_already() -> None:
+    advice = recommend(on_meta(zoo.tiny_config("llama", rope_parameters=LLAMA3)), TRAINED * 2)
+    assert (advice.carried.trained, advice.carried.reach) == (TRAINED // 8, TRAINED)
+    assert advice.beside == {"compose": True}
+    assert advice.factor == 2
+    assert by_name(advice)["pi"].options == {"target_length": TRAINED * 2, "compose": True}
+    assert by_name(advice)["pi"].trial
+    assert by_name(advice)["abf"].options is not None
+    assert by_name(advice)["abf"].options["replace"] is True  # type: ignore[index]
+
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    advice = recommend(on_meta(zoo.tiny_config("llama", rope_parameters=dynamic)), TRAINED * 2)
+    assert advice.beside == {"replace": True}
+    assert by_name(advice)["yarn"].trial
+
+
+def test_a_config_that_names_the_length_before_its_scaling() -> None:
+    """As Qwen2.5's card writes it: max_position_embeddings stays, factor says how far it reaches."""
+    yarn: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    yarn["original_max_position_embeddings"] = TRAINED
+    model = on_meta(zoo.tiny_config("llama", rope_parameters=yarn))
+    assert not recommend(model, TRAINED * 4).needed
+    advice = recommend(model, TRAINED * 8)
+    assert advice.carried.reach == TRAINED * 4
+    assert advice.factor == 2
+    pi = by_name(advice)["pi"]
+    assert pi.trial, pi.reason
+
+
+def test_nothing_to_do(live: Any) -> None:
+    advice = recommend(live, TRAINED)
+    assert not advice.needed
+    assert advice.options == ()
+    assert advice.commands() == (
+        f"hf-posenc perplexity MODEL --text 'YOUR/*.txt' --lengths {TRAINED} --patch none",
+    )
+
+
+def test_another_trained_length(live: Any) -> None:
+    """Every kind of method is then told so."""
+    half = TRAINED // 2
+    advice = recommend(on_meta(zoo.tiny_config("llama")), TRAINED * 2, original=half)
+    assert advice.factor == 4
+    for method in ("yarn", "self_extend", "rerope", "log_n"):
+        options = by_name(advice)[method].options
+        assert options is not None
+        assert options["original_max_position_embeddings"] == half
+        with patched(live, method, **options):
+            patch = hf_posenc.get_patch(live)
+            assert patch is not None
+            assert patch.original_max_position_embeddings == half
+
+
+@pytest.mark.parametrize(("theta", "above"), [(1e4, "least"), (1e7, "ntk")])
+def test_another_base(theta: float, above: str) -> None:
+    parameters = {"rope_type": "default", "rope_theta": theta}
+    config = LlamaConfig(max_position_embeddings=4096, rope_parameters=parameters)
+    found = by_name(recommend(on_meta(config), 32_768))["abf"].options
+    assert found is not None
+    bounds = {"least": 0.0424 * 32_768**1.628, "ntk": theta * 8 ** (128 / 126)}
+    assert max(bounds, key=lambda name: bounds[name]) == above
+    assert bounds[above] <= found["rope_theta"] < bounds[above] * 1.1
+    assert found["rope_theta"] == float(f"{found['rope_theta']:.1e}")
+
+
+def test_what_the_architecture_does_not_take() -> None:
+    advice = recommend(zoo.build("falcon"), TRAINED * 4)
+    found = by_name(advice)
+    assert found["yarn"].works == AS_IT_IS
+    assert found["rerope"].works == REFUSED
+    assert found["rerope"].trial is False
+    assert found["dynamic_yarn"].spec == "dynamic_yarn:update=sequence"
+    assert found["dynamic_yarn"].works == AS_IT_IS
+    assert advice.tested
+
+
+def test_refusals(live: Any) -> None:
+    with pytest.raises(PosencError, match="has no rotary embedding"):
+        recommend(on_meta(zoo.tiny_config("bloom")), 1000)
+    with pytest.raises(PosencError, match="number of tokens"):
+        recommend(live, 0)
+    with patched(live, "yarn", scale=2), pytest.raises(PosencError, match="unpatch_model"):
+        recommend(live, 1000)
+
+
+def test_from_the_config_alone() -> None:
+    """Llama-2-7B's numbers, without a weight."""
+    model = on_meta(LlamaConfig(max_position_embeddings=4096))
+    advice = recommend(model, 32_768, name="llama")
+    found = by_name(advice)
+    assert found["yarn"].trial
+    assert found["rerope"].trial is None
+    assert found["rerope"].works == AS_IT_IS
+    assert advice.limits.slow == 18
+    assert advice.cache is not None
+    assert (
+        advice.cache.bytes == 32_768 * 32 * 2 * 4096 * 2
+    )  # tokens, layers, k and v, features, bytes
+
+
+def test_the_cache_of_windows_and_grouped_heads() -> None:
+    config: Any = Gemma3TextConfig()
+    kinds = config.layer_types
+    cost = cache_cost(on_meta(config), 100_000, torch.float32)
+    assert cost is not None
+    assert cost.full_layers == kinds.count("full_attention")
+    assert cost.window_layers == kinds.count("sliding_attention")
+    size = 2 * config.num_key_value_heads * config.head_dim * 4
+    kept = config.sliding_window - 1
+    assert cost.bytes == size * (cost.full_layers * 100_000 + cost.window_layers * kept)
+
+
+@pytest.mark.parametrize("scaling", ["default", "dynamic"])
+@pytest.mark.parametrize("tokens", [10, 50])
+def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
+    """What a model of both kinds of layers keeps, measured in its own cache."""
+    config = MistralConfig(
+        vocab_size=99,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        sliding_window=16,
+        rope_parameters={"rope_type": scaling, "rope_theta": 1e4, "factor": 1.0},
+    )
+    model: Any = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        cache = model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
+    kept = sum(
+        tensor.numel() * 4 for layer in cache.layers for tensor in (layer.keys, layer.values)
+    )
+    cost = cache_cost(model, tokens, torch.float32)
+    assert cost is not None
+    assert cost.bytes == kept
+
+
+APP = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
+command.register(APP)
+
+
+@APP.callback()
+def root() -> None:
+    pass
+
+
+def invoke(*arguments: object) -> Any:
+    words = ["recommend", *map(str, arguments)]
+    return CliRunner().invoke(APP, words, env={"COLUMNS": "160", "TERM": "dumb"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def test_the_command(folder: Path) -> None:
+    result = invoke(folder, "--target-length", "1k")
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    first = next(line for line in lines if line.split()[:1] == ["1"])
+    assert first.split()[1] == "yarn"
+    assert "In Python: patch_model(model, 'yarn', target_length=1024)" in lines
+    assert any(line.startswith(f"Next: hf-posenc sweep {folder} ") for line in lines)
+    assert "--weights" in result.output  # what it could not try
+    assert "--weights" not in invoke(folder, "--target-length", "1k", "--weights").output
+
+
+def test_json_says_the_same(folder: Path) -> None:
+    found = json.loads(invoke(folder, "--target-length", 1024, "--json").output)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    expected = recommend(on_meta(model.config), 1024, name=str(folder))
+    assert [option["method"] for option in found["options"]] == [
+        option.method for option in expected.options
+    ]
+    assert found["options"][0]["call"] == expected.options[0].call
+    assert found["limits"]["critical_dimension"] == expected.limits.critical_dimension
+    assert found["commands"] == list(expected.commands())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--target-length", "2k,4k"), "one length"),
+        (("--target-length", "many"), "--target-length many: 'many' is no length"),
+        (("--target-length", "2k", "--dtype", "int4"), "bfloat16"),
+        (("/no/such/folder", "--target-length", "2k"), "no model folder"),
+    ],
+)
+def test_requests_that_cannot_be_met(arguments: tuple[str, ...], said: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_the_page_has_the_numbers_of_the_committed_run() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    values = json.loads((docs / "benchmarks" / "recommend.json").read_text(encoding="utf-8"))
+    specs = {entry["label"]: entry["spec"] for entry in values["methods"]}
+    measured = {
+        specs[cell["method"]]: cell["perplexity"]
+        for cell in values["summary"]
+        if cell["length"] == 2048
+    }
+    page = (docs / "choosing.md").read_text(encoding="utf-8")
+    table = page.split("| said to reach |")[1].split("\n\n")[0]
+    named = re.findall(r"`([\w:=.]+)`", table)
+    assert {*named, "none", "sliding_window"} == set(measured)
+    for cells in re.findall(r"\| ([^|]*`[^|]*) \| ([\d., ]+) (?=\|)", table):
+        methods, numbers = re.findall(r"`([\w:=.]+)`", cells[0]), cells[1].split(", ")
+        for method, number in zip(methods, numbers, strict=True):
+            digits = len(number.partition(".")[2])
+            assert f"{measured[method]:.{digits}f}" == number.strip(), method
+            named.remove(method)
+    assert not named
+    assert f"and {measured['none']:.0f} at 2,048" in page
+    assert f"`sliding_window` {measured['sliding_window']:.1f}" in page

@@ -1,0 +1,280 @@
+"""Prompts: of exactly so many tokens, the same everywhere, with the needle where it should be and nowhere else."""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import re
+import subprocess
+import sys
+import uuid
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import special_prefix
+from hf_posenc.evaluation.retrieval.prompts import (
+    NOISE,
+    Draws,
+    Encoder,
+    OwnText,
+    Place,
+    Prompt,
+    lay_out,
+)
+from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit
+from tests.support.retrieval_models import TOKENIZERS
+from tests.support.tiny_text import prose
+
+FIXED = ["44856", "7398107", "428e0b5e-59c9-4b29-ad5b-17ca5984d4b0", "CBBBB"]
+SHUFFLED = [1, 3, 4, 5, 0, 2]
+PROMPTS = {
+    "passkey": "b3f240660b71",
+    "niah_single_1": "bc13af032c42",
+    "niah_multikey_2": "8e1199f0ef7f",
+    "niah_multikey_3": "8ff929384fa7",
+    "vt": "98312833e9aa",
+    "fwe": "80dc9b3aa9c2",
+}
+DEEP = [name for name, task in TASKS.items() if task.has_depth]
+
+
+@cache
+def kit_of(tokenizer: str, haystack: str | None = None, distractors: int = 5) -> Kit:
+    encoder = Encoder(TOKENIZERS[tokenizer]())
+    return Kit(encoder, distractors, OwnText(haystack, encoder) if haystack else None)
+
+
+def make(
+    task: str,
+    length: int,
+    *,
+    depth: float = 0.5,
+    sample: int = 0,
+    seed: int = 0,
+    tokenizer: str = "bytes",
+    haystack: str | None = None,
+) -> Prompt:
+    kit = kit_of(tokenizer, haystack)
+    special = special_prefix(kit.encoder.tokenizer, "auto")
+    place = Place(seed, task, length, depth if TASKS[task].has_depth else None, sample)
+    return lay_out(TASKS[task].scene(place, kit), length, special, kit.distractors)
+
+
+def text(ids: Any, tokenizer: str = "bytes") -> str:
+    return str(kit_of(tokenizer).encoder.tokenizer.decode(ids))
+
+
+def shortest(task: str, tokenizer: str, *depths: float) -> int:
+    """Tokens that every one of these prompts fits into."""
+    kit = kit_of(tokenizer)
+    special = special_prefix(kit.encoder.tokenizer, "auto")
+    places = [Place(0, task, 4096, d if TASKS[task].has_depth else None, 0) for d in depths]
+    return max(TASKS[task].scene(place, kit).shortest for place in places) + len(special)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+@pytest.mark.parametrize("task", TASKS)
+def test_prompt_and_answer_have_exactly_the_tokens_asked_for(task: str, tokenizer: str) -> None:
+    depths = (0.0, 0.37, 1.0)
+    least = shortest(task, tokenizer, *depths)
+    for length in (least, least + 1, least + 7, 2 * least + 3, 3000):
+        for depth in depths:
+            prompt = make(task, length, depth=depth, tokenizer=tokenizer)
+            assert len(prompt.ids) + len(prompt.answer.ids) == length
+            assert prompt.answer.ends[-1] == len(prompt.answer.ids)
+            wrong = {other.ids for other in prompt.distractors}
+            assert prompt.answer.ids not in wrong
+            # to a tokenizer of known words, all names and made-up words are one
+            assert len(wrong) == (0 if tokenizer == "words" and task in ("vt", "fwe") else 5)
+            assert len(prompt.distractors) == len(wrong)
+
+
+def test_a_prompt_that_does_not_fit_is_refused() -> None:
+    least = shortest("passkey", "bytes", 0.5)
+    with pytest.raises(PosencError, match=f"at least {least} tokens, not {least - 1}"):
+        make("passkey", least - 1)
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "bytes with bos", "embedded", "bpe", "metaspace"])
+def test_a_prompt_reads_as_the_papers_wrote_it(tokenizer: str) -> None:
+    prompt = make("passkey", 700, tokenizer=tokenizer)
+    shown = text(prompt.ids, tokenizer).removeprefix("<s>").lstrip(" ")
+    (key,) = prompt.references
+    assert shown.startswith(
+        "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz you "
+        f"about the important information there.\n{NOISE.split('.')[0]}."
+    )
+    assert f"\nThe pass key is {key}. Remember it. {key} is the pass key.\nThe grass" in shown
+    assert shown.endswith("\nWhat is the pass key? The pass key is")
+    assert text(prompt.answer.ids, tokenizer).strip() == key
+    # behind the question the answer continues the tokens of the text
+    whole = kit_of(tokenizer).encoder.plain(f"\nThe pass key is {key}")
+    assert whole[-len(prompt.answer.ids) :] == prompt.answer.ids
+
+
+@pytest.mark.parametrize("tokenizer", ["bytes", "embedded"])
+@pytest.mark.parametrize("task", DEEP)
+def test_the_needle_goes_back_as_its_depth_grows(task: str, tokenizer: str) -> None:
+    depths = [index / 8 for index in range(9)]
+    prompts = [make(task, 3000, depth=depth, tokenizer=tokenizer) for depth in depths]
+    places = []
+    for depth, prompt in zip(depths, prompts, strict=True):
+        (value,) = prompt.references
+        shown = text(prompt.ids, tokenizer)
+        where = shown.index(value) / len(shown)
+        places.append(where)
+        assert abs(where - depth) < 0.2  # head, question and one unit of filler
+        # the distance is that from the needle's end to the end of the prompt
+        behind = text(prompt.ids[-int(prompt.distance or 0) :], tokenizer)
+        assert value not in behind
+        assert value in text(prompt.ids[: -int(prompt.distance or 0)], tokenizer)
+    assert places == sorted(places)
+    assert len(set(places)) == len(places)
+    distances = [prompt.distance or 0 for prompt in prompts]
+    assert distances == sorted(distances, reverse=True)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_longer_prompts_hide_the_same_needle(task: str) -> None:
+    short, long = make(task, 2500), make(task, 5000)
+    assert short.references == long.references
+    assert short.answer == long.answer
+    others: list[dict[str, Any]] = [{"sample": 1}, {"seed": 1}, {"depth": 0.75}]
+    for other in others:
+        if task in DEEP or "depth" not in other:
+            assert make(task, 2500, **other).references != short.references
+
+
+@pytest.mark.parametrize("haystack", [None, prose(900) + " 12345 and 6789012.\n"])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_answer_stands_only_where_it_was_put(task: str, haystack: str | None) -> None:
+    most = {"passkey": 2, "vt": 2, "fwe": 10**6}.get(task, 1)
+    least = {"vt": 1}.get(
+        task, most if task != "fwe" else 1
+    )  # a chain's last variable is named once
+    for sample in range(12):
+        prompt = make(task, 3000, sample=sample, haystack=haystack)
+        shown = text(prompt.ids)
+        for reference in prompt.references:
+            assert least <= shown.count(reference) <= most
+        if haystack:
+            assert not any(reference in haystack for reference in prompt.references)
+
+
+def test_keys_that_are_in_the_users_own_text_are_not_drawn() -> None:
+    draws = iter(["12345", "12345", "99999"])
+    kit = kit_of("bytes", prose(200) + " 12345\n")
+    assert kit.absent(lambda: next(draws)) == "99999"
+
+
+@pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
+def test_other_needles_are_the_distractors(task: str) -> None:
+    prompt = make(task, 4000, depth=0.4)
+    shown = text(prompt.ids)
+    needles = re.findall(r"One of the special magic \w+s for (\S+) is: (\S+)\.\n", shown)
+    keys, values = zip(*needles, strict=True)
+    (asked,) = re.findall(r"(?:number|uuid) for (\S+) mentioned in the provided text\?", shown)
+    assert keys.count(asked) == 1
+    assert values[keys.index(asked)] == prompt.references[0]
+    assert len(set(values)) == len(values)
+    assert {text(other.ids).strip() for other in prompt.distractors} <= set(values)
+    if task == "niah_multikey_3":
+        assert all(uuid.UUID(value).version == 4 for value in values)
+
+
+def test_a_needle_that_is_cut_off_is_no_distractor() -> None:
+    cut = 0
+    for length in range(560, 640):
+        prompt = make("niah_multikey_2", length, depth=0.0)
+        part = re.findall(r" is: (\d{3,6})\n", text(prompt.ids))
+        cut += len(part)
+        wrong = [text(other.ids).strip() for other in prompt.distractors]
+        assert not any(other.startswith(tuple(part)) for other in wrong)
+    assert cut > 3
+
+
+def test_a_chain_of_variables_can_be_followed() -> None:
+    prompt = make("vt", 4000)
+    shown = text(prompt.ids).rsplit("Memorize and track", 1)[1]  # behind the example
+    value = re.findall(r"assigned the value (\d+), they are:$", shown)[0]
+    values: dict[str, str] = {}
+    for name, given in re.findall(r"VAR ([A-Z]{5}) = (?:VAR )?(\w+)\n", shown):
+        values[name] = values.get(given, given)
+    assert set(values) == set(prompt.references)
+    assert set(values.values()) == {value}
+    assert text(prompt.answer.ids) == "".join(f" {name}" for name in prompt.references)
+    first_two = text(prompt.answer.ids[: prompt.answer.ends[1]])
+    assert first_two == "".join(f" {name}" for name in prompt.references[:2])
+    example = text(prompt.ids).split("Memorize and track")[1]
+    assert re.search(r"they are:( [A-Z]{3}){5}\n", example)
+
+
+@pytest.mark.parametrize("lengths", [range(530, 690, 4), range(4000, 5000, 201)])
+def test_the_three_words_of_the_answer_are_the_most_frequent(lengths: range) -> None:
+    for sample, length in enumerate(lengths):
+        prompt = make("fwe", length, sample=sample)
+        shown = text(prompt.ids)
+        words = re.findall(r"\b[a-z]{6}\b", shown.split("coded words.")[1].split("Question")[0])
+        counts = collections.Counter(words).most_common(4)
+        assert tuple(word for word, _ in counts[:3]) == prompt.references
+        assert [count for _, count in counts] == sorted({c for _, c in counts}, reverse=True)
+        assert shown.count("...") > counts[0][1]
+
+
+def test_distractors_have_as_many_tokens_as_the_answer() -> None:
+    equal = 0
+    for sample in range(20):
+        prompt = make("passkey", 400, sample=sample, tokenizer="embedded")
+        off = [len(other.ids) - len(prompt.answer.ids) for other in prompt.distractors]
+        assert all(abs(difference) <= 1 for difference in off)  # the nearest, for a rare size
+        equal += not any(off)
+    assert equal >= 18
+    drawn = make("passkey", 400, tokenizer="embedded", sample=3)
+    assert len({len(drawn.answer.ids), *(len(o.ids) for o in drawn.distractors)}) == 1
+
+
+def test_own_text_is_read_in_whole_sentences_and_again_where_it_is_too_short() -> None:
+    haystack = "One is first. Two comes then! Is three last?\nFour it is.\n"
+    prompt = make("niah_single_1", 1200, depth=0.5, haystack=haystack)
+    before = text(prompt.ids).split("\n", 1)[1].split("One of the special")[0]
+    assert before.startswith(haystack * 3)
+    assert before.rstrip("\n")[-1] in ".!?"
+
+
+_PRINT = """
+from tests.test_retrieval_prompts import TASKS, make
+print([(n, make(n, 1500).ids.tolist(), make(n, 1500).distractors) for n in reversed(TASKS)])
+"""
+
+
+def test_another_process_makes_the_same_prompts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _PRINT],
+        cwd=Path(__file__).parents[3],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={"PYTHONHASHSEED": "7", "HF_HUB_OFFLINE": "1"},
+    )
+    mine = [(n, make(n, 1500).ids.tolist(), make(n, 1500).distractors) for n in reversed(TASKS)]
+    assert done.stdout.strip() == str(mine)
+
+
+def test_draws_are_fixed_for_ever() -> None:
+    """Prompts must not change from one version of this package, or of Python, to the next."""
+    draws = Draws("needle", 0, "passkey", 0.5, 3)
+    assert [draws.digits(5), draws.digits(7), draws.uuid(), draws.letters(5, "ABC")] == FIXED
+    assert Draws("a").shuffled(range(6)) == SHUFFLED
+    assert sorted(SHUFFLED) == list(range(6))
+
+
+def test_prompts_are_fixed_for_ever() -> None:
+    """Whoever changes a task changes its numbers: then its name has to change as well."""
+    made = {
+        task: hashlib.sha256(text(make(task, 2000).ids).encode()).hexdigest()[:12] for task in TASKS
+    }
+    assert made == PROMPTS

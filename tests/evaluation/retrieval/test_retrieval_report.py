@@ -1,0 +1,282 @@
+"""What a run prints and draws, and the command."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from hf_posenc.cli import retrieval as command
+from hf_posenc.cli.app import OneLineErrors
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.plots import available
+from hf_posenc.evaluation.retrieval import RetrievalResult, RetrievalSettings
+from hf_posenc.evaluation.retrieval import result as report
+from hf_posenc.evaluation.retrieval.run import Failure, LeftOut
+from hf_posenc.evaluation.retrieval.statistics import Record
+from tests.support.tiny_text import prose, tiny_checkpoint
+
+APP = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
+command.register(APP)
+APP.callback()(lambda: None)
+LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.5, 1.0)
+
+
+def entry(label: str, method: str | None, auto: bool = False) -> Any:
+    from hf_posenc.evaluation.perplexity.result import MethodEntry
+
+    return MethodEntry(label, label, method, [], {}, None, auto, 256, False)
+
+
+def result(*, right: bool = True, rank: int = 1, ranks: bool = True) -> RetrievalResult:
+    """`good` finds everything; `bad` within 256 tokens, or at the end, and has no memory for more than 512."""
+    settings = RetrievalSettings(
+        lengths=LENGTHS,
+        tasks=("passkey", "vt"),
+        depths=DEPTHS,
+        samples=2,
+        distractors=4 if ranks else 0,
+    )
+    records = [
+        Record(
+            method=method,
+            task=task,
+            length=length,
+            depth=depth,
+            sample=sample,
+            correct=right and (method == "good (auto)" or length == 256 or depth == 1.0),
+            score=1.0,
+            nats=1.0,
+            rank=(rank if method == "good (auto)" or length == 256 else 4) if ranks else None,
+            candidates=5 if ranks else None,
+            distance=int(length * (1 - (depth or 0) / 2)),
+        )
+        for method in ("good (auto)", "bad")
+        for length in LENGTHS
+        for task in ("passkey", "vt")
+        for depth in (DEPTHS if task == "passkey" else (None,))
+        for sample in range(2)
+        if not (method == "bad" and length == 1024) and not (task == "vt" and length == 256)
+    ]
+    return RetrievalResult(
+        model={"name": "m", "class": "C", "parameters": 1, "dtype": "float32", "device": "cpu", "attention": "sdpa"},
+        haystack={"kind": "noise"},
+        settings=settings,
+        original=256,
+        candidates=[entry("good (auto)", "yarn", auto=True), entry("bad", None)],
+        records=records,
+        failures=[Failure("bad", task, 1024, "out of memory") for task in ("passkey", "vt")],
+        left_out=[LeftOut("vt", 256, 300)],
+    )  # fmt: skip
+
+
+def printed(made: Any) -> str:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    console.print(made)
+    return console.export_text()
+
+
+def test_the_table_says_what_was_found_and_how_sure_that_is() -> None:
+    shown = printed(report.table(result(), "passkey"))
+    for text in (
+        "a number of five digits",
+        "x4",
+        "100%",
+        "61-100",
+        "1st 100%",
+        "OOM",
+        "1,024",
+        "20%",
+    ):
+        assert text in shown
+    good, bad = (line for line in shown.splitlines() if line.strip().startswith(("good", "bad")))
+    assert good.split() == ["good", "(auto)", "100%", "100%", "100%", "1,024", "1,024"]
+    assert bad.split() == ["bad", "100%", "33%", "OOM", "256", "-"]
+    shown = printed(report.table(result(), "vt"))
+    assert "k_max" not in shown  # nothing has a depth
+    assert [line.split()[1] for line in shown.splitlines() if line.strip().startswith("bad")] == [
+        "-"
+    ]
+
+
+def test_notes_say_what_a_reader_must_know() -> None:
+    said = "\n".join([*report.notes(result()), *report.reading_guide(result())])
+    for text in (
+        "6 samples at every length (3 depths, 2 each; seed 0)",
+        "most probable of 5 candidates",
+        "Wilson",
+        "(auto): scale = length / 256",
+        "vt needs at least 300 tokens",
+    ):
+        assert text in said
+    assert "own text" not in said
+    assert list(report.problems(result())) == [
+        "bad: passkey failed at length 1,024: out of memory",
+        "bad: vt failed at length 1,024: out of memory",
+    ]
+
+
+def test_chance_is_called_chance() -> None:
+    never = "\n".join(report.reading_guide(result(right=False, rank=3)))
+    assert "passkey: no method ranks the answer first more often than chance" in never
+    ranked = "\n".join(report.reading_guide(result(right=False, rank=1)))
+    assert "passkey: the model never gives an answer outright" in ranked
+    assert not list(report.reading_guide(result(ranks=False)))
+
+
+def test_shares_are_whole_percent_but_never_lie_about_0_and_100() -> None:
+    shares = (0.0, 0.001, 0.25, 0.999, 1.0)
+    assert [report.percent(share) for share in shares] == ["0%", "0.1%", "25%", "99.9%", "100%"]
+
+
+def test_a_notebook_gets_the_tables() -> None:
+    page = result()._repr_html_()
+    assert page.startswith("<pre>")
+    assert "good (auto)" in page
+
+
+def shown_by(panel: Any) -> Any:
+    """The numbers of a heat map; NaN where there is none."""
+    import numpy as np
+
+    return np.ma.filled(panel.get_images()[0].get_array(), np.nan)
+
+
+@pytest.mark.skipif(not available(), reason="needs matplotlib")
+def test_heat_maps_show_every_cell_and_the_trained_length(tmp_path: Path) -> None:
+    import numpy as np
+
+    drawn = result().plot()
+    panels = [axes for axes in drawn.get_axes() if axes.get_images() and axes.get_title(loc="left")]
+    assert [panel.get_title(loc="left") for panel in panels] == ["good (auto)", "bad"] * 2
+    good, bad, *_ = (shown_by(panel) for panel in panels)
+    assert (good == 1.0).all()
+    assert good.shape == (3, 3)  # depths x lengths
+    assert (bad[:, 0] == 1.0).all()
+    assert list(bad[:, 1]) == [0.0, 0.0, 1.0]  # the front of the prompt on top
+    assert np.isnan(bad[:, 2]).all()
+    assert {text.get_text() for text in panels[1].texts} == {"100", "0", "OOM"}
+    assert "too short" in {text.get_text() for text in panels[2].texts}
+    for panel in panels:
+        (line,) = panel.get_lines()
+        assert list(np.asarray(line.get_xdata())) == [0.5, 0.5]  # behind 256, the trained length
+        assert panel.get_images()[0].get_clim() == (0, 1)
+    assert len(drawn.get_axes()) == len(panels) + 1  # one colour bar
+    hidden = result(right=False, rank=2).plot()  # accuracy is 0 everywhere: the ranks are drawn
+    assert shown_by(hidden.get_axes()[0])[0, 0] == 0.75
+    with pytest.raises(PosencError, match="no 'beaten'"):
+        result(ranks=False).plot("beaten")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def invoke(*arguments: object) -> Any:
+    return CliRunner().invoke(
+        APP, ["retrieval", *map(str, arguments)], env={"COLUMNS": "140", "TERM": "dumb"}
+    )
+
+
+def test_a_whole_run_by_the_command(model: Path, tmp_path: Path) -> None:
+    arguments = [model, "--lengths", "350,400", "--tasks", "passkey", "--samples", 1, "--depths", 3]
+    arguments += ["--patch", "none", "--patch", "yarn", "--distractors", 2]
+    made = invoke(*arguments, "--output", tmp_path / "a")
+    assert made.exit_code == 0, made.output
+    assert "Retrieval, passkey" in made.output
+    assert "yarn (auto)" in made.output
+    values = json.loads((tmp_path / "a" / "retrieval.json").read_text())
+    assert values["settings"]["depths"] == [0.0, 0.5, 1.0]
+    assert values["command"].startswith("hf-posenc retrieval ")
+    assert str(tmp_path / "a") not in values["command"]
+    assert len(values["records"]) == 2 * 2 * 3
+    names = {path.name for path in (tmp_path / "a").iterdir()}
+    assert {"retrieval.json", "retrieval.csv", "timings.json", "records"} <= names
+    if available():
+        assert {"retrieval.png", "retrieval.svg", "retrieval_ranks.png"} <= names
+    first = invoke(*arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "1/2")
+    assert "Share 1 of 2 is done; 6 of 12 parts are the others'" in first.output
+    second = invoke(*arguments, "--no-plot", "--output", tmp_path / "b", "--shard", "2/2")
+    assert second.exit_code == 0, second.output
+    assert ("No plot: it needs matplotlib" in second.output) != available()
+    files = [(tmp_path / name / "retrieval.json").read_bytes() for name in "ab"]
+    assert files[0] == files[1]
+
+
+def test_own_text_as_a_haystack(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(prose(900))
+    arguments = [
+        model,
+        "--lengths",
+        "500",
+        "--samples",
+        1,
+        "--depths",
+        1,
+        "--patch",
+        "none",
+        "--no-plot",
+    ]
+    arguments += ["--tasks", "niah_single_1", "--output", tmp_path / "out"]
+    made = invoke(
+        *arguments, "--haystack", tmp_path / "book.txt", "--haystack", tmp_path / "none.txt"
+    )
+    assert made.exit_code == 0, made.output
+    assert "skipped" in made.stderr
+    assert "Haystack: your own text" in made.output
+    values = json.loads((tmp_path / "out" / "retrieval.json").read_text())
+    assert values["haystack"]["characters"] == 901
+    made = invoke(*arguments, "--haystack", tmp_path / "none.txt")
+    assert made.exit_code == 2
+    assert "has no text" in made.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tasks", "passky"], "Unknown task 'passky'"),
+        (["--decode", "beam"], "Unknown way to decode"),
+        (["--lengths", "60"], "No task fits into 60 tokens: passkey needs at least"),
+        (["--patch", "yarm"], "yarm"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    model: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    made = invoke(model, *arguments, "--output", tmp_path)
+    assert made.exit_code == 2
+    lines = [line for line in made.stderr.splitlines() if not line.startswith("warning: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("error: ")
+    assert said in lines[0]
+
+
+def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    with (docs / "benchmarks" / "retrieval.csv").open() as file:
+        rows = {
+            (row["task"], row["method"], int(row["length"])): row for row in csv.DictReader(file)
+        }
+    page = (docs / "retrieval.md").read_text(encoding="utf-8")
+    block = page.split("<!-- measured: retrieval -->")[1].split("<!-- end -->")[0]
+    task, seen = "", 0
+    lengths: list[int] = []
+    for line in block.strip().splitlines():
+        first, *cells = (part.strip() for part in line.strip("|").split("|"))
+        if line.startswith("| `"):
+            for length, shown in zip(lengths, cells, strict=True):
+                row = rows[task, first.strip("`"), length]
+                low, high = (float(row[name]) * 100 for name in ("first_low", "first_high"))
+                assert shown == f"{report.percent(float(row['first']))} ({low:.0f}-{high:.0f})"
+                seen += 1
+        elif cells and not cells[0].startswith("---"):
+            task, lengths = first, [int(cell.replace(",", "")) for cell in cells]
+    assert seen == len([row for row in rows.values() if row["status"] == "ok"])
+    assert {float(row["accuracy"]) for row in rows.values()} == {0.0}

@@ -1,0 +1,293 @@
+"""Whole runs: cells, failures, shards, resuming, the papers' numbers."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.store import ALONE, Memory, Shard
+from hf_posenc.evaluation.retrieval import (
+    RetrievalResult,
+    RetrievalRun,
+    RetrievalSettings,
+    even_depths,
+    measure_retrieval,
+)
+from hf_posenc.evaluation.retrieval.measuring import open_store, result_of, write_timings
+from hf_posenc.evaluation.retrieval.statistics import (
+    Cell,
+    Record,
+    k_max,
+    passing,
+    summarize,
+    wilson,
+)
+from hf_posenc.files import to_json
+from tests.support import zoo
+from tests.support.retrieval_models import Copier
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer
+
+KNOWN: dict[str, Any] = {
+    "model": {"name": "m", "class": "C", "parameters": 1, "dtype": "float32", "device": "cpu", "attention": None},
+    "haystack": {"kind": "noise"},
+}  # fmt: skip
+LENGTHS = (400, 800, 1600)
+
+
+def settings(**given: Any) -> RetrievalSettings:
+    return RetrievalSettings(
+        **{"lengths": LENGTHS, "tasks": ("passkey",), "samples": 2, "distractors": 3, **given}
+    )
+
+
+def run_of(model: Any, **given: Any) -> RetrievalRun:
+    return RetrievalRun(model, byte_tokenizer(), [Candidate.parse("none")], settings(**given))
+
+
+def measured(run: RetrievalRun, folder: Path, shard: Shard = ALONE) -> RetrievalResult | None:
+    with open_store(folder, run, KNOWN, shard) as store:
+        run.measure(store, shard)
+        store.refresh()
+        return result_of(run, store, original=400, **KNOWN)
+
+
+def whole(run: RetrievalRun, folder: Path) -> RetrievalResult:
+    result = measured(run, folder)
+    assert result is not None
+    return result
+
+
+def test_a_model_that_copies_has_100_percent_and_one_that_forgets_0(tmp_path: Path) -> None:
+    for window, accuracy in ((10**9, 1.0), (30, 0.0)):
+        result = whole(run_of(Copier(window)), tmp_path / str(window))
+        assert {cell.accuracy for cell in result.cells} == {accuracy}
+        assert {cell.first for cell in result.cells} == {accuracy}
+        assert {cell.beaten for cell in result.depth_cells} == {accuracy}
+        assert {cell.chance for cell in result.cells} == {0.25}
+        assert {cell.samples for cell in result.cells} == {10}
+        assert len(result.depth_cells) == len(LENGTHS) * 5
+
+
+def test_a_window_gives_the_papers_numbers(tmp_path: Path) -> None:
+    """The heat map is a staircase, and both numbers follow from the distances."""
+    window = 500
+    result = whole(run_of(Copier(window), depths=even_depths(9)), tmp_path)
+    for length in LENGTHS:
+        cells = result.by_depth("none", "passkey", length)
+        assert [cell.depth for cell in cells] == list(even_depths(9))
+        found = [cell.accuracy for cell in cells]
+        assert found == sorted(found)  # the nearer, the better
+        inside = [cell.distance for cell in cells if cell.accuracy == 1.0]
+        assert result.k_max("none", "passkey", length) == max(d for d in inside if d is not None)
+        assert all((cell.distance or 0) > window - 120 for cell in cells if cell.accuracy == 0.0)
+        assert all((cell.distance or 0) < window for cell in cells if cell.accuracy == 1.0)
+    shares = [cell.accuracy for cell in result.cells]
+    assert shares[0] == 1.0 > shares[1] > shares[2] > 0.2
+    context, mean = result.passing("none", "passkey")
+    expected = max(n for n, share in zip(LENGTHS, shares, strict=True) if share >= 0.8)
+    assert context == expected
+    assert mean == pytest.approx(
+        sum(shares[: LENGTHS.index(expected) + 1]) / (LENGTHS.index(expected) + 1)
+    )
+
+
+def test_shards_and_interrupted_runs_give_the_same_bytes(tmp_path: Path) -> None:
+    model = Copier(700)
+    alone = to_json(whole(run_of(model), tmp_path / "alone").to_dict())
+    first, second = (Shard(index, 2) for index in range(2))
+    assert measured(run_of(model), tmp_path / "shared", second) is None
+    shared = measured(run_of(model), tmp_path / "shared", first)
+    assert shared is not None
+    assert to_json(shared.to_dict()) == alone
+
+    run = run_of(model)
+
+    def interrupt(label: str, done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), open_store(tmp_path / "cut", run, KNOWN) as store:
+        run.measure(store, progress=interrupt)
+    model.read.clear()
+    assert to_json(whole(run_of(model), tmp_path / "cut").to_dict()) == alone
+    again = [n for n in model.read if n > 300]
+    assert (
+        0 < len(again) < len(run.items) * 4 / 2 + 1
+    )  # four candidates a sample, and no sample twice
+    model.read.clear()
+    whole(run_of(model), tmp_path / "cut")
+    assert not [n for n in model.read if n > 300]
+
+
+def test_a_larger_run_keeps_what_a_smaller_one_has_measured(tmp_path: Path) -> None:
+    model = Copier()
+    small = whole(run_of(model, lengths=(400,), samples=1, depths=(0.0, 1.0)), tmp_path)
+    model.read.clear()
+    large = whole(run_of(model, lengths=(400, 500), samples=1, depths=(0.0, 1.0)), tmp_path)
+    assert sorted({n for n in model.read if n > 300}) == [499]
+    assert large.records[:2] == small.records
+    other = whole(run_of(model, lengths=(400,), seed=1), tmp_path)
+    assert other.fingerprint != small.fingerprint == large.fingerprint
+
+
+def test_what_fails_is_a_cell_and_no_crash(tmp_path: Path) -> None:
+    model = Copier(most=900, error=torch.OutOfMemoryError("CUDA out of memory"))
+    result = whole(run_of(model), tmp_path / "a")
+    assert [cell.length for cell in result.cells] == [400, 800]
+    assert [(f.length, f.reason) for f in result.failures] == [(1600, "out of memory")]
+    assert len([n for n in model.read if n > 900]) == 1  # the other samples are not tried
+    broken = whole(run_of(Copier(most=500)), tmp_path / "b")
+    assert {f.reason for f in broken.failures} == {"RuntimeError: too long for me"}
+    shards = [Shard(index, 3) for index in range(3)]
+    for shard in shards:
+        shared = measured(run_of(Copier(most=500)), tmp_path / "c", shard)
+    assert shared is not None
+    assert to_json(shared.to_dict()) == to_json(broken.to_dict())
+
+
+def test_lengths_that_are_too_short_for_a_task_are_left_out(tmp_path: Path) -> None:
+    result = whole(run_of(Copier(), tasks=("passkey", "vt"), lengths=(400, 1900)), tmp_path)
+    (left,) = result.left_out
+    assert (left.task, left.length) == ("vt", 400)
+    assert result.cell("none", "vt", 400) is None
+    assert result.cell("none", "vt", 1900) is not None
+    fits = run_of(Copier(), tasks=("vt",), lengths=(left.needed,))
+    assert not fits.left_out
+    with pytest.raises(PosencError, match=r"vt needs at least [\d,]+ with this tokenizer"):
+        run_of(Copier(), tasks=("vt",), lengths=(left.needed - 1,))
+    alone = Candidate.parse("none")
+    behind = settings(tasks=("vt",), lengths=(left.needed,))
+    with pytest.raises(
+        PosencError, match=f"vt needs at least {left.needed + 1:,} "
+    ):  # a special token too
+        RetrievalRun(Copier(), byte_tokenizer(), [alone], behind, special=[0])
+
+
+@pytest.mark.parametrize(("update", "long"), [("row", 1), ("sequence", 4)])
+def test_what_depends_on_the_length_is_not_read_on_from_a_cache(update: str, long: int) -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    candidate = Candidate.parse(f"dynamic_ntk:update={update}").checked(model)
+    run = RetrievalRun(
+        model,
+        byte_tokenizer(),
+        [candidate],
+        settings(lengths=(400,), samples=1, depths=(0.5,)),
+    )
+    read: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    run.measure(Memory())
+    assert len([n for n in read if n > 300]) == long
+
+
+def test_a_result_survives_its_file(tmp_path: Path) -> None:
+    some: list[dict[str, Any]] = [
+        {},
+        {"distractors": 0},
+        {"tasks": ("fwe",)},
+        {"decode": "generate"},
+    ]
+    for number, given in enumerate(some):
+        model = Copier(most=1000)
+        result = whole(run_of(model, **given), tmp_path / str(number))
+        values = json.loads(to_json(result.to_dict()))
+        assert values["kind"] == "retrieval"
+        again = RetrievalResult.from_dict(values)
+        assert again == result
+        assert again.to_dict() == values
+        result.write_csv(tmp_path / "r.csv")
+        rows = list(csv.DictReader((tmp_path / "r.csv").open()))
+        overall = [row for row in rows if not row["depth"]]
+        generated = "decode" in given  # which this model does at any length
+        last = "ok" if generated else "RuntimeError: too long for me"
+        first = "too short for the task" if given.get("tasks") == ("fwe",) else "ok"
+        assert [row["status"] for row in overall] == [first, "ok", last]
+        if generated:
+            assert all(record.text is not None and record.rank is None for record in result.records)
+    run = run_of(Copier())
+    with open_store(tmp_path / "t", run, KNOWN) as store:
+        run.measure(store)
+        write_timings(run, store, tmp_path / "timings.json")
+    rows = json.loads((tmp_path / "timings.json").read_text())["items"]
+    assert len(rows) == len(run.items)
+    assert all(row["seconds"] > 0 for row in rows)
+
+
+def test_the_python_function_patches_measures_and_leaves_no_trace() -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    before = copy.deepcopy(model.state_dict())
+    ids = torch.arange(100)[None]
+    logits = model(ids).logits
+    result = measure_retrieval(
+        model,
+        byte_tokenizer(),
+        methods=["none", "pi", "rerope"],
+        lengths=[400],
+        tasks=("passkey",),
+        samples=1,
+    )
+    assert [entry.label for entry in result.candidates] == ["none", "pi (auto)", "rerope"]
+    assert result.original == 64
+    assert result.candidates[1].scale_at(400) == 400 / 64
+    nats = [cell.nats for cell in result.cells]
+    assert len(set(nats)) == 3  # three different models, for all that the same prompts say
+    assert torch.equal(model(ids).logits, logits)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_settings_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(PosencError, match="Did you mean 'samples'"):
+        measure_retrieval(zoo.build("llama"), byte_tokenizer(), sample=1)
+    for given in (
+        {"tasks": ("passky",)},
+        {"tasks": ()},
+        {"lengths": (800, 400)},
+        {"depths": (0.0, 1.5)},
+        {"depths": (0.5, 0.5)},
+        {"samples": 0},
+        {"distractors": -1},
+        {"decode": "beam"},
+    ):
+        with pytest.raises(PosencError):
+            settings(**given)
+    with pytest.raises(PosencError, match="does not belong to the model"):
+        run_of(zoo.build("llama", vocab_size=50))
+
+
+def test_wilson_intervals() -> None:
+    """Published values: Newcombe 1998, table I, method 3."""
+    assert wilson(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
+    assert wilson(15, 148) == pytest.approx((0.0624, 0.1605), abs=5e-5)
+    assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
+    assert wilson(1, 29) == pytest.approx((0.0061, 0.1718), abs=5e-5)
+
+
+_CELL = summarize(
+    [Record("m", "t", 8, None, 0, True, 1.0, None, None, None, None)], by_depth=False
+)[0]
+
+
+def cell(length: int, accuracy: float, distance: int | None = None) -> Cell:
+    return dataclasses.replace(_CELL, length=length, accuracy=accuracy, distance=distance)
+
+
+def test_the_papers_numbers_by_hand() -> None:
+    near_far = [cell(8, 0.1, 400), cell(8, 0.9, 100), cell(8, 0.2, 200), cell(8, 1.0, 900)]
+    assert k_max(near_far) == 200  # 900 is found too, but not everything up to it
+    assert k_max([cell(8, 0.0, 10)]) == 0
+    assert k_max([cell(8, 1.0)]) is None
+    context, mean = passing([cell(4, 1.0), cell(8, 0.7), cell(16, 0.85), cell(32, 0.2)])
+    assert context == 16
+    assert mean == pytest.approx((1.0 + 0.7 + 0.85) / 3)
+    assert passing([cell(4, 0.5)]) == (None, None)
+    assert summarize([], by_depth=True) == []

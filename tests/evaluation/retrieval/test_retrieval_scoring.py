@@ -1,0 +1,261 @@
+"""Whether an answer is right, and its rank: against raw logits, with the cache and without."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc.evaluation.measuring.candidates import parse_candidates
+from hf_posenc.evaluation.measuring.store import Memory
+from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate, judge
+from hf_posenc.evaluation.retrieval.prompts import Answer, Encoder, Place, Prompt, lay_out
+from hf_posenc.evaluation.retrieval.run import RetrievalRun, RetrievalSettings
+from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from tests.support import zoo
+from tests.support.retrieval_models import Copier
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer
+
+KIT = Kit(Encoder(byte_tokenizer()), distractors=6)
+LENGTH = 600
+
+
+def prompt_of(
+    task: str = "passkey", length: int = LENGTH, sample: int = 0, depth: float = 0.5
+) -> Prompt:
+    place = Place(0, task, length, depth if TASKS[task].has_depth else None, sample)
+    return lay_out(TASKS[task].scene(place, KIT), length, [], KIT.distractors)
+
+
+def scorer_of(model: Any) -> AnswerScorer:
+    return AnswerScorer(model, TokenScorer(model, torch.arange(9)))
+
+
+def reference(model: Any, prompt: Prompt, answer: Answer) -> tuple[float, list[bool]]:
+    """Summed log probability, and whether each token is the most probable, from full logits in float64."""
+    ids = torch.cat([prompt.ids, torch.tensor(answer.ids)])
+    with torch.no_grad():
+        logits = model(input_ids=ids[None], use_cache=False).logits[0].double()
+    rows = logits[len(prompt.ids) - 1 : -1].log_softmax(-1)
+    picked = [float(row[token]) for row, token in zip(rows, answer.ids, strict=True)]
+    hits = [int(row.argmax()) == token for row, token in zip(rows, answer.ids, strict=True)]
+    return math.fsum(picked), hits
+
+
+def forwards(model: Any) -> list[int]:
+    """The tokens of every forward from now on."""
+    seen: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    return seen
+
+
+@pytest.mark.parametrize("task", ["passkey", "vt"])
+@pytest.mark.parametrize(
+    "spec", ["none", "yarn", "dynamic_yarn", "rerope", "alibi", "dynamic_ntk:update=sequence"]
+)
+def test_verdicts_are_what_full_logits_give(spec: str, task: str) -> None:
+    length = {"passkey": LENGTH, "vt": 1900}[task]
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    (candidate,) = (c.checked(model) for c in parse_candidates([spec]))
+    scorer, prompt = scorer_of(model), prompt_of(task, length)
+    with candidate.applied(model, length):
+        expected, hits = reference(model, prompt, prompt.answer)
+        others = [reference(model, prompt, other)[0] for other in prompt.distractors]
+        assert min(abs(other - expected) for other in others) > 0.01  # no rank hangs on rounding
+        for exact in (True, False):
+            scorer.exact_cache = exact and not candidate.length_dependent
+            verdict = scorer(prompt)
+            assert verdict.nats == pytest.approx(-expected, abs=2e-3)
+            assert verdict.rank == 1 + sum(other > expected for other in others)
+            assert verdict.candidates == 1 + len(others)
+            assert verdict.correct == all(hits)
+            assert not verdict.correct  # a random model; those that copy are below
+
+
+def test_one_forward_per_sample_and_nothing_else_is_long() -> None:
+    model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    scorer, prompt = scorer_of(model), prompt_of()
+    seen = forwards(model)
+    scorer(prompt)
+    assert seen[0] == LENGTH - 1  # no padding; the last token of the answer predicts nothing
+    rest = len(prompt.answer.ids) - 1
+    assert seen[1:] == [rest] * (2 + len(prompt.distractors))  # the right one first and last
+    seen.clear()
+    scorer.exact_cache = False
+    scorer(prompt)
+    assert [n for n in seen if n > rest + 1] == [LENGTH] * (1 + len(prompt.distractors))
+
+
+def test_a_cache_that_is_not_exact_is_noticed() -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    scorer, prompt = scorer_of(model), prompt_of()
+    expected = scorer(prompt)
+    forward, stale = model.forward, 0
+
+    def off(*args: Any, **options: Any) -> Any:
+        """Reads every text behind a cache a little differently than in one forward."""
+        nonlocal stale
+        output = forward(*args, **options)
+        if options.get("past_key_values") is not None:
+            stale += 1
+            output.logits = output.logits * 1.02
+        return output
+
+    model.forward = off
+    verdict = scorer(prompt)
+    assert stale == 1  # the right answer alone was tried
+    assert verdict == expected
+
+
+def test_a_cache_that_is_not_restored_is_noticed() -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    scorer, prompt = scorer_of(model), prompt_of()
+    expected = scorer(prompt)
+    forward, read = model.forward, 0
+
+    def worn(*args: Any, **options: Any) -> Any:
+        """Every reading leaves a trace in the cache."""
+        nonlocal read
+        output = forward(*args, **options)
+        if options.get("past_key_values") is not None:
+            read += 1
+            output.past_key_values.layers[0].values *= 1.05
+        return output
+
+    model.forward = worn
+    verdict = scorer(prompt)
+    assert read == 2 + len(prompt.distractors)
+    assert verdict == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kept"),
+    [
+        ("mistral", True),
+        ("gemma2", True),
+        ("gpt_oss", True),
+        ("bloom", True),
+        ("qwen3_next", False),
+    ],
+)
+def test_windows_that_have_slid_and_states_are_restored_or_left(
+    model_type: str, kept: bool
+) -> None:
+    model = zoo.build(model_type, vocab_size=VOCABULARY)
+    scorer, prompt = scorer_of(model), prompt_of(length=300)
+    expected = [reference(model, prompt, a)[0] for a in (prompt.answer, *prompt.distractors)]
+    with torch.inference_mode():
+        sums = scorer._with_cache(prompt)[1]
+    assert (sums is not None) == kept
+    if sums is not None:
+        assert sums == pytest.approx(expected, abs=2e-3)
+    assert scorer(prompt).rank == 1 + sum(other > expected[0] for other in expected[1:])
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.6, 1.0])
+def test_a_model_that_copies_is_right_and_one_that_forgets_is_not(depth: float) -> None:
+    prompt = prompt_of(depth=depth)
+    assert prompt.distance is not None
+    right = scorer_of(Copier())(prompt)
+    assert (right.correct, right.score, right.rank, right.candidates) == (True, 1.0, 1, 7)
+    # the needle must be in sight up to and with the words in front of its second number
+    within = (
+        prompt.distance + len("s. Remember it. ") + 2 * len("12345") + len(" is the pass key.\n")
+    )
+    seen = scorer_of(Copier(window=within + 20))(prompt)
+    assert seen.correct
+    wrong = scorer_of(Copier(window=prompt.distance - 1))(prompt)
+    assert (wrong.correct, wrong.score) == (False, 0.0)
+    assert wrong.rank == 7  # all answers are as probable as the right one: a tie is no find
+
+
+def test_a_model_that_keeps_the_longest_text_as_state_reads_every_answer_anew() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+    model = zoo.build("llama", vocab_size=VOCABULARY, rope_parameters=rope)  # trained at 64 tokens
+    ids = zoo.tokens(70)[0]
+    right, longer = Answer((5, 6, 7), (3,)), Answer(tuple(range(5, 45)), (40,))
+    scorer = scorer_of(model)
+    scorer.exact_cache, scorer.stateful = False, True
+    scorer(Prompt(ids, longer, (), (), None))
+    prompt = Prompt(ids, right, (), (), None)
+    expected = reference(zoo.twin(model), prompt, right)[0]
+    assert scorer(prompt).nats == pytest.approx(-expected, rel=1e-6)
+
+
+def test_a_run_says_which_models_keep_a_state() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+    for parameters, resets in ((None, 0), (rope, 3)):
+        given = {} if parameters is None else {"rope_parameters": parameters}
+        model = zoo.build("llama", vocab_size=VOCABULARY, **given)
+        candidates = [candidate.checked(model) for candidate in parse_candidates(["none"])]
+        settings = RetrievalSettings((400,), ("passkey",), (0.5,), samples=1, distractors=2)
+        run = RetrievalRun(model, byte_tokenizer(), candidates, settings)
+        lengths = forwards(model)
+        run.measure(Memory())
+        assert lengths.count(2) == resets  # the answer and both distractors
+
+
+def test_a_part_that_is_right_counts_for_the_score_alone() -> None:
+    answer = Answer((5, 6, 7, 8), (2, 4))
+
+    class Half(Copier):
+        def _next(self, ids: list[int]) -> int:
+            return {1: 5, 5: 6, 6: 7, 7: 0}.get(ids[-1], 0)
+
+    prompt = Prompt(torch.tensor([3, 2, 1]), answer, (), ("a", "b"), None)
+    verdict = scorer_of(Half())(prompt)
+    assert (verdict.correct, verdict.score, verdict.rank) == (False, 0.5, None)
+
+
+def test_logits_that_are_not_finite_are_no_verdict() -> None:
+    class Broken(Copier):
+        def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+            output = super().forward(input_ids)
+            output.logits *= math.nan
+            return output
+
+    with pytest.raises(NotFiniteError, match="not finite"):
+        scorer_of(Broken())(prompt_of())
+
+
+def test_memory_that_runs_out_is_answered_with_smaller_pieces() -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    prompt = prompt_of(length=1500)
+    expected = scorer_of(model)(prompt)
+    forward, asked = model.forward, []
+
+    def tight(*args: Any, **options: Any) -> Any:
+        asked.append(options["input_ids"].shape[1])
+        if asked[-1] > 600:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(*args, **options)
+
+    scorer = scorer_of(model)
+    model.forward = tight
+    verdict = scorer(prompt)
+    assert max(asked) > 600
+    assert verdict.rank == expected.rank
+    assert verdict.nats == pytest.approx(expected.nats, abs=1e-3)
+
+
+@pytest.mark.parametrize("window", [10**9, 100])
+def test_generating_finds_what_teacher_forcing_finds(window: int) -> None:
+    model, task = Copier(window), TASKS["passkey"]
+    for sample in range(3):
+        prompt = prompt_of(sample=sample)
+        made = judge(task, prompt, generate(model, byte_tokenizer(), prompt, task.new_tokens))
+        assert made["correct"] == scorer_of(model)(prompt).correct == (window > 100)
+
+
+def test_generated_texts_are_judged_as_the_papers_do() -> None:
+    passkey, vt = TASKS["passkey"], TASKS["vt"]
+    assert passkey.hit("is 12345. Remember", ["12345"]) == 1.0  # YaRN: the first number
+    assert passkey.hit("777 or 12345", ["12345"]) == passkey.hit("none", ["12345"]) == 0.0
+    assert (
+        vt.hit("abcde and FGHIJ", ["ABCDE", "FGHIJ", "KLMNO", "PQRST"]) == 0.5
+    )  # string_match_all

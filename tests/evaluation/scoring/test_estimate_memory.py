@@ -1,0 +1,164 @@
+"""Estimates of memory against every tensor that a forward makes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import patch_model
+from hf_posenc.attention import engine
+from hf_posenc.evaluation.scoring import estimate
+from hf_posenc.evaluation.scoring.estimate import forward_cost
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from hf_posenc.evaluation.scoring.shape import read_shape
+from tests.support import zoo
+from tests.support.live_bytes import LiveBytes, attentions, build, measured, within
+from tests.support.zoo_registry import quiet as quietly
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        *("llama", "qwen3", "cohere", "granite", "phi", "phi3", "olmo2", "stablelm"),
+        *("gpt_neox", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "lfm2", "gemma2"),
+    ],
+)
+def test_memory_is_estimated_within_a_quarter(model_type: str, dtype: torch.dtype) -> None:
+    model = build(model_type).to(dtype)
+    for length in (256, 1024):
+        cost = forward_cost(model, length, chunk=32)
+        assert within(cost, measured(model, length, chunk=32))
+
+
+@pytest.mark.parametrize("model_type", ["bloom", "gptj", "gpt_oss"])
+def test_families_with_an_attention_of_their_own_hold_more_scores(model_type: str) -> None:
+    model = build(model_type)
+    for length in (256, 1024):
+        cost = forward_cost(model, length, chunk=32)
+        assert within(cost, measured(model, length, chunk=32), 1.75)
+
+
+@pytest.mark.parametrize("vocabulary", [128, 4096, 32768])
+@pytest.mark.parametrize("chunk", [16, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_count_by_the_chunk(vocabulary: int, chunk: int, dtype: torch.dtype) -> None:
+    model = build("llama", vocab_size=vocabulary).to(dtype)
+    cost, peak = forward_cost(model, 512, chunk=chunk), measured(model, 512, chunk=chunk)
+    assert within(cost, peak)
+    assert (cost.logits > cost.activations) == (vocabulary * chunk > 2**18)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("model_type", "attention"),
+    [("llama", "sdpa"), ("llama", "eager"), ("gemma3_text", "sdpa"), ("mixtral", "sdpa")],
+)
+def test_a_prefill_in_pieces_keeps_a_cache(
+    model_type: str, attention: str, dtype: torch.dtype
+) -> None:
+    model = build(model_type, **({"sliding_window": 32} if "gemma" in model_type else {})).to(dtype)
+    model.set_attn_implementation(attention)
+    whole, pieces = (forward_cost(model, 1024, chunk=16, prefill_chunk=p) for p in (None, 128))
+    seen = sum(min(layer.window or 1024, 1024) * layer.cached for layer in attentions(model))
+    assert whole.cache == 0
+    assert pieces.cache >= seen * dtype.itemsize
+    assert pieces.activations < whole.activations / 2
+    assert pieces.flops == whole.flops
+    rows = [forward_cost(model, 1024, chunk=4096, prefill_chunk=p).logits for p in (None, 128)]
+    assert rows[0] / rows[1] == 1023 / 128  # a chunk of logits is of one piece
+    for cost, prefill in ((whole, None), (pieces, 128)):
+        assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), 1.35)
+
+
+def test_a_prefill_in_pieces_keeps_no_more_than_a_window() -> None:
+    model = build("mistral", sliding_window=32)
+    short, long = (forward_cost(model, n, chunk=16, prefill_chunk=64) for n in (512, 2048))
+    assert short.cache == long.cache > 0
+    assert short.beside_weights == long.beside_weights
+    for length in (512, 2048):
+        assert within(short, measured(model, length, chunk=16, prefill=64), 1.35)
+
+
+def test_masks_and_scores_grow_with_the_square() -> None:
+    windowed = build("mistral", sliding_window=32)
+    assert forward_cost(windowed, 2048, chunk=16).activations > 2048**2 * 6
+    assert forward_cost(windowed, 31, chunk=16).activations < 31**2 * 2000
+    eager, fused = build("llama"), build("llama")
+    eager.set_attn_implementation("eager")
+    more = forward_cost(eager, 1024).activations - forward_cost(fused, 1024).activations
+    assert more > 4 * 1024**2 * 4  # heads, pairs, bytes
+    for model in (windowed, eager, fused):
+        assert within(forward_cost(model, 1024, chunk=16), measured(model, 1024, chunk=16))
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "yarn": {"scale": 4},
+    "rerope": {"window": 64},
+    "dual_chunk": {},
+    "alibi": {},
+    "log_n": {},
+    "dynamic_ntk": {"update": "request"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", METHODS)
+def test_patched_models_on_the_kernels(method: str, dtype: torch.dtype) -> None:
+    model = patch_model(
+        build("llama", max_position_embeddings=256).to(dtype), method, **METHODS[method]
+    )
+    cost = forward_cost(model, 1024, chunk=16)
+    assert within(cost, measured(model, 1024, chunk=16))
+
+
+@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "alibi", "log_n"])
+def test_patched_models_on_other_devices(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = tuple(backend for backend in engine.BACKENDS if backend.name == "exact")
+    monkeypatch.setattr(engine, "BACKENDS", exact)  # what a GPU computes with
+    model = patch_model(build("llama", max_position_embeddings=256), method, **METHODS[method])
+    shape = dataclasses.replace(read_shape(model), device=torch.device("cuda"))
+    monkeypatch.setattr(estimate, "read_shape", lambda _: shape)
+    for prefill in (None, 128):
+        cost = forward_cost(model, 1024, chunk=16, prefill_chunk=prefill)
+        peak = measured(model, 1024, chunk=16, prefill=prefill)
+        assert within(cost, peak, 1.5)
+
+
+def test_full_logits_are_held_whole() -> None:
+    model = build("llama", vocab_size=4096)
+    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=16)
+    scorer.replays = False
+    live: Any = LiveBytes(model)
+    with live:
+        scorer(zoo.tokens(512)[0])
+    cost = forward_cost(model, 512, chunk=16, full_logits=True)
+    assert within(cost, live.peak)
+    assert cost.logits > 512 * 4096 * 4
+
+
+def test_windows_of_a_batch() -> None:
+    model = build("llama")
+    one, four = (forward_cost(model, 256, windows=n, chunk=16) for n in (1, 4))
+    assert four.flops == 4 * one.flops
+    assert four.tokens == 4 * 256
+    assert four.activations == 4 * one.activations
+    assert four.logits == one.logits  # a chunk is shared out
+    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=16)
+    live: Any = LiveBytes(model)
+    with live:
+        scorer(zoo.tokens(256).expand(4, -1))
+    assert within(four, live.peak)
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    with quietly():
+        yield
+    logging.disable(logging.NOTSET)

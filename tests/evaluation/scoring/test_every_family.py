@@ -1,0 +1,293 @@
+"""The scorer on every family of transformers that a tiny model can be built of.
+
+Head replay gives the very bits of the full logits; a prefill in pieces gives the numbers of one forward, or is refused
+with a reason; what reads ahead is no language model to it. The tables name every exception. Representative types run
+always, all others with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.scoring.decoder import without_cache
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from tests.evaluation.scoring.test_head_replay import expected_losses
+from tests.support import zoo
+from tests.support.zoo_registry import causal_lm_types, config_class_of, quiet
+
+ROTARY = (*zoo.decoder_types(), *zoo.text_tower_types(), *zoo.composite_types())
+OTHERS = tuple(sorted({*causal_lm_types()} - {*ROTARY, *zoo.NOT_BUILT}))
+"""Causal language models without rotary positions."""
+
+NOT_BUILT = {
+    **dict.fromkeys(("musicgen", "musicgen_melody"), "their configs are of three models in one"),
+    "reformer": "its axial positions want a width and a length of their own",
+}
+READS_AHEAD = {
+    "cpmant": "the prompt that it learned reads the text in both directions",
+    "diffusion_gemma": "a diffusion model: no logits for every token",
+    "paligemma": "reads a prompt in both directions",
+    "xlnet": "a permutation language model",
+}
+"""Types that are no causal language models; nor are BERT and its kin, unless they are built as decoders, as here."""
+
+OFF = r"nats a token off those of one forward"
+WHOLE_ONLY: dict[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        ("falcon_mamba", "jamba", "mamba", "zamba"),
+        (OFF, "a scan of several tokens starts from zero, whatever state is cached"),
+    ),
+    **dict.fromkeys(
+        ("unlimited_ocr", "unlimited_ocr_text"),
+        (OFF, "all tokens see the prompt, and the first piece passes for it"),
+    ),
+    "blt": ("num_hidden_layers", "cannot make its cache from its own config"),
+    "kyutai_speech_to_text": (OFF, "its forward ignores the window that its cache keeps to"),
+    "openai-gpt": ("returns no cache", "has none"),
+    "prophetnet": ("shape", "reads on from a cache one token at a time"),
+    "recurrent_gemma": ("returns no cache", "keeps its states in its modules"),
+    "xlm": ("returns no cache", "does not return it"),
+}
+"""Types that cannot be prefilled in pieces: what the message says, and what was found in their code."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},  # else none of 4 layers attends
+    "mamba2": {"num_heads": 4, "head_dim": 32},
+    "xlm": {"causal": True},
+    "xlstm": {"qk_dim_factor": 1.0},  # its config rounds up to widths of 64, its layers do not
+    "xmod": {"default_language": "en_XX"},
+}
+INDEX_HEADS = 16
+"""Sparse attention ranks keys by a sum of ReLUs. With the 2 heads of a tiny model, a quarter of the keys get exactly 0,
+and which of them are taken is anyone's guess; the real models have 32 and more."""
+
+PIECES = (
+    7,
+    20,
+)  # below and above the tiny windows of 8; eight pieces of 7 leave one of 57 tokens alone
+IDS = zoo.tokens(57)[0]
+FAST = {*zoo.REPRESENTATIVE, "bamba", "bert", "granite4_vision_text", "mamba", "mamba2", "rwkv"}
+FAST |= {"prophetnet", "qwen3_next", "unlimited_ocr_text"}
+
+
+class Wrapped(nn.Module):
+    """Gives a model what it insists on beside tokens, and one without a head a head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.head = nn.Linear(64, 128).requires_grad_(False)
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def set_experts_implementation(self, name: str) -> None:
+        self.model.set_experts_implementation(name)
+
+    def forward(
+        self, input_ids: Tensor, position_ids: Any = None, past_key_values: Any = None, **more: Any
+    ) -> Any:
+        given = {"position_ids": position_ids, "past_key_values": past_key_values, **more}
+        given = {name: value for name, value in given.items() if value is not None}
+        output = self.model(**zoo._required_inputs(self.config, input_ids), **given)
+        if getattr(output, "logits", None) is not None:
+            return output
+        return CausalLMOutputWithPast(
+            logits=self.head(output.last_hidden_state), past_key_values=output.past_key_values
+        )
+
+
+def build(model_type: str, **overrides: Any) -> Any:
+    """A tiny causal language model of the type."""
+    config = zoo.tiny_config(model_type, **OVERRIDES.get(model_type, {}), **overrides)
+    if model_type in OTHERS and hasattr(config, "is_decoder"):
+        config.is_decoder = True
+    text: Any = config.get_text_config(decoder=True)
+    if hasattr(text, "index_n_heads"):
+        text.index_n_heads = INDEX_HEADS
+    model = zoo.from_config(config)
+    return Wrapped(model) if model_type in zoo.text_tower_types() else model
+
+
+@torch.no_grad()
+def full_logits(model: Any) -> Tensor:
+    with quiet():
+        logits: Tensor = model(input_ids=IDS[None], **without_cache(model)).logits[0]
+    return logits
+
+
+def scored(model: nn.Module, **options: Any) -> tuple[Tensor, str | None]:
+    """The losses, and why they were not made in pieces."""
+    with quiet():
+        scorer = TokenScorer(model, IDS, chunk=16, **options)
+        assert scorer.replays
+        return scorer(IDS), scorer.refused
+
+
+def keep_double(patch: pytest.MonkeyPatch) -> None:
+    """Leaves a double what it is, where a model's code asks for single precision, as many do within a layer."""
+    to, single = Tensor.to, Tensor.float
+
+    def kept(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.dtype == torch.float64:
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+            kwargs = {k: torch.float64 if a is torch.float32 else a for k, a in kwargs.items()}
+        return to(self, *args, **kwargs)
+
+    patch.setattr(Tensor, "to", kept)
+    patch.setattr(
+        Tensor, "float", lambda self: self if self.dtype == torch.float64 else single(self)
+    )
+
+
+def check_pieces(model: Any, expected: Tensor, size: int, patch: pytest.MonkeyPatch) -> None:
+    """Demands the losses of one forward, but for rounding: where it is amplified, double precision makes it vanish."""
+    losses, refused = scored(model, prefill=size)
+    assert refused is None
+    off = float((losses - expected).abs().max())
+    if off > 1e-5:
+        assert off < 5e-3
+        model.set_experts_implementation("eager")  # the others know no doubles
+        with patch.context() as inside:
+            keep_double(inside)
+            model.double()
+            doubles = expected_losses(full_logits(model), IDS)
+            losses, refused = scored(model, prefill=size)
+        model.float()
+        assert refused is None
+        in_double = float((losses - doubles).abs().max())
+        assert in_double < 1e-5, f"{off:.1e}, and {in_double:.1e} in double precision"
+
+
+EVERY = tuple(t for t in (*ROTARY, *OTHERS) if t not in {*NOT_BUILT, *READS_AHEAD})
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(t, marks=() if t in FAST else pytest.mark.slow) for t in EVERY]
+)
+def test_every_type(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(model_type)
+    logits = full_logits(model)
+    expected = expected_losses(logits, IDS)
+    with quiet():
+        scorer = TokenScorer(model, IDS, chunk=16)
+        losses = scorer(IDS)
+    assert scorer.replays
+    assert scorer.exact
+    assert torch.equal(losses, F.cross_entropy(logits[:-1], IDS[1:], reduction="none").double())
+    torch.testing.assert_close(losses, expected, atol=5e-6, rtol=5e-6)
+    if model_type in WHOLE_ONLY:
+        whole, refused = scored(model, prefill=PIECES[0])
+        assert torch.equal(whole, losses)
+        assert re.search(WHOLE_ONLY[model_type][0], str(refused)), refused
+        return
+    for size in (
+        PIECES[1:] if model_type == "kimi_linear" else PIECES
+    ):  # it takes a second for 57 tokens
+        check_pieces(model, expected, size, monkeypatch)
+
+
+@pytest.mark.parametrize("model_type", READS_AHEAD)
+def test_what_reads_ahead_is_refused(model_type: str) -> None:
+    with quiet(), pytest.raises(PosencError, match=r"is not causal|not return logits for every"):
+        TokenScorer(build(model_type), IDS)
+
+
+def is_encoder(model_type: str) -> bool:
+    """Whether the type is one, unless its config makes a decoder of it."""
+    if model_type in {
+        *NOT_BUILT,
+        "trocr",
+    }:  # TrOCR's reads the text in one direction whatever it says
+        return False
+    with quiet():
+        fields = vars(config_class_of(model_type)())
+    return "is_decoder" in fields and not fields.get("is_encoder_decoder")
+
+
+ENCODERS = tuple(filter(is_encoder, OTHERS))
+
+
+@pytest.mark.parametrize(
+    "model_type", [pytest.param(t, marks=() if t == "bert" else pytest.mark.slow) for t in ENCODERS]
+)
+def test_encoders_are_refused(model_type: str) -> None:
+    config = zoo.tiny_config(model_type, **OVERRIDES.get(model_type, {}))
+    config.is_decoder = False
+    with quiet(), pytest.raises(PosencError, match="is_decoder=True"):
+        TokenScorer(zoo.from_config(config), IDS)
+
+
+@pytest.mark.parametrize("model_type", ["t5", "bart", "whisper"])
+def test_encoder_decoders_are_refused(model_type: str) -> None:
+    name = AutoModelForSpeechSeq2Seq if model_type == "whisper" else AutoModelForSeq2SeqLM
+    auto: Any = name
+    with quiet():
+        model = auto.from_config(zoo.tiny_config(model_type)).eval()
+    with pytest.raises(PosencError, match=r"is an encoder-decoder: .* needs a causal"):
+        TokenScorer(model, IDS)
+
+
+def test_masked_language_models_are_refused() -> None:
+    auto: Any = AutoModelForMaskedLM
+    with quiet():
+        model = auto.from_config(zoo.tiny_config("modernbert")).eval()
+    with pytest.raises(PosencError, match="ModernBertForMaskedLM is not causal"):
+        TokenScorer(model, IDS)
+
+
+WITHOUT_LOGITS_TO_KEEP = ("prophetnet", "qwen2_audio", "video_llama_3", "xlstm")
+
+
+@pytest.mark.parametrize("model_type", WITHOUT_LOGITS_TO_KEEP)
+def test_a_forward_that_cannot_be_asked_for_few_logits_is_replayed(model_type: str) -> None:
+    model = build(model_type)
+    assert "logits_to_keep" not in inspect.signature(model.forward).parameters
+    expected = expected_losses(full_logits(model), IDS)
+    torch.testing.assert_close(scored(model)[0], expected, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [*("llama", "gemma2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next", "bamba", "mamba")],
+)
+def test_half_precision(model_type: str) -> None:
+    """Replay keeps the bits; pieces differ by what rounding makes of them, or are refused."""
+    model = build(model_type).bfloat16()
+    logits = full_logits(model)
+    losses, _ = scored(model)
+    assert torch.equal(
+        losses, F.cross_entropy(logits[:-1].float(), IDS[1:], reduction="none").double()
+    )
+    pieces, refused = scored(model, prefill=20)
+    assert (refused is not None) == (model_type in WHOLE_ONLY)
+    assert float((pieces - losses).abs().mean()) < (0.1 if refused is None else 1e-9)
+
+
+def test_the_tables_name_types_that_are_tested() -> None:
+    assert {*WHOLE_ONLY, *FAST, *OVERRIDES} <= {*EVERY}
+    assert {*NOT_BUILT, *READS_AHEAD} <= {*ROTARY, *OTHERS}
+
+
+def test_the_page_names_every_exception() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "families.md").read_text(encoding="utf-8")
+    for model_type in (*WHOLE_ONLY, *READS_AHEAD, *NOT_BUILT):
+        assert f"`{model_type}`" in page, model_type
+    groups = (zoo.decoder_types(), zoo.text_tower_types(), zoo.composite_types(), OTHERS)
+    for group in groups:
+        tested = sum(t in EVERY for t in group)
+        pieces = sum(t in EVERY and t not in WHOLE_ONLY for t in group)
+        assert f"| {tested} | {tested} | {pieces} |" in page

@@ -1,0 +1,172 @@
+"""Less at a time gives the same numbers; a lack of memory is answered and never a crash."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_posenc import patch_model
+from hf_posenc.evaluation.documents import Document, tokenize
+from hf_posenc.evaluation.measuring.candidates import parse_candidates
+from hf_posenc.evaluation.perplexity.measurement import Measurement, measure
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from tests.evaluation.scoring.test_head_replay import expected_losses, full_logits
+from tests.support import zoo
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+
+CACHED = (
+    *("llama", "mistral", "qwen3", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "llama4_text"),
+    *("gpt_neox", "gpt2", "opt", "bloom", "falcon", "gptj", "mixtral", "deepseek_v3", "phi3"),
+)
+DOCUMENTS = [
+    tokenize(Document(f"d{n}", prose(300 + 41 * n, n)), byte_tokenizer()) for n in range(2)
+]
+
+
+@pytest.mark.parametrize("model_type", CACHED)
+@pytest.mark.parametrize("piece", [7, 16, 64])
+def test_a_prefill_in_pieces_gives_the_same_losses(model_type: str, piece: int) -> None:
+    model = zoo.build(model_type)
+    ids = zoo.tokens(57)[0]
+    expected = expected_losses(full_logits(model, ids), ids)
+    scorer = TokenScorer(model, ids, prefill=piece, chunk=5)
+    torch.testing.assert_close(scorer(ids), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(scorer(ids, 40), expected[39:], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("yarn", {"scale": 4}),
+        ("rerope", {"window": 16}),
+        ("alibi", {}),
+        ("dynamic_ntk", {"update": "row", "bucket": 8, "original_max_position_embeddings": 16}),
+        ("log_n", {"original_max_position_embeddings": 16}),
+    ],
+)
+def test_a_patched_model_too(method: str, options: dict[str, Any]) -> None:
+    model = patch_model(zoo.build("llama"), method, **options)
+    ids = zoo.tokens(57)[0]
+    expected = expected_losses(full_logits(model, ids), ids)
+    torch.testing.assert_close(
+        TokenScorer(model, ids, prefill=9)(ids), expected, atol=1e-5, rtol=1e-5
+    )
+
+
+def test_pieces_bound_what_the_decoder_makes() -> None:
+    model, seen = zoo.build("llama"), []
+    hook = model.model.layers[0].mlp.register_forward_pre_hook(
+        lambda module, args: seen.append(args[0].shape[1])
+    )
+    ids = zoo.tokens(57)[0]
+    scorer = TokenScorer(model, ids, prefill=16)
+    scorer(ids)  # tries pieces first, on a text of its own
+    seen.clear()
+    scorer(ids)
+    hook.remove()
+    assert seen == [16, 16, 16, 9]
+
+
+def test_a_model_without_a_cache_is_run_whole_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model, ids = zoo.build("llama"), zoo.tokens(57)[0]
+    expected = TokenScorer(model, ids)(ids)
+    forward = model.forward
+
+    def cacheless(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **{**kwargs, "use_cache": False})
+        output.past_key_values = None
+        return output
+
+    scorer = TokenScorer(model, ids, prefill=16)
+    model.forward = cacheless
+    assert torch.equal(scorer(ids), expected)
+    assert scorer.refused == "it returns no cache"
+    assert "LlamaForCausalLM cannot be prefilled in pieces: it returns no cache" in caplog.text
+
+
+def test_several_windows_at_once_give_the_losses_of_each() -> None:
+    model = zoo.build("llama")
+    windows = zoo.tokens(120).reshape(4, 30)
+    for read_last in (True, False):
+        for prefill in (None, 8):
+            scorer = TokenScorer(model, windows[0], chunk=20, prefill=prefill)
+            together = scorer(windows, 5, read_last=read_last)
+            assert together.shape == (4, 25)
+            for row, ids in zip(together, windows, strict=True):
+                torch.testing.assert_close(row, scorer(ids, 5), atol=2e-6, rtol=2e-6)
+
+
+def run(model: Any, specs: list[str], **settings: Any) -> Measurement:
+    candidates = [candidate.checked(model) for candidate in parse_candidates(specs)]
+    chosen = Settings(**{"lengths": (64, 256), **settings})
+    return measure(model, DOCUMENTS, candidates, chosen)
+
+
+def tiny() -> Any:
+    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+
+
+class Limited:
+    """Makes a model run out of memory above so many tokens in its decoder or in its head."""
+
+    def __init__(self, model: Any, *, decoder: int = 10**9, head: int = 10**9) -> None:
+        self.largest = {"decoder": 0, "head": 0}
+        for name, module, limit in (
+            ("decoder", model.model.layers[0].mlp, decoder),
+            ("head", model.lm_head, head),
+        ):
+            module.register_forward_pre_hook(self._refuse(name, limit))
+
+    def _refuse(self, name: str, limit: int) -> Any:
+        def check(module: Any, args: tuple[Tensor, ...]) -> None:
+            tokens = args[0].shape[0] * args[0].shape[1]
+            if tokens > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
+            self.largest[name] = max(self.largest[name], tokens)
+
+        return check
+
+
+@pytest.mark.parametrize("limits", [{"head": 100}, {"decoder": 300}], ids=["the head", "batches"])
+def test_less_at_a_time_gives_the_same_numbers(limits: dict[str, int]) -> None:
+    sliding = {"protocols": ("sliding",), "stride": 64, "batch": 4}
+    expected = run(tiny(), ["none", "rerope:window=32"], **sliding)
+    model = tiny()
+    limited = Limited(model, **limits)
+    measured = run(model, ["none", "rerope:window=32"], **sliding)
+    assert not measured.failures
+    (name,) = limits
+    assert 0 < limited.largest[name] <= limits[name]
+    for record, other in zip(measured.records, expected.records, strict=True):
+        assert record.nats == pytest.approx(other.nats, rel=1e-5)
+        assert (record.method, record.tokens) == (other.method, other.tokens)
+
+
+def test_then_the_prefill_is_run_in_pieces() -> None:
+    model = tiny()
+    limited = Limited(model, decoder=1024)
+    scorer = FrugalScorer(TokenScorer(model, zoo.tokens(16)[0]))
+    ids = torch.arange(3000) % VOCABULARY
+    (losses,) = scorer([ids], 1)
+    assert limited.largest["decoder"] <= 1024
+    assert scorer.reduced == {"batch": 1, "chunk": 64, "prefill": 750}
+    torch.testing.assert_close(losses, TokenScorer(tiny(), ids)(ids), atol=1e-5, rtol=1e-5)
+
+
+def test_where_pieces_would_give_other_numbers_the_length_is_a_cell_of_its_own() -> None:
+    model = tiny()
+    Limited(model, decoder=128)
+    measured = run(model, ["yarn:scale=4", "dynamic_ntk:update=sequence"])
+    failed = {(f.method, f.protocol, f.length, f.reason) for f in measured.failures}
+    assert failed == {
+        (method, protocol, 256, "out of memory")
+        for method in ("yarn (scale 4)", "dynamic_ntk (update sequence)")
+        for protocol in ("prefix", "tail")
+    }
+    # the shorter prefixes of the same forward are measured on their own
+    assert {(r.protocol, r.length) for r in measured.records} == {("prefix", 64), ("tail", 64)}
+    assert len(measured.records) == 8

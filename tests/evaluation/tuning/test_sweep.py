@@ -1,0 +1,393 @@
+"""Methods times scales by successive halving: who goes on, who wins, what is left undecided, and that it is true."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import hf_posenc
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.store import Store
+from hf_posenc.evaluation.perplexity.result import number
+from hf_posenc.evaluation.tuning import sweep as report
+from hf_posenc.evaluation.tuning.meter import Meter, TailSettings
+from hf_posenc.evaluation.tuning.search import SearchResult
+from hf_posenc.evaluation.tuning.sweep import (
+    SweepResult,
+    kept_of,
+    planned,
+    run_rungs,
+    rung_sizes,
+    sweep,
+    work,
+)
+from hf_posenc.evaluation.tuning.trials import Trial, crossed, parse_scales, recipe_text, tried
+from hf_posenc.methods import LogN, YaRN
+from tests.support import zoo
+from tests.support.sweep_cases import ABOUT, SETTINGS, meter_of, planted, reference, texts, tiny
+
+PATCHES = ("yarn", "pi", "ntk:scale=3", "dynamic_yarn", "yarn+log_n")
+NAN = math.nan
+
+
+def run(model: Any, count: int = 6, settings: TailSettings = SETTINGS, **more: Any) -> SweepResult:
+    candidates = tried(model, crossed(PATCHES, (2.0, 4.0)))
+    meter = meter_of(model, count, settings, **more)
+    return sweep(meter, candidates, settings, about=ABOUT, first_documents=2)
+
+
+# What is compared
+
+
+def test_methods_are_crossed_with_scales_where_they_take_one() -> None:
+    specs = [
+        "yarn",
+        "ntk:scale=3",
+        "rerope:window=24",
+        "dynamic_ntk",
+        "yarn+log_n",
+        "self_extend:group=4",
+    ]
+    labels = [(c.label, control) for c, control in crossed(specs, (2.0, 4.0))]
+    assert labels == [
+        ("none", True),
+        ("sliding_window", True),
+        ("yarn (scale 2)", False),
+        ("yarn (scale 4)", False),
+        ("ntk (scale 3)", False),
+        ("rerope (window 24)", False),
+        ("dynamic_ntk (scale 2)", False),
+        ("dynamic_ntk (scale 4)", False),
+        ("yarn (scale 2) + log_n", False),
+        ("yarn (scale 4) + log_n", False),
+        ("self_extend (group 4)", False),
+    ]
+
+
+def test_a_named_control_competes() -> None:
+    named = crossed(["sliding_window", "none", "yarn"], (2.0,))
+    assert [(c.label, control) for c, control in named] == [
+        ("none", True),
+        ("sliding_window", False),
+        ("yarn (scale 2)", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        (["none"], "nothing to compare"),
+        (["yarn", "yarn:scale=2"], "yarn (scale 2) is given twice"),
+        (["yran"], "yran"),
+        (["longrope"], "short_factor"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(specs: list[str], said: str) -> None:
+    with pytest.raises(PosencError, match=said.replace("(", r"\(").replace(")", r"\)")):
+        crossed(specs, (2.0, 4.0))
+
+
+@pytest.mark.parametrize("text", ["", "two", "1", "2,2", "0.5", "inf", "nan"])
+def test_scales_that_are_none(text: str) -> None:
+    with pytest.raises(PosencError, match="--scales"):
+        parse_scales(text)
+
+
+def test_spec_and_call_give_the_same_patch() -> None:
+    specs = [
+        "yarn:beta_fast=16,truncate=false",
+        "yarn+log_n",
+        "dynamic_ntk:update=sequence",
+        "pi:layers=all",
+    ]
+    model = tiny()
+    for candidate, _ in crossed(specs, (2.0,))[2:]:
+        assert Candidate.parse(candidate.spec).label == candidate.label
+        with candidate.applied(model, 1):
+            wanted = hf_posenc.get_patch(model)
+        names = {"patch_model": hf_posenc.patch_model, "YaRN": YaRN, "LogN": LogN, "model": model}
+        call = Trial.of(candidate).call
+        assert call is not None
+        eval(call, names)
+        given = hf_posenc.get_patch(model)
+        hf_posenc.unpatch_model(model)
+        assert wanted is not None
+        assert given is not None
+        assert given.config == wanted.config
+
+
+# The rounds
+
+
+def test_rounds_double_the_documents_and_halve_the_methods() -> None:
+    assert rung_sizes(20, 5) == [5, 10, 20]
+    assert rung_sizes(12, 5) == [5, 10, 12]
+    assert rung_sizes(3, 5) == [3]
+    assert [kept_of(n) for n in (16, 9, 3, 2, 1)] == [8, 5, 2, 2, 1]
+    assert planned(16, [5, 10, 20]) == [16, 8, 4]
+    seen: list[tuple[int, int]] = []
+    quality = {f"m{index}": (index * 7) % 16 for index in range(16)}
+    rungs = run_rungs(
+        list(quality),
+        [5, 10, 20],
+        lambda labels, documents: sorted(labels, key=quality.__getitem__),
+        lambda labels, documents: seen.append((len(labels), len(documents))),
+    )
+    assert seen == [(16, 5), (8, 10), (4, 20)]
+    assert [quality[label] for label in rungs[-1].kept] == [0, 1, 2, 3]
+    assert list(rungs[1].entered) == sorted(rungs[1].entered, key=list(quality).index)
+
+
+def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    meter = meter_of(tiny(), 5)
+    forwarded: list[int] = []
+    plain = meter._scorer
+
+    def scorer(windows: Sequence[torch.Tensor], first: int) -> list[torch.Tensor]:
+        forwarded.extend(len(window) for window in windows)
+        return plain(windows, first)
+
+    monkeypatch.setattr(meter, "_scorer", scorer)
+    scorer.pieces = True  # type: ignore[attr-defined]
+    candidates = crossed(("pi", "ntk", "yarn"), (2.0, 4.0))
+    expected, everything = work(meter, candidates, 2)
+    sweep(meter, candidates, SETTINGS, about=ABOUT, first_documents=2)
+    assert sum(forwarded) == expected < everything == 8 * 5 * (64 + 160)
+
+
+# The numbers
+
+
+def test_every_number_is_what_full_logits_give() -> None:
+    model = tiny()
+    result = run(model)
+    documents = texts(6)
+    assert len(result.losses) > 40
+    for (label, length, document), loss in result.losses.items():
+        trial = result.trial(label)
+        twin = zoo.twin(model)
+        with Candidate.parse(trial.spec).applied(twin, 160):
+            expected = reference(twin, documents[document], length, 32)
+        assert loss.tokens == 32
+        assert loss.nats == pytest.approx(expected, rel=2e-6)
+    row = result.row("pi (scale 4)")
+    board = result.board
+    total = math.fsum(loss.nats for loss in board.of(row.label, 160, range(row.documents)))
+    assert row.perplexity == pytest.approx(math.exp(total / 32 / row.documents))
+    short = [
+        sum(x.nats for x in board.of(n, 64, range(row.documents))) for n in (row.label, "none")
+    ]
+    assert row.short is not None
+    assert row.short.ratio == pytest.approx(math.exp((short[0] - short[1]) / 32 / row.documents))
+
+
+def test_the_recipe_loads_and_gives_the_measured_perplexity(tmp_path: Path) -> None:
+    model = tiny()
+    result = run(model)
+    assert result.winner is not None
+    assert result.recipe is not None
+    (tmp_path / "recipe.json").write_text(recipe_text(result.recipe))
+    fresh = zoo.twin(model)
+    hf_posenc.load_patch(fresh, tmp_path / "recipe.json")
+    nats = [reference(fresh, document, 160, 32) for document in texts(6)]
+    assert math.exp(math.fsum(nats) / (6 * 32)) == pytest.approx(
+        result.row(result.winner).perplexity
+    )
+    about = result.recipe["recipe"]
+    assert about["model_types"] == ["llama"]
+    assert f"{result.row(result.winner).perplexity:.5g}" in about["description"]
+
+
+def test_windows_per_document_score_more_tails() -> None:
+    settings = TailSettings(64, 160, windows_per_document=2, resamples=100)
+    result = run(tiny(), 4, settings)
+    tokens = {key[2]: loss.tokens for key, loss in result.losses.items()}
+    assert tokens[0] == 32  # 170 tokens: no room for a second tail
+    assert tokens[3] == 64
+
+
+# Winner, ties, controls
+
+
+def test_a_difference_is_called_one_only_where_the_paired_interval_says_so() -> None:
+    plain = [3.0, 4.0, 5.0, 6.0, 7.0, 3.5]
+    result = planted(
+        {
+            "none": [v + 2 for v in plain],
+            "best": plain,
+            "near": [
+                v + d for v, d in zip(plain, (0.1, -0.1, 0.08, -0.07, 0.1, -0.09), strict=True)
+            ],
+            "worse": [v + 0.1 for v in plain],
+        },
+        first_documents=6,
+    )
+    assert result.winner == "best"
+    assert [row.label for row in result.undecided()] == ["near"]
+    worse = result.row("worse").to_best
+    assert worse is not None
+    assert worse.decided
+    assert worse.ratio == pytest.approx(math.exp(0.1))
+    assert worse.interval == pytest.approx((math.exp(0.1), math.exp(0.1)))
+    # unpaired, the two could not be told apart at all
+    intervals = [result.row(label).interval for label in ("best", "worse")]
+    assert intervals[0] is not None
+    assert intervals[1] is not None
+    assert intervals[0][1] > intervals[1][0]
+    said = " ".join(report.sweep_lines(result))
+    assert "Not told apart from it by these documents: near." in said
+    words = [str(report.verdict(row, result.settings, "best")) for row in result.rows]
+    assert words == ["worse, control", "best", "undecided", "worse"]
+
+
+def test_a_terminal_of_80_columns_shows_names_and_verdicts() -> None:
+    long = "dynamic_ntk (scale 16, original_max_position_embeddings 64)"
+    flat = [3.0, 4.0, 5.0, 6.0, 7.0, 3.5]
+    lines = {"control": [v + 2 for v in reversed(flat)], long: [v + 0.1 for v in flat]}
+    result = planted({"none": flat, "yarn (scale 4)": flat, **lines}, first_documents=6)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(report.sweep_table(result))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "…" not in shown
+    assert "yarn (scale" in shown
+    assert "dynamic_ntk" in shown
+    assert "undecided, " in shown
+    assert "control" in shown
+
+
+def test_one_document_decides_nothing() -> None:
+    result = planted({"none": [5.0], "a": [3.0], "b": [4.0]})
+    assert result.winner == "a"
+    assert [row.label for row in result.undecided()] == ["b"]
+    assert "Fewer than 5 documents" in " ".join(report.sweep_lines(result))
+
+
+def test_a_control_cannot_win_and_is_said_to_be_better() -> None:
+    result = planted({"none": [5.0] * 6, "control": [1.0] * 6, "a": [3.0] * 6, "b": [4.0] * 6})
+    assert result.winner == "a"
+    said = " ".join(report.sweep_lines(result))
+    assert "It is worse than control" in said
+    assert "It is better than the unpatched model." in said
+
+
+def test_the_bound_on_short_texts() -> None:
+    losses = {"none": [5.0] * 6, "long": [3.0] * 6, "both": [3.5] * 6, "c": [4.0] * 6}
+    short = {"long": [1.05] * 6, "both": [1.01] * 6, "c": [1.03] * 6}
+    assert planted(losses, short).winner == "long"
+    assert planted(losses, short, max_regression=0.02).winner == "both"
+    nobody = planted(losses, short, max_regression=0.005)
+    assert nobody.winner is None
+    said = " ".join(report.sweep_lines(nobody))
+    assert "the nearest is both with +1.0 %" in said
+    row = nobody.row("long")
+    assert str(report.verdict(row, nobody.settings, None)) == "past the bound"
+
+
+def test_failures_are_cells() -> None:
+    result = planted(
+        {
+            "none": [5.0] * 4,
+            "a": [3.0] * 4,
+            "dies": [NAN] * 4,
+            "late": [2.0, 2.0, NAN, 2.0],
+            "b": [4.0] * 4,
+        }
+    )
+    assert result.winner == "a"
+    assert result.row("dies").failed == "out of memory"
+    assert result.row("late").failed == "out of memory"
+    assert str(report.verdict(result.row("dies"), result.settings, "a")) == "OOM"
+    assert list(report.problems(result.rows)) == [
+        "late: failed: out of memory",
+        "dies: failed: out of memory",
+    ]
+    nobody = planted({"none": [5.0] * 2, "a": [NAN] * 2})
+    assert nobody.winner is None
+    assert SweepResult.from_dict(nobody.to_dict()).to_dict() == nobody.to_dict()
+    everywhere = planted({"none": [NAN] * 4, "a": [3.0] * 4, "b": [4.0] * 4})
+    assert everywhere.winner == "a"
+    assert everywhere.row("a").to_best is None
+    assert "none gave no number to compare with." in list(report.sweep_lines(everywhere))
+
+
+def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = Meter._score
+
+    def score(self: Meter, candidate: Candidate, document: int, length: int) -> Any:
+        if candidate.label == "ntk (scale 4)" and length == 160 and document == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return plain(self, candidate, document, length)
+
+    monkeypatch.setattr(Meter, "_score", score)
+    model = tiny()
+    candidates = tried(model, crossed(("yarn", "ntk", "pi:layers=[9]"), (2.0, 4.0)))
+    result = sweep(meter_of(model, 3), candidates, SETTINGS, about=ABOUT, first_documents=2)
+    assert result.row("ntk (scale 4)").failed == "out of memory"
+    refused = result.row("pi (scale 2, layers [9])").failed
+    assert refused is not None
+    assert "layers" in refused
+    assert result.winner is not None
+    assert hf_posenc.get_patch(model) is None
+    with pytest.raises(PosencError, match="layers"):
+        tried(model, crossed(("pi:layers=[9]",), (2.0, 4.0)))
+
+
+# Again, together, and as a file
+
+
+def test_nothing_is_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    with Store(tmp_path, {"k": 1}) as store:
+        first = run(model, store=store)
+    monkeypatch.setattr(Meter, "_score", None)  # anything measured now fails
+    with Store(tmp_path, {"k": 1}) as store:
+        again = run(model, store=store)
+    assert again.to_dict() == first.to_dict()
+
+
+def test_the_result_reads_back_draws_and_shows() -> None:
+    result = run(tiny())
+    values = json.loads(json.dumps(result.to_dict()))
+    again = SweepResult.from_dict(values)
+    assert again.to_dict() == values
+    assert again.rows == result.rows
+    figure = result.plot()
+    names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    assert any(name == result.winner for name in names)
+    assert any(name.endswith("2 documents") for name in names)
+    page = result._repr_html_()
+    assert "sliding_window" in page
+    assert "Rounds: 8 on 2 documents; 4 on 4 documents; 2 on 6 documents." in page
+
+
+def test_a_target_within_the_trained_length_is_refused() -> None:
+    with pytest.raises(PosencError, match="trained at 64"):
+        TailSettings(64, 64)
+    with pytest.raises(PosencError, match="--max-regression"):
+        TailSettings(64, 128, max_regression=-0.1)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sweep", SweepResult), ("search", SearchResult)])
+def test_the_page_has_the_numbers_of_the_committed_runs(name: str, kind: Any) -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    result = kind.from_dict(json.loads((docs / "benchmarks" / f"{name}.json").read_text()))
+    page = (docs / "sweep.md").read_text(encoding="utf-8")
+    for row in result.rows:
+        found = [
+            line
+            for line in page.splitlines()
+            if line.startswith(f"| `{row.label}` | {row.documents} |")
+        ]
+        assert any(f"| {number(row.perplexity)} |" in line for line in found), row.label
+    assert len(repr(result)) < 200

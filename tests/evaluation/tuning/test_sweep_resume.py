@@ -1,0 +1,205 @@
+"""The commands: killed at any moment, shared by two processes, and every refusal one line."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import hf_posenc
+from hf_posenc.cli.app import OneLineErrors
+from hf_posenc.cli.tuning import register
+from hf_posenc.evaluation.tuning.meter import Meter
+from tests.support import zoo
+from tests.support.tiny_text import prose, tiny_checkpoint
+
+RUNNER = CliRunner()
+APP = typer.Typer(cls=OneLineErrors)
+register(APP)
+_AGAIN = """
+import sys, torch, typer
+torch.set_num_threads(1)
+from hf_posenc.cli.app import OneLineErrors
+from hf_posenc.cli.sweep import register
+app = typer.Typer(cls=OneLineErrors)
+register(app)
+app(sys.argv[1:], prog_name="hf-posenc")
+"""
+SWEEP = ("--patch", "yarn", "--patch", "pi", "--patch", "ntk_mixed", "--first-documents", "2")
+SEARCH = ("--budget", "24", "--search-documents", "2", "--windows-per-document", "2")
+FILES = {
+    "sweep": ("sweep.json", "sweep_recipe.json"),
+    "search": ("search.json", "search_recipe.json"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("texts")
+    for index in range(5):
+        (made / f"{index}.txt").write_text(prose(340 + 11 * index, index))
+    return made
+
+
+def arguments(command: str, model: Path, folder: Path, output: Path, *more: str) -> list[str]:
+    own = SWEEP if command == "sweep" else SEARCH
+    given = [command, str(model), "--text", str(folder), "--target-length", "128", "--no-plot"]
+    return [*given, *own, "--output", str(output), *more]
+
+
+def invoke(*given: str) -> Any:
+    return RUNNER.invoke(APP, list(given), env={"COLUMNS": "150", "TERM": "dumb"})
+
+
+def started(given: list[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-c", _AGAIN, *given],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+
+
+def records(output: Path) -> int:
+    return sum(path.read_bytes().count(b"\n") for path in output.rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize("command", ["sweep", "search"])
+def test_killed_shared_and_resumed_gives_the_same_bytes(
+    command: str, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    whole, torn = tmp_path / "whole", tmp_path / "torn"
+    result = invoke(*arguments(command, model, folder, whole))
+    assert result.exit_code == 0, result.output
+    total = records(whole)
+    chance = random.Random(command)
+    # one of two processes, killed while it measures or while it waits for the other
+    process = started(arguments(command, model, folder, torn, "--shard", "2/2"))
+    wanted, until = chance.randrange(1, 12), time.monotonic() + 120
+    while records(torn) < wanted and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(chance.random() * 0.3)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    kept = records(torn)
+    assert wanted <= kept < total
+    if command == "sweep":  # the same share again, beside the other one
+        process = started(arguments(command, model, folder, torn, "--shard", "2/2"))
+        resumed = invoke(*arguments(command, model, folder, torn, "--shard", "1/2"))
+        assert process.wait(timeout=120) == 0
+    else:  # alone, over what the killed one left
+        resumed = invoke(*arguments(command, model, folder, torn))
+    assert resumed.exit_code == 0, resumed.output
+    assert records(torn) == total
+    written = {name: (torn / name).read_bytes() for name in FILES[command]}
+    for name, data in written.items():
+        assert data == (whole / name).read_bytes(), name
+        (torn / name).unlink()
+    again = invoke(*arguments(command, model, folder, torn))
+    assert again.exit_code == 0, again.output
+    assert records(torn) == total  # nothing was measured again
+    assert {name: (torn / name).read_bytes() for name in FILES[command]} == written
+
+
+def test_what_the_commands_say_and_write(model: Path, folder: Path, tmp_path: Path) -> None:
+    result = invoke(*arguments("sweep", model, folder, tmp_path, "--scales", "2,3"))
+    assert result.exit_code == 0, result.output
+    for text in ("Rounds: 6 on 2 documents; 3 on 4 documents; 2 on 5 documents.", "Best: "):
+        assert text in result.stdout
+    values = json.loads((tmp_path / "sweep.json").read_text())
+    assert values["kind"] == "sweep"
+    assert values["command"].startswith(f"hf-posenc sweep {model} --text")
+    assert "--output" not in values["command"]
+    assert f"Or: patch_model(model, '{values['recipe']['method']}', scale=" in result.stdout
+    live = zoo.load(type(zoo.build("llama")), model)
+    hf_posenc.load_patch(live, tmp_path / "sweep_recipe.json")
+    patch = hf_posenc.get_patch(live)
+    assert patch is not None
+    assert patch.config.to_dict() == {k: v for k, v in values["recipe"].items() if k != "recipe"}
+
+
+def test_a_dry_run_says_what_it_costs(model: Path, folder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "new"
+    result = invoke(*arguments("sweep", model, folder, output, "--dry-run"))
+    once = 64 + 128
+    # 6 methods and 2 controls on 2 documents, 3 and 2 on the next 2, 2 and 2 on the last
+    assert f"{once * (8 * 2 + 5 * 2 + 4):,} tokens instead of {once * 8 * 5:,}" in result.stdout
+    result = invoke(*arguments("search", model, folder, output, "--dry-run"))
+    assert f"{24 * 2 * 2 * 128 + 6 * 3 * 2 * once:,} tokens for 24 evaluations" in result.stdout
+    assert not output.exists()
+
+
+def test_a_prefill_in_pieces_gives_the_same_numbers(
+    model: Path, folder: Path, tmp_path: Path
+) -> None:
+    found = []
+    for more in ((), ("--prefill-chunk", "48", "--chunk", "7")):
+        output = tmp_path / str(len(more))
+        result = invoke(*arguments("sweep", model, folder, output, *more))
+        assert result.exit_code == 0, result.output
+        found.append(json.loads((output / "sweep.json").read_text())["records"])
+    assert [r["nats"] for r in found[1]] == pytest.approx([r["nats"] for r in found[0]], rel=1e-5)
+    assert [r["nats"] for r in found[1]] != [r["nats"] for r in found[0]]  # it was in pieces
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("sweep", "--target-length", "64"), "trained at 64"),
+        (("sweep", "--target-length", "128,256"), "one length"),
+        (("sweep", "--scales", "1"), "--scales 1"),
+        (("sweep", "--patch", "none"), "nothing to compare"),
+        (("sweep", "--patch", "alibi:slope=3"), "slope"),
+        (("sweep", "--target-length", "4k"), "No document can be used"),
+        (("search", "--short-texts", "other"), "--short-texts is same or native"),
+        (("search", "--attention-factor", "0"), "--attention-factor"),
+        (("search", "--target-length", "128", "--limit", "1"), "needs two documents"),
+        (
+            ("search", "--target-length", "128", "--search-documents", "5"),
+            "one at least stays held out",
+        ),
+        (("search", "--budget", "2"), "8"),
+    ],
+)
+def test_refusals_are_one_line(
+    more: tuple[str, ...], said: str, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    command, *options = more
+    result = invoke(command, str(model), "--text", str(folder), "--output", str(tmp_path), *options)
+    lines = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert result.exit_code == 2, result.output
+    assert len(lines) == 1
+    assert said in lines[0]
+    assert "Traceback" not in result.output
+
+
+def test_without_a_winner_the_exit_status_is_1(
+    model: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+    monkeypatch.setattr(Meter, "_score", full)
+    result = invoke(*arguments("sweep", model, folder, tmp_path))
+    assert result.exit_code == 1
+    assert "OOM" in result.stdout
+    assert "No method gave a number: there is no winner." in result.stdout
+    assert "warning: yarn (scale 2): failed: out of memory" in result.stderr
+    assert json.loads((tmp_path / "sweep.json").read_text())["winner"] is None
+    assert not (tmp_path / "sweep_recipe.json").exists()

@@ -1,0 +1,204 @@
+"""Distance biases against the papers, and against the models that have them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from hf_posenc.errors import PosencError
+from hf_posenc.methods import T5, ALiBi
+from tests.support import attention_references as naive
+from tests.support.attention_methods import BIASES, distance_bias
+
+BIAS_KNOBS: dict[str, list[dict[str, Any]]] = {
+    "alibi": [{}, {"scale": 4.0}],
+    "kerple_log": [{}],
+    "kerple_power": [{}],
+    "sandwich": [{}, {"dim": 6}],
+    "t5": [{}, {"buckets": 8, "max_distance": 20}],
+    "fire": [{"threshold": 5.0}, {"hidden": 3, "c": 0.7}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"), [(name, knobs) for name in BIASES for knobs in BIAS_KNOBS[name]]
+)
+@pytest.mark.parametrize("heads", [1, 4, 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bias_equals_the_paper(
+    name: str, knobs: dict[str, Any], heads: int, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(heads)
+    length, method = 40, distance_bias(name, **knobs)
+    parameters = {key: value.to(dtype) for key, value in method.initial(heads, 32).items()}
+    if name == "t5":
+        parameters["table"].normal_()
+    for key in ("r1", "r2"):
+        if key in parameters:
+            parameters[key].clamp_(min=0.02)
+    assert bool(parameters) is method.trainable
+    values: dict[str, Any] = naive.as_numbers(parameters) | knobs
+    if name == "fire":
+        values = {k: v for k, v in values.items() if k not in ("multiplier", "hidden")}
+        values |= {"c": float(parameters["c"]), "threshold": knobs.get("threshold", 512.0)}
+    if name == "sandwich":
+        values.setdefault("dim", 128)
+    want = naive.bias_matrix(name, length, heads, **values)
+
+    m = torch.arange(length, dtype=dtype)
+    distance = (m[:, None] - m).clamp(min=0)
+    position = torch.arange(length)[:, None] if method.of_query else None
+    got = method.bias(distance, heads, parameters, position)
+    assert got.dtype == dtype
+    assert got.shape == (heads, length, length)
+    causal = torch.ones(length, length, dtype=torch.bool).tril()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
+    torch.testing.assert_close(
+        got[:, causal].double(), want[:, causal], rtol=tolerance, atol=tolerance
+    )
+    if not method.of_query:  # a function of the distance alone
+        table = method.bias(m, heads, parameters)
+        torch.testing.assert_close(table[:, distance.long()], got, rtol=tolerance / 100, atol=0)
+
+
+def test_alibi_slopes_of_the_paper() -> None:
+    powers = [2.0**-h for h in range(1, 9)]
+    assert ALiBi().slopes(8).tolist() == pytest.approx(powers, rel=1e-12)
+    between = [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
+    assert ALiBi().slopes(12).tolist() == pytest.approx(powers + between, rel=1e-12)
+    assert ALiBi().slopes(1).tolist() == [2.0**-8]
+    assert ALiBi(scale=4).slopes(8).tolist() == pytest.approx([p / 4 for p in powers], rel=1e-12)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 7, 8, 12, 14, 32, 40, 71])
+def test_alibi_equals_bloom_and_mpt(heads: int) -> None:
+    slopes = ALiBi().slopes(heads)
+    bloom = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    torch.testing.assert_close(slopes.float(), bloom, rtol=1e-6, atol=0)
+    mpt = build_mpt_alibi_tensor(heads, 2)[:, 0, 0]
+    torch.testing.assert_close(slopes.float(), -mpt, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("buckets", "max_distance"), [(32, 128), (32, 256), (64, 1024), (8, 20), (9, 64), (2, 5)]
+)
+def test_t5_buckets_equal_transformers(buckets: int, max_distance: int) -> None:
+    distance = torch.arange(3000)
+    want = T5Attention._relative_position_bucket(
+        -distance, bidirectional=False, num_buckets=buckets, max_distance=max_distance
+    )
+    method = T5(buckets=buckets, max_distance=max_distance)
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        assert torch.equal(method.bucket(distance.to(dtype)), want)
+
+
+def test_t5_buckets_by_hand() -> None:
+    """Below 16 one by one, then log-spaced: 16 to 18 share a bucket, from 113 on all share the last."""
+    bucket = T5().bucket(torch.tensor([0.0, 15.0, 16.0, 18.0, 19.0, 112.0, 113.0, 128.0, 10_000.0]))
+    assert bucket.tolist() == [0, 15, 16, 16, 17, 30, 31, 31, 31]
+
+
+@pytest.mark.parametrize("name", ["alibi", "kerple_log", "kerple_power", "sandwich"])
+def test_penalties_start_at_zero(name: str) -> None:
+    torch.manual_seed(1)
+    method, distance = distance_bias(name), torch.arange(200, dtype=torch.float64)
+    bias = method.bias(distance, 8, method.initial(8, 64))
+    assert torch.all(bias[:, 0] == 0)
+    assert torch.all(bias[:, 1:] < 0)
+    if name != "sandwich":  # which only tends downwards
+        assert torch.all(bias[:, 1:] < bias[:, :-1])
+
+
+@pytest.mark.parametrize("name", ["alibi", "kerple_log", "kerple_power"])
+def test_nothing_counts_beyond_the_horizon(name: str) -> None:
+    torch.manual_seed(2)
+    method, heads = distance_bias(name), 6
+    parameters = {k: v.double() for k, v in method.initial(heads, 64).items()}
+    drop = torch.linspace(0.5, 12, heads, dtype=torch.float64)
+    horizon = method.horizon(drop, heads, parameters)
+    assert horizon is not None
+    assert horizon.shape == (heads,)
+    for h in range(heads):
+        at = method.bias(horizon[h : h + 1], heads, parameters)[h]
+        assert float(at) == pytest.approx(-float(drop[h]), rel=1e-9)
+        assert torch.all(method.bias(horizon[h : h + 1] * 1.01, heads, parameters)[h] < -drop[h])
+    if method.trainable:
+        assert method.horizon(drop, heads) is None
+
+
+@pytest.mark.parametrize("name", ["sandwich", "t5", "fire"])
+def test_where_nobody_knows_the_horizon(name: str) -> None:
+    method = distance_bias(name)
+    assert method.horizon(torch.ones(4), 4, method.initial(4, 64)) is None
+
+
+@pytest.mark.parametrize("name", [n for n in BIASES if distance_bias(n).trainable])
+def test_every_parameter_gets_a_gradient(name: str) -> None:
+    torch.manual_seed(3)
+    method = distance_bias(name)
+    parameters = {k: v.double().requires_grad_() for k, v in method.initial(4, 64).items()}
+    distance = torch.arange(700, dtype=torch.float64)
+    position = distance if method.of_query else None
+    bias = method.bias(distance, 4, parameters, position)
+    (bias * torch.randn_like(bias)).sum().backward()
+    for key, value in parameters.items():
+        assert value.grad is not None, key
+        assert torch.isfinite(value.grad).all(), key
+        assert value.grad.abs().max() > 0, key
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "kerple_power"])
+def test_kerple_stays_positive_and_can_come_back(name: str) -> None:
+    """A value that training pushed out of bounds reads as the bound and still has a gradient."""
+    method, distance = distance_bias(name), torch.arange(1, 50, dtype=torch.float64)
+    astray = {"r1": torch.tensor([-3.0]).double(), "r2": torch.tensor([-0.5]).double()}
+    bound = {"r1": torch.tensor([0.01]).double(), "r2": torch.tensor([0.01]).double()}
+    learned = {k: v.clone().requires_grad_() for k, v in astray.items()}
+    bias = method.bias(distance, 1, learned)
+    torch.testing.assert_close(bias, method.bias(distance, 1, bound), rtol=1e-12, atol=0)
+    bias.sum().backward()
+    for value in learned.values():
+        assert value.grad is not None
+        assert value.grad.abs() > 0
+    if name == "kerple_power":
+        steep = method.bias(distance, 1, {"r1": bound["r1"], "r2": torch.tensor([9.0]).double()})
+        torch.testing.assert_close(steep[0], -0.01 * distance**2, rtol=1e-12, atol=0)
+
+
+def test_initial_values_are_the_papers() -> None:
+    torch.manual_seed(0)
+    log, power = (distance_bias(n).initial(4000, 64) for n in ("kerple_log", "kerple_power"))
+    for values, most in ((log["r1"], 2), (log["r2"], 1), (power["r1"], 1), (power["r2"], 2)):
+        assert 0 <= values.min() <= values.max() <= most
+        assert float(values.mean()) == pytest.approx(most / 2, abs=0.05)
+    fire = distance_bias("fire").initial(1000, 64)
+    assert float(fire["c"]) == pytest.approx(0.1)
+    linear = torch.nn.Linear(32, 1000)
+    for key, like in (("weight_out", linear.weight), ("bias_out", linear.bias)):
+        assert fire[key].shape == like.shape
+        assert float(fire[key].abs().max()) == pytest.approx(
+            float(like.detach().abs().max()), rel=0.02
+        )
+    assert torch.all(distance_bias("t5").initial(4, 64)["table"] == 0)
+    every = [distance_bias(n).initial(4, 64) for n in BIASES]
+    assert all(v.dtype == torch.float32 for values in every for v in values.values())
+
+
+def test_fire_reads_distances_as_fractions_and_survives_odd_parameters() -> None:
+    method = distance_bias("fire", threshold=4.0)
+    parameters = {k: v.double() for k, v in method.initial(2, 64).items()}
+    with pytest.raises(PosencError, match="query_position"):
+        method.bias(torch.arange(4.0), 2, parameters)
+    # At the text's first token every query longer than T stands at the fraction 1.
+    m = torch.tensor([10.0, 1000.0]).double()
+    first = method.bias(m, 2, parameters, m)
+    torch.testing.assert_close(first[:, 0], first[:, 1], rtol=1e-12, atol=1e-12)
+    zero = torch.zeros((), dtype=torch.float64)
+    for odd in ({"c": zero}, {"c": zero - 0.3}, {"multiplier": zero}, {"multiplier": zero - 1}):
+        bias = method.bias(torch.arange(9.0).double(), 2, parameters | odd, torch.arange(9))
+        assert torch.isfinite(bias).all()

@@ -1,0 +1,472 @@
+"""The methods against the published formulas and against transformers' own functions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import hf_posenc.methods as methods
+from hf_posenc.errors import PosencError
+from hf_posenc.methods import RopeScaling, available_methods, bucket_length, get_method
+from hf_posenc.rope import RopeSpec
+from tests.support.references import REFERENCES, default
+
+FREQUENCY = tuple(m.name for m in methods.METHODS if issubclass(m, RopeScaling))
+"""The methods that this file is about; those on other seams: tests/methods/test_rotary_bands.py and its like."""
+
+DYNAMIC = {
+    "dynamic_pi": "pi",
+    "dynamic_ntk": "ntk",
+    "dynamic_partial_ntk": "partial_ntk",
+    "dynamic_yarn": "yarn",
+}
+"""Each length-dependent method and the static one that it equals at ``s = max(1, N/L)``."""
+
+# Values of every knob besides scale, and the lists that longrope needs.
+KNOBS: dict[str, dict[str, list[Any]]] = {
+    "partial_ntk": {
+        "ntk_factor": [1.0, 0.5, 0.0],
+        "extrapolation_factor": [1.0, 0.7, 0.0],
+        "beta_0": [1.25, 2.0],
+        "gamma_0": [16.0, 8.0],
+    },
+    "ntk_by_parts": {
+        "beta_fast": [32.0, 16.0, 64.0],
+        "beta_slow": [1.0, 2.0],
+        "truncate": [True, False],
+        "ramp": ["index", "rotations"],
+    },
+    "ntk_mixed": {"q": [0.75, 0.625, 1.0]},
+    "llama3": {"low_freq_factor": [1.0, 0.5], "high_freq_factor": [4.0, 8.0]},
+}
+KNOBS["dynamic_partial_ntk"] = KNOBS["partial_ntk"]
+KNOBS["dynamic_yarn"] = KNOBS["ntk_by_parts"]
+KNOBS["yarn"] = KNOBS["ntk_by_parts"] | {
+    "attention_factor": [None, None, 1.3],
+    "mscale": [None, 0.707, 1.0],
+    "mscale_all_dim": [None, 0.707],
+}
+
+
+def build(name: str, **options: Any) -> RopeScaling:
+    method = get_method(name).from_options(**options)
+    assert isinstance(method, RopeScaling)
+    return method
+
+
+def example(name: str, dim: int = 64, scale: float = 8.0) -> RopeScaling:
+    """A method of that name which changes something."""
+    options: dict[str, Any] = {"scale": scale} if get_method(name).takes_scale() else {}
+    if name == "abf":
+        options["rope_theta"] = 500_000.0
+    if name == "longrope":
+        options["short_factor"] = [1.0 + 0.01 * i for i in range(dim // 2)]
+        options["long_factor"] = [1.0 + 0.3 * i for i in range(dim // 2)]
+    return build(name, **options)
+
+
+def assert_close(got: Tensor, want: list[float]) -> None:
+    assert got.dtype == torch.float64
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+thetas = st.floats(1e3, 1e7)
+dims = st.integers(2, 64).map(lambda pairs: 2 * pairs)
+trained_lengths = st.integers(64, 1 << 17)
+scales = st.floats(1.0, 128.0)
+
+
+def test_every_method_has_a_reference() -> None:
+    assert set(REFERENCES) == set(FREQUENCY)
+
+
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+@given(data=st.data())
+def test_equals_the_published_formula(name: str, data: st.DataObject) -> None:
+    dim, theta = data.draw(dims), data.draw(thetas)
+    trained, ratio = data.draw(trained_lengths), data.draw(st.floats(0.1, 64.0))
+    length = data.draw(st.sampled_from([None, trained, trained + 1, math.ceil(trained * ratio)]))
+    knobs = {k: data.draw(st.sampled_from(v), k) for k, v in KNOBS.get(name, {}).items()}
+    if get_method(name).takes_scale():
+        knobs["scale"] = data.draw(scales)
+    if name == "abf":
+        knobs["rope_theta"] = data.draw(thetas)
+    if name == "longrope":
+        divisors = st.lists(st.floats(0.5, 80.0), min_size=dim // 2, max_size=dim // 2)
+        knobs |= {"short_factor": data.draw(divisors), "long_factor": data.draw(divisors)}
+        knobs["attention_factor"] = data.draw(st.sampled_from([None, 1.19]))
+        knobs["long_mscale"] = data.draw(st.sampled_from([None, 1.25]))
+
+    method = build(name, **knobs)
+    frequencies, factor = REFERENCES[name](dim, theta, trained, length, **knobs)
+    rope = RopeSpec(dim, theta, trained)
+    assert_close(method.inv_freq(rope, length), frequencies)
+    assert float(method.cos_sin_factor(rope, length)) == pytest.approx(factor, rel=1e-6)
+
+    as_tensor = None if length is None else torch.tensor(length)
+    assert_close(method.inv_freq(rope, as_tensor), frequencies)
+    assert float(method.cos_sin_factor(rope, as_tensor)) == pytest.approx(factor, rel=1e-6)
+
+
+@given(dim=dims, theta=thetas, trained=trained_lengths)
+def test_the_default_table_is_rope_itself(dim: int, theta: float, trained: int) -> None:
+    assert_close(RopeSpec(dim, theta, trained).default_inv_freq(), default(dim, theta, trained)[0])
+
+
+# ------------------------------------------------------------------------------------------
+# Against transformers
+
+
+def native(dim: int, theta: float, trained: int, parameters: dict[str, Any]) -> LlamaConfig:
+    return LlamaConfig(
+        head_dim=dim,
+        max_position_embeddings=trained,
+        rope_parameters={"rope_theta": theta} | parameters,
+    )
+
+
+NATIVE: list[tuple[str, str, dict[str, Any]]] = [
+    ("pi", "linear", {}),
+    ("dynamic_ntk", "dynamic", {}),
+    ("yarn", "yarn", {}),
+    ("yarn", "yarn", {"truncate": False, "beta_fast": 16.0, "beta_slow": 2.0}),
+    ("yarn", "yarn", {"attention_factor": 1.3}),
+    ("yarn", "yarn", {"mscale": 1.0, "mscale_all_dim": 0.707}),
+    ("yarn", "yarn", {"mscale": 0.707}),
+    ("llama3", "llama3", {"low_freq_factor": 1.0, "high_freq_factor": 4.0}),
+    ("longrope", "longrope", {}),
+    ("longrope", "longrope", {"attention_factor": 1.19}),
+]
+
+
+@pytest.mark.parametrize(("name", "rope_type", "options"), NATIVE)
+@pytest.mark.parametrize(
+    ("dim", "theta", "trained"), [(128, 5e5, 8192), (64, 1e4, 2048), (16, 1e4, 64)]
+)
+@pytest.mark.parametrize("ratio", [0.5, 1.0, 4.3])
+def test_equals_transformers(
+    name: str,
+    rope_type: str,
+    options: dict[str, Any],
+    dim: int,
+    theta: float,
+    trained: int,
+    ratio: float,
+) -> None:
+    if name == "longrope":
+        options = options | {
+            "short_factor": [1.0 + 0.01 * i for i in range(dim // 2)],
+            "long_factor": [1.0 + 0.3 * i for i in range(dim // 2)],
+        }
+    parameters = {"rope_type": rope_type, "factor": 8.0} | options
+    if rope_type in ("yarn", "llama3", "longrope"):
+        parameters["original_max_position_embeddings"] = trained
+    config = native(dim, theta, trained, parameters)
+    length = int(ratio * trained)
+    want, want_factor = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu", seq_len=length)
+
+    method = build(name, scale=8.0, **options)
+    rope = RopeSpec(dim, theta, trained)
+    got = method.inv_freq(rope, length)
+    # transformers computes in float32: its power alone is off by some 1e-6
+    torch.testing.assert_close(got, want.double(), rtol=3e-6, atol=0)
+    assert float(method.cos_sin_factor(rope, length)) == pytest.approx(want_factor, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", FREQUENCY)
+def test_native_parameters_say_the_same(name: str) -> None:
+    """What a method writes into ``rope_parameters`` makes transformers compute the same table."""
+    method = example(name)
+    rope = RopeSpec(64, 10_000.0, 2048)
+    parameters = method.rope_parameters(rope)
+    if parameters is None:
+        return
+    rope_type = parameters["rope_type"]
+    if rope_type == "default":
+        want = torch.tensor(default(64, parameters["rope_theta"], 2048)[0], dtype=torch.float64)
+        want_factor = 1.0
+    else:
+        config = native(64, rope.theta, 2048, parameters)
+        want, want_factor = ROPE_INIT_FUNCTIONS[rope_type](config, device="cpu", seq_len=9000)
+    torch.testing.assert_close(method.inv_freq(rope, 9000), want.double(), rtol=3e-6, atol=0)
+    assert float(method.cos_sin_factor(rope, 9000)) == pytest.approx(want_factor, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------
+# What holds for every method
+
+
+def trained_tables() -> list[Tensor]:
+    exponents = torch.arange(0, 64, 2, dtype=torch.float32) / 64
+    proportional = (1.0 / 1e6**exponents) * (
+        torch.arange(32) < 8
+    )  # most pairs do not rotate at all
+    return [1.0 / 1e4**exponents, (1.0 / 5e5**exponents), proportional]
+
+
+@pytest.mark.parametrize("name", sorted(set(FREQUENCY) - {"abf", "nope", "longrope"}))
+@pytest.mark.parametrize("table", trained_tables(), ids=["1e4", "5e5", "proportional"])
+def test_scale_one_changes_no_bit(name: str, table: Tensor) -> None:
+    """Given the model's own float32 table, a scale of 1 gives back the same float32 bits."""
+    rope = RopeSpec(64, 1e4, 2048, frequencies=table)
+    method = example(name, scale=1.0)
+    for length in (None, 1, 2048, torch.tensor(2048)):
+        assert torch.equal(method.inv_freq(rope, length).float(), table)
+        assert float(method.cos_sin_factor(rope, length)) == 1.0
+
+
+@pytest.mark.parametrize("name", ["abf", "longrope"])
+def test_neutral_options_change_no_bit(name: str) -> None:
+    for table in trained_tables():
+        rope = RopeSpec(64, 1e4, 2048, frequencies=table)
+        method = (
+            build("abf", rope_theta=1e4)
+            if name == "abf"
+            else build("longrope", short_factor=[1.0] * 32, long_factor=[1.0] * 32)
+        )
+        assert torch.equal(method.inv_freq(rope, 9000).float(), table)
+        assert float(method.cos_sin_factor(rope, 9000)) == 1.0
+
+
+@pytest.mark.parametrize("name", FREQUENCY)
+def test_pairs_that_do_not_rotate_stay_so(name: str) -> None:
+    """A proportional table (Gemma 4) has zeros at its end; no method may make them turn."""
+    table = trained_tables()[-1]
+    rope = RopeSpec(64, 1e6, 2048, frequencies=table)
+    changed = example(name).inv_freq(rope, 9000)
+    assert changed.shape == table.shape
+    assert torch.all(changed[8:] == 0)
+
+
+@pytest.mark.parametrize(("dynamic", "static"), DYNAMIC.items())
+@given(trained=trained_lengths, ratio=st.floats(0.01, 64.0), theta=thetas)
+def test_dynamic_equals_static_at_the_needed_scale(
+    dynamic: str, static: str, trained: int, ratio: float, theta: float
+) -> None:
+    length = max(1, int(trained * ratio))
+    rope = RopeSpec(64, theta, trained)
+    still = build(static, scale=max(1.0, length / trained))
+    for current in (length, torch.tensor(length), torch.tensor(length, dtype=torch.int32)):
+        moving = build(dynamic)
+        torch.testing.assert_close(moving.inv_freq(rope, current), still.inv_freq(rope))
+        factor = moving.cos_sin_factor(rope, current)
+        assert float(factor) == pytest.approx(float(still.cos_sin_factor(rope)))
+
+
+@pytest.mark.parametrize("name", FREQUENCY)
+def test_only_length_dependent_methods_look_at_the_length(name: str) -> None:
+    method = example(name)
+    rope = RopeSpec(64, 1e4, 2048)
+    same = torch.equal(method.inv_freq(rope, 2048), method.inv_freq(rope, 20_000))
+    assert same is not get_method(name).length_dependent
+
+
+@pytest.mark.parametrize("name", sorted(set(FREQUENCY) - {"nope", "longrope"}))
+@given(scale=st.floats(1.01, 64.0), theta=thetas, dim=dims)
+def test_frequencies_stay_in_order_and_are_only_lowered(
+    name: str, scale: float, theta: float, dim: int
+) -> None:
+    rope = RopeSpec(dim, theta, 2048)
+    method = build("abf", rope_theta=theta * scale) if name == "abf" else example(name, dim, scale)
+    table = method.inv_freq(rope, math.ceil(2048 * scale))
+    unscaled = rope.default_inv_freq()
+    assert torch.all(table[1:] <= table[:-1])
+    assert torch.all(table <= unscaled * (1 + 1e-12))
+    longest = scale * scale if name == "dynamic_ntk" else scale * (1 + 1 / 2048)
+    assert torch.all(table >= unscaled / longest * (1 - 1e-9))
+
+
+@pytest.mark.parametrize("name", sorted(set(FREQUENCY) - {"nope", "abf", "longrope"}))
+def test_more_scale_lowers_more(name: str) -> None:
+    rope = RopeSpec(64, 1e4, 2048)
+    little, much = (example(name, scale=s).inv_freq(rope, int(2048 * s)) for s in (2.0, 8.0))
+    assert torch.all(much <= little)
+    assert (much / little).min() < 0.5
+
+
+def test_what_each_family_keeps() -> None:
+    """The defining property of each static method at its two ends."""
+    rope = RopeSpec(128, 1e4, 4096)
+    unscaled = rope.default_inv_freq()
+    ratio = {
+        name: example(name, 128).inv_freq(rope) / unscaled
+        for name in ("pi", "ntk", "partial_ntk", "ntk_by_parts", "yarn", "llama3", "ntk_mixed")
+    }
+    assert ratio["pi"].min() == ratio["pi"].max()
+    for name in ("ntk", "partial_ntk", "ntk_by_parts", "yarn", "llama3"):
+        assert ratio[name][0] == 1  # the fastest pair is left alone
+    for name in ("pi", "ntk", "ntk_by_parts", "yarn", "llama3", "ntk_mixed"):
+        assert ratio[name][-1].item() == pytest.approx(1 / 8)  # the slowest is divided by s
+    assert torch.equal(ratio["yarn"], ratio["ntk_by_parts"])
+    assert example("yarn").cos_sin_factor(rope) == pytest.approx(1 + 0.1 * math.log(8))
+    assert example("ntk_by_parts").cos_sin_factor(rope) == 1
+
+
+# ------------------------------------------------------------------------------------------
+# Names, options, refusals
+
+
+def test_names_and_aliases() -> None:
+    assert get_method("linear") is get_method("pi")
+    assert get_method("dynamic") is get_method("dynamic_ntk")
+    assert get_method("dynamic_linear") is get_method("dynamic_pi")
+    assert get_method("YaRN") is get_method("yarn")
+    assert get_method("ntk-by-parts") is get_method("ntk_by_parts")
+    names = [n for m in methods.METHODS for n in (m.name, *m.aliases)]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("name", available_methods())
+def test_every_method_says_what_it_is(name: str) -> None:
+    method = get_method(name)
+    assert method.summary
+    assert method.source
+    assert method.needs
+    assert method.__doc__
+    for field in dataclasses.fields(method):
+        assert field.name in (method.__doc__ or "") or name.startswith("dynamic_"), field.name
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(PosencError, match="yarn"):
+        get_method("yarm")
+
+
+@pytest.mark.parametrize("name", FREQUENCY)
+def test_unknown_options_are_refused(name: str) -> None:
+    options = example(name).options()
+    with pytest.raises(PosencError, match="sclae"):
+        get_method(name).from_options(**options, sclae=2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "named"),
+    [
+        ("pi", {}, "scale"),
+        ("pi", {"scale": 0.5}, "scale"),
+        ("pi", {"scale": math.nan}, "scale"),
+        ("pi", {"scale": math.inf}, "scale"),
+        ("pi", {"scale": "8"}, "scale"),
+        ("pi", {"scale": True}, "scale"),
+        ("ntk", {"scale": 0.0}, "scale"),
+        ("ntk", {"scale": -4.0}, "scale"),
+        ("yarn", {}, "scale"),
+        ("yarn", {"scale": 8, "beta_fast": 0}, "beta_fast"),
+        ("yarn", {"scale": 8, "beta_slow": -1}, "beta_slow"),
+        ("yarn", {"scale": 8, "beta_fast": 1, "beta_slow": 32}, "beta_fast"),
+        ("yarn", {"scale": 8, "ramp": "cubic"}, "ramp"),
+        ("yarn", {"scale": 8, "attention_factor": 0}, "attention_factor"),
+        ("yarn", {"scale": 8, "mscale": -1}, "mscale"),
+        ("yarn", {"scale": 8, "truncate": "no"}, "truncate"),
+        ("ntk_by_parts", {"scale": 8, "attention_factor": 1.2}, "attention_factor"),
+        ("partial_ntk", {"scale": 8, "beta_0": 0}, "beta_0"),
+        ("partial_ntk", {"scale": 8, "ntk_factor": -1}, "ntk_factor"),
+        ("dynamic_pi", {"scale": 4}, "scale"),
+        ("dynamic_ntk", {"scale": 0.5}, "scale"),
+        ("dynamic_ntk", {"update": "rows"}, "update"),
+        ("dynamic_ntk", {"update": None}, "update"),
+        ("dynamic_ntk", {"update": "row", "bucket": 0}, "bucket"),
+        ("dynamic_pi", {"bucket": 256.5}, "bucket"),
+        ("longrope", {"short_factor": [1.0], "long_factor": [1.0], "update": "batch"}, "update"),
+        ("dynamic_yarn", {"update": "batch"}, "update"),
+        ("ntk_mixed", {"scale": 8, "q": 0}, "q"),
+        ("llama3", {"scale": 8, "low_freq_factor": 0}, "low_freq_factor"),
+        ("llama3", {"scale": 8, "low_freq_factor": 4, "high_freq_factor": 4}, "high_freq_factor"),
+        ("longrope", {"scale": 8}, "short_factor"),
+        ("longrope", {"short_factor": [], "long_factor": [1.0]}, "short_factor"),
+        ("longrope", {"short_factor": [1.0], "long_factor": [0.0]}, "long_factor"),
+        ("longrope", {"short_factor": [1.0], "long_factor": ["x"]}, "long_factor"),
+        ("longrope", {"short_factor": 1.0, "long_factor": [1.0]}, "short_factor"),
+        ("abf", {}, "rope_theta"),
+        ("abf", {"rope_theta": 1.0}, "rope_theta"),
+        ("abf", {"rope_theta": 1e6, "scale": 4}, "scale"),
+        ("nope", {"scale": 4}, "scale"),
+    ],
+)
+def test_bad_values_are_refused_by_name(name: str, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(PosencError, match=named):
+        get_method(name).from_options(**options)
+
+
+@pytest.mark.parametrize("name", [name for name in FREQUENCY if get_method(name).length_dependent])
+@pytest.mark.parametrize("update", ["sequence", "request", "row"])
+def test_every_length_dependent_method_has_three_modes(name: str, update: str) -> None:
+    options = example(name).options() | {"update": update, "bucket": 64}
+    method = build(name, **options)
+    default = get_method(name).knobs()["update"]
+    assert method.options() == {k: v for k, v in options.items() if (k, v) != ("update", default)}
+
+
+def test_the_length_in_force_moves_on_by_buckets() -> None:
+    m = torch.arange(12)
+    assert bucket_length(m, 4, 3).tolist() == [4, 4, 4, 4, 7, 7, 7, 10, 10, 10, 13, 13]
+    assert bucket_length(m, 4, 1).tolist() == [4, 4, 4, 4, 5, 6, 7, 8, 9, 10, 11, 12]
+
+
+@given(m=st.integers(0, 1 << 40), trained=st.integers(1, 1 << 20), bucket=st.integers(1, 1 << 16))
+def test_a_bucket_holds_its_positions(m: int, trained: int, bucket: int) -> None:
+    length = int(bucket_length(torch.tensor(m), trained, bucket))
+    assert (length == trained) == (m < trained)
+    assert length >= m + 1 or m < trained
+    assert (length - trained) % bucket == 0
+    assert length - bucket < m + 1 or length == trained
+
+
+def test_longrope_lists_must_fit_the_model() -> None:
+    method = build("longrope", short_factor=[1.0] * 16, long_factor=[2.0] * 16)
+    with pytest.raises(PosencError, match=r"16.*32"):
+        method.inv_freq(RopeSpec(64, 1e4, 2048))
+
+
+@pytest.mark.parametrize(
+    ("dim", "theta", "trained"),
+    [(7, 1e4, 2048), (0, 1e4, 2048), (64, 1.0, 2048), (64, math.inf, 2048), (64, 1e4, 0)],
+)
+def test_impossible_tables_are_refused(dim: int, theta: float, trained: int) -> None:
+    with pytest.raises(PosencError):
+        RopeSpec(dim, theta, trained)
+
+
+def test_a_table_of_another_width_is_refused() -> None:
+    with pytest.raises(PosencError, match="frequencies"):
+        RopeSpec(64, 1e4, 2048, frequencies=torch.ones(16))
+
+
+# ------------------------------------------------------------------------------------------
+# The page that describes them
+
+
+@pytest.mark.parametrize("name", available_methods())
+def test_the_page_of_methods_agrees_with_the_code(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    method = get_method(name)
+    section = page.partition(f"\n## `{name}`\n")[2].partition("\n## ")[0]
+    in_table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, flags=re.MULTILINE))
+    defaults = {
+        knob: "required" if value is dataclasses.MISSING else f"`{value!r}`".replace("'", '"')
+        for knob, value in method.knobs().items()
+    }
+    assert in_table == defaults
+    line = next(line for line in page.splitlines() if line.startswith(f"| [`{name}`]"))
+    cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[1].replace("`", "") == method.summary
+    assert cells[2] == method.needs
+    assert cells[3] == ", ".join(f"`{alias}`" for alias in method.aliases)
+    papers = re.findall(r"arXiv (?:\d{4}\.\d{5})", method.source)
+    assert all(paper in section for paper in papers)
+
+
+def test_the_page_of_methods_has_no_others() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "methods.md").read_text(encoding="utf-8")
+    assert tuple(re.findall(r"^## `(\w+)`$", page, flags=re.MULTILINE)) == available_methods()

@@ -1,0 +1,259 @@
+"""Rotary bands against the papers: which relative position every pair gets."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_posenc.methods import RotaryBands, get_method
+from tests.support import attention_references as naive
+from tests.support.attention_methods import (
+    BANDS,
+    assert_same,
+    bands,
+    naive_plain,
+    position_map,
+    turn,
+)
+
+windows = st.integers(1, 40)
+KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "rerope": {"window": windows},
+    "leaky_rerope": {"window": windows, "k": st.floats(1.0, 32.0)},
+    "self_extend": {"window": windows, "group": st.integers(1, 9)},
+    "dual_chunk": {"chunk": st.integers(1, 30), "window": st.integers(1, 20)},
+    "string": {"shift": windows, "window": windows},
+    "lm_infinite": {"window": windows, "sinks": st.integers(1, 6)},
+    "attention_sinks": {"window": windows, "sinks": st.integers(1, 6)},
+    "sliding_window": {"window": windows},
+}
+
+
+@pytest.mark.parametrize("name", BANDS)
+@given(data=st.data())
+@settings(max_examples=40)
+def test_positions_equal_the_paper(name: str, data: st.DataObject) -> None:
+    knobs = {knob: data.draw(values, knob) for knob, values in KNOBS[name].items()}
+    if name == "string":
+        knobs["window"] = min(knobs["window"], knobs["shift"])
+    length, original = data.draw(st.integers(1, 60), "length"), data.draw(st.integers(50, 80), "L")
+    method = bands(name, **knobs)
+    want = naive.position_map(name, length, **knobs)
+    assert_same(position_map(method, length, original), want)
+
+
+DEFAULTS = [
+    ("rerope", {}, {"window": 32}),
+    ("leaky_rerope", {}, {"window": 32, "k": 16.0}),
+    ("leaky_rerope", {"scale": 4.0}, {"window": 32, "k": (256 - 32) / 32}),
+    ("leaky_rerope", {"scale": 4.0, "window": 16}, {"window": 16, "k": (256 - 16) / 48}),
+    ("self_extend", {}, {"window": 32, "group": 8}),
+    ("self_extend", {"scale": 4.0}, {"window": 32, "group": 7}),
+    ("self_extend", {"scale": 4.0, "window": 16}, {"window": 16, "group": 5}),
+    ("self_extend", {"scale": 4.1}, {"window": 32, "group": 8}),
+    ("dual_chunk", {}, {"chunk": 48, "window": 16}),
+    ("dual_chunk", {"chunk": 40}, {"chunk": 40, "window": 24}),
+    ("dual_chunk", {"window": 4}, {"chunk": 48, "window": 4}),
+    ("string", {}, {"shift": 21, "window": 20}),
+    ("string", {"shift": 8}, {"shift": 8, "window": 7}),
+    ("lm_infinite", {}, {"window": 64, "sinks": 10}),
+    ("attention_sinks", {}, {"window": 60, "sinks": 4}),
+    ("sliding_window", {}, {"window": 64}),
+]
+
+
+@pytest.mark.parametrize(("name", "given_knobs", "in_force"), DEFAULTS)
+def test_defaults_follow_the_original_context(
+    name: str, given_knobs: dict[str, Any], in_force: dict[str, Any]
+) -> None:
+    got = position_map(bands(name, **given_knobs), 150, 64)
+    assert_same(got, naive.position_map(name, 150, **in_force))
+
+
+def test_string_at_a_real_context() -> None:
+    """The authors' setting for Llama 3.1: a third of 128k, and 128 tokens."""
+    method = get_method("string")()
+    assert isinstance(method, RotaryBands)
+    near, far = method.bands(131_072)
+    assert near.below == far.least == 43_691
+    assert int(far.query_position(torch.tensor(43_691)) - far.key_position(torch.tensor(0))) == 128
+
+
+def last_row(method: RotaryBands, length: int, original: int) -> list[int | None]:
+    row = position_map(method, length, original)[-1].tolist()
+    return [None if math.isnan(value) else int(value) for value in row]
+
+
+def test_examples_in_the_papers() -> None:
+    # SelfExtend, figure 3: ten tokens, a model of seven, G = 2, W = 4.
+    row = last_row(bands("self_extend", group=2, window=4), 10, 7)
+    assert row == [6, 6, 5, 5, 4, 4, 3, 2, 1, 0]
+    # Dual chunk attention, figure 2: twelve tokens, a model of ten, chunks of six, w = 4.
+    row = last_row(bands("dual_chunk", chunk=6), 12, 10)
+    assert row == [9, 8, 7, 6, 5, 4, 5, 4, 3, 2, 1, 0]
+    assert position_map(bands("dual_chunk", chunk=6), 12, 10)[6].tolist()[:7] == [
+        6,
+        5,
+        4,
+        3,
+        2,
+        1,
+        0,
+    ]
+    # STRING, figure 5: nine tokens, S = 3, here with W = 2.
+    row = last_row(bands("string", shift=3, window=2), 9, 9)
+    assert row == [7, 6, 5, 4, 3, 2, 2, 1, 0]
+    # StreamingLLM, section 3.2: tokens 0 1 2 3 6 7 8 are cached and 9 comes: positions 0 to 7.
+    row = last_row(bands("attention_sinks", sinks=4, window=4), 10, 100)
+    assert row == [7, 6, 5, 4, None, None, 3, 2, 1, 0]
+    # LM-Infinite: the first keys at no more than the window.
+    row = last_row(bands("lm_infinite", sinks=2, window=3), 7, 3)
+    assert row == [3, 3, None, None, 2, 1, 0]
+    assert last_row(bands("rerope", window=3), 6, 6) == [3, 3, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.parametrize("length", [1, 2, 24])
+def test_a_short_text_is_read_as_unpatched(name: str, length: int) -> None:
+    """A window (a chunk, a shift) at least as long as the text gives m - n, and every key is read."""
+    wide = {"dual_chunk": {"chunk": 24, "window": 1}, "string": {"shift": 24}}
+    method = bands(name, **wide.get(name, {"window": 24}))
+    assert method.near_window(64) == 24
+    m = torch.arange(length, dtype=torch.float64)
+    plain = (m[:, None] - m).masked_fill(m[:, None] < m, math.nan)
+    assert_same(position_map(method, length, 64), plain)
+    longer = position_map(method, 60, 64)
+    assert not torch.equal(longer.nan_to_num(-1), naive_plain(60).nan_to_num(-1))
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [
+        ("leaky_rerope", {"k": 1.0, "window": 5}),
+        ("leaky_rerope", {"scale": 1.0}),
+        ("self_extend", {"group": 1, "window": 5}),
+        ("self_extend", {"scale": 1.0}),
+        ("string", {"shift": 7, "window": 7}),
+    ],
+)
+def test_neutral_knobs_change_nothing(name: str, knobs: dict[str, Any]) -> None:
+    assert_same(position_map(bands(name, **knobs), 60, 24), naive_plain(60))
+
+
+@given(original=st.integers(8, 200), scale=st.floats(1.0, 12.0), share=st.floats(0.05, 0.95))
+@settings(max_examples=60)
+def test_a_scale_keeps_the_text_within_the_trained_positions(
+    original: int, scale: float, share: float
+) -> None:
+    window = max(1, int(original * share))
+    last = torch.tensor(math.floor(original * scale) - 1)
+    for name in ("leaky_rerope", "self_extend"):
+        _, far = bands(name, scale=scale, window=window).bands(original)
+        reached = float(far.query_position(last) - far.key_position(torch.tensor(0)))
+        assert reached <= original
+        if last >= 2 * window and scale > 2:
+            assert reached > original / 4  # and not squeezed without need
+
+
+@pytest.mark.parametrize(
+    ("name", "bound"),
+    [
+        *(("rerope", 32), ("dual_chunk", 63), ("lm_infinite", 64)),
+        *(("attention_sinks", 63), ("sliding_window", 63)),
+    ],
+)
+def test_no_position_is_new_at_any_length(name: str, bound: int) -> None:
+    reached = position_map(bands(name), 300, 64)
+    assert reached[~reached.isnan()].max() == bound
+    assert reached[~reached.isnan()].min() == 0
+
+
+@pytest.mark.parametrize("name", sorted(set(BANDS) - {"dual_chunk", "string"}))
+@given(data=st.data())
+@settings(max_examples=20)
+def test_farther_keys_never_lie_nearer(name: str, data: st.DataObject) -> None:
+    knobs = {knob: data.draw(values, knob) for knob, values in KNOBS[name].items()}
+    for row in position_map(bands(name, **knobs), 50, 64):
+        read = row[~row.isnan()]
+        assert torch.all(read[:-1] >= read[1:])
+        assert read[-1] == 0  # the token itself
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_keys_are_cached_where_the_last_band_has_them(name: str) -> None:
+    """One position per key, whatever the query and the length; bands that share it need no turning."""
+    method, n = bands(name), torch.arange(300)
+    cached = method.cached_position(n, 64)
+    assert torch.equal(cached, method.bands(64)[-1].key_position(n))
+    assert torch.equal(cached[:50], method.cached_position(n[:50], 64))
+    if name in ("string", "attention_sinks", "sliding_window"):
+        assert torch.equal(cached, n)
+    if name in ("rerope", "lm_infinite"):
+        assert not cached.any()
+    shared = [torch.equal(band.key_position(n), cached) for band in method.bands(64)]
+    assert all(shared) is (name in ("dual_chunk", "string", "attention_sinks", "sliding_window"))
+
+
+@pytest.mark.parametrize("name", BANDS)
+@pytest.mark.parametrize("far_away", [2**24 + 3, 2**31 + 5])
+def test_large_positions_stay_exact(name: str, far_away: int) -> None:
+    knobs = {"window": 64, "k": 8.0} if name == "leaky_rerope" else {}
+    method, m = bands(name, **knobs), torch.tensor(far_away)
+    for band in method.bands(4096):
+        for n in (far_away, far_away - 9, far_away - 5000, 3):
+            if not band.contains(m, torch.tensor(n)):
+                continue
+            got = float(band.query_position(m) - band.key_position(torch.tensor(n)))
+            filled = {"window": method.near_window(4096), **method.options()}
+            if name == "dual_chunk":
+                filled = {"chunk": 3072, "window": 1024}
+            elif name == "string":
+                filled = {"shift": 1365, "window": 128}
+            elif name == "self_extend":
+                filled["group"] = 8
+            elif name in ("lm_infinite", "attention_sinks"):
+                filled["sinks"] = method.knobs()["sinks"]
+            if name == "attention_sinks":  # the naive one would build a list of the whole text
+                want: float | None = far_away - n if n > 3 else 4095 - n
+            else:
+                want = naive.RELATIVE[name](far_away, n, **filled)
+            assert got == want
+
+
+@pytest.mark.parametrize("name", BANDS)
+def test_rotating_to_the_positions_gives_the_relative_scores(name: str) -> None:
+    """The point of it all: R(pq) q . R(pk) k is RoPE at the relative position of the map."""
+    torch.manual_seed(0)
+    length, frequencies = 40, [1.0, 0.3, 0.05]
+    q, k = torch.randn(2, length, 6, dtype=torch.float64)
+    method = bands(name, **({"sinks": 2} if "sinks" in get_method(name).knobs() else {}))
+    want = naive.position_map(name, length, **_in_force(method, 16))
+    m, n = torch.arange(length)[:, None], torch.arange(length)[None]
+    for band in method.bands(16):
+        turned_q = turn(q, band.query_position(m[:, 0]), frequencies)
+        turned_k = turn(k, band.key_position(n[0]), frequencies)
+        scores = turned_q @ turned_k.T
+        pairs = (band.contains(m, n) & (n <= m)).nonzero().tolist()
+        assert pairs
+        for i, j in pairs[:: max(1, len(pairs) // 40)]:
+            expected = naive.rope_score(q[i], k[j], float(want[i, j]), frequencies)
+            assert float(scores[i, j]) == pytest.approx(expected, abs=1e-9)
+
+
+def _in_force(method: RotaryBands, original: int) -> dict[str, Any]:
+    name = method.name
+    knobs = {"window": method.near_window(original)}
+    extra: dict[str, dict[str, Any]] = {
+        "leaky_rerope": {"k": 16.0},
+        "self_extend": {"group": 8},
+        "dual_chunk": {"chunk": 12, "window": 4},
+        "string": {"shift": 5, "window": 4},
+        "lm_infinite": {"sinks": 2},
+        "attention_sinks": {"sinks": 2},
+    }
+    return knobs | extra.get(name, {})

@@ -1,0 +1,495 @@
+"""Every rotary architecture of transformers: a patched live model against a freshly built native one.
+
+The types come from transformers' registry (``tests/support/zoo.py``). Those of ``zoo.REPRESENTATIVE`` run always; all
+others with ``-m slow``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import hf_posenc
+from hf_posenc import UnsupportedModelError, get_patch, patch_model, unpatch_model
+from scripts import attention_coverage, make_architectures
+from tests.support import references, zoo
+
+LENGTH = 96
+"""Tokens of a test text: half as many again as the 64 that the models are "trained" on."""
+
+PAGE = make_architectures.PAGE.read_text(encoding="utf-8")
+PAGE_IS_CURRENT = f"with transformers {transformers.__version__};" in PAGE
+
+DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
+KNOWN = (*DECODERS, *zoo.composite_types())
+TYPES = [
+    pytest.param(name, marks=() if name in zoo.REPRESENTATIVE else pytest.mark.slow)
+    for name in DECODERS
+]
+TABLES = [name for name in zoo.TABLE_TYPES if name in zoo.decoder_types()]
+
+# A method, and the same in transformers' words.
+NATIVE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "linear": ({"method": "linear", "scale": 4.0}, {"rope_type": "linear", "factor": 4.0}),
+    "yarn": ({"method": "yarn", "scale": 4.0}, {"rope_type": "yarn", "factor": 4.0}),
+    "llama3": (
+        {"method": "llama3", "scale": 6.0},
+        {"rope_type": "llama3", "factor": 6.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    ),
+    "dynamic_ntk": (
+        {"method": "dynamic_ntk", "scale": 2.0, "update": "sequence"},
+        {"rope_type": "dynamic", "factor": 2.0},
+    ),
+    "yarn_mscale": (
+        {"method": "yarn", "scale": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
+    ),
+}
+
+# The same methods in the words of tests/support/references.py, for models that have no native counterpart.
+REFERENCE: dict[str, tuple[str, dict[str, Any]]] = {
+    "linear": ("pi", {"scale": 4.0}),
+    "yarn": ("yarn", {"scale": 4.0}),
+    "llama3": ("llama3", {"scale": 6.0}),
+    "dynamic_ntk": ("dynamic_ntk", {"scale": 2.0}),
+    "yarn_mscale": ("yarn", {"scale": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5}),
+}
+
+NO_NATIVE = {
+    **dict.fromkeys(
+        (
+            "gemma4",
+            "gemma4_text",
+            "gemma4_unified",
+            "gemma4_unified_text",
+            "lfm3",
+            "diffusion_gemma_text",
+        ),
+        "another rope_type shortens the table of a proportional layer, and the model crashes",
+    ),
+    **dict.fromkeys(
+        ("recurrent_gemma", "ernie4_5_vl_moe", "ernie4_5_vl_moe_text"),
+        "its rotary class raises for another rope_type",
+    ),
+    **dict.fromkeys(("diffusion_gemma", "lfm3_vl"), "as its text decoder"),
+}
+"""Types that transformers itself cannot build with another ``rope_type``: checked against reference tables instead."""
+
+TOLERANCE = {"hrm_text": 1e-2}  # recurrent, 32 calls of attention in a row: amplifies rounding
+
+ACTING: dict[str, dict[str, Any]] = {
+    "pi": {"scale": 5.0},  # not 4, the scale that some types come with
+    "ntk": {"scale": 5.0},
+    "dynamic_pi": {"update": "sequence"},
+    "dynamic_ntk": {"update": "sequence"},
+    "partial_ntk": {"scale": 5.0},
+    "ntk_by_parts": {"scale": 5.0},
+    "yarn": {"scale": 5.0},
+    "dynamic_partial_ntk": {"update": "sequence"},
+    "dynamic_yarn": {"update": "sequence"},
+    "ntk_mixed": {"scale": 5.0},
+    "llama3": {"scale": 5.0},
+    "longrope": {},
+    "abf": {"rope_theta": 40_000_000.0},
+    "nope": {},
+}
+"""Every method with options under which it does something."""
+
+
+def patch(model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+    """Patch all layers, also of a checkpoint that comes scaled, or of one that names no length."""
+    original = zoo.ORIGINAL_LENGTH if zoo.length_of(model.config) is None else None
+    return patch_model(
+        model, layers="all", replace=True, original_max_position_embeddings=original, **kwargs
+    )
+
+
+_SCALING = frozenset(
+    (
+        *("rope_type", "type", "factor", "attention_factor", "beta_fast", "beta_slow", "truncate"),
+        *("mscale", "mscale_all_dim", "low_freq_factor", "high_freq_factor"),
+        *("short_factor", "long_factor", "short_mscale", "long_mscale"),
+    )
+)
+
+
+def natively(
+    parameters: Mapping[str, Any], only: str | None = None
+) -> Callable[[PretrainedConfig], None]:
+    """An edit that makes transformers itself compute the method; ``only`` for one layer type."""
+
+    def rewritten(old: Mapping[str, Any]) -> dict[str, Any]:
+        kept = {key: value for key, value in old.items() if key not in _SCALING}
+        new = kept | dict(parameters)
+        if parameters["rope_type"] in ("yarn", "llama3"):
+            new["original_max_position_embeddings"] = zoo.ORIGINAL_LENGTH
+        return new
+
+    def edit(config: PretrainedConfig) -> None:
+        old: dict[str, Any] = config.rope_parameters
+        labels = [key for key, value in old.items() if isinstance(value, Mapping) or value is None]
+        if labels:
+            config.rope_parameters = {
+                key: rewritten(old[key]) if old[key] and only in (None, key) else old[key]
+                for key in labels
+            }
+        else:
+            config.rope_parameters = rewritten(old)
+        if config.model_type == "phimoe":
+            for_phimoe(config)
+        config.max_position_embeddings = zoo.ORIGINAL_LENGTH
+
+    return edit
+
+
+def for_phimoe(config: Any) -> None:
+    """Its rotary reads the factor from keys of its own, and forgets the length that a dynamic table needs."""
+    rope = config.rope_parameters
+    knobs = {key: rope.get(key) for key in ("mscale", "mscale_all_dim")}
+    factor = (
+        references.yarn(2, 2.0, 64, scale=4.0, **knobs)[1] if rope["rope_type"] == "yarn" else 1.0
+    )
+    rope |= {"short_mscale": factor, "long_mscale": factor}
+    rope["original_max_position_embeddings"] = zoo.ORIGINAL_LENGTH
+    if rope["rope_type"] == "dynamic":
+        growth = rope["factor"] * LENGTH / zoo.ORIGINAL_LENGTH - (rope["factor"] - 1)
+        head_dim = config.hidden_size // config.num_attention_heads
+        theta = rope["rope_theta"] * growth ** (head_dim / (head_dim - 2))
+        config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+
+
+def with_reference_tables(
+    model: PreTrainedModel, name: str, options: Mapping[str, Any]
+) -> PreTrainedModel:
+    """A twin whose buffers hold the reference table, in the order and with the zeros of its own table."""
+    other = zoo.twin(model)
+    for module in other.modules():
+        for key, table in list(module.named_buffers(recurse=False)):
+            if not key.endswith("inv_freq") or key.endswith("original_inv_freq"):
+                continue
+            label = key.removesuffix("inv_freq").removesuffix("_")
+            config: Any = module.config
+            parameters = config.rope_parameters[label] if label else config.rope_parameters
+            dim, theta = 2 * table.numel(), parameters["rope_theta"]
+            frequencies, factor = references.REFERENCES[name](
+                dim, theta, zoo.ORIGINAL_LENGTH, LENGTH, **options
+            )
+            order = torch.argsort(torch.argsort(table, descending=True, stable=True))
+            new = torch.tensor(frequencies)[order] * (table != 0)
+            setattr(module, key, new)
+            setattr(module, f"{label}_attention_scaling" if label else "attention_scaling", factor)
+    return other
+
+
+def expected_logits(model: PreTrainedModel, case: str, tokens: Tensor) -> Tensor:
+    if model.config.model_type in NO_NATIVE:
+        return zoo.logits(with_reference_tables(model, *REFERENCE[case]), tokens)
+    want = zoo.logits(zoo.twin(model, natively(NATIVE[case][1])), tokens)
+    if case == "dynamic_ntk" and torch.equal(want, zoo.logits(zoo.twin(model), tokens)):
+        # Some older releases forgot to update the table of M-RoPE models.
+        return zoo.logits(with_reference_tables(model, *REFERENCE[case]), tokens)
+    return want
+
+
+@pytest.fixture
+def model(model_type: str) -> PreTrainedModel:
+    return zoo.build(model_type)
+
+
+def rotary_layout(model: PreTrainedModel) -> list[tuple[str, str]]:
+    return [(name, type(module).__qualname__) for name, module in model.named_modules()]
+
+
+# ------------------------------------------------------------------------------------------
+# The matrix
+
+
+@pytest.mark.parametrize("case", NATIVE)
+@pytest.mark.parametrize("model_type", [p for p in TYPES if p.values[0] not in TABLES])
+def test_equals_the_native_model(model: PreTrainedModel, model_type: str, case: str) -> None:
+    tokens = zoo.tokens(LENGTH)
+    want = expected_logits(model, case, tokens)
+    unpatched = zoo.logits(model, tokens)
+    patch(model, **NATIVE[case][0])
+    got = zoo.logits(model, tokens)
+    assert zoo.relative_difference(got, want) < TOLERANCE.get(model_type, 1e-4)
+    assert zoo.relative_difference(got, unpatched) > 1e-3  # or the comparison says nothing
+
+
+@pytest.mark.parametrize("case", ["linear", "yarn", "llama3"])
+@pytest.mark.parametrize("model_type", TABLES)
+def test_a_table_of_positions_is_made_anew(
+    model: PreTrainedModel, model_type: str, case: str
+) -> None:
+    """Models without frequencies: the table of sines and cosines holds the method's, and is as long as it reaches."""
+
+    def longer(config: Any) -> None:
+        config.max_position_embeddings = 4 * zoo.ORIGINAL_LENGTH
+
+    want, tokens = zoo.twin(model, longer), zoo.tokens(LENGTH)
+    name, options = REFERENCE[case]
+    for module in want.modules():
+        held = getattr(module, "embed_positions", None)
+        if held is None:
+            continue
+        table = held.weight.data if isinstance(held, torch.nn.Embedding) else held
+        frequencies, factor = references.REFERENCES[name](
+            table.shape[1], 10_000.0, zoo.ORIGINAL_LENGTH, LENGTH, **options
+        )
+        for position, row in enumerate(table):
+            angles = torch.tensor([position * f for f in frequencies], dtype=torch.float64)
+            row.copy_(torch.cat((angles.sin(), angles.cos())) * factor)
+    patch(model, **NATIVE[case][0])
+    assert zoo.relative_difference(zoo.logits(model, tokens), zoo.logits(want, tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("model_type", TABLES)
+def test_a_table_of_positions_refuses_dynamic_methods(
+    model: PreTrainedModel, model_type: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match="dynamic_ntk"):
+        patch_model(model, "dynamic_ntk", update="sequence")
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_unpatching_restores_everything(model: PreTrainedModel, model_type: str) -> None:
+    tokens = zoo.tokens(min(LENGTH, zoo.longest(model)))
+    unpatched, config = zoo.logits(model, tokens), copy.deepcopy(model.config.to_dict())
+    modules, state = rotary_layout(model), set(model.state_dict())
+    for kwargs in ({"method": "yarn", "scale": 4.0}, {"method": "nope"}):
+        patch(model, **kwargs)
+        assert get_patch(model) is not None
+        assert not torch.equal(zoo.logits(model, tokens), unpatched)
+        assert set(model.state_dict()) == state  # a patch is no part of the weights
+        unpatch_model(model)
+        assert get_patch(model) is None
+        assert torch.equal(zoo.logits(model, tokens), unpatched)
+        assert model.config.to_dict() == config
+        assert rotary_layout(model) == modules
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_other_models_stay_untouched(model: PreTrainedModel, model_type: str) -> None:
+    tokens = zoo.tokens(min(LENGTH, zoo.longest(model)))
+    apart = zoo.twin(model)
+    sharing = zoo.twin(model, share_config=True)
+    before = [zoo.logits(other, tokens) for other in (apart, sharing)]
+    configs = [copy.deepcopy(other.config.to_dict()) for other in (apart, sharing)]
+    patch(model, method="ntk", scale=4.0)
+    for other, logits, config in zip((apart, sharing), before, configs, strict=True):
+        assert torch.equal(zoo.logits(other, tokens), logits)
+        assert other.config.to_dict() == config
+        assert get_patch(other) is None
+    fresh = zoo.build(model_type)
+    assert fresh.config.to_dict() == configs[0]
+
+
+@pytest.mark.parametrize("method", ACTING)
+@pytest.mark.parametrize("model_type", zoo.REPRESENTATIVE)
+def test_every_method_acts(model: PreTrainedModel, model_type: str, method: str) -> None:
+    """No silent no-op: past the trained length every method changes the logits; the dynamic ones only there."""
+    longest = zoo.longest(model)
+    options = dict(ACTING[method])
+    if method == "longrope":
+        pairs = hf_posenc.inspect_rope(model)[0].dim // 2
+        tables = {table.dim for table in hf_posenc.inspect_rope(model)}
+        if len(tables) > 1:
+            pytest.skip("one list of factors cannot fit tables of two widths")
+        options |= {
+            "short_factor": [1.0] * pairs,
+            "long_factor": [1.0 + 2.0 * i for i in range(pairs)],
+        }
+    dynamic = hf_posenc.get_method(method).length_dependent
+    if longest < LENGTH and dynamic:
+        pytest.skip("the unpatched model cannot run past its table")
+    text = zoo.tokens(min(LENGTH, longest))
+    unpatched, short = zoo.logits(model, text), zoo.logits(model, text[:, : zoo.ORIGINAL_LENGTH])
+    plain = zoo.is_plain(model)
+    patch(model, method=method, **options)
+    assert zoo.relative_difference(zoo.logits(model, text), unpatched) > 1e-4
+    if dynamic and plain:
+        assert (
+            zoo.relative_difference(zoo.logits(model, text[:, : zoo.ORIGINAL_LENGTH]), short) < 1e-6
+        )
+
+
+NOT_EXPORTED = {
+    **dict.fromkeys(("codegen", "gptj"), "no rope_parameters, and the table is no weight"),
+    **{name: NO_NATIVE[name] for name in ("recurrent_gemma", "ernie4_5_vl_moe_text")},
+    "cosmos3_edge_text": "its config refuses another rope_type",
+}
+"""Types whose patch only hf_posenc itself can load again, with the reason."""
+
+
+@pytest.mark.parametrize("case", ["yarn", "linear"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_plain_transformers_loads_what_is_saved(
+    model: PreTrainedModel, model_type: str, case: str, tmp_path: Path
+) -> None:
+    """``save_pretrained``, then the model class's own ``from_pretrained``: the same logits, with no help from here."""
+    patch(model, **NATIVE[case][0])
+    state = get_patch(model)
+    assert state is not None
+    if state.export is None:
+        if not PAGE_IS_CURRENT:
+            pytest.skip("this transformers cannot load it")
+        assert model_type in NOT_EXPORTED, "this type used to export"
+        return
+    assert model_type not in NOT_EXPORTED, "this type exports now"
+    tokens = zoo.tokens(LENGTH)
+    want = zoo.logits(model, tokens)
+    model.save_pretrained(tmp_path)
+    loaded = zoo.load(type(model), tmp_path)
+    assert get_patch(loaded) is None
+    assert zoo.relative_difference(zoo.logits(loaded, tokens), want) < TOLERANCE.get(
+        model_type, 1e-4
+    )
+
+
+# ------------------------------------------------------------------------------------------
+# Which layers, which towers
+
+
+@pytest.mark.parametrize(
+    "model_type", [t for t in zoo.REPRESENTATIVE if t in ("gemma3_text", "olmo3", "gemma3")]
+)
+def test_sliding_layers_keep_their_table_by_default(
+    model: PreTrainedModel, model_type: str
+) -> None:
+    tokens = zoo.tokens(LENGTH)
+    edit = natively(NATIVE["linear"][1], only="full_attention")
+    want = zoo.logits(zoo.twin(model, edit), tokens)
+    before = {table.layer_type: table for table in hf_posenc.inspect_rope(model)}
+    if "sliding_attention" not in before:
+        pytest.skip("one table for all layers in this transformers")
+    patch_model(model, "linear", scale=4.0)
+    after = {table.layer_type: table for table in hf_posenc.inspect_rope(model)}
+    assert zoo.relative_difference(zoo.logits(model, tokens), want) < 1e-4
+    assert torch.equal(after["sliding_attention"].inv_freq, before["sliding_attention"].inv_freq)
+    assert torch.equal(after["full_attention"].inv_freq * 4, before["full_attention"].inv_freq)
+
+
+FEW_COMPOSITES = ("qwen2_5_vl", "mistral3", "kyutai_speech_to_text", "evolla", "gemma3")
+COMPOSITES = [
+    *(name for name in FEW_COMPOSITES if name in KNOWN),
+    *(
+        pytest.param(n, marks=pytest.mark.slow)
+        for n in zoo.composite_types()
+        if n not in FEW_COMPOSITES
+    ),
+]
+
+
+@pytest.mark.parametrize("model_type", COMPOSITES)
+def test_only_the_text_decoder_is_patched(model: PreTrainedModel, model_type: str) -> None:
+    """Vision towers, audio codecs and protein encoders have rotaries of their own, which stay."""
+    tokens = zoo.tokens(LENGTH)
+    others = {
+        name: buffer.clone()
+        for name, buffer in model.named_buffers()
+        if "inv_freq" in name and zoo.NOT_TEXT_MODULE.search(name)
+    }
+    want = expected_logits(model, "yarn", tokens)
+    patch(model, **NATIVE["yarn"][0])
+    assert zoo.relative_difference(zoo.logits(model, tokens), want) < 1e-4
+    state = get_patch(model)
+    assert state is not None
+    assert not [m for table in state.tables for m in table.modules if zoo.NOT_TEXT_MODULE.search(m)]
+    for name, buffer in others.items():
+        assert torch.equal(model.get_buffer(name), buffer)
+
+
+# ------------------------------------------------------------------------------------------
+# Refusals
+
+
+WITHOUT_ROPE = (
+    *("gpt2", "opt", "gpt_neo", "bert", "whisper"),  # a table of absolute positions
+    *("bloom", "mpt", "t5", "xlnet"),  # a bias on distance
+    *("mamba", "jamba"),  # no positions at all
+    "inkling2",  # a bias in the text decoder, and RoPE in its vision tower
+    "pixtral",  # a vision tower by itself
+)
+
+
+@pytest.mark.parametrize("model_type", [t for t in WITHOUT_ROPE if t in CONFIG_MAPPING])
+def test_models_without_rope_are_refused_by_name(model: PreTrainedModel, model_type: str) -> None:
+    config = copy.deepcopy(model.config.to_dict())
+    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} has no rotary"):
+        patch_model(model, "yarn", scale=4.0)
+    assert model.config.to_dict() == config
+    assert get_patch(model) is None
+
+
+def test_an_alibi_falcon_is_refused() -> None:
+    """It owns a rotary module all the same, but never calls it."""
+    model = zoo.build("falcon", alibi=True, new_decoder_architecture=False)
+    with pytest.raises(UnsupportedModelError, match=r"(?i)alibi"):
+        patch_model(model, "yarn", scale=4.0)
+
+
+def test_the_registry_is_covered() -> None:
+    """Whatever transformers registers as a rotary decoder is built here, or named with a reason."""
+    assert len(zoo.decoder_types()) >= 80
+    assert len(zoo.text_tower_types()) >= 10
+    assert len(zoo.composite_types()) >= 30
+    assert all(zoo.NOT_BUILT.values())
+
+
+def test_patches_names_what_the_matrix_covers() -> None:
+    """Naming a type in ``patches/`` promises that this matrix holds for it."""
+    covered = {
+        zoo.tiny_config(name).get_text_config(decoder=True).model_type
+        for name in KNOWN
+        if name not in ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
+    }
+    named = {name for name in hf_posenc.available_architectures() if name in CONFIG_MAPPING}
+    assert covered <= named
+    if PAGE_IS_CURRENT:
+        assert named <= covered
+
+
+OF_THE_PAGE = ("llama", "gemma3_text", "gptj", "qwen2_5_vl", "hunyuan_v1_dense", "afmoe", "axk2")
+
+
+@pytest.mark.parametrize("model_type", [t for t in OF_THE_PAGE if t in KNOWN])
+def test_the_page_of_architectures_is_not_stale(model_type: str) -> None:
+    if not PAGE_IS_CURRENT:
+        pytest.skip("the page was written with another transformers")
+    refusals = attention_coverage.Refusals()
+    assert f"| {' | '.join(make_architectures.row(model_type, refusals))} |\n" in PAGE
+    for messages in refusals.found.values():
+        for message in messages:
+            assert f"`{model_type}`" in PAGE.partition(f"> {message}\n")[0].split("\n\n")[-2]
+    for kind in (zoo.decoder_types(), zoo.text_tower_types(), zoo.composite_types()):
+        assert f"({len(kind)})" in PAGE
+
+
+def test_what_the_page_says_of_methods_that_compute_attention() -> None:
+    """Not only that it is what the script writes: these cells are known."""
+    columns = list(attention_coverage.GROUPS)
+
+    def cells(model_type: str) -> tuple[str, ...]:
+        (line,) = (line for line in PAGE.splitlines() if line.startswith(f"| {model_type} |"))
+        found = dict(zip(make_architectures.COLUMNS, line.strip("| ").split(" | "), strict=True))
+        return tuple(found[column] for column in columns)
+
+    assert cells("llama") == cells("gemma3_text") == ("all",) * 3
+    assert cells("deepseek_v32") == ("none: sparse indexer",) * 3
+    assert cells("afmoe") == ('all, with layers="all"',) * 3
+    bands, biases, others = cells("hunyuan_v1_dense")
+    assert (bands, biases) == ("none: unknown rotation", "all")
+    assert others == "not dynamic_ntk update=row: unknown rotation"
+
+
+def test_the_page_of_architectures_lists_refusals() -> None:
+    assert f"| {' | '.join(make_architectures.refusal('gpt2'))} |\n" in PAGE

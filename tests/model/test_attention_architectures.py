@@ -1,0 +1,262 @@
+"""Attention-path methods in every rotary architecture of transformers.
+
+Each either computes what a pair-by-pair reference does, in every way to run a text, or is refused with a reason. The
+representative types run always, all others with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc import UnsupportedModelError, inspect_rope, patch_model, unpatch_model
+from tests.support import zoo
+from tests.support.attention_llama import CASES, ORIGINAL, randomise
+from tests.support.attention_native import RULES, reference
+from tests.support.zoo_registry import quiet
+
+DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
+TYPES = [
+    pytest.param(name, marks=() if name in zoo.REPRESENTATIVE else pytest.mark.slow)
+    for name in DECODERS
+]
+LENGTH = 24
+pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
+
+FEW = ("rerope", "self_extend", "dual_chunk", "alibi", "log_n", "dynamic_ntk_row")
+MORE = (
+    *("rerope", "attention_sinks", "alibi_keep_rope", "t5", "transformer_xl_keep_rope"),
+    *("xpos", "rope_bias", "log_n", "dynamic_ntk_row"),
+)
+"""A case for every path through the engine."""
+
+
+def patch(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """Patches every layer, also of a checkpoint that comes scaled."""
+    method, options = CASES[name].method, dict(CASES[name].options)
+    if options.get("window", 0) > 5 and method != "dual_chunk":
+        options["window"] = 5  # the sliding windows of the tiny models are of 8 tokens
+    if method == "string":
+        options = {"shift": 6, "window": 3}
+    if method == "longrope":
+        pairs = inspect_rope(model)[0].dim // 2
+        factors = [1.0 + i for i in range(pairs)]
+        options |= {"short_factor": [1.0] * pairs, "long_factor": factors}
+    patch_model(
+        model,
+        method,
+        layers="all",
+        original_max_position_embeddings=ORIGINAL,
+        replace=options.get("update") == "row",
+        **options,
+    )
+    randomise(model)
+    return model
+
+
+@torch.no_grad()
+def hidden(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> tuple[Tensor, Any]:
+    """Logits or hidden states in float64, and the cache."""
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        out = model(**zoo._required_inputs(model.config, ids), **kwargs)
+    values = getattr(out, "logits", None)
+    return (out[0] if values is None else values).double(), out.past_key_values
+
+
+def cached(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The text as a prefill, single steps and chunks."""
+    parts, cache, start = [], None, 0
+    for size in (11, 1, 1, 4, LENGTH - 17):
+        more: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        part, cache = hidden(model, ids[:, start : start + size], use_cache=True, **more)
+        parts.append(part)
+        start += size
+    return torch.cat(parts, 1)
+
+
+def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    rows = torch.cat((zoo.tokens(5, batch=2, seed=4), ids.expand(2, -1)), 1)
+    mask = torch.ones_like(rows)
+    mask[1, :5] = 0
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return zoo.logits(model, rows, attention_mask=mask, position_ids=positions)[1:, 5:]
+
+
+WAYS = {"cached": cached, "left-padded": left_padded}
+
+
+def native_error(model: PreTrainedModel, way: str, ids: Tensor, full: Tensor) -> float | None:
+    """How far the unpatched model is off; `None` where it cannot run a text so."""
+    try:
+        return zoo.relative_difference(WAYS[way](model, ids), full)
+    except Exception:
+        return None
+
+
+def compared(model_type: str) -> dict[str, float]:
+    """The ways to run a text that the unpatched model has, and how far it is off in each."""
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    full = zoo.logits(model, ids)
+    errors = {way: native_error(model, way, ids, full) for way in WAYS}
+    return {way: error for way, error in errors.items() if error is not None and error < 0.01}
+
+
+def reasons(model_type: str, names: Iterable[str]) -> dict[str, str]:
+    """For every case: nothing if it works in a model as it should, or the reason of a refusal."""
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    before, config = zoo.logits(model, ids), copy.deepcopy(model.config.to_dict())
+    noise = zoo.relative_difference(zoo.logits(model, ids), before)
+    modules, weights = [n for n, _ in model.named_modules()], list(model.state_dict())
+    native = compared(model_type)
+    found = {}
+    for name in names:
+        try:
+            patch(model, name)
+        except UnsupportedModelError as error:
+            found[name] = str(error)
+        else:
+            found[name] = ""
+            full = zoo.logits(model, ids)
+            acted = zoo.relative_difference(full, before)
+            assert acted > 10 * noise + 1e-4, f"{name}: nothing happened ({acted:.1e})"
+            for way, natively in native.items():
+                off = zoo.relative_difference(WAYS[way](model, ids), full)
+                assert off < max(1e-4, 10 * natively), f"{name}, {way}: {off:.1e}"
+            unpatch_model(model)
+        assert zoo.relative_difference(zoo.logits(model, ids), before) <= noise, name
+        assert model.config.to_dict() == config, name
+        assert [n for n, _ in model.named_modules()] == modules, name
+        assert list(model.state_dict()) == weights, name
+    return found
+
+
+# ------------------------------------------------------------------------------------------
+# Refusals
+
+SPARSE = "chooses by a .* which keys a query sees"
+OWN_CODE = "computes attention in its own code|rotates and attends in code of its own"
+NOT_A_ROTATION = "is not a rotation in a known layout"
+NOT_ALONE = "cannot be run on a few tokens alone"
+REFUSED = {
+    **dict.fromkeys(
+        (
+            *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text"),
+            *("glm_moe_dsa", "hy_v4", "mistral_large4_text", "qwen4_exp", "qwen4_exp_text"),
+        ),
+        SPARSE,
+    ),
+    **dict.fromkeys(("codegen", "falcon", "gpt_neox_japanese", "gptj", "roformer"), OWN_CODE),
+    **dict.fromkeys(
+        ("blt", "idefics", "kyutai_speech_to_text", "voxtral_realtime_text"), NOT_ALONE
+    ),
+}
+"""Types that are refused, whatever the method, with what the message says."""
+UNKNOWN_ROTATION = (
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"),  # a weighted norm after it
+    "ernie4_5_vl_moe_text",  # the axes of M-RoPE in turns
+)
+"""Types that only take methods which need not know how the layers rotate."""
+WITHOUT_ROTATION = {
+    name
+    for name, case in CASES.items()
+    if name in ("log_n", "shaw", "transformer_xl") or case.bias is not None
+}
+
+
+def expected_reason(model_type: str, name: str) -> str:
+    if model_type in UNKNOWN_ROTATION and name not in WITHOUT_ROTATION:
+        return NOT_A_ROTATION
+    return REFUSED.get(model_type, "^$")
+
+
+def check(model_type: str, names: Iterable[str]) -> None:
+    for name, reason in reasons(model_type, names).items():
+        assert re.search(expected_reason(model_type, name), reason), f"{name}: {reason}"
+
+
+@pytest.mark.parametrize("model_type", zoo.REPRESENTATIVE)
+def test_works_or_is_refused(model_type: str) -> None:
+    check(model_type, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_every_path_in_every_type(model_type: str) -> None:
+    check(model_type, MORE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", zoo.REPRESENTATIVE)
+def test_every_method_in_representative_types(model_type: str) -> None:
+    names = [name for name in CASES if name not in (*FEW, *MORE)]
+    if len({table.dim for table in inspect_rope(zoo.build(model_type))}) > 1:
+        names.remove("longrope_row")  # one list of factors cannot fit tables of two widths
+    check(model_type, names)
+
+
+def test_refused_types_exist() -> None:
+    assert {*REFUSED, *UNKNOWN_ROTATION} <= {*DECODERS}
+
+
+# ------------------------------------------------------------------------------------------
+# The numbers
+
+OWN_ROTARY = ("moshi", "recurrent_gemma")
+"""Types whose attention modules make their own rotation, which nobody can ask for other positions."""
+TOLERANCE = {"hrm_text": 1e-2, "zamba2": 1e-2}
+"""Types that amplify rounding."""
+
+
+@pytest.mark.parametrize("method", RULES)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_equals_scores_made_pair_by_pair_with_the_models_own_rotary(
+    model_type: str, method: str
+) -> None:
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    other, (options, _) = zoo.twin(model), RULES[method]
+    kwargs = {"layers": "all", "original_max_position_embeddings": ORIGINAL, **options}
+    reason = expected_reason(model_type, method)
+    if reason != "^$":
+        with pytest.raises(UnsupportedModelError, match=reason):
+            patch_model(model, method, **kwargs)
+        return
+    patch_model(model, method, **kwargs)
+    got, want = zoo.logits(model, ids), reference(other, ids, method)
+    if model_type in OWN_ROTARY:
+        assert want is None
+        return
+    assert want is not None
+    assert zoo.relative_difference(got, want) < TOLERANCE.get(model_type, 1e-4)
+
+
+@pytest.mark.parametrize("name", ["rerope", "alibi", "dual_chunk", "rope_bias", "dynamic_ntk_row"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "gemma2"])
+def test_sliding_layers_compute_what_they_did(model_type: str, name: str) -> None:
+    """Also in Gemma 2, where they share the rotary with the full layers, and so its keys."""
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    first = model.config.layer_types.index("full_attention")
+    assert first > 0
+    before, states = zoo.logits(model, ids), layer_inputs(model, ids)
+    case = CASES[name]
+    patch_model(model, case.method, original_max_position_embeddings=ORIGINAL, **case.options)
+    randomise(model)
+    for layer, (got, want) in enumerate(zip(layer_inputs(model, ids), states, strict=True)):
+        difference = zoo.relative_difference(got, want)
+        assert difference < 2e-6 if layer <= first else difference > 1e-4, layer
+    assert zoo.relative_difference(cached(model, ids), zoo.logits(model, ids)) < 1e-5
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, ids), before)
+
+
+@torch.no_grad()
+def layer_inputs(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
+    out: Any = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    return [state.double() for state in out.hidden_states]

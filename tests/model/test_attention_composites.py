@@ -1,0 +1,68 @@
+"""Attention-path methods in models of several towers, and where tokens see what follows them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import PosencError, UnsupportedModelError, patch_model, unpatch_model
+from tests.model.test_attention_architectures import LENGTH, NOT_A_ROTATION, SPARSE
+from tests.support import zoo
+
+
+@pytest.mark.parametrize("method", ["rerope", "string", "sliding_window"])
+def test_tokens_that_see_what_follows_are_computed_or_refused(method: str) -> None:
+    """Image tokens of Gemma 3 see each other in both directions."""
+    model, ids = zoo.build("gemma3"), zoo.tokens(LENGTH)
+    kinds = torch.zeros_like(ids)
+    kinds[:, 4:9] = 1
+    before = zoo.logits(model, ids, token_type_ids=kinds)
+    assert zoo.relative_difference(zoo.logits(model, ids), before) > 1e-2
+    options: dict[str, Any] = {"shift": 40} if method == "string" else {"window": 40}
+    patch_model(model, method, layers="all", **options)
+    try:
+        got = zoo.logits(model, ids, token_type_ids=kinds)
+    except PosencError:
+        return
+    assert zoo.relative_difference(got, before) < 2e-6
+
+
+FEW_COMPOSITES = ("qwen2_5_vl", "paligemma", "diffusion_gemma")
+COMPOSITES = [
+    pytest.param(name, marks=() if name in FEW_COMPOSITES else pytest.mark.slow)
+    for name in zoo.composite_types()
+]
+
+
+@pytest.mark.parametrize("model_type", COMPOSITES)
+def test_composite_models_are_as_before_with_a_window_longer_than_the_text(model_type: str) -> None:
+    """Though their keys are cached elsewhere; and a short window acts."""
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    before = zoo.logits(model, ids)
+    kwargs: dict[str, Any] = {"layers": "all", "original_max_position_embeddings": 64}
+    try:
+        patch_model(model, "rerope", window=500, **kwargs)
+    except UnsupportedModelError as error:
+        refusal = str(error)
+    else:
+        refusal = ""
+        assert zoo.relative_difference(zoo.logits(model, ids), before) < 1e-5
+        unpatch_model(model)
+        patch_model(model, "rerope", window=5, **kwargs)
+        assert zoo.relative_difference(zoo.logits(model, ids), before) > 1e-3
+        unpatch_model(model)
+    assert bool(refusal) == (model_type in REFUSED_COMPOSITES), refusal
+    assert re.search(REFUSED_COMPOSITES.get(model_type, ""), refusal)
+    assert torch.equal(zoo.logits(model, ids), before)
+
+
+REFUSED_COMPOSITES = {
+    "ernie4_5_vl_moe": NOT_A_ROTATION,
+    "hunyuan_vl": NOT_A_ROTATION,
+    "mistral_large4": SPARSE,
+    "paligemma": "in both directions",
+    "diffusion_gemma": "besides attention",
+}

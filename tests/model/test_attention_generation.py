@@ -1,0 +1,295 @@
+"""generate(), torch.compile, attention weights and the user's own settings, on models whose attention is patched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StaticCache
+
+from hf_posenc import PosencError, UnsupportedModelError, patch_model, patched, unpatch_model
+from hf_posenc.model import masks
+from tests.attention.test_attention import apply, assert_close, build
+from tests.support import zoo
+from tests.support.attention_llama import CASES, ORIGINAL
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
+
+FEW = (
+    *("rerope_log_n", "self_extend", "dual_chunk", "attention_sinks", "alibi", "t5_keep_rope"),
+    *("transformer_xl_keep_rope", "xpos", "rope_bias", "dynamic_ntk_row"),
+)
+"""A case for every way in which the engine differs."""
+NEW = 9
+"""Tokens to generate."""
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return build(eos_token_id=None, pad_token_id=0)
+
+
+def prompts() -> dict[str, Tensor]:
+    """Three prompts of 21, 14 and 5 tokens, padded on the left."""
+    rows = zoo.tokens(21, batch=3, seed=9)
+    mask = torch.ones_like(rows)
+    mask[1, :7], mask[2, :16] = 0, 0
+    return {"input_ids": rows * mask, "attention_mask": mask}
+
+
+def greedy(model: PreTrainedModel, row: Tensor, new: int = NEW) -> tuple[Tensor, Tensor]:
+    """The continuation of one row, and its scores, by full forwards without any cache."""
+    scores = []
+    for _ in range(new):
+        scores.append(zoo.logits(model, row)[:, -1])
+        row = torch.cat((row, scores[-1].argmax(-1, keepdim=True)), 1)
+    return row[:, -new:], torch.stack(scores, 1)
+
+
+def generate(model: PreTrainedModel, **kwargs: Any) -> Any:
+    anything: Any = model
+    return anything.generate(
+        max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True, **kwargs
+    )
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "dynamic": {},
+    "none": {"use_cache": False},
+    "static": {"cache_implementation": "static", "disable_compile": True},
+    "chunks": {"prefill_chunk_size": 5},
+}
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", FEW)
+def test_generate_on_a_padded_batch(
+    model: PreTrainedModel, name: str, cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply(model, name)
+    batch = prompts()
+    monkeypatch.setattr(masks, "DENSE", 200)  # both kinds of masks in one generation
+    found = generate(model, **batch, output_logits=True, **CACHES[cache])
+    got = torch.stack(found.logits, 1).double()
+    for row, count in enumerate((21, 14, 5)):
+        tokens, scores = greedy(model, batch["input_ids"][row : row + 1, -count:])
+        assert torch.equal(found.sequences[row : row + 1, -NEW:], tokens)
+        assert_close(got[row : row + 1], scores, cache)
+
+
+@pytest.mark.gpu
+def test_offloaded_cache(model: PreTrainedModel) -> None:
+    moved: Any = model
+    apply(moved.to("cuda"), "rerope")
+    ids = zoo.tokens(21).to("cuda")
+    found = generate(model, input_ids=ids, cache_implementation="offloaded")
+    assert torch.equal(found.sequences[:, -NEW:], greedy(model, ids)[0])
+
+
+@pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_ntk_row"])
+def test_quantised_caches(model: PreTrainedModel, name: str) -> None:
+    """The first new token is read from whole keys, the later ones from rounded ones."""
+    pytest.importorskip("optimum.quanto.tensor")
+    apply(model, name)
+    ids = zoo.tokens(21)
+    found = generate(model, input_ids=ids, **QUANTISED)
+    assert found.sequences.shape[1] == ids.shape[1] + NEW
+    assert torch.equal(found.sequences[:, -NEW], greedy(model, ids, new=1)[0][:, 0])
+
+
+def test_quantised_caches_hold_what_they_did(model: PreTrainedModel) -> None:
+    """A method that changes nothing and caches keys where they stand: the same rounding, the same tokens."""
+    pytest.importorskip("optimum.quanto.tensor")
+    ids = zoo.tokens(21)
+    want = generate(model, input_ids=ids, **QUANTISED).sequences
+    patch_model(model, "string", shift=60, window=10)
+    assert torch.equal(generate(model, input_ids=ids, **QUANTISED).sequences, want)
+
+
+QUANTISED: dict[str, Any] = {
+    "cache_implementation": "quantized",
+    "cache_config": {"backend": "quanto", "nbits": 4, "q_group_size": 16, "residual_length": 64},
+}
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_beam_search(model: PreTrainedModel, name: str) -> None:
+    apply(model, name)
+    kwargs = {**prompts(), "num_beams": 3, "num_return_sequences": 2, "output_scores": True}
+    cached, plain = generate(model, **kwargs), generate(model, **kwargs, use_cache=False)
+    assert torch.equal(cached.sequences, plain.sequences)
+    torch.testing.assert_close(cached.sequences_scores, plain.sequences_scores)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_drafts_that_are_taken_back(model: PreTrainedModel, name: str) -> None:
+    """Prompt lookup and assisted decoding crop the cache wherever a draft was wrong."""
+    apply(model, name)
+    ids = torch.cat((zoo.tokens(9), zoo.tokens(9), zoo.tokens(5)), 1)
+    want = greedy(model, ids)[0]
+    found = generate(model, input_ids=ids, prompt_lookup_num_tokens=4)
+    assert torch.equal(found.sequences[:, -NEW:], want)
+    assistant = build(eos_token_id=None, pad_token_id=0, num_hidden_layers=1)
+    found = generate(model, input_ids=ids, assistant_model=assistant)
+    assert torch.equal(found.sequences[:, -NEW:], want)
+    patch_model(assistant, "rerope", window=5)
+    found = generate(model, input_ids=ids, assistant_model=assistant)
+    assert torch.equal(found.sequences[:, -NEW:], want)
+
+
+@pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_ntk_row"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "mistral"])
+def test_layers_with_a_sliding_window(model_type: str, name: str) -> None:
+    model = zoo.build(model_type, sliding_window=8, eos_token_id=None)
+    case = CASES[name]
+    patch_model(
+        model,
+        case.method,
+        layers="all",
+        original_max_position_embeddings=ORIGINAL,
+        **case.options,
+    )
+    batch = prompts()
+    for cache in ("dynamic", "static"):
+        found = generate(model, **batch, output_logits=True, **CACHES[cache])
+        got = torch.stack(found.logits, 1).double()
+        for row, count in enumerate((21, 14, 5)):
+            tokens, scores = greedy(model, batch["input_ids"][row : row + 1, -count:])
+            assert torch.equal(found.sequences[row : row + 1, -NEW:], tokens)
+            assert_close(got[row : row + 1], scores, cache)
+
+
+# ------------------------------------------------------------------------------------------
+# torch.compile
+
+TRACED = [
+    pytest.param(name, marks=() if name in ("self_extend", "dynamic_ntk_row") else pytest.mark.slow)
+    for name in FEW
+]
+
+
+@pytest.mark.parametrize("name", [p for p in TRACED if p.values[0] != "dynamic_ntk_row"])
+def test_a_compiled_forward(model: PreTrainedModel, name: str) -> None:
+    apply(model, name)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=name != "xpos")
+    for length in (40, 31):
+        ids = zoo.tokens(length)
+        assert_close(zoo.logits(compiled, ids), zoo.logits(model, ids), name)
+
+
+@torch.no_grad()
+def decoded(model: PreTrainedModel, step: Any, ids: Tensor) -> Tensor:
+    """A prefill of 20 tokens by the model, then single steps by `step`, into a static cache."""
+    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 3)
+    parts = [model(input_ids=ids[:, :20], past_key_values=cache).logits]
+    for i in range(20, ids.shape[1]):
+        where = torch.tensor([[i]])
+        token = ids[:, i : i + 1]
+        parts.append(step(input_ids=token, position_ids=where, past_key_values=cache).logits)
+    return torch.cat(parts, 1).double()
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_compiled_steps_of_generation(model: PreTrainedModel, name: str) -> None:
+    apply(model, name)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    ids = zoo.tokens(44)
+    assert_close(decoded(model, compiled, ids), zoo.logits(model, ids), name)
+
+
+@pytest.mark.slow
+def test_a_compiled_forward_by_blocks(model: PreTrainedModel) -> None:
+    """Blocks of queries that share frequencies begin where positions say, which no single graph can hold."""
+    apply(model, "dynamic_ntk_row")
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager")
+    for length in (40, 31):
+        ids = zoo.tokens(length)
+        assert_close(zoo.logits(compiled, ids), zoo.logits(model, ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rerope", "alibi"])
+def test_compiled_to_machine_code(model: PreTrainedModel, name: str) -> None:
+    apply(model, name)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, fullgraph=True)
+    ids = zoo.tokens(40)
+    assert_close(zoo.logits(compiled, ids), zoo.logits(model, ids), name)
+    assert_close(decoded(model, compiled, ids), zoo.logits(model, ids), name)
+
+
+def test_compiled_before_the_patch(model: PreTrainedModel) -> None:
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    ids = zoo.tokens(40)
+    before = zoo.logits(compiled, ids)
+    for window in (8, 20):
+        with patched(compiled, "rerope", window=window):
+            expected = zoo.logits(model, ids)
+            assert zoo.relative_difference(expected, before) > 1e-2
+            assert_close(zoo.logits(compiled, ids), expected)
+    assert torch.equal(zoo.logits(compiled, ids), before)
+
+
+# ------------------------------------------------------------------------------------------
+# Attention weights, and the implementation the user had chosen
+
+
+@pytest.mark.parametrize("name", FEW)
+@torch.no_grad()
+def test_attention_weights(model: PreTrainedModel, name: str) -> None:
+    """They sum to 1 over keys that are not in the future, and give the layer's output."""
+    apply(model, name)
+    ids = zoo.tokens(70)  # as many as the kernels take
+    values: list[Tensor] = []
+    outs: list[Tensor] = []
+    attention: Any = model.get_submodule("model.layers.1.self_attn")
+    attention.v_proj.register_forward_hook(lambda module, args, out: values.append(out))
+    attention.o_proj.register_forward_pre_hook(lambda module, args: outs.append(args[0]))
+    found = model(input_ids=ids, output_attentions=True, use_cache=False)
+    weights = found.attentions[1]
+    assert_close(found.logits.double(), zoo.logits(model, ids))
+    assert weights.shape == (1, 4, 70, 70)
+    assert_close(weights.sum(-1), torch.ones(1, 4, 70))
+    assert weights.triu(1).abs().max() == 0
+    value = values[0].view(1, 70, 2, 16).transpose(1, 2).repeat_interleave(2, 1)
+    assert_close((weights @ value).transpose(1, 2).reshape(1, 70, 64), outs[0])
+
+
+@pytest.mark.parametrize(
+    "chosen", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)]
+)
+def test_the_chosen_implementation_comes_back(model: PreTrainedModel, chosen: str) -> None:
+    model.set_attn_implementation(chosen)
+    ids = zoo.tokens(30)
+    before = zoo.logits(model, ids)
+    with patched(model, "rerope", window=8):
+        first = zoo.logits(model, ids)
+    assert model.config._attn_implementation == chosen
+    assert torch.equal(zoo.logits(model, ids), before)
+    model.set_attn_implementation("eager")
+    with patched(model, "rerope", window=8):
+        assert torch.equal(zoo.logits(model, ids), first)
+
+
+def test_another_implementation_after_the_patch_is_refused(model: PreTrainedModel) -> None:
+    before = zoo.logits(model, zoo.tokens(30))
+    patch_model(model, "rerope", window=8)
+    model.set_attn_implementation("eager")
+    with pytest.raises(PosencError, match=r"'eager' afterwards.*unpatch_model"):
+        zoo.logits(model, zoo.tokens(30))
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, zoo.tokens(30)), before)
+
+
+def test_prefix_tuning_is_refused(model: PreTrainedModel) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
+    wrapped = peft.get_peft_model(model, config)
+    with pytest.raises(UnsupportedModelError, match="PREFIX_TUNING"):
+        patch_model(wrapped, "rerope")

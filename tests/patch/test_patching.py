@@ -1,0 +1,561 @@
+"""What patch_model promises beyond the right numbers: reversible, atomic, this instance only, never a silent no-op."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_posenc
+from hf_posenc import (
+    PosencError,
+    UnsupportedModelError,
+    get_method,
+    get_patch,
+    inspect_rope,
+    patch_model,
+    patched,
+    unpatch_model,
+)
+from hf_posenc.methods import YaRN
+from tests.support import zoo
+
+LENGTH = 96  # half as many again as the tiny models' 64
+
+# Every method with options that change something at LENGTH tokens of a model with 8 pairs.
+OPTIONS: dict[str, dict[str, Any]] = {
+    **{name: {"scale": 4.0} for name in zoo.frequency_methods() if get_method(name).takes_scale()},
+    **{
+        name: {"update": "sequence"}
+        for name in ("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn")
+    },
+    "dynamic_ntk": {"scale": 4.0, "update": "sequence"},
+    "nope": {},
+    "longrope": {"scale": 4.0, "short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
+    "abf": {"rope_theta": 500_000.0},
+}
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return zoo.build("llama")
+
+
+def logits(model: nn.Module, length: int = LENGTH) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=zoo.tokens(length), use_cache=False).logits
+
+
+@pytest.mark.parametrize("method", zoo.frequency_methods())
+def test_patch_changes_the_output_and_unpatch_restores_every_bit(
+    model: PreTrainedModel, method: str
+) -> None:
+    before, config = logits(model), model.config.to_dict()
+    names = [name for name, _ in model.named_modules()]
+
+    assert patch_model(model, method, **OPTIONS[method]) is model
+    assert zoo.relative_difference(logits(model), before) > 1e-2
+    assert unpatch_model(model) is model
+
+    assert torch.equal(logits(model), before)
+    assert model.config.to_dict() == config
+    assert [name for name, _ in model.named_modules()] == names
+    assert get_patch(model) is None
+
+
+@pytest.mark.parametrize(
+    "method", [name for name in zoo.frequency_methods() if get_method(name).takes_scale()]
+)
+def test_scale_one_is_the_unpatched_model_bit_for_bit(model: PreTrainedModel, method: str) -> None:
+    options = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8} if method == "longrope" else {}
+    length = 64 if get_method(method).follows_text else LENGTH
+    before = logits(model, length)
+    with patched(model, method, scale=1, **options):
+        assert torch.equal(logits(model, length), before)
+
+
+@pytest.mark.parametrize(
+    "method", ["dynamic_pi", "dynamic_ntk", "dynamic_yarn", "dynamic_partial_ntk"]
+)
+def test_dynamic_methods_leave_text_within_the_original_length_alone(
+    model: PreTrainedModel, method: str
+) -> None:
+    before = logits(model, 64)
+    with patched(model, method):
+        long = logits(model, LENGTH)
+        assert torch.equal(logits(model, 64), before)
+        assert torch.equal(logits(model, LENGTH), long)  # whatever ran in between
+
+
+def test_models_built_from_one_config_object_do_not_see_each_other() -> None:
+    config = LlamaConfig(**zoo.tiny_config("llama").to_dict())
+    one, other = LlamaForCausalLM(config).eval(), LlamaForCausalLM(config).eval()
+    before, saved = logits(other), config.to_dict()
+    patch_model(one, "yarn", scale=4)
+    assert torch.equal(logits(other), before)
+    assert other.config.to_dict() == saved
+    assert config.to_dict() == saved
+    third: Any = LlamaForCausalLM(config)
+    assert third.config.rope_parameters["rope_type"] == "default"
+
+
+def test_context_manager_undoes_the_patch_also_after_an_exception(model: PreTrainedModel) -> None:
+    before = logits(model)
+
+    def work() -> None:
+        with patched(model, "pi", scale=2):
+            assert get_patch(model) is not None
+            raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        work()
+    assert get_patch(model) is None
+    assert torch.equal(logits(model), before)
+
+
+def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, config = logits(model), model.config.to_dict()
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("after the modules were put in place")
+
+    monkeypatch.setattr("hf_posenc.patch.frequencies._rescale_attention", fail)
+    with pytest.raises(RuntimeError, match="after the modules"):
+        patch_model(model, "yarn", scale=4)
+    assert get_patch(model) is None
+    assert torch.equal(logits(model), before)
+    assert model.config.to_dict() == config
+    monkeypatch.undo()
+    patch_model(model, "yarn", scale=4)
+
+
+@pytest.mark.parametrize(
+    ("method", "kwargs", "message"),
+    [
+        ("yran", {"scale": 4}, "Did you mean 'yarn'"),
+        ("yarn", {}, "scale= .or target_length="),
+        ("yarn", {"scale": 4, "beta": 3}, "Unknown option of yarn 'beta'"),
+        ("yarn", {"scale": 0.5}, "of at least 1"),
+        ("yarn", {"scale": float("nan")}, "of at least 1"),
+        ("yarn", {"scale": "8"}, "not '8'"),
+        ("yarn", {"scale": 4, "target_length": 512}, "disagree"),
+        ("yarn", {"target_length": 32}, "nothing to extend"),
+        ("dynamic_yarn", {"scale": 4}, "takes no scale"),
+        ("dynamic_yarn", {"target_length": 512}, "follows the length"),
+        ("dynamic_ntk", {"update": "rows"}, "update mode"),
+        ("yarn", {"scale": 4, "layers": "some"}, "layers is"),
+        ("yarn", {"scale": 4, "layers": 0}, "a list of layer indices, not 0"),
+        ("yarn", {"scale": 4, "layers": [0, 1]}, "cuts through"),
+        ("yarn", {"scale": 4, "compose": True, "replace": True}, "exclude each other"),
+        (["yarn", "pi"], {"scale": 4}, "one seam"),
+        (YaRN(scale=4), {"scale": 4}, "itself"),
+        ("longrope", {"short_factor": [1.0], "long_factor": [1.0]}, "rotates 8 pairs"),
+        ("abf", {}, "rope_theta="),
+    ],
+)
+def test_a_request_that_cannot_be_met_says_why(
+    model: PreTrainedModel, method: Any, kwargs: dict[str, Any], message: str
+) -> None:
+    before = logits(model)
+    with pytest.raises(PosencError, match=message):
+        patch_model(model, method, **kwargs)
+    assert get_patch(model) is None
+    assert torch.equal(logits(model), before)
+
+
+def test_a_second_patch_and_a_second_unpatch_are_refused(model: PreTrainedModel) -> None:
+    patch_model(model, "pi", scale=2)
+    with pytest.raises(PosencError, match="already patched with pi"):
+        patch_model(model, "yarn", scale=2)
+    unpatch_model(model)
+    with pytest.raises(PosencError, match="not patched"):
+        unpatch_model(model)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bert", "bloom", "mamba"])
+def test_models_without_rotary_embedding_are_refused(model_type: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="no rotary embedding"):
+        patch_model(zoo.from_config(zoo.tiny_config(model_type)), "yarn", scale=4)
+
+
+def test_falcon_with_alibi_is_refused_although_it_owns_a_rotary_module() -> None:
+    with pytest.raises(UnsupportedModelError, match="ALiBi"):
+        patch_model(zoo.build("falcon", alibi=True), "yarn", scale=4)
+
+
+def test_anything_but_a_transformers_model_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="no transformers config"):
+        patch_model(nn.Linear(2, 2), "yarn", scale=4)
+
+
+def test_target_length_is_scale_times_the_original_length(model: PreTrainedModel) -> None:
+    patch_model(model, "yarn", target_length=512)
+    patch = get_patch(model)
+    assert patch is not None
+    assert (patch.method, patch.options) == ("yarn", {"scale": 8})
+    assert (patch.original_max_position_embeddings, patch.extended_length) == (64, 512)
+    assert model.config.max_position_embeddings == 512
+
+
+def test_a_method_object_and_a_name_are_the_same(model: PreTrainedModel) -> None:
+    with patched(model, YaRN(scale=4, beta_fast=16)):
+        one = logits(model)
+    with patched(model, ["yarn"], scale=4, beta_fast=16):
+        assert torch.equal(logits(model), one)
+
+
+class TestScaledCheckpoints:
+    """Checkpoints that are scaled already: an error by default, and two ways on."""
+
+    @pytest.fixture
+    def scaled(self) -> PreTrainedModel:
+        parameters = {"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 2.0}
+        more = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        length = {"original_max_position_embeddings": 64}
+        return zoo.build(
+            "llama", max_position_embeddings=128, rope_parameters={**parameters, **more, **length}
+        )
+
+    def test_default_is_an_error(self, scaled: PreTrainedModel) -> None:
+        with pytest.raises(PosencError, match=r"already scaled.*llama3.*factor=2.0.*replace=True"):
+            patch_model(scaled, "yarn", scale=4)
+
+    def test_replace_starts_from_theta_and_the_original_length(
+        self, scaled: PreTrainedModel
+    ) -> None:
+        patch_model(scaled, "pi", scale=4, replace=True)
+        patch = get_patch(scaled)
+        assert patch is not None
+        assert patch.original_max_position_embeddings == 64
+        expected = 10_000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16) / 4
+        torch.testing.assert_close(patch.tables[0].inv_freq.double(), expected, rtol=1e-6, atol=0)
+
+    def test_compose_scales_what_is_there(self, scaled: PreTrainedModel, tmp_path: Path) -> None:
+        (before,) = inspect_rope(scaled)
+        patch_model(scaled, "pi", scale=3, compose=True)
+        patch = get_patch(scaled)
+        assert patch is not None
+        assert (patch.original_max_position_embeddings, patch.extended_length) == (128, 384)
+        torch.testing.assert_close(patch.tables[0].inv_freq, before.inv_freq / 3)
+        # and it travels, as a longrope list
+        expected = logits(scaled)
+        scaled.save_pretrained(tmp_path)
+        loaded = LlamaForCausalLM.from_pretrained(tmp_path)
+        assert zoo.relative_difference(logits(loaded), expected) < 1e-4
+
+    def test_compose_cannot_start_from_a_table_that_moves(self) -> None:
+        dynamic = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+        with pytest.raises(PosencError, match="depends on the length"):
+            patch_model(zoo.build("llama", rope_parameters=dynamic), "pi", scale=2, compose=True)
+
+
+class TestLayers:
+    """Gemma 3 has one table for its sliding layers and one for its full-attention layers."""
+
+    def tables(self, model: nn.Module) -> dict[str | None, str]:
+        return {table.layer_type: table.rope_type for table in inspect_rope(model)}
+
+    def test_full_attention_is_the_default(self) -> None:
+        model = zoo.build("gemma3_text")
+        patch_model(model, "yarn", scale=4)
+        assert self.tables(model) == {"full_attention": "yarn", "sliding_attention": "default"}
+        parameters = model.config.rope_parameters
+        assert parameters["full_attention"]["rope_type"] == "yarn"
+        assert parameters["sliding_attention"]["rope_type"] == "default"
+
+    def test_all_patches_both(self) -> None:
+        model = zoo.build("gemma3_text")
+        patch_model(model, "yarn", scale=4, layers="all")
+        assert set(self.tables(model).values()) == {"yarn"}
+
+    def test_indices_of_one_kind_are_that_kind(self) -> None:
+        model = zoo.build("gemma3_text")
+        full = [i for i, kind in enumerate(model.config.layer_types) if kind == "full_attention"]
+        patch_model(model, "yarn", scale=4, layers=full)
+        assert self.tables(model) == {"full_attention": "yarn", "sliding_attention": "default"}
+
+    def test_indices_across_kinds_are_refused_with_the_groups(self) -> None:
+        with pytest.raises(PosencError, match=r"cuts through.*sliding_attention: "):
+            patch_model(zoo.build("gemma3_text"), "yarn", scale=4, layers=[0, 3])
+
+    def test_one_table_per_layer_can_be_patched_layer_by_layer(self) -> None:
+        model = zoo.build("moshi")
+        patch_model(model, "yarn", scale=4, layers=[1, 2])
+        kinds = {name: table.rope_type for table in inspect_rope(model) for name in table.modules}
+        assert [kinds[f"model.layers.{i}.self_attn.rotary_emb"] for i in range(4)] == [
+            "default",
+            "yarn",
+            "yarn",
+            "default",
+        ]
+
+
+class TestPrecision:
+    """Frequencies are made in float64 and stay float32, whatever happens to the model."""
+
+    def slowest(self, model: nn.Module) -> Tensor:
+        rotary = model.get_submodule("model.rotary_emb")
+        positions = torch.arange(4096)[None]
+        cos, _ = rotary(torch.zeros(1, 4096, 1), positions)
+        return cos
+
+    @pytest.mark.parametrize("cast", ["half", "bfloat16"])
+    def test_tables_survive_a_cast_of_the_model(self, model: PreTrainedModel, cast: str) -> None:
+        patch_model(model, "yarn", scale=64)
+        before = self.slowest(model)
+        getattr(model, cast)()
+        assert torch.equal(self.slowest(model), before)
+        assert inspect_rope(model)[0].inv_freq.dtype == torch.float32
+
+    def test_only_the_final_cos_and_sin_are_cast(self, model: PreTrainedModel) -> None:
+        patch_model(model, "yarn", scale=4)
+        rotary = model.get_submodule("model.rotary_emb")
+        cos, sin = rotary(torch.zeros(1, 5, 1, dtype=torch.bfloat16), torch.arange(5)[None])
+        assert cos.dtype == sin.dtype == torch.bfloat16
+
+    def test_patching_a_model_that_was_cast_before_starts_from_exact_frequencies(
+        self, model: PreTrainedModel
+    ) -> None:
+        model.bfloat16()  # rounds the native table to 8 bits
+        patch_model(model, "pi", scale=2)
+        expected = 10_000.0 ** (-torch.arange(0, 16, 2, dtype=torch.float64) / 16) / 2
+        torch.testing.assert_close(
+            inspect_rope(model)[0].inv_freq.double(), expected, rtol=1e-6, atol=0
+        )
+
+    def test_to_empty_does_not_lose_the_tables(self, model: PreTrainedModel) -> None:
+        patch_model(model, "yarn", scale=4)
+        weights, expected = copy.deepcopy(model.state_dict()), logits(model)
+        model.to_empty(device="cpu")
+        model.load_state_dict(weights)
+        assert torch.equal(logits(model), expected)
+
+
+class TestHazards:
+    """What other code does to models."""
+
+    def test_deepcopies_are_independent(self, model: PreTrainedModel) -> None:
+        before = logits(model)
+        patch_model(model, "yarn", scale=4)
+        expected = logits(model)
+        clone = copy.deepcopy(model)
+        unpatch_model(model)
+        assert torch.equal(logits(clone), expected)
+        unpatch_model(clone)
+        assert torch.equal(logits(clone), before)
+        assert clone.config.to_dict() == model.config.to_dict()
+
+    def test_pickled_whole(self, model: PreTrainedModel) -> None:
+        before = logits(model)
+        patch_model(model, "dynamic_yarn", update="sequence")
+        expected, buffer = logits(model), io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        assert torch.equal(logits(loaded), expected)
+        assert torch.equal(logits(unpatch_model(loaded)), before)
+
+    @pytest.mark.parametrize("method", ["yarn", "dynamic_ntk"])
+    def test_compiled_before_and_after(self, model: PreTrainedModel, method: str) -> None:
+        torch._dynamo.reset()
+        compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+        before = logits(compiled)
+        with patched(compiled, method, **OPTIONS[method]):
+            expected = logits(model)
+            assert zoo.relative_difference(expected, before) > 1e-2
+            assert torch.equal(logits(compiled), expected)
+        assert torch.equal(logits(compiled), before)
+
+    def test_gradient_checkpointing(self, model: PreTrainedModel) -> None:
+        patch_model(model, "yarn", scale=4)
+        ids = zoo.tokens(LENGTH)
+
+        def gradient() -> Tensor:
+            model.zero_grad()
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            grad = model.get_parameter("model.layers.0.self_attn.q_proj.weight").grad
+            assert grad is not None
+            return grad.clone()
+
+        model.train()
+        expected = gradient()
+        model.gradient_checkpointing_enable()
+        torch.testing.assert_close(gradient(), expected)
+
+    def test_state_dict_has_the_names_of_the_checkpoint(self, model: PreTrainedModel) -> None:
+        names = list(model.state_dict())
+        patch_model(model, "yarn", scale=4)
+        assert list(model.state_dict()) == names
+        assert [name for name, _ in model.named_parameters()] == names
+
+    def test_peft(self, model: PreTrainedModel) -> None:
+        peft = pytest.importorskip("peft")
+        before = logits(model)
+        wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+        assert patch_model(wrapped, "yarn", scale=4) is wrapped
+        assert zoo.relative_difference(logits(wrapped), before) > 1e-2
+        assert get_patch(wrapped) is not None
+        assert wrapped.config.rope_parameters["rope_type"] == "yarn"
+        merged = wrapped.merge_and_unload()
+        assert get_patch(merged) is not None
+        assert torch.equal(logits(unpatch_model(merged)), before)
+
+    def test_init_weights_does_not_reset_the_tables(self, model: PreTrainedModel) -> None:
+        patch_model(model, "yarn", scale=4)
+        table = inspect_rope(model)[0].inv_freq
+        for module in model.modules():
+            model._init_weights(module)
+        assert torch.equal(inspect_rope(model)[0].inv_freq, table)
+
+    def test_offload_before_and_after(self, model: PreTrainedModel) -> None:
+        accelerate = pytest.importorskip("accelerate")
+        with patched(model, "yarn", scale=4):
+            expected = logits(model)
+        accelerate.cpu_offload(model, execution_device=torch.device("cpu"), offload_buffers=True)
+        patch_model(model, "yarn", scale=4)
+        assert torch.equal(logits(model), expected)
+        accelerate.hooks.remove_hook_from_module(model, recurse=True)
+        assert torch.equal(logits(model), expected)
+
+    def test_dispatched_over_a_device_map(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        with patched(model, "yarn", scale=4):
+            expected = logits(model)
+        model.save_pretrained(tmp_path / "checkpoint")
+        loaded = LlamaForCausalLM.from_pretrained(
+            tmp_path / "checkpoint",
+            device_map={"model": "cpu", "lm_head": "disk"},
+            offload_folder=str(tmp_path / "offload"),
+        ).eval()
+        patch_model(loaded, "yarn", scale=4)
+        assert torch.equal(logits(loaded), expected)
+
+    def test_patched_on_the_meta_device_then_loaded(self, model: PreTrainedModel) -> None:
+        weights = copy.deepcopy(model.state_dict())
+        with patched(model, "yarn", scale=4):
+            expected = logits(model)
+        with torch.device("meta"):
+            config: Any = model.config
+            empty = LlamaForCausalLM(config).eval()
+            patch_model(empty, "yarn", scale=4)
+        empty.to_empty(device="cpu")
+        empty.load_state_dict(weights)
+        assert torch.equal(logits(empty), expected)
+
+    def test_fully_sharded(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        """FSDP2 over a single process: it moves buffers and hooks every module as on many."""
+        import torch.distributed as dist
+        from torch.distributed.fsdp import fully_shard
+
+        with patched(model, "yarn", scale=4):
+            expected = logits(model)
+        init = f"file://{tmp_path / 'rendezvous'}"
+        dist.init_process_group("gloo", init_method=init, rank=0, world_size=1)
+        try:
+            mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
+            patch_model(model, "yarn", scale=4)
+            for layer in model.model.layers:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+            assert torch.equal(logits(model), expected)
+        finally:
+            dist.destroy_process_group()
+
+    def test_replicas_of_data_parallel_share_no_state(self, model: PreTrainedModel) -> None:
+        patch_model(model, "dynamic_ntk", update="sequence")
+        expected = logits(model)
+        rotary = model.get_submodule("model.rotary_emb")
+        replica = rotary._replicate_for_data_parallel()
+        x, positions = torch.zeros(1, LENGTH, 1), torch.arange(LENGTH)[None]
+        for ours, theirs in zip(rotary(x, positions), replica(x, positions), strict=True):
+            assert torch.equal(ours, theirs)
+        assert torch.equal(logits(model), expected)
+
+
+class TestDynamicAndCache:
+    """update="sequence" cannot be exact with a cache, and says so once."""
+
+    def decode(self, model: PreTrainedModel, prompt: int, total: int) -> None:
+        ids = zoo.tokens(total)
+        with torch.no_grad():
+            cache = model(input_ids=ids[:, :prompt], use_cache=True).past_key_values
+            for position in range(prompt, total):
+                step = ids[:, position : position + 1]
+                cache = model(input_ids=step, past_key_values=cache).past_key_values
+
+    def test_warns_once_past_the_original_length(self, model: PreTrainedModel) -> None:
+        patch_model(model, "dynamic_ntk", update="sequence")
+        with pytest.warns(UserWarning, match="cached keys keep the frequencies") as caught:
+            self.decode(model, prompt=60, total=70)
+        assert len(caught) == 1
+
+    def test_is_silent_within_it_and_for_static_methods(self, model: PreTrainedModel) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with patched(model, "dynamic_ntk", update="sequence"):
+                self.decode(model, prompt=50, total=60)
+                logits(model)
+            with patched(model, "yarn", scale=4):
+                self.decode(model, prompt=60, total=70)
+
+    def test_static_methods_decode_as_they_prefill(self, model: PreTrainedModel) -> None:
+        patch_model(model, "yarn", scale=4)
+        ids = zoo.tokens(LENGTH)
+        with torch.no_grad():
+            cache = model(input_ids=ids[:, :50], use_cache=True).past_key_values
+            rest = model(input_ids=ids[:, 50:], past_key_values=cache).logits
+        assert zoo.relative_difference(rest, logits(model)[:, 50:]) < 1e-5
+
+
+class TestPatch:
+    """What get_patch says is read back from the model."""
+
+    def test_reads_the_live_tables(self, model: PreTrainedModel) -> None:
+        patch_model(model, "yarn", scale=4)
+        patch = get_patch(model)
+        assert patch is not None
+        (table,) = patch.tables
+        assert (table.layer_type, table.modules, table.dim) == (None, ("model.rotary_emb",), 16)
+        positions = torch.arange(LENGTH)[None]
+        cos, _ = model.get_submodule("model.rotary_emb")(torch.zeros(1, LENGTH, 1), positions)
+        angles = positions[0][:, None] * table.inv_freq
+        torch.testing.assert_close(cos[0, :, :8], angles.cos() * table.attention_factor)
+
+    def test_prints_well(self, model: PreTrainedModel) -> None:
+        patch_model(model, "yarn", scale=4, beta_fast=16)
+        patch = get_patch(model)
+        assert patch is not None
+        text, page = str(patch), patch._repr_html_()
+        for part in ("yarn(scale=4, beta_fast=16)", "64 -> 256 tokens", "native rope_parameters"):
+            assert part in text
+        assert "<table>" in page
+        assert "64 -&gt; 256 tokens" in page
+        assert "yarn(scale=4, beta_fast=16)" in repr(model.get_submodule("model.rotary_emb"))
+
+    def test_equal_tables_are_listed_once(self) -> None:
+        model = zoo.build("moshi")
+        patch_model(model, "yarn", scale=4)
+        (table,) = inspect_rope(model)
+        assert len(table.modules) == model.config.num_hidden_layers
+
+
+def test_importing_the_package_changes_nothing_in_transformers() -> None:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    assert hf_posenc.__version__
+    assert set(ROPE_INIT_FUNCTIONS) == {
+        "linear",
+        "proportional",
+        "dynamic",
+        "yarn",
+        "longrope",
+        "llama3",
+    }

@@ -1,0 +1,277 @@
+"""A LoRA carries its patch: with hf_posenc it cannot be loaded without, and plain PEFT does not load it at all."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_posenc import (
+    PosencError,
+    from_pretrained,
+    get_method,
+    get_patch,
+    load_adapter,
+    load_patch,
+    patch_model,
+    save_patch,
+    unpatch_model,
+)
+from hf_posenc.cli import main
+from hf_posenc.model.attention import trained_parameters
+from hf_posenc.training.parameters import choose_parameters, lora_config
+from tests.support import zoo
+from tests.training.test_training_parameters import is_tied, stepped
+
+peft: Any = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*starts untrained"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*base_model_name_or_path.*renamed"),
+]
+PATCHES: dict[str, dict[str, Any]] = {
+    "yarn": {"method": "yarn", "scale": 4},  # frequencies
+    "dynamic_yarn": {"method": "dynamic_yarn"},
+    "rerope": {"method": "rerope", "window": 16},  # bands
+    "alibi": {"method": "alibi"},  # a bias
+    "kerple": {"method": "kerple_log"},  # parameters of its own
+    "fire": {"method": "fire"},
+    "list": {"method": [get_method("yarn").from_options(scale=4), get_method("log_n")()]},
+}
+IDS = zoo.tokens(80)
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    zoo.build("llama").save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def load(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = from_pretrained(folder)
+    return model.eval()
+
+
+def trained(base: Path, patch: dict[str, Any], **options: Any) -> Any:
+    """A patched model with a LoRA that has learned something, in eval mode."""
+    torch.manual_seed(0)
+    model = choose_parameters(patch_model(load(base), **patch), "lora", lora_rank=4, **options)
+    return stepped(model).eval()
+
+
+def saved(model: Any, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+class TestCarriesItsPatch:
+    @pytest.mark.parametrize("name", PATCHES)
+    def test_comes_back_and_merges(self, base: Path, tmp_path: Path, name: str) -> None:
+        model = trained(base, PATCHES[name])
+        expected, patch = zoo.logits(model, IDS), get_patch(model)
+        assert patch is not None
+        adapter = saved(model, tmp_path / "adapter")
+        assert zoo.relative_difference(expected, zoo.logits(load(base), IDS)) > 0.01
+
+        loaded: Any = from_pretrained(adapter).eval()
+        found = get_patch(loaded)
+        assert found is not None
+        assert found.config == patch.config
+        assert torch.equal(zoo.logits(loaded, IDS), expected)
+        assert not any(parameter.requires_grad for parameter in loaded.parameters())
+        assert torch.equal(zoo.logits(load_adapter(load(base), adapter).eval(), IDS), expected)
+
+        merged = loaded.merge_and_unload()
+        assert zoo.relative_difference(zoo.logits(merged, IDS), expected) < 1e-4
+        found = get_patch(merged)
+        assert found is not None
+        assert found.config == patch.config
+        again = load(saved(merged, tmp_path / "merged"))
+        assert torch.equal(zoo.logits(again, IDS), zoo.logits(merged, IDS))
+        assert trained_parameters(again).keys() == trained_parameters(merged).keys()
+
+    def test_plain_transformers_loads_what_was_merged(self, base: Path, tmp_path: Path) -> None:
+        merged = trained(base, PATCHES["yarn"]).merge_and_unload()
+        saved(merged, tmp_path / "merged")
+        plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+        assert zoo.relative_difference(zoo.logits(plain, IDS), zoo.logits(merged, IDS)) < 1e-4
+
+    def test_the_command_line_takes_the_directory(
+        self, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")
+        with pytest.raises(SystemExit) as done:
+            main(["inspect", str(adapter)])
+        assert not done.value.code
+        assert "yarn" in capsys.readouterr().out
+
+    def test_an_unmerged_model_is_unpatched_with_its_adapter_on(self, base: Path) -> None:
+        model = trained(base, PATCHES["yarn"])
+        unpatch_model(model)
+        assert get_patch(model) is None
+        assert model.peft_config
+
+    def test_trained_further_and_saved_again(self, base: Path, tmp_path: Path) -> None:
+        first = saved(trained(base, PATCHES["kerple"]), tmp_path / "first")
+        model = from_pretrained(first, is_trainable=True)
+        chosen = {name for name, value in model.named_parameters() if value.requires_grad}
+        assert any(".posenc." in name for name in chosen)
+        stepped(model).eval()
+        expected = zoo.logits(model, IDS)
+        second = saved(model, tmp_path / "second")
+        assert json.loads((second / "adapter_config.json").read_text()) == json.loads(
+            (first / "adapter_config.json").read_text()
+        )
+        assert torch.equal(zoo.logits(from_pretrained(second).eval(), IDS), expected)
+
+    def test_on_a_base_that_was_saved_with_the_patch(self, base: Path, tmp_path: Path) -> None:
+        patched = saved(patch_model(load(base), "kerple"), tmp_path / "patched")
+        torch.manual_seed(0)
+        model: Any = stepped(choose_parameters(load(patched), "lora")).eval()
+        adapter = saved(model, tmp_path / "adapter")
+        assert torch.equal(zoo.logits(from_pretrained(adapter).eval(), IDS), zoo.logits(model, IDS))
+
+    def test_with_options_for_the_base(self, base: Path, tmp_path: Path) -> None:
+        adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")
+        model = from_pretrained(adapter, dtype=torch.bfloat16, attn_implementation="eager")
+        assert model.config._attn_implementation == "eager"
+        assert model.get_base_model().lm_head.weight.dtype == torch.bfloat16
+
+    def test_the_encoding_of_the_active_adapter_is_in_force(
+        self, base: Path, tmp_path: Path
+    ) -> None:
+        model = trained(base, PATCHES["kerple"])
+        one = zoo.logits(model, IDS)
+        model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
+        model.set_adapter("other")
+        stepped(model, steps=3).eval()
+        two = zoo.logits(model, IDS)
+        assert not torch.equal(one, two)
+        with pytest.raises(PosencError, match="has an adapter already"):
+            lora_config(model.get_base_model())
+        model.set_adapter("default")
+        assert torch.equal(zoo.logits(model, IDS), one)
+        save_patch(model, tmp_path)  # what is in force, by names that a model without adapter has
+        with model.disable_adapter():
+            plain = zoo.logits(model, IDS)
+        fresh: Any = load_patch(load(base), tmp_path)
+        assert not torch.equal(zoo.logits(fresh, IDS), plain)
+        for name, value in trained_parameters(fresh).items():
+            assert torch.equal(value, trained_parameters(model.get_base_model())[name])
+
+
+class TestTiedEmbeddings:
+    @pytest.mark.parametrize("method", ["yarn", "kerple"])
+    def test_stay_tied(self, tmp_path: Path, method: str) -> None:
+        base = saved(zoo.build("llama", tie_word_embeddings=True), tmp_path / "base")
+        model = trained(base, PATCHES[method])
+        expected = zoo.logits(model, IDS)
+        embeddings = model.get_base_model().get_input_embeddings().weight
+        assert model.get_base_model().get_output_embeddings().weight is embeddings
+        untrained: Any = load(base).get_input_embeddings()
+        assert not torch.equal(embeddings, untrained.weight)
+        adapter = saved(model, tmp_path / "adapter")
+        loaded: Any = from_pretrained(adapter).eval()
+        assert torch.equal(zoo.logits(loaded, IDS), expected)
+        merged = loaded.merge_and_unload()
+        assert is_tied(merged)
+        again = load(saved(merged, tmp_path / "merged"))
+        assert is_tied(again)
+        assert torch.equal(zoo.logits(again, IDS), zoo.logits(merged, IDS))
+
+
+class TestNotWithoutIt:
+    def test_plain_peft_stops(self, base: Path, tmp_path: Path) -> None:
+        """In a process that has never heard of hf_posenc; a plain LoRA loads there, on the same weights."""
+        adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")
+        plain = saved(choose_parameters(load(base), "lora"), tmp_path / "plain")
+        code = f"""
+import sys
+from peft import AutoPeftModelForCausalLM, PeftModel
+from transformers import AutoModelForCausalLM
+ways = {{
+    "PeftModel": lambda path: PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({str(base)!r}), path),
+    "AutoPeftModel": AutoPeftModelForCausalLM.from_pretrained,
+    "AutoModel": AutoModelForCausalLM.from_pretrained,
+    "load_adapter": lambda path: AutoModelForCausalLM.from_pretrained({str(base)!r}).load_adapter(path),
+}}
+for name, way in ways.items():
+    way({str(plain)!r})
+    try:
+        way({str(adapter)!r})
+    except KeyError as error:
+        print(name, error)
+assert not [name for name in sys.modules if name.startswith("hf_posenc")]
+"""
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        ways = ("PeftModel", "AutoPeftModel", "AutoModel", "load_adapter")
+        assert done.stdout.splitlines() == [f"{way} 'LORA_NEEDS_HF_POSENC'" for way in ways]
+
+    def test_peft_beside_hf_posenc_says_what_to_do(self, base: Path, tmp_path: Path) -> None:
+        adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")
+        for model in (load(base), patch_model(load(base), "yarn", scale=4)):
+            with pytest.raises(PosencError, match=r"adapter in .*hf_posenc.from_pretrained"):
+                peft.PeftModel.from_pretrained(model, str(adapter))
+            with pytest.raises(PosencError, match=r"hf_posenc.load_adapter"):
+                model.load_adapter(str(adapter))
+
+    def test_another_patch_is_refused(self, base: Path, tmp_path: Path) -> None:
+        adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")
+        model = patch_model(load(base), "yarn", scale=8)
+        before = zoo.logits(model, IDS)
+        with pytest.raises(
+            PosencError,
+            match=r"patched with yarn \(scale=4, .*=64.* is patched with yarn \(scale=8",
+        ):
+            load_adapter(model, adapter)
+        assert torch.equal(zoo.logits(model, IDS), before)
+        assert not hasattr(model, "peft_config")
+        assert load_adapter(unpatch_model(model), adapter) is not None
+
+    def test_a_newer_format_is_refused(self, base: Path, tmp_path: Path) -> None:
+        adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")
+        path = adapter / "adapter_config.json"
+        values = json.loads(path.read_text())
+        values["hf_posenc"]["format"] = 99
+        path.write_text(json.dumps(values))
+        with pytest.raises(PosencError, match="format 99"):
+            from_pretrained(adapter)
+        del values["hf_posenc"]
+        path.write_text(json.dumps(values))
+        with pytest.raises(PosencError, match="holds the patch"):
+            load_adapter(load(base), adapter)
+
+    def test_a_base_that_nobody_knows(self, tmp_path: Path) -> None:
+        model: Any = choose_parameters(patch_model(zoo.build("llama"), "yarn", scale=4), "lora")
+        adapter = saved(model, tmp_path / "adapter")
+        with pytest.raises(PosencError, match=r"does not say what its base model is.*load_adapter"):
+            from_pretrained(adapter)
+        loaded = load_adapter(zoo.build("llama"), adapter)
+        assert torch.equal(zoo.logits(loaded.eval(), IDS), zoo.logits(model.eval(), IDS))
+
+    def test_no_adapter_there(self, base: Path) -> None:
+        with pytest.raises(PosencError, match=r"no adapter_config.json in"):
+            load_adapter(load(base), base)
+
+
+def test_a_model_without_a_patch_gets_a_plain_lora(base: Path, tmp_path: Path) -> None:
+    model: Any = stepped(choose_parameters(load(base), "lora")).eval()
+    adapter = saved(model, tmp_path / "adapter")
+    values = json.loads((adapter / "adapter_config.json").read_text())
+    assert values["peft_type"] == "LORA"
+    assert "hf_posenc" not in values
+    for loaded in (
+        peft.PeftModel.from_pretrained(load(base), str(adapter)),
+        from_pretrained(adapter),
+    ):
+        assert torch.equal(zoo.logits(loaded.eval(), IDS), zoo.logits(model, IDS))

@@ -1,0 +1,278 @@
+"""Every recipe against the published configuration it stands for, as transformers itself reads it.
+
+`PUBLISHED` repeats what bears on positions in each checkpoint's own `config.json`. From it
+transformers builds a native model; the recipe is loaded into the same weights without any scaling.
+Tables and logits must agree.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from hf_posenc import (
+    available_recipes,
+    get_method,
+    inspect_rope,
+    load_patch,
+    patch_model,
+    save_patch,
+    unpatch_model,
+)
+
+FOLDER = Path(__file__).parents[2] / "patches" / "recipes"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+@dataclass(frozen=True)
+class Published:
+    """A checkpoint's own configuration: the part that bears on positions."""
+
+    model_type: str
+    head_dim: int
+    theta: float
+    max_position_embeddings: int
+    scaling: dict[str, Any] | None = None
+    base_theta: float | None = None  # before the training on long texts, where that changed it
+    base_length: int | None = (
+        None  # max_position_embeddings of the base model, where not the original length
+    )
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+def _linear(factor: float) -> dict[str, Any]:
+    return {"type": "linear", "factor": factor}
+
+
+def _yarn(factor: float, original: int, **more: Any) -> dict[str, Any]:
+    return {"type": "yarn", "factor": factor, "original_max_position_embeddings": original, **more}
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _phi_factors() -> dict[str, Any]:
+    options = json.loads((FOLDER / "phi-3.5-mini-128k.json").read_text())["options"]
+    return {"type": "longrope", **options}
+
+
+_DEEPSEEK_YARN = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+_GPT_OSS_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+
+PUBLISHED = {
+    "codellama": Published("llama", 128, 1e6, 16384, base_theta=1e4),
+    "deepseek-v3": Published("deepseek_v3", 64, 1e4, 163840, _yarn(40, 4096, **_DEEPSEEK_YARN)),
+    "gemma-3-128k": Published(
+        "gemma3_text", 256, 1e6, 131072, _linear(8.0), more={"rope_local_base_freq": 1e4}
+    ),
+    "giraffe-32k": Published("llama", 128, 1e4, 32768, _linear(8.0)),
+    "gpt-oss-128k": Published("gpt_oss", 64, 150e3, 131072, _yarn(32.0, 4096, **_GPT_OSS_YARN)),
+    "llama-2-yarn-128k": Published("llama", 128, 1e4, 131072, _yarn(32.0, 4096)),
+    "llama-2-yarn-64k": Published("llama", 128, 1e4, 65536, _yarn(16.0, 4096)),
+    "llama-3.1-128k": Published("llama", 128, 5e5, 131072, _llama3(8.0)),
+    "llama-3.2-128k": Published("llama", 64, 5e5, 131072, _llama3(32.0)),
+    "longchat-16k": Published("llama", 128, 1e4, 2048, _linear(8.0)),
+    "longlora-100k": Published("llama", 128, 1e4, 4096, _linear(25.0)),
+    "mistral-yarn-128k": Published("mistral", 128, 1e4, 32768, _yarn(16.0, 8192)),
+    "mistral-yarn-64k": Published("mistral", 128, 1e4, 32768, _yarn(8.0, 8192)),
+    "phi-3.5-mini-128k": Published(
+        "phi3", 96, 1e4, 131072, _phi_factors(), more={"original_max_position_embeddings": 4096}
+    ),
+    "prolong-512k": Published("llama", 128, 128e6, 524288, base_theta=5e5),
+    "qwen2.5-yarn-128k": Published("qwen2", 128, 1e6, 32768, _yarn(4.0, 32768)),
+    "qwen3-yarn-128k": Published("qwen3", 128, 1e6, 40960, _yarn(4.0, 32768), base_length=40960),
+    "superhot-8k": Published("llama", 128, 1e4, 8192, _linear(4.0)),
+    "together-32k": Published("llama", 128, 1e4, 32768, _linear(8.0)),
+    "vicuna-16k": Published("llama", 128, 1e4, 4096, _linear(4.0)),
+}
+
+# Everything that is not about positions, small; the rotary dimension stays the published one.
+_SMALL = {
+    "vocab_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 16,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 32,
+        "first_k_dense_replace": 1,
+    },
+    "gemma3_text": {"num_hidden_layers": 6, "hidden_size": 64},  # five sliding layers, one full
+    "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "hidden_size": 64},
+    "mistral": {"sliding_window": None},
+}
+
+
+def _recipe(name: str) -> dict[str, Any]:
+    recipe: dict[str, Any] = json.loads((FOLDER / f"{name}.json").read_text())
+    return recipe
+
+
+def _config(
+    published: Published, theta: float, length: int, scaling: dict[str, Any] | None
+) -> PretrainedConfig:
+    sizes = {"hidden_size": 2 * published.head_dim, "head_dim": published.head_dim}
+    sizes |= _SMALL | _SMALL_OF_TYPE.get(published.model_type, {}) | published.more
+    rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    if published.model_type == "gemma3_text":  # its rope_parameters are kept by layer type
+        rope = {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    return AutoConfig.for_model(
+        published.model_type,
+        **sizes,
+        max_position_embeddings=length,
+        rope_parameters=rope,
+    )
+
+
+def _native(name: str) -> PreTrainedModel:
+    """The checkpoint's architecture and published scaling, as transformers reads them; tiny random weights."""
+    published = PUBLISHED[name]
+    torch.manual_seed(0)
+    config = _config(
+        published, published.theta, published.max_position_embeddings, published.scaling
+    )
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+def _base(name: str, weights: PreTrainedModel) -> PreTrainedModel:
+    """The model that the checkpoint was made from: the same weights, no scaling, the original length."""
+    published = PUBLISHED[name]
+    theta = published.base_theta or published.theta
+    length = published.base_length or _recipe(name)["original_max_position_embeddings"]
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        _config(published, theta, length, None)
+    )
+    model.load_state_dict(weights.state_dict())
+    return model.eval()
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module, positions: torch.Tensor) -> torch.Tensor:
+    ids = torch.arange(positions.numel())[None] % 61 + 3
+    # With a mask transformers does not take the jump in the positions for the start of another document.
+    output = model(input_ids=ids, position_ids=positions[None], attention_mask=torch.ones_like(ids))
+    logits: torch.Tensor = output.logits
+    return logits
+
+
+def test_every_recipe_has_a_published_configuration_to_hold_it_against() -> None:
+    assert len(NAMES) >= 10
+    assert sorted(PUBLISHED) == NAMES
+    assert sorted(available_recipes()) == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_complete(name: str) -> None:
+    recipe = _recipe(name)
+    about = recipe.pop("recipe")
+    assert about.pop("name") == name
+    assert PUBLISHED[name].model_type in about.pop("model_types")
+    assert set(about) == {"checkpoint", "source", "description"}
+    assert all(isinstance(value, str) and value for value in about.values())
+    assert set(recipe) == {
+        "format",
+        "method",
+        "options",
+        "scale",
+        "original_max_position_embeddings",
+        "layers",
+        "compose",
+        "replace",
+    }
+    method = get_method(recipe["method"])
+    assert method.name == recipe["method"], "a recipe uses the canonical name, not an alias"
+    assert (recipe["scale"] is not None) == method.takes_scale()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_gives_the_published_checkpoints_logits(name: str) -> None:
+    native = _native(name)
+    base = _base(name, native)
+    # Past the 4096 tokens where the only length-dependent recipe changes its table.
+    positions = torch.cat([torch.arange(24), 4200 + torch.arange(24)])
+    published, unscaled = _logits(native, positions), _logits(base, positions)
+    load_patch(base, name)
+
+    near = torch.arange(24)
+    torch.testing.assert_close(_logits(base, near), _logits(native, near), atol=2e-4, rtol=1e-4)
+    # The last bit of a float32 frequency is 5e-4 radians at position 4200, so the bound is relative to the effect.
+    effect = (unscaled - published).abs().max()
+    assert effect > 0.1
+    assert (_logits(base, positions) - published).abs().max() < effect / 500
+
+    unpatch_model(base)
+    assert torch.equal(_logits(base, positions), unscaled)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_gives_the_published_table(name: str) -> None:
+    native = _native(name)
+    patched = load_patch(_base(name, native), name)
+    ours, theirs = inspect_rope(patched), inspect_rope(native)
+    assert [table.layer_type for table in ours] == [table.layer_type for table in theirs]
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.dim == their.dim
+        torch.testing.assert_close(our.inv_freq, their.inv_freq, atol=0, rtol=1e-6)
+        assert float(our.attention_factor) == pytest.approx(float(their.attention_factor), rel=1e-6)
+
+
+def test_the_long_lists_are_copied_digit_by_digit() -> None:
+    """There is no second copy to hold them against, but every number of the original is a float32 in full."""
+    options = _recipe("phi-3.5-mini-128k")["options"]
+    for factors in (options["short_factor"], options["long_factor"]):
+        assert len(factors) == PUBLISHED["phi-3.5-mini-128k"].head_dim // 2
+        assert factors == sorted(factors)
+        assert torch.tensor(factors, dtype=torch.float32).tolist() == factors
+
+
+def test_a_recipe_is_what_save_patch_writes(tmp_path: Path) -> None:
+    name = "llama-2-yarn-64k"
+    model = load_patch(_base(name, _native(name)), name)
+    save_patch(model, tmp_path)
+    saved = json.loads((tmp_path / "posenc_config.json").read_text())
+    recipe = _recipe(name)
+    for key in ("format", "method", "scale", "original_max_position_embeddings", "layers"):
+        assert saved[key] == recipe[key], key
+
+
+def test_a_recipe_equals_the_call_that_its_numbers_describe() -> None:
+    name = "llama-2-yarn-64k"
+    native = _native(name)
+    by_name = load_patch(_base(name, native), name)
+    by_hand = patch_model(_base(name, native), "yarn", scale=16)
+    positions = torch.arange(48)
+    assert torch.equal(_logits(by_name, positions), _logits(by_hand, positions))

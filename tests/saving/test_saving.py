@@ -1,0 +1,267 @@
+"""A patch travels: into plain transformers, as posenc_config.json, and by hf_posenc.from_pretrained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_posenc import (
+    PatchConfig,
+    PosencError,
+    available_recipes,
+    from_pretrained,
+    get_method,
+    get_patch,
+    load_patch,
+    patch_model,
+    save_patch,
+    unpatch_model,
+)
+from hf_posenc.patch.config import parse_method
+from tests.patch.test_patching import OPTIONS, logits
+from tests.support import zoo
+
+STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
+
+# Only in hf_posenc: their tables follow the length, and transformers has no such rope_type.
+NOT_NATIVE = ("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn")
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return zoo.build("llama")
+
+
+def saved(model: PreTrainedModel, path: Path) -> dict[str, Any]:
+    model.save_pretrained(path)
+    values: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return values
+
+
+def plain(path: Path) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path).eval()
+
+
+@pytest.mark.parametrize("method", [*STATIC, "longrope", "dynamic_ntk"])
+def test_plain_transformers_loads_what_save_pretrained_wrote(
+    model: PreTrainedModel, method: str, tmp_path: Path
+) -> None:
+    patch_model(model, method, **OPTIONS[method])
+    saved(model, tmp_path)
+    assert zoo.relative_difference(logits(plain(tmp_path)), logits(model)) < 1e-4
+
+
+@pytest.mark.parametrize("method", NOT_NATIVE)
+def test_what_transformers_cannot_express_is_said_and_loads_unpatched(
+    model: PreTrainedModel, method: str, tmp_path: Path
+) -> None:
+    before = logits(model)
+    patch_model(model, method)
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.export is None
+    assert "hf_posenc.from_pretrained only" in str(patch)
+    saved(model, tmp_path)
+    assert torch.equal(logits(plain(tmp_path)), before)
+    assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+
+
+@pytest.mark.parametrize("method", zoo.frequency_methods())
+def test_from_pretrained_gives_the_patched_model_and_its_undo(
+    model: PreTrainedModel, method: str, tmp_path: Path
+) -> None:
+    before = logits(model)
+    patch_model(model, method, **OPTIONS[method])
+    saved(model, tmp_path)
+    loaded = from_pretrained(tmp_path)
+    ours, theirs = get_patch(model), get_patch(loaded)
+    assert ours is not None
+    assert theirs is not None
+    assert ours.config == theirs.config
+    assert torch.equal(logits(loaded), logits(model))
+    assert torch.equal(logits(unpatch_model(loaded)), before)
+    assert loaded.config.rope_parameters == unpatch_model(model).config.rope_parameters
+
+
+def test_a_clean_process_needs_no_hf_posenc(model: PreTrainedModel, tmp_path: Path) -> None:
+    patch_model(model, "ntk_mixed", scale=4)
+    saved(model, tmp_path)
+    torch.save({"ids": zoo.tokens(96), "logits": logits(model)}, tmp_path / "expected.pt")
+    code = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as A\n"
+        "path = sys.argv[1]; expected = torch.load(path + '/expected.pt')\n"
+        "model = A.from_pretrained(path).eval()\n"
+        "found = model(input_ids=expected['ids'], use_cache=False).logits\n"
+        "assert 'hf_posenc' not in sys.modules\n"
+        "print((found - expected['logits']).abs().max().item() / expected['logits'].abs().max().item())\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert float(run.stdout.splitlines()[-1]) < 1e-4
+
+
+class TestKeyStyles:
+    """transformers 5 reads rope_parameters; 4 and older servers read rope_theta and rope_scaling."""
+
+    def test_both_are_written(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        patch_model(model, "yarn", scale=4)
+        config = saved(model, tmp_path)
+        assert config["rope_parameters"]["rope_type"] == "yarn"
+        assert config["rope_scaling"] == config["rope_parameters"]
+        assert config["rope_theta"] == 10_000.0
+        assert config["max_position_embeddings"] == 256
+
+    def test_another_base_alone_needs_no_rope_scaling(
+        self, model: PreTrainedModel, tmp_path: Path
+    ) -> None:
+        patch_model(model, "abf", rope_theta=500_000.0)
+        config = saved(model, tmp_path)
+        assert config["rope_theta"] == 500_000.0
+        assert "rope_scaling" not in config
+
+    def test_a_table_per_layer_type_is_written_as_gemma_3_names_it(self, tmp_path: Path) -> None:
+        gemma = zoo.build("gemma3_text")
+        patch_model(gemma, "yarn", scale=4)
+        config = saved(gemma, tmp_path)
+        full = config["rope_parameters"]["full_attention"]
+        sliding = config["rope_parameters"]["sliding_attention"]
+        assert config["rope_scaling"] == full
+        assert config["rope_theta"] == full["rope_theta"]
+        assert config["rope_local_base_freq"] == sliding["rope_theta"]
+
+    def test_the_partial_factor_stays(self, tmp_path: Path) -> None:
+        phi = zoo.build("phi")
+        patch_model(phi, "yarn", scale=4)
+        config = saved(phi, tmp_path)
+        assert config["partial_rotary_factor"] == config["rope_parameters"]["partial_rotary_factor"]
+        assert config["partial_rotary_factor"] < 1
+
+
+class TestPatchFiles:
+    def test_round_trip(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        patch_model(model, "yarn", scale=4, beta_fast=16)
+        expected = logits(model)
+        assert save_patch(model, tmp_path / "new" / "folder").name == "posenc_config.json"
+        other = zoo.build("llama")
+        assert load_patch(other, tmp_path / "new" / "folder") is other
+        assert torch.equal(logits(other), expected)
+
+    def test_beside_a_checkpoint(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        model.save_pretrained(tmp_path)
+        patch_model(model, "dynamic_yarn", update="sequence")
+        save_patch(model, tmp_path)
+        assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+
+    def test_a_checkpoint_without_patch_loads_as_it_is(
+        self, model: PreTrainedModel, tmp_path: Path
+    ) -> None:
+        model.save_pretrained(tmp_path)
+        loaded = from_pretrained(tmp_path)
+        assert get_patch(loaded) is None
+        assert torch.equal(logits(loaded), logits(model))
+
+    def test_every_field_survives_json(self) -> None:
+        config = PatchConfig(
+            method="longrope",
+            options={"short_factor": [1.0, 2.0], "long_factor": [2.0, 3.0]},
+            scale=8.0,
+            original_max_position_embeddings=4096,
+            layers=(0, 5),
+            replace=True,
+        )
+        assert PatchConfig.from_json(config.to_json()) == config
+
+    def test_a_recipe_by_name(self, model: PreTrainedModel) -> None:
+        name = next(name for name in available_recipes() if "superhot" in name)
+        load_patch(model, name)
+        patch = get_patch(model)
+        assert patch is not None
+        assert patch.config.method == "pi"
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("{", "not a patch in JSON"),
+            ("[]", "is an object"),
+            ('{"format": 99, "method": "yarn"}', "format 99"),
+            ('{"format": 1}', 'names its "method"'),
+            (
+                '{"format": 1, "method": "yarn", "scale": 4, "options": {"beta": 1}}',
+                "option of yarn",
+            ),
+        ],
+    )
+    def test_bad_files(
+        self, model: PreTrainedModel, tmp_path: Path, text: str, message: str
+    ) -> None:
+        (tmp_path / "posenc_config.json").write_text(text)
+        with pytest.raises(PosencError, match=message):
+            load_patch(model, tmp_path)
+
+    def test_names_of_nothing(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        with pytest.raises(PosencError, match="Unknown recipe"):
+            load_patch(model, "llama-3-yran")
+        with pytest.raises(PosencError, match="There is no file"):
+            load_patch(model, tmp_path / "missing.json")
+        with pytest.raises(PosencError, match="nothing to save"):
+            save_patch(model, tmp_path)
+
+
+class TestShortForm:
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("yarn", ("yarn", {})),
+            ("yarn:scale=8", ("yarn", {"scale": 8})),
+            ("linear:scale=2.5", ("pi", {"scale": 2.5})),
+            (
+                "yarn:truncate=false, ramp=rotations",
+                ("yarn", {"truncate": False, "ramp": "rotations"}),
+            ),
+            ("yarn:scale=4,replace=true", ("yarn", {"scale": 4, "replace": True})),
+            ("dynamic-ntk:scale=2", ("dynamic_ntk", {"scale": 2})),
+            (
+                "abf:rope_theta=1e6,target_length=64",
+                ("abf", {"rope_theta": 1e6, "target_length": 64}),
+            ),
+        ],
+    )
+    def test_reads(self, text: str, expected: tuple[str, dict[str, Any]]) -> None:
+        assert parse_method(text) == expected
+
+    @pytest.mark.parametrize("text", ["yran", "yarn:8", "yarn:beta=1", "pi:scale"])
+    def test_refuses(self, text: str) -> None:
+        with pytest.raises(PosencError):
+            parse_method(text)
+
+
+class TestTablesInTheWeights:
+    """GPT-J and RoFormer read sines and cosines from a table: a buffer in the one, a weight in the other."""
+
+    def test_gptj_reaches_further_and_comes_back(self, tmp_path: Path) -> None:
+        model = zoo.build("gptj")
+        before = logits(model, 60)
+        patch_model(model, "yarn", scale=4)
+        assert logits(model, 250).isfinite().all()
+        saved(model, tmp_path)
+        loaded = from_pretrained(tmp_path)
+        assert torch.equal(logits(loaded, 250), logits(model, 250))
+        assert torch.equal(logits(unpatch_model(loaded), 60), before)
+
+    def test_roformer_carries_its_table_in_the_checkpoint(self, tmp_path: Path) -> None:
+        model = zoo.build("roformer")
+        patch_model(model, "yarn", scale=4)
+        patch = get_patch(model)
+        assert patch is not None
+        assert patch.export == "weights"
+        saved(model, tmp_path)
+        assert torch.equal(logits(plain(tmp_path), 250), logits(model, 250))

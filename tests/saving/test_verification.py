@@ -1,0 +1,94 @@
+"""A saved model against the model in memory, in a process that has no hf_posenc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from hf_posenc import PosencError, VerificationError, patch_model, verification
+from hf_posenc.verification import require, verify_export
+from tests.support import zoo
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return patch_model(zoo.build("llama"), "ntk_mixed", scale=4)
+
+
+def test_the_same_model(model: PreTrainedModel, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    model.train()
+    found = verify_export(tmp_path, model)
+    assert found.passed
+    assert found.error < 1e-5
+    assert (found.tokens, found.reach) == (64 + 64, 256)
+    assert model.training
+    require(found)
+    assert "the same model" in str(found)
+
+
+def test_another_method_and_a_weight_that_is_missing(tmp_path: Path) -> None:
+    model = patch_model(zoo.build("llama"), "rerope", window=16)  # plain transformers has none
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    kept = {name: value for name, value in weights.items() if "layers.3.mlp.up" not in name}
+    save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = verify_export(tmp_path)
+    assert found.error > 1e-2
+    assert found.missing == ("model.layers.3.mlp.up_proj.weight",)
+    with pytest.raises(VerificationError, match=r"ANOTHER model.*up_proj"):
+        require(found)
+
+
+def test_far_positions_count() -> None:
+    """Lists that differ only past the trained length: a text within it could not tell."""
+    model = patch_model(
+        zoo.build("llama"),
+        "longrope",
+        scale=4,
+        attention_factor=1.0,
+        short_factor=[1.0] * 8,
+        long_factor=[3.0] * 8,
+    )
+    plain = zoo.build("llama")
+    near, far = verification._probes(model, 0)
+    assert near["input_ids"].shape == (1, 64)
+    (a, b), (c, d) = (verification._logits(one, [near, far]) for one in (model, plain))
+    assert torch.equal(a, c)
+    assert zoo.relative_difference(b, d) > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("error", "missing", "passed"),
+    [
+        *((0.0, [], True), (1e-5, [], True), (1e-3, [], False)),
+        *((float("nan"), [], False), (0.0, ["lm_head.weight"], False)),
+    ],
+)
+def test_what_passes(
+    model: PreTrainedModel,
+    monkeypatch: pytest.MonkeyPatch,
+    error: float,
+    missing: list[str],
+    passed: bool,
+) -> None:
+    def found(_: Path, __: str, inner: Any, probes: list[dict[str, Any]], ___: object) -> Any:
+        logits = verification._logits(inner, probes)
+        for one in logits:
+            one[0, 0, 0] += error * one.abs().max()
+        return logits, {"version": "5", "missing": missing}
+
+    monkeypatch.setattr(verification, "_in_a_clean_process", found)
+    assert verify_export("folder", model).passed == passed
+
+
+def test_the_clean_process_has_no_hf_posenc(model: PreTrainedModel, tmp_path: Path) -> None:
+    """A folder of packages in which transformers itself asks for it."""
+    (tmp_path / "transformers.py").write_text("import hf_posenc\n")
+    with pytest.raises(PosencError, match="kept out of this process"):
+        verify_export(tmp_path / "model", model, packages=tmp_path)

@@ -1,0 +1,253 @@
+"""A Llama in float64, written from its formulas, with attention scores from the papers: the naive L x L reference.
+
+Nothing of the package is used. `CASES` names every method of the attention path with knobs that matter on short
+texts; `reference` evaluates a patched model's own weights, and the parameters its method trains, the slow way.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support import attention_references as naive
+from tests.support import references
+
+ORIGINAL = 16
+"""The context length, in tokens, that every case takes the models to be trained on."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A method with its options, in the words of `patch_model` and in those of the references.
+
+    Attributes:
+        method: The name.
+        options: Its options, for `patch_model`.
+        relative: The knobs of `naive.RELATIVE`, all of them.
+        bias: The knobs of `naive.BIAS`; parameters join them.
+        table: A frequency method beside it, and its options.
+        log_n: Whether queries are scaled.
+        bias_of: Whose bias, of a method beside this one that keeps the rotation.
+    """
+
+    method: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    relative: Mapping[str, Any] | None = None
+    bias: Mapping[str, Any] | None = None
+    table: tuple[str, Mapping[str, Any]] = ("default", {})
+    log_n: bool = False
+    bias_of: str = ""
+
+    @property
+    def rotates(self) -> bool:
+        trained = self.method in ("shaw", "transformer_xl")
+        drops = trained or (self.bias is not None and not self.bias_of)
+        return not drops or bool(self.options.get("keep_rope"))
+
+
+def _bands(name: str, **knobs: Any) -> Case:
+    return Case(name, knobs, relative=knobs)
+
+
+_LISTS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+_ROW = {"update": "row", "bucket": 8}
+
+CASES: dict[str, Case] = {
+    "rerope": _bands("rerope", window=8),
+    "rerope_log_n": Case(
+        "rerope", {"window": 8, "log_n": True}, relative={"window": 8}, log_n=True
+    ),
+    "leaky_rerope": _bands("leaky_rerope", window=8, k=4.0),
+    "self_extend": _bands("self_extend", window=8, group=3),
+    "dual_chunk": _bands("dual_chunk", chunk=10, window=6),
+    "string": _bands("string", shift=11, window=4),
+    "lm_infinite": _bands("lm_infinite", window=7, sinks=3),
+    "attention_sinks": _bands("attention_sinks", window=7, sinks=3),
+    "sliding_window": _bands("sliding_window", window=8),
+    "alibi": Case("alibi", bias={}),
+    "alibi_keep_rope": Case("alibi", {"keep_rope": True, "scale": 2.0}, bias={"scale": 2.0}),
+    "kerple_log": Case("kerple_log", bias={}),
+    "kerple_power": Case("kerple_power", bias={}),
+    "sandwich": Case("sandwich", {"dim": 16}, bias={"dim": 16}),
+    "t5": Case("t5", {"buckets": 8, "max_distance": 24}, bias={"buckets": 8, "max_distance": 24}),
+    "t5_keep_rope": Case("t5", {"keep_rope": True}, bias={}),
+    "fire": Case("fire", {"hidden": 6, "threshold": 12.0}, bias={}),
+    "shaw": Case("shaw", {"max_distance": 6}),
+    "shaw_keep_rope": Case("shaw", {"max_distance": 6, "keep_rope": True}),
+    "transformer_xl": Case("transformer_xl"),
+    "transformer_xl_keep_rope": Case("transformer_xl", {"keep_rope": True}),
+    "xpos": Case("xpos", {"scale_base": 12}),
+    "rope_bias": Case("rope_bias"),
+    "log_n": Case("log_n", log_n=True),
+    "dynamic_ntk_row": Case(
+        "dynamic_ntk", {"scale": 2.0, **_ROW}, table=("dynamic_ntk", {"scale": 2.0})
+    ),
+    "dynamic_yarn_row": Case("dynamic_yarn", _ROW, table=("dynamic_yarn", {})),
+    "longrope_row": Case(
+        "longrope", {"scale": 4.0, **_LISTS, **_ROW}, table=("longrope", {"scale": 4.0, **_LISTS})
+    ),
+}
+
+TRAINABLE = tuple(
+    name
+    for name, case in CASES.items()
+    if case.method
+    in ("kerple_log", "kerple_power", "t5", "fire", "shaw", "transformer_xl", "rope_bias")
+)
+
+
+def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """What the method trains, by full name."""
+    return {name: value for name, value in model.named_parameters() if ".posenc." in name}
+
+
+def randomise(model: nn.Module, seed: int = 0) -> None:
+    """Moves trainable parameters away from their initial values, many of which are zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in parameters_of(model).items():
+        positive = value.dim() == 0 or name.endswith((".r1", ".r2"))
+        drawn = (
+            0.2 + 0.6 * torch.rand(value.shape, generator=generator)
+            if positive
+            else 0.4 * torch.randn(value.shape, generator=generator)
+        )
+        value.data.copy_(drawn)
+
+
+def reference(
+    model: nn.Module, case: Case, ids: Tensor, weights: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """Logits of a Llama with this method, shape (1, length, vocabulary), float64.
+
+    Args:
+        model: A LlamaForCausalLM, patched with the case; nothing of it but its weights and its config is read.
+        case: The method.
+        ids: Shape (1, length).
+        weights: Other weights than the model's.
+    """
+    config: Any = model.config
+    named = model.state_dict() if weights is None else weights
+    values = {name: value.detach().double() for name, value in named.items()}
+    hidden = values["model.embed_tokens.weight"][ids[0]]
+    length, width = len(ids[0]), config.head_dim
+    heads, key_heads = config.num_attention_heads, config.num_key_value_heads
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        scale = (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
+        return values[name] * x * scale
+
+    for layer in range(config.num_hidden_layers):
+        path = f"model.layers.{layer}"
+
+        def linear(x: Tensor, name: str, path: str = path) -> Tensor:
+            return x @ values[f"{path}.{name}.weight"].T
+
+        def split(x: Tensor, count: int) -> Tensor:
+            return x.view(length, count, width).transpose(0, 1)
+
+        x = norm(hidden, f"{path}.input_layernorm.weight")
+        query = split(linear(x, "self_attn.q_proj"), heads)
+        keys = split(linear(x, "self_attn.k_proj"), key_heads)
+        value = split(linear(x, "self_attn.v_proj"), key_heads)
+        trained = {
+            name.rpartition(".")[2]: tensor
+            for name, tensor in values.items()
+            if name.startswith(f"{path}.self_attn.posenc.")
+        }
+        table = _scores(case, trained, query, keys, config.rope_parameters["rope_theta"])
+        weight = table.masked_fill(future, -math.inf).softmax(-1)
+        out = weight @ value.repeat_interleave(heads // key_heads, 0)
+        hidden = hidden + linear(out.transpose(0, 1).reshape(length, -1), "self_attn.o_proj")
+        x = norm(hidden, f"{path}.post_attention_layernorm.weight")
+        gate = nn.functional.silu(linear(x, "mlp.gate_proj"))
+        hidden = hidden + linear(gate * linear(x, "mlp.up_proj"), "mlp.down_proj")
+    return (norm(hidden, "model.norm.weight") @ values["lm_head.weight"].T)[None]
+
+
+def _scores(
+    case: Case, trained: Mapping[str, Tensor], query: Tensor, key: Tensor, theta: float
+) -> Tensor:
+    """Shape (heads, length, length), float64; masked where a method hides a pair, but not the future."""
+    heads, length, width = query.shape
+    groups = heads // key.shape[0]
+    if "a" in trained:
+        query = query + trained["a"][:, None]
+        key = key + trained["b"][:, None]
+    key = key.repeat_interleave(groups, 0)
+    position = torch.arange(length, dtype=torch.float64)
+    relative = position[:, None] - position[None]
+    if case.relative is not None:
+        relative = _relative(case.method, length, tuple(case.relative.items()))
+    content = query + trained["u"][:, None] if "u" in trained else query
+    plain = content @ key.transpose(1, 2)
+    scores = _rotated(case, content, key, relative, theta) if case.rotates else plain
+    distance = (position[:, None] - position[None]).clamp(min=0)
+    if case.method == "shaw":
+        rows = trained["table"][distance.long().clamp(max=len(trained["table"]) - 1)]
+        scores = scores + torch.einsum("hmd,mnd->hmn", query, rows)
+    if case.method == "transformer_xl":
+        steps = torch.arange(0, width, 2, dtype=torch.float64) / width
+        angles = distance[..., None] * 10_000.0**-steps
+        sinusoid = torch.cat((angles.sin(), angles.cos()), -1)
+        embedded = torch.einsum("hde,mne->hmnd", trained["weight"], sinusoid)
+        scores = scores + torch.einsum("hmd,hmnd->hmn", query + trained["v"][:, None], embedded)
+    if case.log_n:
+        scores = scores * ((position + 1).log() / math.log(ORIGINAL)).clamp(min=1.0)[:, None]
+    scores = scores / math.sqrt(width)
+    if case.bias is not None:
+        scores = scores + _bias(case, trained, heads, length)
+    return scores.masked_fill(relative.isnan(), -math.inf)
+
+
+def _rotated(case: Case, query: Tensor, key: Tensor, relative: Tensor, theta: float) -> Tensor:
+    """`q R(relative) k`, with the frequencies of each query, shape (heads, length, length)."""
+    _, length, width = query.shape
+    name, options = case.table
+    tables = []
+    for m in range(length):
+        past = max(0, m + 1 - ORIGINAL)
+        buckets = math.ceil(past / case.options.get("bucket", 1))
+        reach = ORIGINAL + buckets * case.options.get("bucket", 1)
+        table_of = getattr(references, name)
+        tables.append(table_of(width, theta, ORIGINAL, reach, **options))
+    frequencies = torch.tensor([table for table, _ in tables], dtype=torch.float64)
+    factor = torch.tensor([factor for _, factor in tables], dtype=torch.float64)
+    scores = torch.zeros(len(query), length, length, dtype=torch.float64)
+    gap = relative.nan_to_num()
+    for i in range(width // 2):
+        q = torch.complex(query[..., i], query[..., i + width // 2])
+        k = torch.complex(key[..., i], key[..., i + width // 2])
+        angle = gap * frequencies[:, i, None]
+        turned = q[:, :, None] * k[:, None].conj() * torch.polar(torch.ones_like(angle), angle)
+        part = turned.real
+        if case.method == "xpos":
+            decay = (2 * i / width + 0.4) / 1.4
+            part = part * decay ** (gap.clamp(min=0) / case.options["scale_base"])
+        scores += part
+    return scores * factor.square()[:, None]
+
+
+@functools.cache
+def _relative(name: str, length: int, knobs: tuple[tuple[str, Any], ...]) -> Tensor:
+    return naive.position_map(name, length, **dict(knobs))
+
+
+def _bias(case: Case, trained: Mapping[str, Tensor], heads: int, length: int) -> Tensor:
+    """Shape (heads, length, length); anything where n > m."""
+    values = {**(case.bias or {}), **naive.as_numbers(trained)}
+    if case.method == "fire":
+        values["threshold"] = case.options["threshold"] * values.pop("multiplier")
+        return naive.bias_matrix("fire", length, heads, **values)
+    by_distance = torch.tensor(
+        [naive.BIAS[case.bias_of or case.method](r, r, heads, **values) for r in range(length)],
+        dtype=torch.float64,
+    )
+    distance = torch.arange(length)[:, None] - torch.arange(length)[None]
+    return by_distance[distance.clamp(min=0)].permute(2, 0, 1)

@@ -1,0 +1,144 @@
+"""The ways to run a text, all of which give the logits of one forward over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+
+from tests.support import zoo
+
+
+@torch.no_grad()
+def in_steps(
+    model: PreTrainedModel, ids: Tensor, sizes: list[int], cache: Any = None, **more: Any
+) -> Tensor:
+    """Logits of a text that is run piece by piece with a cache; `more` is per token."""
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    parts, start = [], 0
+    for size in sizes:
+        piece = slice(start, start + size)
+        now = {k: v[:, : piece.stop] if "mask" in k else v[:, piece] for k, v in more.items()}
+        parts.append(model(input_ids=ids[:, piece], past_key_values=cache, **now).logits)
+        start = piece.stop
+    return torch.cat(parts, 1).double()
+
+
+def padded(ids: Tensor, left: int, right: int, first: int = 1) -> dict[str, Tensor]:
+    """A batch of three rows, of which row 1 is the text between `left` and `right` pads."""
+    length = ids.shape[1] + left + right
+    rows = zoo.tokens(length, batch=3, seed=5)
+    rows[1, left : length - right] = ids
+    mask = torch.ones_like(rows)
+    mask[1, :left], mask[1, length - right :] = 0, 0
+    mask[2, :3] = 0  # another row with another padding
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    return {"ids": rows, "attention_mask": mask, "position_ids": positions}
+
+
+def token_by_token(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return in_steps(model, ids, [5] + [1] * (ids.shape[1] - 5))
+
+
+def chunked(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    return in_steps(model, ids, [7] * (ids.shape[1] // 7) + [ids.shape[1] % 7])
+
+
+def static(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 6)
+    return in_steps(model, ids, [13, 8] + [1] * (ids.shape[1] - 21), cache)
+
+
+def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    batch = padded(ids, 6, 0)
+    return zoo.logits(model, batch.pop("ids"), **batch)[1:2, 6:]
+
+
+def left_padded_in_steps(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    batch, length = padded(ids, 6, 0), ids.shape[1]
+    sizes = [11, 9] + [1] * (length - 14)
+    return in_steps(model, batch.pop("ids"), sizes, **batch)[1:2, 6:]
+
+
+def left_padded_static(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    batch, length = padded(ids, 6, 0), ids.shape[1]
+    cache = StaticCache(config=model.config, max_cache_len=length + 10)
+    return in_steps(model, batch.pop("ids"), [9] + [1] * (length - 3), cache, **batch)[1:2, 6:]
+
+
+def right_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    batch = padded(ids, 0, 5)
+    return zoo.logits(model, batch.pop("ids"), **batch)[1:2, :-5]
+
+
+@torch.no_grad()
+def cropped(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """A draft of which the last tokens were wrong, as in assisted decoding."""
+    cache, wrong = DynamicCache(config=model.config), ids.clone()
+    wrong[:, 20:26] = 7
+    first = model(input_ids=wrong[:, :26], past_key_values=cache).logits[:, :20]
+    cache.crop(-6)
+    rest = [model(input_ids=ids[:, 20:28], past_key_values=cache).logits]
+    rest.append(model(input_ids=ids[:, 28:], past_key_values=cache).logits)
+    return torch.cat((first, *rest), 1).double()
+
+
+@torch.no_grad()
+def packed(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The text as the second of three documents in one row."""
+    length = ids.shape[1]
+    rows = torch.cat((zoo.tokens(9, seed=2), ids, zoo.tokens(6, seed=3)), 1)
+    positions = torch.cat([torch.arange(n) for n in (9, length, 6)])[None]
+    return zoo.logits(model, rows, position_ids=positions)[:, 9 : 9 + length]
+
+
+@torch.no_grad()
+def interleaved(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Two texts that grow in turns, each with a cache of its own."""
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    texts, parts, start = (ids, zoo.tokens(ids.shape[1], seed=8)), [], 0
+    for size in [12, 9] + [1] * (ids.shape[1] - 21):
+        piece = slice(start, start + size)
+        outs = [
+            model(input_ids=text[:, piece], past_key_values=cache).logits
+            for text, cache in zip(texts, caches, strict=True)
+        ]
+        parts.append(outs[0])
+        start += size
+    return torch.cat(parts, 1).double()
+
+
+def static_again(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """A static cache that held another text of the same length, in the same memory."""
+    length = ids.shape[1]
+    cache = StaticCache(config=model.config, max_cache_len=length + 2)
+    sizes = [20] + [1] * (length - 20)
+    in_steps(model, zoo.tokens(length, seed=6), sizes, cache)
+    cache.reset()
+    return in_steps(model, ids, sizes, cache)
+
+
+@torch.no_grad()
+def chosen_rows(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """A batch whose rows change places and go, as in beam search and contrastive search."""
+    rows, cache = zoo.tokens(ids.shape[1], batch=3, seed=5), DynamicCache(config=model.config)
+    rows[2] = ids
+    parts = [model(input_ids=rows[:, :22], past_key_values=cache).logits[2:]]
+    parts.append(model(input_ids=rows[:, 22:23], past_key_values=cache).logits[2:])
+    order: Any = torch.tensor([2, 0, 1])
+    cache.reorder_cache(order)
+    rows = rows[order]
+    parts.append(model(input_ids=rows[:, 23:24], past_key_values=cache).logits[:1])
+    cache.batch_select_indices(torch.tensor([0]))
+    for i in range(24, ids.shape[1]):
+        parts.append(model(input_ids=rows[:1, i : i + 1], past_key_values=cache).logits)
+    return torch.cat(parts, 1).double()
+
+
+WAYS: tuple[Callable[[PreTrainedModel, Tensor], Tensor], ...] = (
+    *(token_by_token, chunked, static, left_padded, left_padded_in_steps, left_padded_static),
+    *(right_padded, cropped, packed, interleaved, static_again, chosen_rows),
+)

@@ -1,0 +1,221 @@
+"""A small training in forked processes that end at a chosen moment: killed at a file operation, or told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hf_posenc import patch_model
+from hf_posenc.errors import PosencError
+from hf_posenc.training.folder import TrainingFolder, settings_of
+from hf_posenc.training.parameters import choose_parameters
+from tests.support.file_operations import Moment, count_operations
+
+REFUSED = 3
+"""Exit status of a process that ended with one line."""
+
+
+class _AtStep(TrainerCallback):
+    def __init__(self, moment: Moment | None) -> None:
+        self._moment = moment
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._send("step", state.global_step + 1, args.process_index)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._send("evaluation", state.global_step, args.process_index)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._send("epoch", state.global_step, args.process_index)
+
+    def _send(self, when: str, step: int, rank: int) -> None:
+        moment = self._moment
+        if moment is None or (moment.when, moment.step, moment.rank) != (when, step, rank):
+            return
+        if moment.number >= 0:
+            os.kill(os.getpid(), moment.number)
+        # A dataloader's worker takes a signal of its parent for an order to end.
+        elif (sender := os.fork()) == 0:
+            group = os.getpgrp()
+            os.setpgrp()
+            os.killpg(group, -moment.number)
+            os._exit(0)
+        else:
+            os.waitpid(sender, 0)
+
+
+def train(
+    folder: Path, moment: Moment | None = None, *, kind: str = "full", **options: Any
+) -> None:
+    """Trains a patched Llama with dropout for 12 steps of 2 x 2 examples, in epochs of 5 steps, and saves it."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=48,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=16,
+        attention_dropout=0.2,
+    )
+    patched: Any = patch_model(LlamaForCausalLM(config), "yarn", scale=2)
+    chosen: Any = kind
+    model: Any = choose_parameters(patched, chosen, lora_rank=2, lora_dropout=0.2)
+    processes = int(os.environ.get("WORLD_SIZE", "1"))
+    ids = torch.randint(0, 48, (20 * processes, 24)).tolist()
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    values = {
+        "max_steps": 12,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "save_total_limit": 1,
+        "learning_rate": 1e-2,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "ddp_find_unused_parameters": False,
+        **options,
+    }
+    arguments = TrainingArguments(str(folder), **values)
+    with TrainingFolder(arguments, settings_of(arguments, kind=kind)) as run:
+        trainer = Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[_AtStep(moment)]
+        )
+        run.train(trainer)
+        run.save(trainer.save_model)
+        if arguments.process_index == 0:
+            trainer.state.save_to_json(str(folder / "finished.json"))
+
+
+def launch(
+    folder: Path,
+    moment: Moment | None = None,
+    *,
+    processes: int = 1,
+    log: Path | None = None,
+    after: float | None = None,
+    work: Callable[..., None] = train,
+    **options: Any,
+) -> list[int]:
+    """Runs `work` in forked processes; when one dies of a signal, the others are killed as a launcher would.
+
+    Args:
+        folder: The run's folder.
+        moment: When and how a process ends.
+        processes: How many there are.
+        log: A file for the names of the first process's operations.
+        after: Seconds after which all are killed.
+        work: What they do.
+        **options: For `work`.
+
+    Returns:
+        The exit status of each; negative for a signal.
+    """
+    context, port = multiprocessing.get_context("fork"), _free_port()
+    made: list[Any] = [
+        context.Process(
+            target=_in_process,
+            args=(work, folder, moment, rank, processes, port, log if rank == 0 else None, options),
+        )
+        for rank in range(processes)
+    ]
+    for process in made:
+        process.start()
+    ends = time.monotonic() + (120 if after is None else after)
+    while any(process.is_alive() for process in made):
+        crashed = any(process.exitcode not in (None, 0) for process in made)
+        if time.monotonic() > ends or crashed:
+            # A launcher tells the others to stop; those that cannot are killed after its grace time.
+            grace = 0.0 if any((process.exitcode or 0) < 0 for process in made) or after else 5.0
+            for process in made:
+                process.join(grace)
+                process.kill()
+        time.sleep(0.01)
+    for process in made:
+        process.join()
+    assert after is not None or time.monotonic() < ends, "the training hangs"
+    return [int(process.exitcode) for process in made]
+
+
+def losses(folder: Path) -> list[dict[str, Any]]:
+    """Every logged row of a finished run, without what depends on the clock."""
+    state = json.loads((folder / "finished.json").read_text())
+    clock = ("runtime", "per_second")
+    rows = [
+        {name: value for name, value in row.items() if not any(word in name for word in clock)}
+        for row in state["log_history"]
+    ]
+    return [row for row in rows if "loss" in row or "eval_loss" in row]
+
+
+@contextlib.contextmanager
+def _silent(path: Path) -> Iterator[None]:
+    with path.open("a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        with contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+            yield
+
+
+def _in_process(
+    work: Callable[..., None],
+    folder: Path,
+    moment: Moment | None,
+    rank: int,
+    processes: int,
+    port: int,
+    log: Path | None,
+    options: dict[str, Any],
+) -> None:
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()  # of the process that was forked
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if processes > 1:
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}
+        place |= {"LOCAL_WORLD_SIZE": processes, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in place.items()})
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    status = 1
+    os.setpgrp()
+    gc.freeze()  # collecting what the tests have imported would copy all of its memory
+    with _silent(folder.parent / f"{folder.name}-{rank}.out"):
+        here = moment if moment is not None and moment.rank == rank else None
+        if log is not None or (here is not None and here.operation is not None):
+            count_operations(folder, here, log)
+        try:
+            work(folder, moment, **options)
+            status = 0
+        except PosencError as error:
+            sys.stdout.write(f"ERROR {error}\n")
+            status = REFUSED
+        except SystemExit as error:
+            status = int(error.code or 0)
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        sys.stdout.flush()
+        os._exit(status)
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])

@@ -1,0 +1,75 @@
+"""Every tensor that a forward makes, watched, so that estimates of memory can be held against it."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_posenc.evaluation.scoring.estimate import Cost
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from hf_posenc.evaluation.scoring.shape import Attention, read_shape
+from tests.support import zoo
+
+_DispatchMode: Any = TorchDispatchMode
+
+
+class LiveBytes(_DispatchMode):  # type: ignore[misc]
+    """The most bytes that the tensors made under it had at once; exact and the same in every run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        tensors = [*model.parameters(), *model.buffers()]
+        self.known = {tensor.untyped_storage()._cdata for tensor in tensors}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with self:  # operations that are made of others: what the others make counts too
+            output = func.decompose(*args, **(kwargs or {}))
+        if output is NotImplemented:
+            output = func(*args, **(kwargs or {}))
+        for value in output if isinstance(output, tuple | list) else (output,):
+            if isinstance(value, Tensor):
+                self.made(value.untyped_storage())
+        return output
+
+    def made(self, storage: Any) -> None:
+        if storage._cdata not in self.known:
+            self.known.add(storage._cdata)
+            self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self.freed, storage._cdata, storage.nbytes())
+
+    def freed(self, key: int, size: int) -> None:
+        self.known.discard(key)
+        self.now -= size
+
+
+def measured(model: Any, length: int, *, chunk: int, prefill: int | None = None) -> int:
+    scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=chunk)
+    assert scorer.replays
+    scorer.prefill = prefill
+    live: Any = LiveBytes(model)
+    with live:
+        scorer(zoo.tokens(length)[0])
+    return int(live.peak)
+
+
+def build(model_type: str, **sizes: Any) -> Any:
+    """A tiny model with an MLP as wide as large models have it."""
+    return zoo.build(
+        model_type, **{"intermediate_size": 208, "max_position_embeddings": 2048, **sizes}
+    )
+
+
+def within(cost: Cost, peak: int, most: float = 1.25) -> bool:
+    """Whether an estimate is right, and rather too high than too low."""
+    ratio = cost.beside_weights / peak
+    assert 0.9 < ratio < most, f"{ratio:.3f}: {cost} for {peak:,} bytes"
+    return True
+
+
+def attentions(model: nn.Module) -> list[Attention]:
+    return [found for layer in read_shape(model).layers if (found := layer.attention) is not None]

@@ -1,0 +1,87 @@
+"""Tiny models and documents for the tests of sweep and search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
+from hf_posenc.evaluation.tuning.board import Loss
+from hf_posenc.evaluation.tuning.meter import Meter, TailSettings
+from hf_posenc.evaluation.tuning.sweep import SweepResult
+from hf_posenc.evaluation.tuning.trials import Trial
+from tests.support import zoo
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+
+SETTINGS = TailSettings(64, 160, resamples=500)
+ABOUT: dict[str, Any] = {
+    "model": {"name": "tiny"},
+    "source": {"kind": "test"},
+    "environment": {},
+    "command": "test",
+}
+
+
+def tiny(seed: int = 0) -> Any:
+    """A random Llama of 64 trained positions."""
+    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+
+
+def texts(count: int) -> list[TokenizedDocument]:
+    """Documents of different lengths, all longer than the target."""
+    words = byte_tokenizer()
+    return [tokenize(Document(f"d{n}", prose(170 + 13 * n, n)), words) for n in range(count)]
+
+
+def meter_of(model: Any, count: int, settings: TailSettings = SETTINGS, **more: Any) -> Meter:
+    """A meter over so many documents."""
+    return Meter(model, texts(count), settings.protocol, **more)
+
+
+def reference(model: Any, document: TokenizedDocument, length: int, tail: int) -> float:
+    """Nats of the last tokens of a document, from one plain forward over the tokens that end it, in float64."""
+    ids = document.ids[-length:].unsqueeze(0)
+    with torch.no_grad():
+        logs = model(input_ids=ids, use_cache=False).logits[0].double().log_softmax(-1)
+    targets = ids[0, length - tail :]
+    return -float(logs[length - tail - 1 : -1].gather(1, targets[:, None]).sum())
+
+
+def planted(
+    losses: Mapping[str, Sequence[float]],
+    short: Mapping[str, Sequence[float]] | None = None,
+    *,
+    first_documents: int = 2,
+    **settings: Any,
+) -> SweepResult:
+    """A sweep whose mean losses are given: by method, one number per document; NaN stands for a failure.
+
+    `none` is the first; names that begin with `control` are controls too.
+    """
+    chosen = TailSettings(64, 160, resamples=2000, **settings)
+    made: dict[tuple[str, int, int], Loss] = {}
+    for label, numbers in losses.items():
+        for document, value in enumerate(numbers):
+            made[label, 160, document] = _loss(value)
+            made[label, 64, document] = _loss(
+                (short or {}).get(label, [1.0] * len(numbers))[document]
+            )
+    trials = [
+        Trial(label, label, None if label == "none" else label, None, _control(label), None)
+        for label in losses
+    ]
+    count = len(losses["none"])
+    documents: list[dict[str, Any]] = [{"name": f"d{index}"} for index in range(count)]
+    return SweepResult(ABOUT, chosen, first_documents, trials, documents, [], made)
+
+
+def _control(label: str) -> bool:
+    return label == "none" or label.startswith("control")
+
+
+def _loss(value: float) -> Loss:
+    if value != value:
+        return Loss(value, 0, "out of memory")
+    return Loss(32 * value, 32)

@@ -1,0 +1,264 @@
+"""A tiny random model of every rotary architecture that the installed transformers knows.
+
+Nothing here is a list of architectures: the types come from transformers' own registry, a type's modelling source says
+whether it rotates, and its configuration class says which sizes there are to shrink. Only what no rule predicts is in
+``_QUIRKS`` (``tests/support/zoo_sizes.py``), keyed by model type, each with its reason.
+
+Every model has 4 layers, hidden size 64, 4 heads of size 16, a vocabulary of 128 and 64 trained positions, in float32,
+in eval mode, and weights of standard deviation 0.2: large enough that attention is far from uniform, so that a wrong
+position changes the logits by much more than rounding does.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a tiny model needs nothing from anywhere
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+from hf_posenc import available_methods, get_method
+from hf_posenc.methods import RopeScaling
+from tests.support.zoo_registry import (
+    NOT_BUILT,
+    TABLE_TYPES,
+    causal_lm_types,
+    composite_types,
+    config_class_of,
+    decoder_types,
+    modelling_module,
+    multimodal_types,
+    quiet,
+    text_tower_types,
+)
+from tests.support.zoo_sizes import ORIGINAL_LENGTH, shrunken
+
+__all__ = [
+    "NOT_BUILT",
+    "NOT_TEXT_MODULE",
+    "ORIGINAL_LENGTH",
+    "REPRESENTATIVE",
+    "TABLE_TYPES",
+    "build",
+    "composite_types",
+    "decoder_types",
+    "frequency_methods",
+    "from_config",
+    "is_plain",
+    "length_of",
+    "load",
+    "logits",
+    "longest",
+    "relative_difference",
+    "rope_configs",
+    "text_tower_types",
+    "tiny_config",
+    "tokens",
+    "twin",
+]
+
+_REPRESENTATIVE = (
+    "llama",  # half-split
+    "cohere",  # interleaved
+    "glm",  # interleaved, half of the head
+    "gpt_neox",  # half-split, a quarter of the head
+    "gptj",  # a table of sines and cosines in every layer instead of frequencies
+    "roformer",  # the same as one embedding
+    "falcon",  # attention outside the common interface
+    "phi3",  # its own original_max_position_embeddings
+    "phimoe",  # a forward that ignores its buffer
+    "gpt_oss",  # comes with YaRN; attention sinks
+    "apertus",  # comes with llama3
+    "ministral3",  # comes with YaRN; scales queries by position
+    "gemma3",  # one table per layer type, inside a vision-language model
+    "gemma3_text",
+    "olmo3",  # one table per layer type
+    "gemma4_text",  # a proportional table, and another head size in full layers
+    "lfm2",  # hybrid
+    "recurrent_gemma",  # a rotary in some layers, no length in the config
+    "moshi",  # a rotary in every layer
+    "deepseek_v2",  # latent attention, complex numbers
+    "deepseek_v3",  # latent attention, real numbers
+    "llama4_text",  # complex numbers, and layers without positions
+    "qwen2_5_vl_text",  # three axes of positions
+    "ernie4_5_vl_moe_text",  # three axes, frequencies in another order
+    "mistral_large4_text",  # learned scaling of the frequencies; sparse attention
+)
+REPRESENTATIVE = tuple(t for t in _REPRESENTATIVE if t in {*decoder_types(), *text_tower_types()})
+"""A type for every way in which the architectures differ, and little more."""
+
+
+def _model_class(config: PretrainedConfig) -> type[Any]:
+    """The class for a configuration outside the causal LM registry: with a head if there is one."""
+    names: dict[str, str] = dict(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    names |= multimodal_types()
+    if config.model_type in names:
+        named: type[Any] = getattr(transformers, names[config.model_type])
+        return named
+    module = importlib.import_module(modelling_module(type(config)))
+    own = [
+        value
+        for name, value in vars(module).items()
+        if inspect.isclass(value)
+        and issubclass(value, PreTrainedModel)
+        and value.__module__ == module.__name__
+        and getattr(value, "config_class", None) is type(config)
+        and not name.endswith("PreTrainedModel")
+    ]
+    return next((c for c in own if c.__name__.endswith("ForCausalLM")), own[-1])
+
+
+def _ready(model: Any) -> PreTrainedModel:
+    """In float32 and eval mode, with noise on the vectors: biases and norms start as zeros and ones,
+    which hides a wrong order of norm and rotation, and may switch a part of the model off."""
+    module = model.float().eval()
+    assert isinstance(module, PreTrainedModel)
+    for name, value in module.state_dict().items():
+        if value.dim() == 1 and value.is_floating_point() and "inv_freq" not in name:
+            value.add_(torch.randn(value.shape), alpha=0.1)
+    return module
+
+
+def tiny_config(model_type: str, **overrides: Any) -> PretrainedConfig:
+    """The shrunken configuration of ``model_type``; ``overrides`` replace fields of it."""
+    with quiet():
+        return shrunken(config_class_of(model_type), **overrides)
+
+
+def from_config(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A seeded random float32 model in eval mode, of the class that ``config`` belongs to."""
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if config.model_type in causal_lm_types():
+            auto: Any = AutoModelForCausalLM
+            return _ready(auto.from_config(config, dtype=torch.float32))
+        return _ready(_model_class(config)(config))
+
+
+def build(model_type: str, **overrides: Any) -> PreTrainedModel:
+    """Build the tiny model of ``model_type``; ``overrides`` replace fields of its configuration."""
+    return from_config(tiny_config(model_type, **overrides))
+
+
+_NOT_TEXT = re.compile("vision|audio|codec|vq_|protein|perceiver|depth")
+
+
+def rope_configs(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
+    """The parts of ``config`` that describe rotary text layers: one, but in models made of several (BLT)."""
+    if getattr(config, "rope_parameters", None):
+        yield config
+    for name, part in vars(config).items():
+        if isinstance(part, PretrainedConfig) and not _NOT_TEXT.match(name):
+            yield from rope_configs(part)
+
+
+def twin(
+    model: PreTrainedModel,
+    edit: Callable[[PretrainedConfig], None] = lambda config: None,
+    share_config: bool = False,
+) -> PreTrainedModel:
+    """A second model with the same weights, built from a copy of the configuration.
+
+    ``edit`` receives each of the copy's ``rope_configs``, or the copy itself where RoPE has no configuration.
+    Nothing is shared with ``model``, unless ``share_config``: then both hold the same configuration object.
+    """
+    config = model.config if share_config else copy.deepcopy(model.config)
+    for part in list(rope_configs(config)) or [config]:
+        edit(part)
+    with quiet():
+        other = _ready(type(model)(config))
+    weights, fitting = other.state_dict(), copy.deepcopy(model.state_dict())
+    for name in weights:  # all but a table of positions that the edit has made longer
+        if weights[name].shape == fitting[name].shape:
+            weights[name] = fitting[name]
+    other.load_state_dict(weights)
+    return other
+
+
+def load(model_class: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
+    """``model_class.from_pretrained``, quietly."""
+    with quiet():
+        loaded: Any = model_class.from_pretrained(folder)
+    loaded.eval()
+    assert isinstance(loaded, PreTrainedModel)
+    return loaded
+
+
+def frequency_methods() -> tuple[str, ...]:
+    """The methods that change rotary frequencies; the others compute attention themselves."""
+    return tuple(n for n in available_methods() if issubclass(get_method(n), RopeScaling))
+
+
+def length_of(config: PretrainedConfig) -> int | None:
+    """The trained length that the text configuration names, if any."""
+    text: Any = next(rope_configs(config), config)
+    names = ("max_position_embeddings", "n_positions")
+    return next((value for n in names if (value := getattr(text, n, None))), None)
+
+
+def longest(model: PreTrainedModel) -> int:
+    """How many tokens the unpatched model takes: few where it looks positions up in a table."""
+    return ORIGINAL_LENGTH if model.config.model_type in TABLE_TYPES else 1 << 20
+
+
+def is_plain(model: PreTrainedModel) -> bool:
+    """Whether the model comes with ordinary, unscaled RoPE."""
+    ropes = [part.rope_parameters for part in rope_configs(model.config)]
+    entries = [e for rope in ropes for e in (rope, *rope.values()) if isinstance(e, Mapping)]
+    return all(e.get("rope_type", "default") in ("default", "proportional") for e in entries)
+
+
+NOT_TEXT_MODULE = re.compile("vis|audio|codec|vq|protein|perceiver")
+"""Matches the paths of modules outside the text decoder."""
+
+
+def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
+    """Random ordinary token ids of shape ``(batch, length)``."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 100, (batch, length), generator=generator)
+
+
+def _required_inputs(config: Any, input_ids: Tensor) -> dict[str, Tensor]:
+    """What a forward on text takes: the tokens, and what three families insist on beside them."""
+    batch, length = input_ids.shape
+    if config.model_type == "idefics":  # an image: one that no token looks at
+        image = torch.zeros(batch, 1, 5, 64)
+        seen = torch.zeros(batch, length, 1)
+        return {
+            "input_ids": input_ids,
+            "image_encoder_embeddings": image,
+            "image_attention_mask": seen,
+        }
+    if config.model_type == "kyutai_speech_to_text":  # a token of text and of every codebook
+        return {"input_ids": input_ids[..., None].expand(-1, -1, config.num_codebooks + 1)}
+    if config.model_type == "voxtral_realtime_text":  # the delay of the transcription
+        return {"input_ids": input_ids, "t_cond": torch.ones(1, 64)}
+    return {"input_ids": input_ids}
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Tensor:
+    """Logits of ``model`` in float64, or its last hidden state if it has no head. No cache."""
+    kwargs = _required_inputs(model.config, input_ids) | kwargs
+    with quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # DiffusionGemma starts from noise
+        out = model(use_cache=False, **kwargs)
+    values = getattr(out, "logits", None)
+    final: Tensor = out.last_hidden_state if values is None else values
+    return final.double()
+
+
+def relative_difference(a: Tensor, b: Tensor) -> float:
+    """``max |a - b| / max |b|``."""
+    return ((a - b).abs().max() / b.abs().max()).item()

@@ -1,0 +1,275 @@
+"""The collator: what a batch holds, and that drawn positions follow the papers' distributions."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import pickle
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import TrainerState
+
+from hf_posenc.errors import PosencError
+from hf_posenc.training.batches.collator import POSITIONS, PositionCollator
+from hf_posenc.training.batches.positions import DRAWS, Draw, cream, pose, randomized
+
+DRAWN = tuple(DRAWS)
+
+
+def example(length: int, seed: int = 0) -> dict[str, Any]:
+    return {"input_ids": np.random.default_rng(seed).integers(1, 1000, length)}
+
+
+def examples(count: int, length: int = 16) -> list[dict[str, Any]]:
+    return [example(length, seed) for seed in range(count)]
+
+
+def collator(positions: str, **options: Any) -> PositionCollator:
+    target = {"target_length": 64} if positions in DRAWS else {}
+    return PositionCollator(positions, **{**target, **options})
+
+
+# What a batch holds
+
+
+def test_contiguous_batches_need_nothing_but_tokens() -> None:
+    rows = examples(3)
+    batch = collator("contiguous")(rows)
+    assert set(batch) == {"input_ids", "labels"}
+    assert batch["input_ids"].tolist() == [row["input_ids"].tolist() for row in rows]
+    assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+    assert torch.equal(batch["labels"][:, 1:], batch["input_ids"][:, 1:])
+    # So that the labels count what is predicted.
+    assert batch["labels"][:, 0].tolist() == [-100] * 3
+
+
+def test_shorter_examples_are_masked_behind_their_end() -> None:
+    batch = collator("contiguous", pad_token_id=7)([example(5), example(3)])
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]
+    assert batch["input_ids"][1, 3:].tolist() == [7, 7]
+    assert batch["labels"][1, 3:].tolist() == [-100, -100]
+
+
+def test_packed_batches_restart_positions_and_have_no_mask_and_no_cache() -> None:
+    rows = [
+        {**example(7), "document_lengths": [3, 4]},
+        {**example(5, seed=1), "document_lengths": np.array([5])},
+    ]
+    batch = collator("packed")(rows)
+    assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache"}
+    assert batch["use_cache"] is False
+    # what is padded is one more document, which nobody learns from
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 0]]
+    ignored = (batch["labels"] == -100).tolist()
+    assert ignored == [[p in (0, 3) for p in range(7)], [p in (0, 5, 6) for p in range(7)]]
+
+
+def test_packed_batches_may_be_one_row() -> None:
+    rows = [{**example(4), "document_lengths": [1, 3]}, {**example(4, 1), "document_lengths": [4]}]
+    plain, flat = collator("packed")(rows), collator("packed", flatten=True)(rows)
+    for name in ("input_ids", "labels", "position_ids"):
+        assert flat[name].shape == (1, 8)
+        assert flat[name].flatten().tolist() == plain[name].flatten().tolist()
+    assert flat["use_cache"] is False
+
+
+@pytest.mark.parametrize("positions", DRAWN)
+def test_drawn_batches_come_with_a_mask_of_ones(positions: str) -> None:
+    batch = collator(positions)([example(16), example(9, seed=1)])
+    assert set(batch) == {"input_ids", "labels", "position_ids", "attention_mask"}
+    assert batch["attention_mask"].sum(-1).tolist() == [16, 9]
+    for row, length in zip(batch["position_ids"], (16, 9), strict=True):
+        assert bool((row[:length].diff() >= 1).all())
+        assert int(row[0]) >= 0
+        assert int(row[length - 1]) < 64
+
+
+def test_the_input_is_left_alone() -> None:
+    row = {**example(6), "document_lengths": [2, 4]}
+    before = copy.deepcopy(row)
+    collator("packed")([row])
+    assert row["input_ids"].tolist() == before["input_ids"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PositionCollator("possé"), "Unknown way of giving positions.*'possé'.*pose"),
+        (lambda: PositionCollator("pose"), "give target_length, in tokens"),
+        (lambda: collator("cream")([example(65)]), "65 tokens, more than target_length=64"),
+        (lambda: collator("packed")([example(6)]), "remove_unused_columns=False"),
+        (
+            lambda: collator("packed")([{**example(6), "document_lengths": [2, 3]}]),
+            "sum to 5; the example has 6 tokens",
+        ),
+        (
+            lambda: collator("packed")([{**example(6), "document_lengths": [6, 0]}]),
+            "at least one token",
+        ),
+    ],
+)
+def test_errors(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(PosencError, match=message):
+        make()
+
+
+# The draws, against the papers: references that enumerate every outcome with its probability
+
+
+def pose_outcomes(n: int, target: int) -> dict[tuple[int, ...], float]:
+    """PoSE, section 3.2, two chunks: l_0 in 1 .. ceil(n/2), u_1 in 0 .. L - n, both uniform."""
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    firsts, skips = range(1, math.ceil(n / 2) + 1), range(target - n + 1)
+    for first, skip in itertools.product(firsts, skips):
+        row = (*range(first), *(i + skip for i in range(first, n)))
+        found[row] += 1 / len(firsts) / len(skips)
+    return found
+
+
+def random_outcomes(n: int, target: int) -> dict[tuple[int, ...], float]:
+    """Randomized positions, section 3: every subset of n, in order."""
+    rows = list(itertools.combinations(range(target), n))
+    return dict.fromkeys(rows, 1 / len(rows))
+
+
+def cream_outcomes(n: int, target: int) -> dict[tuple[int, ...], float]:
+    """CREAM as its authors' train.py has it: numpy's interpolation in the Gaussian's table, both kinds of edges."""
+    factor = target // n
+    x = np.linspace(2, factor * 2, 1000)
+    cdf = np.array([0.5 * (1 + math.erf((v - (1 + factor)) / (3.0 * math.sqrt(2)))) for v in x])
+    grid = (np.arange(200_000) + 0.5) / 200_000  # their np.random.rand()
+    alphas = Counter(np.interp(grid, cdf, x).astype(int).tolist())
+    found: dict[tuple[int, ...], float] = defaultdict(float)
+    for edge in (n // 3, 4 * factor):
+        middle = n - 2 * edge
+        for alpha, times in alphas.items():
+            low = int(edge + (middle - 1) * (alpha / 2))
+            high = int(alpha / 2 * n) - edge - 1
+            for end in range(low, high + 1):
+                head, tail = range(edge), range(factor * n - edge, factor * n)
+                row = (*head, *range(end - middle + 1, end + 1), *tail)
+                found[row] += 0.5 * times / 200_000 / (high - low + 1)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("draw", "outcomes", "n", "target"),
+    [
+        (pose, pose_outcomes, 5, 9),
+        (pose, pose_outcomes, 6, 6),
+        (randomized, random_outcomes, 3, 6),
+        (cream, cream_outcomes, 24, 48),  # both edges are 8
+        (cream, cream_outcomes, 72, 144),  # 24 and 8
+        (cream, cream_outcomes, 39, 117),  # 13 and 12, and halves
+    ],
+)
+def test_draws_have_the_probabilities_of_the_paper(
+    draw: Draw, outcomes: Callable[[int, int], dict[tuple[int, ...], float]], n: int, target: int
+) -> None:
+    expected, times = outcomes(n, target), 20_000
+    assert sum(expected.values()) == pytest.approx(1)
+    random = np.random.default_rng(0)
+    found = Counter(tuple(draw(n, target, random).tolist()) for _ in range(times))
+    assert set(found) <= set(expected)
+    common = [row for row, share in expected.items() if share * times >= 5]
+    chi = sum((found[r] - expected[r] * times) ** 2 / (expected[r] * times) for r in common)
+    freedom = len(common) - 1
+    assert chi < freedom + 4 * math.sqrt(2 * max(freedom, 1))  # mean and deviation of chi squared
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWN)
+@pytest.mark.parametrize(("n", "target"), [(1, 1), (1, 9), (2, 8), (7, 7), (64, 1000), (100, 250)])
+def test_any_lengths_give_rising_positions_within_the_long_context(
+    draw: Draw, n: int, target: int
+) -> None:
+    for seed in range(200):
+        row = draw(n, target, np.random.default_rng(seed))
+        assert row.shape == (n,)
+        assert row.dtype == np.int64
+        assert (np.diff(row) >= 1).all()
+        assert row[0] >= 0
+        assert row[-1] < target
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWN)
+def test_together_the_draws_reach_every_position_of_the_long_context(draw: Draw) -> None:
+    reached = {
+        p for seed in range(3000) for p in draw(24, 96, np.random.default_rng(seed)).tolist()
+    }
+    assert reached == set(range(96))
+
+
+# What a draw depends on
+
+
+def drawn(made: PositionCollator, rows: Iterable[dict[str, Any]]) -> list[list[int]]:
+    found: list[list[int]] = made(list(rows))["position_ids"].tolist()
+    return found
+
+
+@pytest.mark.parametrize("positions", DRAWN)
+def test_epochs_and_seeds_differ_and_come_again(positions: str) -> None:
+    rows, made = examples(4), collator(positions)
+    first = drawn(made, rows)
+    made.set_epoch(1)
+    second = drawn(made, rows)
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    made.set_epoch(0)
+    assert drawn(made, rows) == first
+    assert drawn(collator(positions, seed=1), rows) != first
+    assert len(set(map(tuple, first))) == 4  # examples differ too
+
+
+@pytest.mark.parametrize("positions", DRAWN)
+def test_a_draw_does_not_depend_on_the_rest_of_the_batch(positions: str) -> None:
+    rows, made = examples(6), collator(positions)
+    together = drawn(made, rows)
+    assert [drawn(made, [row])[0] for row in reversed(rows)] == together[::-1]
+    as_lists = [{"input_ids": row["input_ids"].tolist()} for row in rows]
+    assert drawn(made, as_lists) == together
+
+
+@pytest.mark.parametrize("context", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_that_live_on_learn_of_the_epoch(context: str | None) -> None:
+    rows, made = examples(8), collator("pose")
+    loader: Any = DataLoader(
+        rows,  # type: ignore[arg-type]
+        batch_size=2,
+        num_workers=2 if context else 0,
+        persistent_workers=bool(context),
+        collate_fn=made,
+        multiprocessing_context=context,
+    )
+    for epoch in range(2):
+        made.set_epoch(epoch)
+        seen = [row for batch in loader for row in batch["position_ids"].tolist()]
+        alone = collator("pose")
+        alone.set_epoch(epoch)
+        assert seen == drawn(alone, rows)
+
+
+def test_a_pickled_or_copied_collator_draws_the_same() -> None:
+    made = collator("cream", seed=5)
+    made.set_epoch(3)
+    for other in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert drawn(other, examples(3)) == drawn(made, examples(3))
+
+
+@pytest.mark.parametrize(("at", "epoch"), [(None, 0), (0.0, 0), (0.97, 0), (1.0, 1), (2.5, 2)])
+def test_the_trainer_tells_the_epoch(at: float | None, epoch: int) -> None:
+    made: Any = collator("pose")
+    state: Any = TrainerState()
+    state.epoch = at
+    made.on_epoch_begin(None, state, None)
+    assert made.epoch == epoch
+
+
+def test_every_way_is_covered_here() -> None:
+    assert {*POSITIONS} == {"contiguous", "packed", *DRAWN}

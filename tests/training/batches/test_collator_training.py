@@ -1,0 +1,156 @@
+"""The collator in the Trainer and in accelerate's dataloaders: the same batches however a run is split up."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+from hf_posenc.training.batches.collator import PositionCollator
+from tests.support.zoo_registry import quiet
+
+datasets = pytest.importorskip("datasets")
+
+EXAMPLES, LENGTH, TARGET = 12, 8, 64
+EPOCHS, BATCH = 2, 2
+STEPS = EXAMPLES // BATCH
+
+Batch = list[tuple[list[int], list[int]]]
+"""Tokens and positions of its rows."""
+
+
+def data() -> Any:
+    rows = np.random.default_rng(0).integers(1, 32, (EXAMPLES, LENGTH))
+    return datasets.Dataset.from_dict({"input_ids": rows.tolist()}).with_format("numpy")
+
+
+def collator() -> PositionCollator:
+    return PositionCollator("pose", target_length=TARGET, seed=3)
+
+
+def tiny() -> LlamaForCausalLM:
+    sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    with quiet():
+        return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
+
+
+def rows_of(batch: Any) -> Batch:
+    rows = batch["input_ids"].tolist(), batch["position_ids"].tolist()
+    return list(zip(*rows, strict=True))
+
+
+def trained(folder: Path, resume: Path | None = None, **options: Any) -> list[Batch]:
+    """What the model was given, step by step."""
+    arguments: Any = {
+        "output_dir": str(folder),
+        "per_device_train_batch_size": BATCH,
+        "num_train_epochs": EPOCHS,
+        "save_steps": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    model, made, seen = tiny(), collator(), list[Batch]()
+
+    def look(module: Any, args: Any, kwargs: Any) -> None:
+        seen.append(rows_of(kwargs))
+
+    model.register_forward_pre_hook(look, with_kwargs=True)
+    trainer = Trainer(
+        model,
+        TrainingArguments(**{**arguments, **options}),
+        data_collator=made,
+        train_dataset=data(),
+        callbacks=[made],
+    )
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return seen
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Batch]]:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    return folder, trained(folder)
+
+
+def test_epochs_give_an_example_other_positions(whole: tuple[Path, list[Batch]]) -> None:
+    seen = whole[1]
+    assert len(seen) == EPOCHS * STEPS
+    epochs = [
+        {tuple(ids): positions for batch in part for ids, positions in batch}
+        for part in (seen[:STEPS], seen[STEPS:])
+    ]
+    assert len(epochs[0]) == EXAMPLES
+    assert epochs[0].keys() == epochs[1].keys()
+    assert all(epochs[0][ids] != epochs[1][ids] for ids in epochs[0])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("step", [2, STEPS, STEPS + 2])
+def test_a_resumed_run_sees_what_it_would_have_seen(
+    whole: tuple[Path, list[Batch]], tmp_path: Path, step: int, workers: int
+) -> None:
+    """Within the first epoch, between epochs, within the second."""
+    folder, seen = whole
+    options: Any = {"dataloader_num_workers": workers}
+    if workers:
+        options["dataloader_persistent_workers"] = True
+    again = trained(tmp_path, folder / f"checkpoint-{step}", **options)
+    assert again == seen[step:]
+
+
+def test_workers_and_accumulation_change_nothing(
+    whole: tuple[Path, list[Batch]], tmp_path: Path
+) -> None:
+    workers: Any = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+    assert trained(tmp_path, gradient_accumulation_steps=2, **workers) == whole[1]
+
+
+@pytest.mark.parametrize("skipped", [0, 2])
+def test_two_processes_share_the_batches_of_one(skipped: int) -> None:
+    """By accelerate's own sharding, with and without batches that a resumed run skips."""
+    from accelerate.data_loader import prepare_data_loader, skip_first_batches
+
+    def batches(processes: int) -> list[Batch]:
+        shards = []
+        for index in range(processes):
+            made = collator()
+            loader: Any = DataLoader(data(), BATCH * 2 // processes, collate_fn=made)
+            loader = prepare_data_loader(
+                loader, num_processes=processes, process_index=index, put_on_device=False
+            )
+            made.set_epoch(1)
+            loader = skip_first_batches(loader, skipped)
+            shards.append([rows_of(batch) for batch in loader])
+        return [
+            [row for part in step for row in part]  # what all processes see in a step
+            for step in zip(*shards, strict=True)
+        ]
+
+    alone = batches(1)
+    assert len(alone) == EXAMPLES // (BATCH * 2) - skipped
+    assert batches(2) == alone
+
+
+def _in_one_of_two(folder: str) -> None:
+    rank = torch.distributed.get_rank()
+    seen = trained(Path(folder), per_device_train_batch_size=BATCH // 2)
+    (Path(folder) / f"seen-{rank}.json").write_text(json.dumps(seen))
+
+
+@pytest.mark.slow
+def test_two_trainers_see_what_one_sees(whole: tuple[Path, list[Batch]], tmp_path: Path) -> None:
+    from accelerate import debug_launcher
+
+    debug_launcher(_in_one_of_two, (str(tmp_path),), num_processes=2)
+    shards = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
+    together = [[tuple(row) for part in step for row in part] for step in zip(*shards, strict=True)]
+    assert together == whole[1]

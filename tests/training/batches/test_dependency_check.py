@@ -1,0 +1,245 @@
+"""The check before training: it passes what reads its batches as they are meant, and refuses the rest."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_flash_attention_utils import (
+    _is_packed_sequence,
+    prepare_fa_kwargs_from_position_ids,
+)
+
+from hf_posenc.errors import PosencError
+from hf_posenc.training.batches.collator import POSITIONS, PositionCollator
+from hf_posenc.training.batches.dependencies import check_dependencies, dependencies
+from hf_posenc.training.batches.positions import DRAWS
+from hf_posenc.training.preparation import needs_one_row
+from tests.support import zoo
+from tests.support.attention_llama import CASES
+from tests.support.dependency_cases import (
+    FREQUENCIES,
+    TARGET,
+    batch_of,
+    by_change,
+    expected,
+    patched,
+    tiny,
+    words_of,
+)
+from tests.support.zoo_registry import quiet
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*starts untrained"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
+]
+
+
+@pytest.fixture(params=POSITIONS)
+def positions(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "phimoe", "deepseek_v3"])
+def test_the_check_passes_what_works(model_type: str, positions: str) -> None:
+    check_dependencies(tiny(model_type, "sdpa"), PositionCollator(positions, target_length=TARGET))
+
+
+@pytest.mark.parametrize("name", [*FREQUENCIES, *CASES])
+def test_the_check_passes_patched_models(name: str) -> None:
+    model = patched(name)
+    check_dependencies(model, PositionCollator("packed"))
+    if name != "nope":  # see below
+        check_dependencies(model, PositionCollator("pose", target_length=TARGET))
+
+
+def test_the_check_passes_a_peft_model(positions: str) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens"])
+    model = peft.get_peft_model(patched("yarn"), config)
+    check_dependencies(model, PositionCollator(positions, target_length=TARGET))
+
+
+def test_the_check_finds_the_dependencies_that_changes_find(positions: str) -> None:
+    model, batch = tiny("gemma3_text", "sdpa"), batch_of(positions)
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    assert torch.equal(dependencies(model, inputs), by_change(model, batch))
+
+
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "jamba", "falcon", "gpt_oss"])
+def test_packing_is_refused_where_documents_see_each_other(model_type: str) -> None:
+    """Layers with a state, and models that do not hand their positions on to the mask."""
+    model = zoo.build(model_type)
+    assert not torch.equal(by_change(model, batch_of("packed")), expected("packed"))
+    with pytest.raises(PosencError, match=r"packed documents see each other.*'contiguous'"):
+        check_dependencies(model, PositionCollator("packed"))
+    check_dependencies(model, PositionCollator("contiguous"))
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[[str, Any], PreTrainedModel]]:
+    """Makes models with an attention function that has no mask function beside it, so that it is given no mask."""
+    names = []
+
+    def model_with(name: str, function: Any) -> PreTrainedModel:
+        AttentionInterface.register(name, function)
+        names.append(name)
+        model = zoo.build("llama")
+        model.config._attn_implementation = name
+        return model
+
+    yield model_with
+    for name in names:
+        AttentionInterface._global_mapping.pop(name)
+
+
+def test_packing_is_refused_with_an_attention_function_without_a_mask(
+    registered: Callable[[str, Any], PreTrainedModel],
+) -> None:
+    model = registered("maskless", AttentionInterface()["sdpa"])
+    with pytest.raises(PosencError, match=r"\(maskless attention\).*see each other"):
+        check_dependencies(model, PositionCollator("packed"))
+
+
+def test_packing_with_flash_attention_needs_one_row(
+    registered: Callable[[str, Any], PreTrainedModel],
+) -> None:
+    """transformers' flash path reads documents from `position_ids` where the batch has one row, else not at all."""
+
+    def flash(
+        module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        positions = kwargs["position_ids"]
+        documents = None
+        if _is_packed_sequence(positions, query.shape[0]):
+            (ends, _), _ = prepare_fa_kwargs_from_position_ids(positions)
+            lengths = ends.diff()
+            number = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            documents = (number[:, None] == number[None, :]).tril()
+        sdpa = torch.nn.functional.scaled_dot_product_attention
+        found = sdpa(query, key, value, documents, is_causal=documents is None, enable_gqa=True)
+        return found.transpose(1, 2).contiguous(), None
+
+    model = registered("flash_test", flash)
+    flat, rows = batch_of("packed", flatten=True), batch_of("packed")
+    del flat["labels"], rows["labels"]
+    assert torch.equal(dependencies(model, rows), expected("contiguous"))  # the trap
+    assert torch.equal(
+        dependencies(model, flat)[0], torch.block_diag(*expected("packed").int()) > 0
+    )
+    with pytest.raises(PosencError, match=r"of one row only.*flatten=True"):
+        check_dependencies(model, PositionCollator("packed"))
+    check_dependencies(model, PositionCollator("packed", flatten=True))
+    check_dependencies(model, PositionCollator("random", target_length=TARGET))
+
+
+def test_an_attention_function_that_cannot_run_here_is_said_to_be_unchecked(
+    registered: Callable[[str, Any], PreTrainedModel],
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("only on another device")
+
+    with pytest.warns(UserWarning, match="Nobody has looked.*only on another device"):
+        check_dependencies(registered("elsewhere", refuse), PositionCollator("packed"))
+
+
+class Apart(PositionCollator):
+    """As a collator is that does not know of the trap."""
+
+    def __call__(self, examples: Any) -> dict[str, Any]:
+        batch = super().__call__(examples)
+        del batch["attention_mask"]
+        return batch
+
+
+@pytest.mark.parametrize("drawn", DRAWS)
+def test_drawn_positions_are_refused_where_parts_do_not_see_each_other(drawn: str) -> None:
+    with pytest.raises(PosencError, match=r"keeps the parts of a text apart.*'contiguous'"):
+        check_dependencies(tiny("llama", "sdpa"), Apart(drawn, target_length=TARGET))
+
+
+@pytest.mark.parametrize("drawn", DRAWS)
+@pytest.mark.parametrize("how", ["roformer", "nope"])
+def test_drawn_positions_are_refused_where_they_change_nothing(how: str, drawn: str) -> None:
+    model = patched("nope") if how == "nope" else zoo.build(how, is_decoder=True)
+    with pytest.raises(PosencError, match=r"does not read position_ids.*'contiguous'"):
+        check_dependencies(model, PositionCollator(drawn, target_length=TARGET))
+
+
+def test_a_model_without_positions_says_so() -> None:
+    with pytest.raises(PosencError, match=r"MptForCausalLM.*'contiguous'"):
+        check_dependencies(mpt(), PositionCollator("pose", target_length=TARGET))
+    check_dependencies(mpt(), PositionCollator("contiguous"))
+
+
+def mpt() -> PreTrainedModel:
+    from transformers import MptConfig, MptForCausalLM
+
+    with quiet():
+        return MptForCausalLM(MptConfig(d_model=32, n_heads=2, n_layers=1, vocab_size=64))
+
+
+def test_a_model_without_a_head_says_so() -> None:
+    body: Any = zoo.build("llama").get_submodule("model")
+    with pytest.raises(PosencError, match=r"LlamaModel.* no causal language model"):
+        check_dependencies(body, PositionCollator())
+
+
+def test_another_tokenizers_ids_are_refused() -> None:
+    model = tiny("llama", "sdpa")
+    words = words_of(model)
+    check_dependencies(model, PositionCollator(), largest=words - 1)
+    with pytest.raises(PosencError, match=f"gives token {words}, the model has {words}"):
+        check_dependencies(model, PositionCollator(), largest=words)
+
+
+def test_broken_weights_are_refused() -> None:
+    model = zoo.build("llama")
+    model.get_parameter("model.layers.0.mlp.up_proj.weight").data[0, 0] = torch.nan
+    with pytest.raises(PosencError, match=r"LlamaForCausalLM.*not finite"):
+        check_dependencies(model, PositionCollator())
+
+
+def test_the_check_leaves_the_model_as_it_was() -> None:
+    model = zoo.build("llama")
+    model.train()
+    model.get_submodule("model.layers.0").eval()
+    modes = [module.training for module in model.modules()]
+    before, state = zoo.logits(model, zoo.tokens(8)), torch.get_rng_state()
+    check_dependencies(model, PositionCollator("packed"))
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(zoo.logits(model, zoo.tokens(8)), before)
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+def test_weights_that_are_elsewhere_are_not_looked_at() -> None:
+    with torch.device("meta"):
+        model = zoo.build("llama")
+    with pytest.warns(UserWarning, match="Nobody has looked.*ZeRO-3"):
+        check_dependencies(model, PositionCollator("packed"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_dependencies(zoo.build("llama"), PositionCollator("packed"))
+
+
+@pytest.mark.parametrize(
+    ("attention", "wanted"),
+    [
+        ("flash_attention_2", True),
+        ("kernels-community/flash-attn", True),
+        ("sdpa", False),
+        (None, False),
+    ],
+)
+def test_packed_batches_are_of_one_row_for_flash_attention(attention: str, wanted: bool) -> None:
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
+    assert needs_one_row(model, "packed") == wanted
+    assert not needs_one_row(model, "pose")

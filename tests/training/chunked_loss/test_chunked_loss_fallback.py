@@ -1,0 +1,166 @@
+"""Models whose loss cannot be computed in chunks, or not in the usual way: found by the probe, trained as before."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import LlamaForCausalLM
+
+from hf_posenc.training.chunked_loss import loss as loss_probe
+from hf_posenc.training.chunked_loss.loss import chunk_loss
+from tests.support import zoo
+from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, texts, trained
+
+LARGE = {"vocab_size": 32_768, "hidden_size": 256, "num_hidden_layers": 1}
+
+
+_Llama: Any = LlamaForCausalLM
+
+
+class PositionBias(_Llama):  # type: ignore[misc]
+    """Its head depends on where a token stands, which a slice of hidden states does not tell."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        places = torch.arange(output.logits.shape[1], dtype=torch.float32)
+        output.logits = output.logits + places[:, None] * torch.linspace(
+            -1, 1, output.logits.shape[-1]
+        )
+        output.loss = (
+            None
+            if labels is None
+            else self.loss_function(output.logits, labels, self.config.vocab_size)
+        )
+        return output
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_head_that_chunks_change_keeps_its_plain_forward_and_says_so(
+    late: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = PositionBias(zoo.tiny_config("llama"))
+    expected = trained(model, **texts())
+    if late:
+        monkeypatch.setattr(loss_probe, "runs_here", lambda model: False)
+    with caplog.at_level(logging.WARNING):
+        handle = chunk_loss(model, CHUNK)
+        found = trained(model, **texts())
+    assert handle.exact is False
+    assert "PositionBias: its loss cannot be computed in chunks (another loss)" in caplog.text
+    assert_same(found, expected, 0)
+    assert "logits" in model(**texts())
+
+
+class Detached(_Llama):  # type: ignore[misc]
+    """Its loss is right in chunks and its gradient is not."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if output.logits.shape[1] < 9:
+            output.logits = output.logits.detach() + 0 * output.logits
+        output.loss = (
+            None
+            if labels is None
+            else self.loss_function(output.logits, labels, self.config.vocab_size)
+        )
+        return output
+
+
+def test_wrong_gradients_alone_are_found(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert chunk_loss(Detached(zoo.tiny_config("llama")), CHUNK).exact is False
+    assert "(other gradients)" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, LARGE), (torch.float64, {})])
+def test_rounding_is_no_difference(dtype: torch.dtype, options: dict[str, int], seed: int) -> None:
+    """Over a large vocabulary, and of a model in float64, whose loss is float32."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model: Any = LlamaForCausalLM(zoo.tiny_config("llama", **options))  # type: ignore[arg-type]
+        assert chunk_loss(model.to(dtype)).exact
+
+
+class OwnLoss(_Llama):  # type: ignore[misc]
+    """As remote code may be: the loss is computed in the forward, in a way of its own to count."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, **kwargs)
+        if labels is not None:
+            flat = output.logits[:, :-1].flatten(0, 1)
+            output.loss = F.cross_entropy(flat, labels[:, 1:].flatten())
+        return output
+
+
+def test_a_loss_inside_the_forward_is_chunked_too() -> None:
+    model: Any = OwnLoss(zoo.tiny_config("llama"))
+    expected = trained(model, **texts(), num_items_in_batch=3)
+    handle = chunk_loss(model, CHUNK)
+    assert handle.exact
+    assert_same(trained(model, **texts(), num_items_in_batch=3), expected)
+    assert "logits" not in model(**texts())
+
+
+class OwnCount(OwnLoss):
+    """It counts the tokens itself where it is told how many there are: a rule that nobody else can know."""
+
+    def forward(self, *args: Any, num_items_in_batch: int | None = None, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if num_items_in_batch is not None:
+            output.loss = output.loss / num_items_in_batch
+        return output
+
+
+def test_a_rule_of_its_own_for_the_number_of_tokens_is_found() -> None:
+    model: Any = OwnCount(zoo.tiny_config("llama"))
+    expected = trained(model, **texts(), num_items_in_batch=3)
+    assert chunk_loss(model, CHUNK).exact is False
+    assert_same(trained(model, **texts(), num_items_in_batch=3), expected, 0)
+
+
+class Flattened(nn.Linear):
+    def forward(self, hidden: Tensor) -> Tensor:
+        logits = F.linear(hidden.view(-1, hidden.shape[-1]), self.weight)
+        return logits.view(*hidden.shape[:-1], -1)
+
+
+def test_a_head_may_view_what_it_gets_in_another_shape() -> None:
+    model: Any = zoo.build("llama")
+    expected = trained(model, **texts())
+    weight = model.lm_head.weight
+    model.lm_head = Flattened(64, 128, bias=False)
+    model.lm_head.weight = weight
+    assert chunk_loss(model, CHUNK).exact
+    assert_same(trained(model, **texts()), expected)
+
+
+class NoHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner: Any = zoo.build("llama")
+        self.config = self.inner.config
+
+    def get_input_embeddings(self) -> Any:
+        return nn.Embedding(128, 8)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:
+        return self.inner(input_ids, labels=labels)
+
+
+def test_a_model_without_a_decoder_to_be_found_trains_as_it_did(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = NoHead()
+    given = texts()
+    expected = model(**given).loss
+    handle = chunk_loss(model, CHUNK)
+    with caplog.at_level(logging.WARNING):
+        assert model(**given).loss == expected
+    assert handle.exact is False
+    assert "calls no part that holds its embeddings" in caplog.text

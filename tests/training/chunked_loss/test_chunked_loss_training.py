@@ -1,0 +1,239 @@
+"""The loss in chunks inside what trains models: Trainer, a bare accelerate loop, peft, TRL; and in half precision."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from hf_posenc.training.chunked_loss import head as head_chunks
+from hf_posenc.training.chunked_loss.loss import chunk_loss
+from tests.support import zoo
+from tests.support.tiny_text import byte_tokenizer
+from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, both, texts, trained
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Texts with ever fewer labels, so that a mean of means is not the mean."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = zoo.tokens(40, seed=index)[0]
+        return {"input_ids": ids, "labels": ids.index_fill(0, torch.arange(4 * index), -100)}
+
+
+def history(folder: Path, *, chunked: bool, metrics: Any = None, **options: Any) -> list[float]:
+    """Losses, gradient norms and the loss of an evaluation of three steps of `Trainer`."""
+    model = zoo.build("llama", attention_dropout=0.1)
+    handle = chunk_loss(model, CHUNK) if chunked else None
+    settings: dict[str, Any] = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    arguments = TrainingArguments(str(folder), **settings | options)
+    trainer = Trainer(
+        model, arguments, train_dataset=Rows(), eval_dataset=Rows(), compute_metrics=metrics
+    )
+    trainer.train()
+    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert handle is None or handle.exact
+    evaluated = trainer.evaluate()["eval_loss"]
+    return [*(step["loss"] for step in steps), *(step["grad_norm"] for step in steps), evaluated]
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({}, 1e-6),
+        ({"gradient_accumulation_steps": 3, "average_tokens_across_devices": True}, 1e-6),
+        ({"gradient_accumulation_steps": 2, "gradient_checkpointing": True}, 1e-6),
+        # The weights' own rounding; Adam's first steps make it a matter of signs.
+        ({"gradient_accumulation_steps": 2, "bf16": True}, 1e-2),
+    ],
+)
+def test_trainer(options: dict[str, Any], tolerance: float, tmp_path: Path) -> None:
+    plain, chunked = (history(tmp_path, chunked=chunked, **options) for chunked in (False, True))
+    assert len(plain) == 7
+    assert plain[0] != plain[2]
+    torch.testing.assert_close(chunked, plain, rtol=tolerance, atol=0)
+
+
+@pytest.mark.slow
+def test_trainer_compiles_the_model(tmp_path: Path) -> None:
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    plain, chunked = (history(tmp_path, chunked=chunked, **options) for chunked in (False, True))
+    torch.testing.assert_close(chunked, plain, rtol=1e-6, atol=0)
+
+
+def test_metrics_of_trainer_get_no_logits(tmp_path: Path) -> None:
+    seen = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction)
+        return {}
+
+    history(tmp_path, chunked=True, metrics=metrics, max_steps=1)
+    assert seen[0].predictions == ()
+    assert seen[0].label_ids.shape == (8, 40)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_bare_loop_of_accelerate(precision: str) -> None:
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    losses = []
+    for chunked in (False, True):
+        accelerator = Accelerator(cpu=True, mixed_precision=precision)
+        model: Any = zoo.build("gemma2").train()
+        if chunked:
+            handle = chunk_loss(model, CHUNK)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-2)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(3):
+            loss = model(**texts()).loss
+            assert loss.dtype == torch.float32
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert losses[0] - losses[2] > 0.1
+    tolerance = 1e-6 if precision == "no" else 2e-3
+    torch.testing.assert_close(losses[3:], losses[:3], rtol=tolerance, atol=0)
+    handle.remove()
+    assert "logits" in model(**texts())
+
+
+def lora(model: nn.Module, **options: Any) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(init_lora_weights=False, **options)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return get_peft_model(model, config).train()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {
+            "target_modules": ["q_proj"],
+            "modules_to_save": ["embed_tokens", "norm"],
+            "lora_dropout": 0.1,
+        },
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    ],
+)
+def test_adapters_of_peft(options: dict[str, Any]) -> None:
+    expected = trained(lora(zoo.build("llama"), **options), **texts())
+    assert "base_model.model.model.layers.0.mlp.up_proj.weight" not in expected[1]
+    wrapped = lora(zoo.build("llama"), **options)
+    assert chunk_loss(wrapped, CHUNK).exact
+    assert_same(trained(wrapped, **texts()), expected)
+    model = zoo.build("llama")
+    assert chunk_loss(model, CHUNK).exact
+    assert_same(trained(lora(model, **options), **texts()), expected)
+
+
+def test_sfttrainer_of_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    utils = pytest.importorskip("trl.trainer.utils")
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this version of TRL reads the whole logits")
+    from datasets import Dataset
+
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token = "<s>"
+    losses = []
+    for chunked in (False, True):
+        model: Any = zoo.build("llama")
+        if chunked:
+            handle = chunk_loss(model, CHUNK)
+        arguments = trl.SFTConfig(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=2, logging_steps=1, report_to=[],
+            use_cpu=True, save_strategy="no", disable_tqdm=True, bf16=False,
+        )  # fmt: skip
+        rows = Dataset.from_list(
+            [{"input_ids": Rows()[index]["input_ids"].tolist()} for index in range(8)]
+        )
+        trainer = trl.SFTTrainer(model, arguments, train_dataset=rows, processing_class=tokenizer)
+        trainer.train()
+        losses += [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    torch.testing.assert_close(losses[2:], losses[:2], rtol=1e-6, atol=0)
+    assert losses[0] != losses[1]
+    assert handle.exact
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_of_half_precision_are_added_up_in_single(
+    autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model: Any = zoo.build("llama", vocab_size=512)
+    if not autocast:
+        model.bfloat16()
+    ids = zoo.tokens(1024)
+    context = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
+    with context, torch.no_grad():
+        hidden = model.model(ids).last_hidden_state.bfloat16().double()
+    weights = model.lm_head.weight.detach().bfloat16().double().requires_grad_()
+    nn.functional.cross_entropy((hidden @ weights.T)[0, :-1], ids[0, 1:]).backward()
+    exact = weights.grad
+    assert exact is not None
+
+    def error() -> float:
+        model.zero_grad()
+        with context:
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return float((model.lm_head.weight.grad.double() - exact).norm() / exact.norm())
+
+    plain = error()
+    assert plain < 3e-3
+    chunk_loss(model, 4)  # 256 chunks
+    assert error() < 1.2 * plain
+    monkeypatch.setattr(head_chunks, "SinglePrecisionSums", contextlib.nullcontext)
+    assert error() > 10 * plain
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dtype"),
+    [
+        ("llama", torch.bfloat16),
+        ("gemma2", torch.bfloat16),
+        ("mixtral", torch.bfloat16),
+        ("gemma2", torch.float64),
+    ],
+)
+def test_other_precisions(model_type: str, dtype: torch.dtype) -> None:
+    model: Any = zoo.build(model_type)
+    model.to(dtype)
+    expected = trained(model, **texts())
+    assert chunk_loss(model, CHUNK).exact
+    assert_same(trained(model, **texts()), expected, 0.05 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_frozen_heads_and_frozen_models() -> None:
+    model: Any = zoo.build("cohere")
+    model.requires_grad_(False)
+    model.model.layers[0].requires_grad_(True)
+    both(model, **texts())
+    model.requires_grad_(False)
+    expected = model(**texts()).loss
+    assert chunk_loss(model, CHUNK).exact
+    torch.testing.assert_close(model(**texts()).loss, expected)

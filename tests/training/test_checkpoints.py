@@ -1,0 +1,274 @@
+"""Checkpoints that are whole or not there; whose run a folder holds; where it continues."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+from hf_posenc.errors import PosencError
+from hf_posenc.training import folder as folder_module
+from hf_posenc.training.checkpoints import (
+    MANIFEST,
+    checkpoints,
+    clear_partial,
+    complete_checkpoints,
+    discard,
+    last_complete_checkpoint,
+    mark_complete,
+    rotate,
+)
+from hf_posenc.training.folder import (
+    SETTINGS,
+    TrainingFolder,
+    differences,
+    resume_point,
+    settings_of,
+)
+
+LR = {"arguments": {"learning_rate": 1e-3, "seed": 1}, "patch": {"method": "yarn"}}
+
+
+def make(folder: Path, step: int, *, complete: bool = True, age: float = 0.0) -> Path:
+    path = folder / f"checkpoint-{step}"
+    (path / "global_step").mkdir(parents=True)
+    (path / "model.safetensors").write_bytes(b"weights" * step)
+    (path / "trainer_state.json").write_text("{}")
+    shard = path / "global_step" / "shard_0.pt"  # DeepSpeed and FSDP have folders
+    shard.write_bytes(b"optimizer")
+    if complete:
+        mark_complete(path, processes=2)
+    os.utime(path, (time.time() - age, time.time() - age))
+    return path
+
+
+def test_the_newest_whole_one_is_chosen_by_step_and_the_partial_one_goes(tmp_path: Path) -> None:
+    whole = make(tmp_path, 10, age=500)
+    make(tmp_path, 9)  # touched later
+    partial = make(tmp_path, 12, complete=False)
+    (tmp_path / "checkpoint-final").mkdir()
+    assert last_complete_checkpoint(tmp_path) == whole
+    assert clear_partial(tmp_path) == [partial]
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-9", "checkpoint-10"]
+    assert (tmp_path / "checkpoint-final").exists()
+    assert last_complete_checkpoint(tmp_path / "nothing") is None
+
+
+def test_the_manifest_lists_every_file_and_is_written_last(tmp_path: Path) -> None:
+    path = make(tmp_path, 3)
+    found = json.loads((path / MANIFEST).read_text())
+    assert found["processes"] == 2
+    assert found["files"] == {
+        "global_step/shard_0.pt": 9,
+        "model.safetensors": 21,
+        "trainer_state.json": 2,
+    }
+
+
+def test_a_whole_one_that_lost_a_file_since_is_an_error_and_never_removed(tmp_path: Path) -> None:
+    make(tmp_path, 3)
+    path = make(tmp_path, 6)
+    (path / "global_step" / "shard_0.pt").unlink()
+    with pytest.raises(
+        PosencError, match=r"checkpoint-6 was complete, but .*shard_0.pt is missing"
+    ):
+        last_complete_checkpoint(tmp_path)
+    assert clear_partial(tmp_path) == []
+    (path / "global_step" / "shard_0.pt").write_bytes(b"x")
+    with pytest.raises(PosencError, match="has another size"):
+        last_complete_checkpoint(tmp_path)
+
+
+def test_a_torn_manifest_is_a_partial_checkpoint_and_a_newer_one_an_error(tmp_path: Path) -> None:
+    path = make(tmp_path, 3)
+    (path / MANIFEST).write_text('{"kind": "checkp')
+    assert complete_checkpoints(tmp_path) == []
+    (path / MANIFEST).write_text('{"format": 2}')
+    with pytest.raises(PosencError, match="format 2"):
+        clear_partial(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("limit", "best", "kept"),
+    [
+        (None, None, [2, 4, 6, 10]),
+        (0, None, [2, 4, 6, 10]),
+        (2, None, [6, 10]),
+        (1, None, [10]),
+        (1, 4, [4, 10]),
+        (2, 4, [4, 10]),
+        (3, 4, [4, 6, 10]),
+        (2, 99, [6, 10]),
+    ],
+)
+def test_rotation_goes_by_step_and_keeps_the_best(
+    tmp_path: Path, limit: int | None, best: int | None, kept: list[int]
+) -> None:
+    for step in (10, 6, 4, 2):  # the oldest is touched last
+        make(tmp_path, step, age=step)
+    rotate(tmp_path, limit, None if best is None else tmp_path / f"checkpoint-{best}")
+    assert [int(path.name.split("-")[1]) for path in checkpoints(tmp_path)] == kept
+
+
+def test_what_a_killed_removal_leaves_counts_as_partial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make(tmp_path, 3)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    with pytest.raises(PosencError, match="checkpoint-3 cannot be removed"):
+        discard(path)
+    monkeypatch.undo()
+    assert complete_checkpoints(tmp_path) == []
+    assert clear_partial(tmp_path) == [path]
+
+
+def test_the_same_settings_continue_and_others_are_refused_with_what_differs(
+    tmp_path: Path,
+) -> None:
+    assert resume_point(tmp_path, LR) is None
+    path = make(tmp_path, 3)
+    assert resume_point(tmp_path, LR) == path
+    other = {**LR, "arguments": {"learning_rate": 1e-4, "seed": 1}, "patch": {"method": "pi"}}
+    with pytest.raises(
+        PosencError, match=r"learning_rate was 0.001, is 0.0001; patch.method was"
+    ) as error:
+        resume_point(tmp_path, other)
+    assert "--fresh" in str(error.value)
+    assert path.exists()
+    assert resume_point(tmp_path, other, fresh=True) is None
+    assert not path.exists()
+    newer = make(tmp_path, 6)
+    assert resume_point(tmp_path, other, fresh=True) == newer  # the same command continues
+
+
+def test_other_settings_may_begin_where_nothing_was_saved_yet(tmp_path: Path) -> None:
+    resume_point(tmp_path, LR)
+    make(tmp_path, 3, complete=False)
+    assert resume_point(tmp_path, {"arguments": {}}) is None
+    (tmp_path / "config.json").write_text("{}")  # a result
+    with pytest.raises(PosencError, match="other settings"):
+        resume_point(tmp_path, LR)
+
+
+def test_checkpoints_of_an_unknown_run_are_neither_continued_nor_removed(tmp_path: Path) -> None:
+    foreign = make(tmp_path, 3, complete=False)  # as the plain Trainer leaves them
+    for explicit in (None, foreign):
+        with pytest.raises(PosencError, match=f"no {SETTINGS} says what run"):
+            resume_point(tmp_path, LR, explicit=explicit)
+    assert foreign.exists()
+    with pytest.warns(UserWarning, match="other settings.*: they are unknown"):
+        assert resume_point(tmp_path / "new", LR, explicit=foreign) == foreign
+    own = make(tmp_path / "new", 9)
+    assert resume_point(tmp_path / "new", LR, explicit=foreign) == own  # the same command
+    assert resume_point(tmp_path, LR, fresh=True) is None
+    assert not foreign.exists()
+
+
+def test_a_named_checkpoint_continues_under_other_settings_with_a_warning(tmp_path: Path) -> None:
+    resume_point(tmp_path, LR)
+    first, last = make(tmp_path, 3), make(tmp_path, 6)
+    more = {**LR, "arguments": {"learning_rate": 1e-4, "seed": 1}}
+    with pytest.raises(PosencError, match="checkpoint-6 lies ahead of checkpoint-3"):
+        resume_point(tmp_path, more, explicit=first)
+    with pytest.warns(UserWarning, match="no exact continuation: learning_rate was 0.001"):
+        assert resume_point(tmp_path, more, explicit=last) == last
+    later = make(tmp_path, 9)
+    assert resume_point(tmp_path, more, explicit=last) == later
+    assert resume_point(tmp_path, more) == later
+    with pytest.raises(PosencError, match=r"no trainer_state\.json"):
+        resume_point(tmp_path, more, explicit=tmp_path / "checkpoint-99")
+
+
+def test_a_checkpoint_without_an_optimizer_is_no_continuation(tmp_path: Path) -> None:
+    settings = {"arguments": {"save_only_model": True}}
+    resume_point(tmp_path, settings)
+    path = make(tmp_path, 3)
+    with pytest.raises(PosencError, match="checkpoint-3 holds no optimizer"):
+        resume_point(tmp_path, settings)
+    assert resume_point(tmp_path, settings, explicit=path) == path
+
+
+def test_another_number_of_processes_is_refused_or_said(tmp_path: Path) -> None:
+    two, one = ({**LR, "processes": {"count": count}} for count in (2, 1))
+    resume_point(tmp_path, two)
+    path = make(tmp_path, 3)
+    with pytest.raises(PosencError, match=r"other settings: processes.count was 2, is 1\."):
+        resume_point(tmp_path, one)
+    with pytest.warns(UserWarning, match="no exact continuation: processes.count was 2, is 1"):
+        assert resume_point(tmp_path, one, explicit=path) == path
+
+
+def test_another_device_is_said(tmp_path: Path) -> None:
+    resume_point(tmp_path, LR, device="cuda")
+    make(tmp_path, 3)
+    with pytest.warns(UserWarning, match='last bits: device was "cuda", is "cpu"'):
+        resume_point(tmp_path, LR, device="cpu")
+
+
+def test_settings_are_what_the_losses_depend_on(tmp_path: Path) -> None:
+    def of(**options: Any) -> dict[str, Any]:
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **options)
+        return settings_of(arguments, model={"name": "tiny"})
+
+    plain = of()
+    assert plain["processes"]["count"] == 1
+    free = {"save_steps": 7, "logging_steps": 2, "dataloader_num_workers": 2, "run_name": "other"}
+    assert differences(plain, of(**free)) == []
+    assert differences(plain, of(learning_rate=1e-3)) == ["learning_rate was 5e-05, is 0.001"]
+    assert differences(plain, of(dataloader_drop_last=True)) == [
+        "dataloader_drop_last was false, is true"
+    ]
+    newer = {**plain, "arguments": {**plain["arguments"], "an_option_of_tomorrow": 1}}
+    assert differences(plain, newer) == []
+    assert differences({"a": {"b": 1}}, {"a": {}, "c": 2}) == [
+        "a.b was 1, is null",
+        "c was null, is 2",
+    ]
+
+
+def test_what_a_launch_file_switches_on_is_a_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = settings_of(_arguments(tmp_path))
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "false")  # as accelerate says that it is off
+    assert settings_of(_arguments(tmp_path)) == plain
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "true")
+    assert differences(plain, settings_of(_arguments(tmp_path))) == [
+        'processes.FSDP_OFFLOAD_PARAMS was null, is "true"'
+    ]
+
+
+def _held(folder: Path, told: Any) -> None:
+    with TrainingFolder(_arguments(folder), {}):
+        told.set()
+        time.sleep(60)
+
+
+def _arguments(folder: Path) -> TrainingArguments:
+    return TrainingArguments(str(folder), use_cpu=True, report_to=[])
+
+
+def test_a_folder_is_held_by_one_run_and_let_go_by_a_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    context = multiprocessing.get_context("fork")
+    told = context.Event()
+    process = context.Process(target=_held, args=(tmp_path, told))
+    process.start()
+    assert told.wait(60)
+    monkeypatch.setattr(folder_module, "_PATIENCE", 0.2)
+    with pytest.raises(PosencError, match="Another process still trains"):
+        TrainingFolder(_arguments(tmp_path), {}).__enter__()
+    assert "waiting for it to end" in capfd.readouterr().err
+    os.kill(process.pid or 0, signal.SIGKILL)
+    process.join()
+    with TrainingFolder(_arguments(tmp_path), {}) as folder:
+        assert folder.checkpoint is None

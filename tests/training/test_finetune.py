@@ -1,0 +1,276 @@
+"""scripts/finetune.py from its arguments to a folder that loads, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_posenc import PosencError, from_pretrained, get_patch
+from hf_posenc.embedded import held_out_documents, model_path
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.training import TrainingLog
+from hf_posenc.training.arguments import parse_arguments
+from scripts.finetune import RECIPE, finetune, main
+
+NAMES = ("_pydecimal", "typing", "argparse", "tarfile")
+QUICK = (
+    *("--max_steps", "2", "--per_device_train_batch_size", "1", "--save_steps", "1"),
+    *("--eval_strategy", "no", "--score_lengths", "64", "128", "--block_length", "64"),
+    *("--warmup_steps", "0", "--use_cpu"),
+)
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Four modules as files: three to train on, one to score."""
+    folder = tmp_path_factory.mktemp("texts")
+    found = dict(held_out_documents())
+    for name in NAMES:
+        (folder / f"{name}.txt").write_text(found[name][:30_000], encoding="utf-8")
+    return {name: folder / f"{name}.txt" for name in NAMES}
+
+
+def run(tmp_path: Path, texts: dict[str, Path], *more: str, name: str = "run") -> Path:
+    """Trains for two steps."""
+    output = tmp_path / name
+    given = ["--output_dir", str(output), *QUICK]
+    if "--text" not in more:
+        given += ["--text", *(str(texts[name]) for name in NAMES[:3])]
+    if not {"--score_text", "--no_score"} & set(more):
+        given += ["--score_text", str(texts[NAMES[3]])]
+    finetune(parse_arguments(RECIPE, [*given, *more]))
+    return output
+
+
+def losses(output: Path) -> list[float]:
+    return [entry["loss"] for entry in TrainingLog.read(output).log_history if "loss" in entry]
+
+
+def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
+    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = run(tmp_path, texts, "--verify_export")
+    shown = capsys.readouterr()
+    assert "step 2/2" in shown.out
+    assert "after 2 steps" in shown.out
+    assert "in a clean process" in shown.err
+    scores = PerplexityResult.from_dict(json.loads((output / "perplexity.json").read_text()))
+    assert [row.method for row in scores.candidates] == [None, "yarn", "yarn"]
+    assert {(cell.protocol, cell.length) for cell in scores.cells} == {
+        (protocol, length) for protocol in ("prefix", "tail") for length in (64, 128)
+    }
+    assert "after 2 steps" in (output / "README.md").read_text(encoding="utf-8")
+    ids = torch.arange(200, 264).unsqueeze(0)
+    plain = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    assert plain.config.rope_parameters["rope_type"] == "yarn"
+    ours = from_pretrained(output, dtype=torch.float32)
+    assert torch.allclose(plain(ids).logits, ours(ids).logits, atol=1e-3)
+    base = from_pretrained(model_path(), dtype=torch.float32)
+    assert any(
+        not torch.equal(a, b) for a, b in zip(ours.parameters(), base.parameters(), strict=True)
+    ), "it has learned something"
+
+
+def test_the_same_command_again_trains_no_further_and_another_one_is_refused(
+    tmp_path: Path, texts: dict[str, Path]
+) -> None:
+    output = run(tmp_path, texts)
+    before = (output / "model.safetensors").read_bytes(), losses(output)
+    run(tmp_path, texts)
+    assert ((output / "model.safetensors").read_bytes(), losses(output)) == before
+    with pytest.raises(PosencError, match=r"learning_rate was 0\.001, is 0\.5"):
+        run(tmp_path, texts, "--learning_rate", "0.5")
+    with pytest.raises(PosencError, match="patch"):
+        run(tmp_path, texts, "--patch", "pi:scale=4")
+    run(tmp_path, texts, "--patch", "pi:scale=4", "--fresh")
+    assert losses(output) != before[1]
+
+
+@pytest.mark.parametrize("positions", ["packed", "pose", "random", "cream"])
+def test_every_way_of_giving_positions_trains(
+    tmp_path: Path, texts: dict[str, Path], positions: str
+) -> None:
+    output = run(tmp_path, texts, "--positions", positions, "--no_score")
+    assert len(losses(output)) == 2
+    assert TrainingLog.read(output).data["positions"] == positions
+
+
+def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, Path]) -> None:
+    adapter = run(tmp_path, texts, "--train", "lora", "--lora_dropout", "0.1", name="adapter")
+    assert (adapter / "adapter_config.json").is_file()
+    assert get_patch(from_pretrained(adapter)) is not None
+    own = ("--patch", "kerple_log", "--train", "encoding", "--target_length", "128")
+    output = run(tmp_path, texts, *own, name="own")
+    trained, base = from_pretrained(output), from_pretrained(model_path(), dtype=torch.float32)
+    kept = dict(base.named_parameters())
+    moved = [
+        name
+        for name, p in trained.named_parameters()
+        if name not in kept or not p.equal(kept[name])
+    ]
+    assert moved
+    assert all(".posenc." in name for name in moved)
+
+
+def test_a_patched_model_is_trained_further_as_it_is(
+    tmp_path: Path, texts: dict[str, Path]
+) -> None:
+    first = run(tmp_path, texts)
+    with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*replace=true"):
+        run(tmp_path, texts, "--model", str(first), "--patch", "pi:scale=4", name="second")
+    with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*as it is\.$"):
+        run(tmp_path, texts, "--model", str(first), "--patch", "none", name="second")
+    second = run(tmp_path, texts, "--model", str(first), name="second")
+    patch = get_patch(from_pretrained(second))
+    assert patch is not None
+    assert patch.options == {"scale": 4.0}
+    other = ("--model", str(first), "--patch", "yarn:scale=8,replace=true")
+    third = run(tmp_path, texts, *other, name="third")
+    longer = get_patch(from_pretrained(third))
+    assert longer is not None
+    assert longer.extended_length == 2048
+
+
+BEST = ("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end")
+
+
+def test_the_best_model_is_shown_as_what_it_is(
+    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    tail = ("--metric_for_best_model", "eval_tail_perplexity_128", "--greater_is_better", "false")
+    worse = ("--max_steps", "3", "--warmup_steps", "1", "--learning_rate", "0.5")  # but for step 1
+    output = run(tmp_path, texts, *BEST, *tail, *worse)
+    scores = PerplexityResult.from_dict(json.loads((output / "perplexity.json").read_text()))
+    assert [stage["step"] for stage in scores.source["stages"]] == [0, 0, 1]
+    assert "after 1 step" in capsys.readouterr().out
+    card = (output / "README.md").read_text(encoding="utf-8")
+    assert "after 1 step" in card
+    assert "after 3 steps" not in card
+
+
+def test_a_run_without_scores_says_where_the_model_is(
+    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = run(tmp_path, texts, "--no_score")
+    assert f"its plots are in {output}" in capsys.readouterr().out
+
+
+WRONG: dict[str, tuple[tuple[str, ...], str]] = {
+    "no patch": (("--model", str(model_path())), "carries no patch: give --patch"),
+    "no length": (("--patch", "none"), "give --target_length"),
+    "no scale": (("--patch", "yarn"), "give a scale"),
+    "no such method": (("--patch", "yarm:scale=4"), "yarm"),
+    "no such option": (("--max_stepz", "3"), "max_stepz"),
+    "a block that is too long": (("--block_length", "2000"), "2 to 1,024 tokens"),
+    "a block that is too short": (("--block_length", "1"), "2 to 1,024 tokens"),
+    "an encoding without parameters": (("--train", "encoding"), "yarn has no parameters"),
+    "an export that cannot be": (
+        ("--patch", "rerope:window=64", "--target_length", "128", "--verify_export"),
+        "no form for rerope",
+    ),
+    "an adapter to be verified": (("--train", "lora", "--verify_export"), "saves an adapter"),
+    "a target that is no length": (("--target_length", "-5"), "--target_length -5: a context has"),
+    "a block of no tokens": (("--block_length", "0"), "--block_length 0: an example has"),
+    "no documents": (("--documents", "0"), "0 documents: at least 1"),
+    "no rank": (("--train", "lora", "--lora_rank", "0"), "lora_rank=0.*at least 1"),
+    "no probability": (("--train", "lora", "--lora_dropout", "2"), "lora_dropout=2.*below 1"),
+    "a best model by a loss that is not measured": (
+        BEST,
+        "=loss is not measured; there are eval_tail_perplexity_128.*--greater_is_better false",
+    ),
+    "a best model by another length": (
+        (*BEST, "--metric_for_best_model", "tail_perplexity_256"),
+        "=tail_perplexity_256 is not measured",
+    ),
+    "a best model without scores": ((*BEST, "--no_score"), "nothing to tell the best model by"),
+    "no examples": (("--per_device_train_batch_size", "0"), "batch_size 0: at least 1"),
+    "no steps": (("--max_steps", "0"), "max_steps 0: at least 1"),
+    "a rate below zero": (("--learning_rate", "-1"), "learning_rate -1"),
+    "half precision on a CPU": (("--fp16",), "fp16 on a CPU would compute in float32"),
+    "examples by length": (("--train_sampling_strategy", "group_by_length"), "have one length"),
+    "an optimizer that is not installed": (("--optim", "adamw_8bit"), "install `bitsandbytes`"),
+    "no such tracker": (("--report_to", "paper"), "paper is not supported"),
+    "a tracker that is not installed": (("--report_to", "comet_ml"), "package is not installed"),
+    "a wrong choice": (("--positions", "posee"), r"'cream'\). See finetune.py --help.$"),
+    "a wrong type": (("--max_steps", "1.5"), r"invalid int value: '1.5'. See finetune.py --help.$"),
+    "fewer blocks than a batch": (("--per_device_train_batch_size", "100000"), "a batch over all processes"),
+    "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_done_is_one_line(tmp_path: Path, texts: dict[str, Path], case: str) -> None:
+    given, message = WRONG[case]
+    if "optimizer" in case and find_spec("bitsandbytes") is not None:
+        pytest.skip("bitsandbytes is installed")
+    with pytest.raises(PosencError, match=message) as raised:
+        run(tmp_path, texts, *given)
+    assert "\n" not in str(raised.value)
+
+
+def test_nothing_held_out_is_said_before_anything_is_trained(
+    tmp_path: Path, texts: dict[str, Path]
+) -> None:
+    given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--text", str(texts[NAMES[0]])]
+    with pytest.raises(PosencError, match="--score_text"):
+        finetune(parse_arguments(RECIPE, given))
+    assert not list(tmp_path.glob("run/checkpoint-*"))
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_and_is_not_saved(
+    tmp_path: Path, texts: dict[str, Path]
+) -> None:
+    wild = ("--learning_rate", "1e30", "--max_grad_norm", "0", "--max_steps", "6")
+    with pytest.raises(PosencError, match="is nan at step"):
+        run(tmp_path, texts, *wild, "--save_steps", "5", "--no_score")
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert not list(tmp_path.glob("run/checkpoint-*"))
+
+
+def test_an_interruption_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("scripts.finetune.finetune", interrupted)
+    monkeypatch.setattr("sys.argv", ["finetune.py", "--use_cpu"])
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 130
+    assert "The same command goes on" in capsys.readouterr().err
+
+
+def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "patch: pi:scale=2\nmax_steps: 7\nbf16: true\nscore: false\n", encoding="utf-8"
+    )
+    choice, data, arguments = parse_arguments(
+        RECIPE, ["--recipe", str(recipe), "--max_steps", "9", "--use_cpu"]
+    )
+    assert (choice.patch, arguments.max_steps) == ("pi:scale=2", 9)
+    assert arguments.bf16
+    assert not data.score
+    recipe.write_text("patches: pi\n", encoding="utf-8")
+    with pytest.raises(PosencError, match="sets patches, which is no option"):
+        parse_arguments(RECIPE, ["--recipe", str(recipe)])
+    recipe.write_text("no_score: true\n", encoding="utf-8")
+    with pytest.raises(PosencError, match="no_score: write `score: false`"):
+        parse_arguments(RECIPE, ["--recipe", str(recipe)])
+    recipe.write_text("- pi\n", encoding="utf-8")
+    with pytest.raises(PosencError, match="no list of"):
+        parse_arguments(RECIPE, ["--recipe", str(recipe)])
+
+
+def test_a_model_that_is_named_gets_the_defaults_of_the_field() -> None:
+    options: Any = ["--model", str(model_path()), "--use_cpu"]
+    choice, _, arguments = parse_arguments(RECIPE, options)
+    assert choice.patch is None
+    assert (arguments.learning_rate, arguments.max_steps, arguments.adam_beta2) == (2e-5, 400, 0.95)

@@ -1,0 +1,151 @@
+"""Every launch file of scripts/configs, as far as a CPU goes: one training in one process and shared out over two.
+
+FSDP2 is accelerate's own (tests/support/fsdp_on_cpu.py replaces its choice of the backend), ZeRO-3 DeepSpeed's own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from hf_posenc.training import TrainingLog
+from hf_posenc.training.arguments import parse_arguments
+from scripts.finetune import RECIPE, finetune
+from tests.support.tiny_text import prose, tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "scripts" / "configs"
+IN_FRONT = {"fsdp2": ["tests/support/fsdp_on_cpu.py"]}
+BEHIND = {"zero3": ["--ddp_backend", "gloo"]}
+TRAININGS = {
+    # chunks of 50 tokens: the head runs six times in a forward
+    "full": "--patch yarn:scale=2 --loss_chunk 50 --gradient_checkpointing",
+    "lora": "--patch rerope:window=16 --train lora --positions packed --target_length 128 --loss_chunk 50",
+    "encoding": "--patch kerple_log --train encoding --positions pose --target_length 128 --loss_chunk 50",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and a text."""
+    made = tiny_checkpoint(tmp_path_factory.mktemp("model"))
+    (made / "text.txt").write_text(prose(6_000))
+    return made
+
+
+def command(folder: Path, output: Path, training: str, batch: int) -> list[str]:
+    given = (
+        f"--model {folder} --text {folder}/text.txt --output_dir {output} --no_score --report_to none --max_steps 4 "
+        f"--learning_rate 5e-3 --warmup_steps 1 --gradient_accumulation_steps 2 --save_steps 2 "
+        f"--per_device_train_batch_size {batch} {TRAININGS[training]}"
+    )
+    return given.split()
+
+
+def launched(config: str, script: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs a script under `accelerate launch`, from the root of the checkout."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
+    }
+    return subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *config.split(), *script],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def numbers(output: Path, name: str) -> list[float]:
+    return [entry[name] for entry in TrainingLog.read(output).log_history if "loss" in entry]
+
+
+def weights(output: Path) -> dict[str, torch.Tensor]:
+    (file,) = [path for path in output.glob("*model.safetensors") if path.is_file()]
+    return load_file(file)
+
+
+def check(config: str, training: str, folder: Path, tmp_path: Path) -> None:
+    """The training in one process, and under a launch file in two: losses, gradients and weights to rounding."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    finetune(parse_arguments(RECIPE, [*command(folder, one, training, 2), "--use_cpu"]))
+    script = [*IN_FRONT.get(config, []), "scripts/finetune.py", *command(folder, two, training, 1)]
+    done = launched(
+        f"--config_file scripts/configs/{config}.yaml", [*script, *BEHIND.get(config, [])]
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("step 4/4") == 1, "two processes that train alone, or one"
+    assert numbers(two, "loss") == pytest.approx(numbers(one, "loss"), rel=1e-5)
+    assert numbers(two, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=1e-4)
+    expected, found = weights(one), weights(two)
+    assert set(expected) <= set(found)
+    for name, value in expected.items():
+        assert torch.allclose(found[name].float(), value, atol=1e-4), name
+
+
+@pytest.mark.parametrize("config", ["two_cpu_processes", "fsdp2"])
+def test_two_processes_equal_one(config: str, folder: Path, tmp_path: Path) -> None:
+    check(config, "full", folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", ["lora", "encoding"])
+@pytest.mark.parametrize("config", ["two_cpu_processes", "fsdp2"])
+def test_what_is_trained_makes_no_difference(
+    config: str, training: str, folder: Path, tmp_path: Path
+) -> None:
+    check(config, training, folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its part for a CPU")
+@pytest.mark.parametrize("training", TRAININGS)
+def test_zero3_equals_one_process(training: str, folder: Path, tmp_path: Path) -> None:
+    check("zero3", training, folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launch", ["--cpu --num_processes 2", "--config_file {multi_cpu}"])
+def test_one_process_in_the_place_of_two_is_refused(
+    launch: str, folder: Path, tmp_path: Path
+) -> None:
+    config = yaml.safe_load((CONFIGS / "two_cpu_processes.yaml").read_text())
+    (tmp_path / "multi.yaml").write_text(
+        yaml.safe_dump({**config, "distributed_type": "MULTI_CPU"})
+    )
+    given = command(folder, tmp_path / "run", "full", 1)
+    done = launched(
+        launch.format(multi_cpu=tmp_path / "multi.yaml"), ["scripts/finetune.py", *given]
+    )
+    assert done.returncode != 0
+    assert "error: 2 processes were asked for, and accelerate started one" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_launch_file_for_gpus_runs_on_a_cpu_and_sharding_is_refused_there(
+    folder: Path, tmp_path: Path
+) -> None:
+    script = ["scripts/finetune.py", *command(folder, tmp_path / "run", "full", 1)]
+    done = launched("--config_file scripts/configs/fsdp2.yaml", script)
+    assert done.returncode != 0
+    assert "error: FSDP was asked for, but accelerate gives it to GPUs only" in done.stderr
+    for config in ("one_process", "two_processes"):
+        done = launched(f"--config_file scripts/configs/{config}.yaml", [*script, "--fresh"])
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("step 4/4") == 1

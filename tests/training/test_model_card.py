@@ -1,0 +1,283 @@
+"""Model cards: every number is the one that was measured, every promise of what loads the model is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_posenc import from_pretrained, patch_model, unpatch_model
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import Document
+from hf_posenc.evaluation.perplexity.result import PerplexityResult, number
+from hf_posenc.training.arguments import command_line
+from hf_posenc.training.card import (
+    CARD,
+    LOSS_PLOT,
+    PERPLEXITY_PLOT,
+    all_exports,
+    model_card,
+    write_card,
+)
+from hf_posenc.training.finishing import Hub
+from hf_posenc.training.log import FILE as LOG
+from hf_posenc.training.log import TrainingLog, published, shown_name
+from hf_posenc.training.parameters import choose_parameters
+from hf_posenc.training.scoring import FILE as SCORES
+from hf_posenc.training.scoring import conclusion, report, score
+from tests.support import zoo
+from tests.support.fake_hub import TOKEN, FakeHub
+from tests.support.tiny_text import byte_tokenizer, prose
+from tests.training.test_training_scoring import make_scores, make_trainer, tiny_model
+
+DATA = {
+    "source": {"kind": "files", "paths": ["/home/someone/secret/book.txt"]},
+    "documents": 16,
+    "tokens": 1024,
+    "blocks": 16,
+    "block_length": 64,
+    "positions": "pose",
+    "target_length": 128,
+}
+
+
+def fine_tuned(
+    folder: Path, method: str = "yarn", train: Any = "full", **options: Any
+) -> tuple[TrainingLog, PerplexityResult]:
+    """Trains for a few steps, measures, and saves: what a card is made of."""
+    base = folder / "base"
+    tiny_model().save_pretrained(base)
+    byte_tokenizer().save_pretrained(base)
+    model: Any = from_pretrained(base)
+    scores = make_scores()
+    scores.measure(model)
+    model = choose_parameters(patch_model(model, method, **options), train)
+    scores.measure(model)
+    trainer = make_trainer(model, folder / "run", include_num_input_tokens_seen="all")
+    trainer.train()
+    table = scores.measure(model, trainer.state.global_step)
+    model.save_pretrained(folder / "made")
+    byte_tokenizer().save_pretrained(folder / "made")
+    return TrainingLog.of(trainer, base=str(base), train=train, data=DATA), table
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, TrainingLog, PerplexityResult]:
+    folder = tmp_path_factory.mktemp("card")
+    log, table = fine_tuned(folder, scale=2)
+    write_card(folder / "made", log, table, licence="mit", verified="Logits agree.", name="me/it")
+    return folder / "made", log, table
+
+
+Made = tuple[Path, TrainingLog, PerplexityResult]
+
+
+def test_the_numbers_are_those_of_the_table(made: Made) -> None:
+    folder, log, table = made
+    text = (folder / CARD).read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| yarn (scale 2), after 4")]
+    assert len(rows) == len(table.settings.protocols)
+    for row, protocol in zip(rows, table.settings.protocols, strict=True):
+        for field, length in zip(row.split("|")[2:], table.settings.lengths, strict=False):
+            cell = table.cell("yarn (scale 2), after 4 steps", protocol, length)
+            assert cell is not None
+            assert field.split("<br>")[0].strip(" *").split()[0] == number(cell.perplexity)
+    assert f"| steps | 4 of 2 sequences, {4 * 2 * 64:,} tokens, 0.50 epochs |" in text
+    assert f"all weights: {sum(p.numel() for p in tiny_model().parameters()):,} parameters" in text
+    assert "learning rate 0.003 (linear, 0 steps of warmup)" in text
+    assert "trained at 64 tokens, taken to 128 with yarn (scale 2)" in text
+    assert "PoSE (Zhu et al. 2023, arXiv 2309.10400), up to 128" in text
+    assert "Logits agree." in text
+    assert log.run["steps"] == 4
+
+
+def test_the_metadata_are_the_hubs(made: Made) -> None:
+    data: Any = ModelCard.load(made[0] / CARD).data
+    assert (data.license, data.library_name, data.pipeline_tag) == (
+        "mit",
+        "transformers",
+        "text-generation",
+    )
+    assert "yarn" in (data.tags or [])
+    assert data.base_model is None  # a folder is no name on the hub
+
+
+def test_the_data_behind_the_card_lie_beside_it(made: Made) -> None:
+    folder, log, table = made
+    assert TrainingLog.read(folder).to_dict() == log.to_dict()
+    assert json.loads((folder / SCORES).read_text()) == published(table).to_dict()
+    assert published(table).cells == table.cells
+    for plot in (LOSS_PLOT, PERPLEXITY_PLOT):
+        assert (folder / plot).read_bytes().startswith(b"\x89PNG")
+        assert f"]({plot})" in (folder / CARD).read_text()
+
+
+def test_nobodys_directories_are_published(made: Made) -> None:
+    folder = made[0]
+    for name in (CARD, LOG, SCORES):
+        text = (folder / name).read_text()
+        assert str(folder.parent) not in text, name
+        assert "someone" not in text, name
+    assert "book.txt" in (folder / CARD).read_text()
+
+
+def test_what_the_card_says_of_loading_is_so(made: Made) -> None:
+    folder, text = made[0], (made[0] / CARD).read_text()
+    assert 'AutoModelForCausalLM.from_pretrained("me/it")' in text
+    assert "| transformers4 (4.57.1) | yes, weights and config as they are |" in text
+    plain, ours = AutoModelForCausalLM.from_pretrained(folder), from_pretrained(folder)
+    ids = zoo.tokens(100)
+    torch.testing.assert_close(plain(input_ids=ids).logits, ours(input_ids=ids).logits)
+    unpatched = unpatch_model(ours)(input_ids=ids).logits
+    assert not torch.allclose(plain(input_ids=ids).logits, unpatched, atol=1e-2)
+
+
+def test_a_config_that_an_engine_does_not_read_is_to_be_exported(made: Made) -> None:
+    folder, log, table = made
+    exports = all_exports(folder)
+    config = json.loads((folder / "config.json").read_text())
+    whole = model_card(log, table, exports, config=config)
+    del config["rope_scaling"]  # what transformers 4 reads
+    assert "| transformers4 (4.57.1) | yes, weights and config as they are |" in whole
+    without = model_card(log, table, exports, config=config)
+    assert "| transformers4 (4.57.1) | yes: `hf-posenc export PATH --to transformers4` |" in without
+    assert "| transformers5 (5.23.0) | yes, weights and config as they are |" in without
+
+
+def test_a_method_inside_attention_is_for_hf_posenc_only(tmp_path: Path) -> None:
+    log, table = fine_tuned(tmp_path, "rerope", window=24)
+    text = write_card(tmp_path / "made", log, table).read_text()
+    assert "Only hf_posenc loads it." in text
+    assert 'from_pretrained("PATH")' in text
+    assert "AutoModel" not in text
+    assert "| transformers5 (5.23.0) | no: rerope changes attention" in text
+    assert "library_name: hf_posenc" in text
+
+
+def test_an_adapter_says_what_it_is(tmp_path: Path) -> None:
+    log, table = fine_tuned(tmp_path, "yarn", "lora", scale=2)
+    text = write_card(tmp_path / "made", log, table).read_text()
+    assert "This is an adapter" in text
+    assert "merged into its base: `hf-posenc export PATH --to vllm`" in text
+    assert 0 < log.model["trained"] < log.model["parameters"]
+    assert "library_name: hf_posenc" in text
+
+
+def test_without_scores_the_card_says_so(tmp_path: Path) -> None:
+    log, _ = fine_tuned(tmp_path, scale=2)
+    text = write_card(tmp_path / "made", log, exports=[]).read_text()
+    assert "No perplexity was measured." in text
+    assert PERPLEXITY_PLOT not in text
+    assert not (tmp_path / "made" / SCORES).exists()
+
+
+def test_the_report_before_and_after(made: Made) -> None:
+    table = made[2]
+    first, last = table.candidates[0].label, table.candidates[-1].label
+    cells = [table.cell(label, "tail", length) for length in (64, 32) for label in (first, last)]
+    numbers = [number(cell.perplexity) for cell in cells if cell is not None]
+    line = conclusion(table)
+    assert line.startswith(f"tail perplexity at 64 tokens: {numbers[0]} unpatched, ")
+    assert f" patched, {numbers[1]} after 4 steps" in line
+    assert len([part for part in report(table) if not isinstance(part, str)]) == 2
+
+
+def test_documents_lose_the_folders_that_all_of_them_are_in(tmp_path: Path) -> None:
+    paths = [tmp_path / "a" / "x.txt", tmp_path / "b" / "x.txt"]
+    documents = [Document(str(path), prose(150, n)) for n, path in enumerate(paths)]
+    short = Document(str(tmp_path / "a" / "short.txt"), "too short")
+    table = score(tiny_model(), byte_tokenizer(), [*documents, short], lengths=[32, 64])
+    shown = published(table)
+    assert [document["name"] for document in shown.documents] == ["a/x.txt", "b/x.txt"]
+    assert {record.document for record in shown.records} == {"a/x.txt", "b/x.txt"}
+    assert [skipped.name for skipped in shown.skipped] == ["a/short.txt"]
+    assert shown.cells == table.cells
+
+
+def test_a_folders_name_goes_without_the_way_to_it(tmp_path: Path) -> None:
+    assert shown_name("meta-llama/Llama-2-7b-hf") == "meta-llama/Llama-2-7b-hf"
+    assert shown_name(str(tmp_path / "models" / "mine")) == "mine"
+    assert shown_name("./mine") == "mine"
+
+
+def push(hub: FakeHub, folder: Path, **options: Any) -> str:
+    given: dict[str, Any] = {"token": TOKEN, "endpoint": hub.endpoint, **options}
+    return Hub("it", **given).push(folder)
+
+
+@pytest.fixture
+def online(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets this test talk to the hub that it started on this machine."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+@pytest.mark.usefixtures("online")
+def test_the_result_is_pushed_and_nothing_else(made: Made) -> None:
+    folder = made[0]
+    (folder / "checkpoint-4").mkdir()
+    (folder / "checkpoint-4" / "model.safetensors").write_bytes(b"old")
+    torch.save({"hub_token": TOKEN}, folder / "training_args.bin")
+    with FakeHub() as hub:
+        assert push(hub, folder, private=True).endswith("/me/it/commit/" + "1".rjust(40, "0"))
+        private = {"checkpoint-4", "training_args.bin"}
+        expected = {path.name: path for path in folder.iterdir() if path.name not in private}
+        assert {CARD, LOG, SCORES, LOSS_PLOT, "model.safetensors", "tokenizer.json"} <= set(
+            expected
+        )
+        assert hub.files == {"me/it": {n: path.read_bytes() for n, path in expected.items()}}
+        asked = hub.created[0]  # older versions of huggingface_hub say `private`
+        assert asked.get("visibility") == "private" or asked.get("private") is True
+        assert "POST /api/validate-yaml" in hub.requests
+        push(hub, folder, revision="dev")
+        assert any("/branch/dev" in request for request in hub.requests)
+        assert any("/commit/dev" in request for request in hub.requests)
+        with pytest.raises(PosencError, match="hf auth login"):
+            push(hub, folder, token="wrong")
+        assert len(hub.commits) == 2
+
+
+@pytest.mark.usefixtures("online")
+def test_a_folder_without_a_card_is_not_pushed(tmp_path: Path) -> None:
+    with FakeHub() as hub:
+        with pytest.raises(PosencError, match="write_card makes one"):
+            push(hub, tmp_path)
+        assert not hub.requests
+
+
+@pytest.mark.usefixtures("online")
+def test_a_hub_that_fails_is_said_in_one_line(made: Made) -> None:
+    with FakeHub(fails=("/commit/",)) as hub:
+        with pytest.raises(PosencError, match="is whole in") as error:
+            push(hub, made[0])
+        assert "\n" not in str(error.value)
+        assert not hub.commits
+
+
+def test_the_trainer_does_not_push(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"output_dir": str(tmp_path / "out"), "use_cpu": True}
+    assert Hub.taken_from(TrainingArguments(**options)) is None
+    asked = TrainingArguments(
+        **options, push_to_hub=True, hub_token="t", hub_private_repo=True, hub_revision="dev"
+    )
+    assert Hub.taken_from(asked) == Hub("out", "t", True, "dev")
+    Trainer(model=tiny_model(), args=asked)  # would ask the hub for a repository
+    with pytest.raises(PosencError, match="--hub_strategy end"):
+        Hub.taken_from(
+            TrainingArguments(**options, push_to_hub=True, hub_strategy="all_checkpoints")
+        )
+
+
+def test_the_command_is_shown_without_where_its_result_goes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for place in (["--output_dir", "/home/someone/x"], ["--output-dir=/home/someone/x"]):
+        monkeypatch.setattr(
+            "sys.argv", ["finetune.py", "--patch", "yarn:scale=4", *place, "--bf16"]
+        )
+        shown = "accelerate launch scripts/finetune.py --patch yarn:scale=4 --bf16"
+        assert command_line() == shown

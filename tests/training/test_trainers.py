@@ -1,0 +1,179 @@
+"""Trainer, PEFT and TRL's SFTTrainer each train a patched model, which stays patched, is saved and comes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, Trainer, TrainingArguments
+
+from hf_posenc import from_pretrained, get_method, get_patch, patch_model
+from hf_posenc.embedded import model_path
+from hf_posenc.training.parameters import choose_parameters, lora_config
+from tests.support import zoo
+
+datasets: Any = pytest.importorskip("datasets")
+peft: Any = pytest.importorskip("peft")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*starts untrained"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+PATCHES: dict[str, dict[str, Any]] = {
+    "yarn": {"method": "yarn", "scale": 4},  # frequencies: attention stays the model's own
+    "rerope": {"method": "rerope", "window": 16},  # bands
+    "kerple": {"method": "kerple_log"},  # a bias with parameters of its own
+    "list": {"method": [get_method("yarn").from_options(scale=4), get_method("log_n")()]},
+}
+STEPS, LENGTH = 4, 80  # past the 64 tokens that the model says it was trained on
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    zoo.build("llama").save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return zoo.tokens(LENGTH, batch=2)
+
+
+def patched(base: Path, name: str) -> Any:
+    torch.manual_seed(0)
+    return patch_model(from_pretrained(base), **PATCHES[name])
+
+
+def loss_of(model: Any, ids: Tensor) -> float:
+    with torch.no_grad():
+        return float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+
+
+def settings(folder: Path, make: Any = TrainingArguments, **more: Any) -> Any:
+    """Every step reads the whole data set, whatever the order."""
+    values = {
+        "output_dir": str(folder / "run"),
+        "per_device_train_batch_size": 2,
+        "max_steps": STEPS,
+        "learning_rate": 0.02,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+    }
+    return make(**values | more)
+
+
+def data(ids: Tensor, **columns: Any) -> Any:
+    return datasets.Dataset.from_dict({"input_ids": ids.tolist(), **columns})
+
+
+def check(trainer: Any, before: float, ids: Tensor, base: Path, folder: Path) -> Any:
+    """Trains: the first loss is the patched model's, the last is lower, and what is saved comes back.
+
+    Returns:
+        The loaded model.
+    """
+    trained = trainer.model
+    patch = get_patch(trained)
+    assert patch is not None
+    assert abs(loss_of(from_pretrained(base), ids) - before) > 0.01  # without a patch it is another
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert len(losses) == STEPS
+    assert losses[0] == pytest.approx(before, rel=1e-5)
+    assert losses[-1] < losses[0] - 0.05
+    after = get_patch(trained)
+    assert after is not None
+    assert after.config == patch.config
+    trainer.save_model(str(folder / "saved"))
+    loaded: Any = from_pretrained(folder / "saved").eval()
+    found = get_patch(loaded)
+    assert found is not None
+    assert found.config == patch.config
+    trained.eval()
+    assert torch.equal(zoo.logits(loaded, ids), zoo.logits(trained, ids))
+    return loaded
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
+    model = choose_parameters(patched(base, name))
+    before = loss_of(model, ids)
+    rows = data(ids, labels=ids.tolist())
+    trainer = Trainer(model, settings(tmp_path), train_dataset=rows)
+    loaded = check(trainer, before, ids, base, tmp_path)
+    assert not hasattr(loaded, "peft_config")
+
+
+@pytest.mark.parametrize("name", ["yarn", "rerope", "kerple"])
+def test_peft(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
+    model = patched(base, name)
+    before = loss_of(model, ids)
+    wrapped = choose_parameters(model, "lora")
+    rows = data(ids, labels=ids.tolist())
+    trainer = Trainer(wrapped, settings(tmp_path), train_dataset=rows)
+    loaded = check(trainer, before, ids, base, tmp_path)
+    assert isinstance(loaded, peft.PeftModel)
+
+
+@pytest.mark.parametrize("name", ["yarn", "kerple"])
+def test_peft_as_it_comes(base: Path, ids: Tensor, tmp_path: Path, name: str) -> None:
+    """A LoRA of PEFT's own makes trains a patched model too; the patch goes along with the merged weights."""
+    model = patched(base, name)
+    before = loss_of(model, ids)
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    rows = data(ids, labels=ids.tolist())
+    Trainer(wrapped, settings(tmp_path), train_dataset=rows).train()
+    merged = wrapped.eval().merge_and_unload()
+    assert loss_of(merged, ids) < before
+    merged.save_pretrained(tmp_path / "merged")
+    loaded = from_pretrained(tmp_path / "merged").eval()
+    assert torch.equal(zoo.logits(loaded, ids), zoo.logits(merged, ids))
+
+
+@pytest.mark.parametrize("train", ["lora", "encoding"])
+def test_resumed_training_is_the_same(base: Path, ids: Tensor, tmp_path: Path, train: Any) -> None:
+    """Also of what the method trains, which lies in the adapter or among the weights."""
+    rows = data(ids, labels=ids.tolist())
+
+    def run(folder: Path, resume: bool = False, **more: Any) -> list[float]:
+        model = choose_parameters(patched(base, "kerple"), train)
+        options = {"save_strategy": "steps", "save_steps": 2, "gradient_checkpointing": True}
+        trainer = Trainer(model, settings(folder, **options, **more), train_dataset=rows)
+        trainer.train(resume_from_checkpoint=resume)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    whole = run(tmp_path / "whole")
+    assert run(tmp_path / "parts", max_steps=2) == whole[:2]
+    assert run(tmp_path / "parts", resume=True) == whole
+
+
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [
+        ("yarn", "lora"),
+        ("kerple", "lora"),
+        ("rerope", "lora"),
+        ("list", "full"),
+        ("kerple", "full"),
+    ],
+)
+def test_sft_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str, train: str) -> None:
+    trl: Any = pytest.importorskip("trl")
+    model = patched(base, name)
+    before = loss_of(model, ids)
+    trainer = trl.SFTTrainer(
+        model=model,
+        args=settings(tmp_path, trl.SFTConfig, max_length=None, bf16=False),
+        train_dataset=data(ids),
+        processing_class=AutoTokenizer.from_pretrained(model_path()),
+        peft_config=lora_config(model) if train == "lora" else None,
+    )
+    loaded = check(trainer, before, ids, base, tmp_path)
+    assert isinstance(loaded, peft.PeftModel) == (train == "lora")

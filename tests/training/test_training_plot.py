@@ -1,0 +1,102 @@
+"""The loss plot: which points are drawn, and that every line is what was logged or measured."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import patch_model
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.plots.style import MAX_TICKS, MIN_TICKS, value_ticks
+from hf_posenc.training.log import loss_figure, loss_points, score_points, smoothed
+from hf_posenc.training.scoring import Scores
+from tests.support.tiny_text import byte_tokenizer
+from tests.training.test_training_scoring import HELD_OUT, LENGTHS, patched_model, tiny_model
+
+pytest.importorskip("matplotlib")
+
+LOG: list[dict[str, Any]] = [
+    {"eval_tail_perplexity_64": 9.0, "step": 0},
+    *({"loss": 5 - 0.01 * n, "step": n, "num_input_tokens_seen": 100 * n} for n in range(1, 41)),
+    {"loss": math.nan, "step": 41, "num_input_tokens_seen": 4100},
+    {"eval_loss": 4.5, "step": 40},
+    {"train_runtime": 3.0, "train_loss": 4.7, "step": 40},
+]
+
+
+@pytest.fixture(scope="module")
+def table() -> PerplexityResult:
+    scores = Scores(byte_tokenizer(), HELD_OUT, lengths=(*LENGTHS, 96), resamples=20)
+    model = tiny_model()
+    scores.measure(model)
+    patch_model(model, "yarn", scale=2)
+    for step in (0, 10, 20):
+        torch.manual_seed(step)
+        with torch.no_grad():
+            model.lm_head.weight.add_(torch.randn_like(model.lm_head.weight), alpha=0.1)
+        made = scores.measure(model, step)
+    return made
+
+
+def test_losses_are_those_of_the_log() -> None:
+    assert loss_points(LOG) == [(n, 5 - 0.01 * n) for n in range(1, 41)]
+    assert loss_points(LOG, "eval_loss") == [(40, 4.5)]
+
+
+def test_the_mean_of_a_straight_line_is_the_line() -> None:
+    means, width = smoothed(loss_points(LOG))
+    assert width == 5
+    assert len(means) == 40 - 5 + 1
+    assert means[0][0] == 3
+    assert means[-1][0] == 38
+    for step, loss in means:
+        assert loss == pytest.approx(5 - 0.01 * step)
+    assert smoothed(loss_points(LOG)[:20]) == ([], 2)
+
+
+def test_the_right_half_is_the_table(table: PerplexityResult) -> None:
+    lines = score_points(table, "prefix")
+    assert list(lines) == [*LENGTHS, 96]
+    for length, points in lines.items():
+        assert [step for step, _ in points] == [0, 10, 20]
+        for (_, value), row in zip(points, table.candidates[1:], strict=True):
+            cell = table.cell(row.label, "prefix", length)
+            assert cell is not None
+            assert value == cell.perplexity
+
+
+def test_what_is_drawn(table: PerplexityResult) -> None:
+    left, right = loss_figure(LOG, table).axes
+    assert left.get_xlabel() == "step (100 tokens each)"
+    assert [line.get_label() for line in left.get_lines()] == ["logged", "mean of 5", "evaluation"]
+    drawn = {str(line.get_label()): line.get_xydata().tolist() for line in right.get_lines()}  # type: ignore[union-attr]
+    for length, points in score_points(table, "tail").items():
+        assert drawn.pop(f"{length:,} tokens") == [list(point) for point in points]
+    own = table.cell("none", "tail", 64)
+    assert own is not None
+    ((name, line),) = drawn.items()
+    assert name.startswith("none at 64: ")
+    assert line == [[0, own.perplexity], [20, own.perplexity]]
+
+
+def test_with_one_measurement_or_none_there_is_one_panel(table: PerplexityResult) -> None:
+    assert len(loss_figure(LOG).axes) == 1
+    scores = Scores(byte_tokenizer(), HELD_OUT, lengths=LENGTHS, resamples=20)
+    assert len(loss_figure(LOG, scores.measure(patched_model())).axes) == 1
+    with pytest.raises(PosencError, match="No finite loss"):
+        loss_figure(LOG[-3:])
+
+
+@pytest.mark.parametrize(("low", "high"), [(9.0, 10.5), (1.0, 1.001), (99.0, 101.0), (3.0, 900.0)])
+def test_an_axis_has_enough_ticks_and_not_too_many(low: float, high: float) -> None:
+    ticks = value_ticks(low, high)
+    assert MIN_TICKS <= len(ticks) <= MAX_TICKS
+    assert low <= ticks[0]
+    assert ticks[-1] <= high
+    assert all(first < second for first, second in pairwise(ticks))
+    assert len({f"{value:g}" for value in ticks}) == len(ticks)  # as the axis writes them

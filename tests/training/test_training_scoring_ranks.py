@@ -1,0 +1,175 @@
+"""Held-out scores in several processes: shared out under DDP, together where the model is sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import debug_launcher
+from torch.distributed.fsdp import fully_shard
+
+from hf_posenc import from_pretrained
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.training.ranks import place
+from hf_posenc.training.scoring import FILE, stages_of
+from tests.support.tiny_text import byte_tokenizer, prose
+from tests.training.test_training_scoring import (
+    HELD_OUT,
+    STEPS,
+    make_scores,
+    make_trainer,
+    patched_model,
+    records,
+    scored_trainer,
+    trained,
+)
+
+ROOT = Path(__file__).parents[2]
+RATE = 0.1
+
+
+def stored(folder: Path) -> PerplexityResult:
+    return PerplexityResult.from_dict(json.loads((folder / FILE).read_text()))
+
+
+def lines(folder: Path) -> dict[str, int]:
+    """How many records each process has written."""
+    return {
+        path.stem: len(path.read_text().splitlines())
+        for path in folder.glob("records/*/shard-*.jsonl")
+    }
+
+
+def one_step(model: Any) -> None:
+    ids = torch.tensor([byte_tokenizer()(prose(48, 70))["input_ids"]])
+    model.train()
+    model(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(RATE * parameter.grad)
+            parameter.grad = None
+
+
+def train_together(folder: Path) -> None:
+    options: dict[str, Any] = {"per_device_train_batch_size": 1, "ddp_backend": "gloo"}
+    alone = trained(make_trainer(patched_model(attention_dropout=0.2), folder, **options))
+    scores = make_scores(folder)
+    trainer = scored_trainer(patched_model(attention_dropout=0.2), folder, scores, **options)
+    losses, weights = trained(trainer)
+    assert trainer.args.world_size == 2
+    assert losses == alone[0]
+    assert all(torch.equal(weights[name], alone[1][name]) for name in weights)
+    result = scores.measure(trainer.model_wrapped, STEPS)
+    assert [stage.step for stage in stages_of(result)] == [0, 2, 4]  # in both processes
+    if place().index == 0:
+        torch.save(trainer.model.state_dict(), folder / "weights.pt")  # type: ignore[union-attr]
+
+
+def test_two_processes_share_the_windows_and_give_the_sums_of_one(tmp_path: Path) -> None:
+    debug_launcher(train_together, (tmp_path,), num_processes=2)
+    shares = lines(tmp_path)
+    assert shares == {"shard-1-of-2": 3 * 2, "shard-2-of-2": 3 * (len(HELD_OUT) - 2)}
+    model = patched_model()
+    model.load_state_dict(torch.load(tmp_path / "weights.pt"))
+    assert records(make_scores().measure(model, STEPS), 0) == records(stored(tmp_path), -1)
+
+
+def score_sharded(folder: Path) -> None:
+    model = patched_model()
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    scores = make_scores(folder)
+    scores.measure(
+        model
+    )  # before any other forward: nothing may be left that training cannot write to
+    one_step(model)
+    scores.measure(model, 1)
+    again = make_scores(folder).measure(model, 1)
+    assert [stage.step for stage in stages_of(again)] == [0, 1]
+    one_step(model)
+    scores.measure(model, 2)
+
+
+def test_a_sharded_model_is_scored_by_all_together(tmp_path: Path) -> None:
+    debug_launcher(score_sharded, (tmp_path,), num_processes=2)
+    assert lines(tmp_path) == {"shard-1-of-1": 3 * len(HELD_OUT)}  # and nothing was measured twice
+    result, model = stored(tmp_path), patched_model()
+    for step in range(3):
+        if step:
+            one_step(model)
+        expected = records(make_scores().measure(model, step), 0)
+        for found, wanted in zip(records(result, step), expected, strict=True):
+            assert found[:3] == wanted[:3]
+            assert found[3] == pytest.approx(wanted[3], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_zero_3_is_scored_by_all_together_and_trains_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    config = ROOT / "scripts" / "configs" / "zero3.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    for way in ("scored", "alone"):
+        done = subprocess.run(
+            [*launch, "-m", "tests.support.score_zero3", str(tmp_path / way), way],
+            cwd=ROOT,
+            env={**os.environ, "DS_ACCELERATOR": "cpu"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    losses = [
+        json.loads((tmp_path / way / "losses.json").read_text()) for way in ("scored", "alone")
+    ]
+    assert losses[0] == losses[1]
+    result = stored(tmp_path / "scored")
+    assert [stage.step for stage in stages_of(result)] == [0, 2, 4]
+    assert lines(tmp_path / "scored") == {"shard-1-of-1": 3 * len(HELD_OUT)}
+    saved = from_pretrained(tmp_path / "scored" / "made", dtype=torch.float32)
+    for model, row in ((patched_model(), 0), (saved, 2)):
+        expected = records(make_scores().measure(model), 0)
+        for found, wanted in zip(records(result, row), expected, strict=True):
+            assert found[3] == pytest.approx(wanted[3], rel=1e-5)
+
+
+def interrupted(folder: Path) -> None:
+    def stop(label: str, done: int, total: int) -> None:
+        if place().index == 1:
+            raise InterruptedError
+
+    try:
+        make_scores(folder).measure(patched_model(), progress=stop)
+    except InterruptedError:
+        return
+
+
+def resumed(folder: Path) -> None:
+    make_scores(folder).measure(patched_model())
+
+
+def test_what_two_processes_began_one_finishes(tmp_path: Path) -> None:
+    with contextlib.suppress(Exception):  # the process that waits for the other one
+        debug_launcher(interrupted, (tmp_path,), num_processes=2)
+    begun = lines(tmp_path)
+    assert begun == {"shard-1-of-2": 2, "shard-2-of-2": 0}
+    resumed(tmp_path)
+    assert lines(tmp_path) == {**begun, "shard-1-of-1": 1}
+    whole = make_scores().measure(patched_model())
+    assert records(stored(tmp_path), 0) == records(whole, 0)
+
+
+def test_launched_processes_that_do_not_know_of_each_other_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(PosencError, match="TrainingArguments"):
+        make_scores().measure(patched_model())
