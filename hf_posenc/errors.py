@@ -39,6 +39,12 @@ def unknown(kind: str, given: str, possible: Iterable[str]) -> PosencError:
     return PosencError(f"Unknown {kind} {given!r}.{hint} Available: {', '.join(names)}.")
 
 
+def one_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if the message is empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
 FREQUENCY_METHODS_WORK = (
     "Frequency methods (yarn, ntk_by_parts, ...; dynamic ones with "
     'update="sequence") work on this model.'

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_posenc.cli.console import quiet_transformers
 from hf_posenc.cli.options import TakesSeveral
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, one_line
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -57,8 +57,6 @@ def load_tokenizer(name: str) -> Any:
     """
     from transformers import AutoTokenizer
 
-    from hf_posenc.evaluation.documents import one_line
-
     quiet_transformers()
     name = check_name(name)
     try:
@@ -96,7 +94,6 @@ def load_model(
     """
     import torch
 
-    from hf_posenc.evaluation.documents import one_line
     from hf_posenc.saving import from_pretrained
 
     quiet_transformers()
@@ -134,7 +131,6 @@ def live_model(name: str, *, whole: bool) -> Any:
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
-    from hf_posenc.evaluation.documents import one_line
     from hf_posenc.patch.export import BLOCK
     from hf_posenc.saving import FILE
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.perplexity.result import PerplexityResult
     from hf_posenc.evaluation.perplexity.runs import measure_perplexity
     from hf_posenc.evaluation.retrieval import RetrievalResult, measure_retrieval
+    from hf_posenc.evaluation.scoring.head_replay import TokenScorer
     from hf_posenc.evaluation.tuning import SearchResult, SweepResult
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "RetrievalResult",
     "SearchResult",
     "SweepResult",
+    "TokenScorer",
     "measure_perplexity",
     "measure_retrieval",
     "read_dataset",
@@ -36,6 +38,7 @@ _HOMES = {
     "RetrievalResult": "retrieval",
     "SearchResult": "tuning",
     "SweepResult": "tuning",
+    "TokenScorer": "scoring.head_replay",
     "measure_perplexity": "perplexity.runs",
     "measure_retrieval": "retrieval",
     "read_dataset": "documents",

@@ -12,8 +12,7 @@ from typing import Any, Literal, NoReturn, cast
 
 from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArguments
 
-from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import one_line
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.batches.blocks import Counts
 from hf_posenc.training.parameters import Trained

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from transformers import Trainer
 
-from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import one_line
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.card import CARD, write_card

@@ -17,7 +17,6 @@ from hf_posenc.evaluation.documents.document import (
     TokenizedDocument,
     UnreadableError,
     as_entries,
-    one_line,
     printable,
     special_prefix,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "UnreadableError",
     "as_entries",
     "load_documents",
-    "one_line",
     "printable",
     "read_dataset",
     "read_embedded",

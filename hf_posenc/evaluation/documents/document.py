@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, one_line
 
 BLOCK = 1 << 20
 """Tokens or characters that are looked at at a time where a whole document would not fit into memory."""
@@ -155,12 +155,6 @@ def printable(name: str | Path) -> str:
 
 class UnreadableError(PosencError):
     """A document that turns out to be unusable while it is read; the message is the reason of its `Skipped`."""
-
-
-def one_line(error: BaseException) -> str:
-    """The first line of an error's message, or its type where it has none."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
 
 
 def reason_of(error: OSError) -> str:

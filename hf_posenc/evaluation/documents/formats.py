@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.documents.document import (
     Document,
     Entry,
     Skipped,
     UnreadableError,
     document_of_ids,
-    one_line,
     printable,
     reason_of,
 )

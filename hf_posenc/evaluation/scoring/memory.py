@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import one_line
+from hf_posenc.errors import PosencError, one_line
 
 OUT_OF_MEMORY = "out of memory"
 _MEMINFO = Path("/proc/meminfo")

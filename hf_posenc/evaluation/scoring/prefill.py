@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
-from hf_posenc.evaluation.documents import one_line
+from hf_posenc.errors import one_line
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.patch.patching import STATE
 from hf_posenc.patch.request import unwrap

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import one_line
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
 from hf_posenc.training.batches.collator import PositionCollator
 from hf_posenc.training.batches.positions import DRAWS

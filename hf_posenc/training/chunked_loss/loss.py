@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import one_line
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.scoring.decoder import (
     hidden_states,
     input_embeddings,
