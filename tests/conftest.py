@@ -13,6 +13,8 @@ import torch
 import transformers
 from hypothesis import settings
 
+from tests.support.documents_forms import no_hanging, small  # noqa: F401 (fixtures)
+
 # Tiny matrices are slower on many threads than on one, and xdist has its own workers.
 torch.set_num_threads(1)
 _log: Any = transformers.logging

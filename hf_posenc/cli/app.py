@@ -8,11 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from hf_posenc.cli import bench, catalog, export, perplexity, retrieval
-from hf_posenc.cli import catalog as inspection
-from hf_posenc.cli import catalog as recommend
-from hf_posenc.cli import catalog as report
-from hf_posenc.cli import tuning as sweep
+from hf_posenc.cli import bench, catalog, export, perplexity, retrieval, tuning
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.errors import PosencError
 
@@ -47,11 +43,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for commands in (
-    *(perplexity, retrieval, bench, sweep, recommend, report),
-    *(export, catalog, inspection),
+for register in (
+    perplexity.register,
+    retrieval.register,
+    bench.register,
+    tuning.register,
+    catalog.register_recommend,
+    catalog.register_report,
+    export.register,
+    catalog.register,
+    catalog.register_inspect,
 ):
-    commands.register(app)
+    register(app)
 
 
 @app.callback(invoke_without_command=True)

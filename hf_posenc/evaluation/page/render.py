@@ -12,7 +12,6 @@ from typing import Any
 from markupsafe import Markup
 
 from hf_posenc.evaluation.page import bench, retrieval
-from hf_posenc.evaluation.page import bench as tuning
 from hf_posenc.evaluation.page.collect import Collection, Source
 from hf_posenc.evaluation.page.perplexity import Table, sections
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
@@ -216,7 +215,7 @@ def render(found: Collection, *, title: str = TITLE, figures: bool = True) -> st
         "perplexity": perplexity,
         "retrieval": retrieval.sections(found.sources),
         "bench": bench.sections(found.sources),
-        "tuning": tuning.sections(found.sources),
+        "tuning": bench.tuning_sections(found.sources),
         "failures": failed,
         "settings": settings(found.sources),
         "documents": listed(found.sources, "documents"),

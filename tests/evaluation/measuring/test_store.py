@@ -112,7 +112,7 @@ def test_a_full_disk_is_one_clear_error_and_loses_nothing(tmp_path: Path) -> Non
         import resource, signal, sys
         from pathlib import Path
         from hf_posenc.errors import PosencError
-        from hf_posenc.evaluation.store import Store
+        from hf_posenc.evaluation.measuring.store import Store
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         with Store(Path(sys.argv[1]), {"a": 1}) as store:
             store.append(("one",), {"text": "x" * 1000})

@@ -246,7 +246,7 @@ def test_own_text_is_read_in_whole_sentences_and_again_where_it_is_too_short() -
 
 
 _PRINT = """
-from tests.test_retrieval_prompts import TASKS, make
+from tests.evaluation.retrieval.test_retrieval_prompts import TASKS, make
 print([(n, make(n, 1500).ids.tolist(), make(n, 1500).distractors) for n in reversed(TASKS)])
 """
 

@@ -31,7 +31,7 @@ _AGAIN = """
 import sys, torch, typer
 torch.set_num_threads(1)
 from hf_posenc.cli.app import OneLineErrors
-from hf_posenc.cli.sweep import register
+from hf_posenc.cli.tuning import register
 app = typer.Typer(cls=OneLineErrors)
 register(app)
 app(sys.argv[1:], prog_name="hf-posenc")
