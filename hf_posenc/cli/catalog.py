@@ -322,7 +322,7 @@ def recommend(
         for line in report.notes(advice):
             console.print(line, markup=False)
     console.print()
-    for line in report.way_on(advice):
+    for line in report.next_steps(advice):
         console.print(line, markup=False, soft_wrap=True)
 
 

@@ -1,11 +1,11 @@
-"""Published tables of perplexities and retrieval scores: what they printed, under which protocol, and where."""
+"""Published tables of perplexities and retrieval scores, their protocols, and their evidence for a method."""
 
 from __future__ import annotations
 
 import functools
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -19,24 +19,67 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.perplexity.result import PerplexityResult
 
 Value = float | str | None
-"""A number as printed; `">1e3"` is a bound, `"OOM"` says what it says, `None` was not reported."""
+"""A number as printed; `">1e3"` is a bound, `"OOM"` means out of memory, `None` was not reported."""
 
 LENGTHS = "context length"
 """The `column_kind` of a table with one column for each context length, in tokens."""
 
+TOLERANCE = 1.25
+"""A method holds while its perplexity is at most this multiple of the unpatched model's at the trained length.
+
+Our choice: the published numbers are either a few per cent above or many times as large.
+"""
+
+UNTRAINED: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "pi": (
+        ("pose-t6-govreport", "LLaMA-7B", "linear, no fine-tuning (16k)"),
+        ("pose-t6-proof-pile", "LLaMA-7B", "linear, no fine-tuning (16k)"),
+        ("ntk-exllama-118", "tulu-30B-GPTQ", "linear factor 4"),
+    ),
+    "ntk": (
+        ("pose-t6-govreport", "LLaMA-7B", "NTK, no fine-tuning (16k)"),
+        ("pose-t6-proof-pile", "LLaMA-7B", "NTK, no fine-tuning (16k)"),
+        ("rerope-readme", "Llama-2-13b", "NTK-RoPE (not dynamic)"),
+        ("ntk-exllama-118", "tulu-30B-GPTQ", "NTK alpha=4"),
+    ),
+    "yarn": (
+        ("pose-t6-govreport", "LLaMA-7B", "YaRN, no fine-tuning (16k)"),
+        ("pose-t6-proof-pile", "LLaMA-7B", "YaRN, no fine-tuning (16k)"),
+    ),
+    "dynamic_pi": (("dca-t1-pg19", "Llama-2-7b", "linear (PI), dynamic factor"),),
+    "dynamic_ntk": (
+        ("dca-t1-pg19", "Llama-2-7b", "NTK, dynamic factor"),
+        ("ntk-chinese-llama-705", "Chinese-LLaMA-Plus-7B", "adaptive NTK"),
+    ),
+    "rerope": (
+        ("rerope-readme", "Llama-2-13b", "ReRoPE w=1024"),
+        ("dca-t1-pg19", "Llama-2-7b", "ReRoPE"),
+    ),
+    "dual_chunk": (
+        ("dca-t1-pg19", "Llama-2-7b", "DCA (ChunkLlama)"),
+        ("dca-readme-llama3", "Llama-3-8b", "DCA"),
+        ("dca-readme-llama3", "Llama-3-70b", "DCA"),
+    ),
+}
+"""Table, model and row that show each method on a model that was not trained for it."""
+
+_STRIDED = ("sliding", "stream")
+_UNEVEN = ("sliding", "disjoint")
+"""Protocols whose windows score different numbers of tokens; with the others all aggregates agree."""
+
 
 @dataclass(frozen=True)
 class Source:
-    """Where a table was read.
+    """Origin of a table.
 
     Attributes:
-        kind: What was read: the paper, a README, data of a repository.
+        kind: Paper, README, or data of a repository.
         arxiv: The paper's number.
-        repo: The GitHub repository that holds what was read.
-        commit: The commit of it.
+        repo: The GitHub repository.
+        commit: Its commit.
         path: The file in it.
-        url: The page, where it is not a file.
-        transcription: A second copy that it was checked against.
+        url: The page, if it is not a file.
+        transcription: A second copy that the numbers were checked against.
     """
 
     kind: str
@@ -48,7 +91,7 @@ class Source:
     transcription: str | None = None
 
     def __str__(self) -> str:
-        """The shortest that leads there."""
+        """Return the shortest reference to the source."""
         if self.arxiv is not None:
             return f"arXiv {self.arxiv}"
         return self.url or f"github.com/{self.repo}, {self.path}"
@@ -56,14 +99,14 @@ class Source:
 
 @dataclass(frozen=True)
 class Protocol:
-    """How the numbers of a table came about, in the words of `hf_posenc.evaluation.perplexity.protocols`.
+    """Protocol of a table, with the names of `hf_posenc.evaluation.perplexity.protocols`.
 
     Attributes:
         name: The protocol; `None`: not stated.
         stride: Tokens between windows, of `sliding` and `stream`.
-        aggregate: How losses became one number; `None`: not stated, or no losses.
+        aggregate: How losses were combined; `None`: not stated, or no losses.
         tail_tokens: The K of `tail`.
-        note: What else is known of it.
+        note: Further details.
     """
 
     name: str | None
@@ -75,15 +118,15 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table.
+    """Row of a table.
 
     Attributes:
-        model: The model, in the table's words.
-        method: The method, in the table's words.
+        model: The model, as printed.
+        method: The method, as printed.
         values: One for each column.
-        trained_context: Tokens that this model was trained or fine-tuned at, where the table says so.
-        fine_tuned: Whether it was fine-tuned for longer texts, where the table says so.
-        window: Tokens that it was evaluated at, where the columns are something else.
+        trained_context: Tokens that this model was trained or fine-tuned at, if stated.
+        fine_tuned: Whether it was fine-tuned for longer texts, if stated.
+        window: Tokens that it was evaluated at, if the columns are something else.
     """
 
     model: str
@@ -96,21 +139,21 @@ class Row:
 
 @dataclass(frozen=True)
 class PublishedTable:
-    """A table as it was printed.
+    """Published table, as printed.
 
     Attributes:
-        id: Its name here.
+        id: Its name in this package.
         paper: Authors and title, short.
         table: Its number, or the file.
         source: Where it was read.
         metric: `"perplexity"`, `"loss"` (nats), `"accuracy"` or `"tokens"`.
-        dataset: The texts, in the table's words.
-        protocol: How the numbers came about.
-        column_kind: What the columns are; `LENGTHS` in most tables.
+        dataset: The texts, as printed.
+        protocol: The protocol of the measurement.
+        column_kind: Kind of the columns; `LENGTHS` in most tables.
         columns: Context lengths in tokens, or names.
-        rows: The lines.
-        metric_note: The metric in the paper's words, where it needs any.
-        caveat: What could not be checked in the transcription.
+        rows: The rows.
+        metric_note: The metric in the paper's words, if it needs an explanation.
+        caveat: Parts of the transcription that could not be checked.
     """
 
     id: str
@@ -128,7 +171,7 @@ class PublishedTable:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PublishedTable:
-        """Reads an entry of `published.json`."""
+        """Read an entry of `published.json`."""
         rows = tuple(Row(**{**row, "values": tuple(row["values"])}) for row in values["rows"])
         return cls(
             **{
@@ -141,17 +184,17 @@ class PublishedTable:
         )
 
     def value(self, row: Row, column: int | str) -> Value:
-        """What stands in a row under a column; `None` also where there is no such column."""
+        """Return the value of a row in a column; `None` also if there is no such column."""
         return row.values[self.columns.index(column)] if column in self.columns else None
 
 
 def available() -> tuple[str, ...]:
-    """The names of the tables that come with the package, in the order of the papers."""
+    """Return the names of the tables in the package, in the order of the papers."""
     return tuple(_tables())
 
 
 def get(id: str) -> PublishedTable:
-    """The table of this name.
+    """Return the table of this name.
 
     Raises:
         PosencError: There is none.
@@ -168,67 +211,60 @@ def _tables() -> Mapping[str, PublishedTable]:
     return {table.id: table for table in tables}
 
 
-# A published table beside a run, where the two were measured in the same way.
-
-
-_SPACED = ("sliding", "stream")
-# Elsewhere every window, and every document, scores the same number of tokens, so that all aggregates agree.
-_UNEVEN = ("sliding", "disjoint")
-
-
 def differences(table: PublishedTable, settings: Settings) -> list[str]:
-    """What keeps a table and a run from being comparable, one phrase each; empty where nothing does.
+    """Return the differences that make a table and a run incomparable, one phrase each.
 
-    Models, texts and tokenizers are not looked at: a table beside another model's numbers is what one asks for.
+    Models, texts and tokenizers are not compared: a table beside another model's numbers is the purpose.
     """
     if table.metric not in ("perplexity", "loss"):
         return [f"metric: {table.metric} ({table.metric_note}), not perplexity"]
     if table.column_kind != LENGTHS:
         return [f"columns: {table.column_kind}, not context lengths"]
-    found = []
+    reasons = []
     theirs = table.protocol
     if theirs.name is None:
-        found.append("protocol: unstated")
+        reasons.append("protocol: unstated")
     elif theirs.name not in settings.protocols:
-        found.append(f"protocol: {theirs.name}, here {', '.join(settings.protocols)}")
-    if theirs.name in _SPACED and theirs.stride != settings.stride:
-        found.append(f"stride: {_number(theirs.stride)}, here {settings.stride:,}")
+        reasons.append(f"protocol: {theirs.name}, here {', '.join(settings.protocols)}")
+    if theirs.name in _STRIDED and theirs.stride != settings.stride:
+        reasons.append(f"stride: {_number(theirs.stride)}, here {settings.stride:,}")
     if theirs.name in _UNEVEN and theirs.aggregate != settings.aggregate:
-        found.append(f"aggregate: {theirs.aggregate or 'unstated'}, here {settings.aggregate}")
+        reasons.append(f"aggregate: {theirs.aggregate or 'unstated'}, here {settings.aggregate}")
     if theirs.name == "tail" and theirs.tail_tokens != settings.tail_tokens:
-        found.append(f"tail tokens: {_number(theirs.tail_tokens)}, here {settings.tail_tokens:,}")
+        reasons.append(f"tail tokens: {_number(theirs.tail_tokens)}, here {settings.tail_tokens:,}")
     windows = settings.windows_per_document
     if windows is not None and (
         theirs.name == "sliding" or (theirs.name == "tail" and windows > 1)
     ):
-        found.append(f"windows per document: {_all(theirs.name)}, here {windows:,}")
+        usual = "all" if theirs.name == "sliding" else "1"
+        reasons.append(f"windows per document: {usual}, here {windows:,}")
     if not set(table.columns) & set(settings.lengths):
-        found.append(
+        reasons.append(
             f"lengths: {', '.join(map(_number, table.columns))}, here "
             f"{', '.join(map(_number, settings.lengths))}"
         )
-    return found
+    return reasons
 
 
 def comparable(table: PublishedTable, settings: Settings) -> None:
-    """Refuses a table whose numbers mean something else than the run's.
+    """Refuse a table whose numbers have another meaning than the run's.
 
     Raises:
-        PosencError: With what differs, and the options that would measure as the table does.
+        PosencError: With the differences, and the options that measure as the table does.
     """
-    found = differences(table, settings)
-    if found:
+    reasons = differences(table, settings)
+    if reasons:
         raise PosencError(
-            f"{table.id} ({table.paper}, {table.table}) is not comparable with this run: {'; '.join(found)}."
-            f"{_way_on(table)}"
+            f"{table.id} ({table.paper}, {table.table}) is not comparable with this run: {'; '.join(reasons)}."
+            f"{_options_of(table)}"
         )
 
 
 def beside(table: PublishedTable, result: PerplexityResult) -> Table:
-    """The run's methods and the published rows in one table, with the lengths of the run.
+    """Return the run's methods and the published rows in one table, with the lengths of the run.
 
     Args:
-        table: The published table; one of losses is shown as perplexities, `exp(loss)`.
+        table: The published table; losses are shown as perplexities, `exp(loss)`.
         result: The run.
 
     Raises:
@@ -243,32 +279,32 @@ def beside(table: PublishedTable, result: PerplexityResult) -> Table:
 
     protocol = table.protocol.name
     assert protocol is not None  # or it would not be comparable
-    made = Table(
+    grid = Table(
         title=f"Perplexity, {protocol}, beside {table.paper}, {table.table}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    made.add_column("model", overflow="fold")
-    made.add_column("method", overflow="fold")
+    grid.add_column("model", overflow="fold")
+    grid.add_column("method", overflow="fold")
     lengths = result.settings.lengths
     for length in lengths:
-        made.add_column(f"{length:,}", justify="right", no_wrap=True)
+        grid.add_column(f"{length:,}", justify="right", no_wrap=True)
     for candidate in result.candidates:
         cells = [result.cell(candidate.label, protocol, length) for length in lengths]
         shown = [number(cell.perplexity if cell else None) for cell in cells]
-        made.add_row("this run", candidate.label, *shown, style="bold")
-    made.add_section()
+        grid.add_row("this run", candidate.label, *shown, style="bold")
+    grid.add_section()
     for row in table.rows:
         values = [table.value(row, length) for length in lengths]
         if any(value is not None for value in values):
-            made.add_row(row.model, row.method, *(printed(table, value) for value in values))
-    return made
+            grid.add_row(row.model, row.method, *(printed(table, value) for value in values))
+    return grid
 
 
 def remarks(table: PublishedTable) -> Iterator[str]:
-    """What a reader must know beside the table."""
+    """Yield the notes that belong to a table."""
     yield f"{table.paper}, {table.table}: {table.dataset}. Read in {table.source}."
     for note in (table.protocol.note, table.caveat):
         if note is not None:
@@ -280,20 +316,20 @@ def remarks(table: PublishedTable) -> Iterator[str]:
 
 
 def printed(table: PublishedTable, value: Value) -> str:
-    """A published number as a perplexity; a bound, or why there is none, as it was printed."""
+    """Return a published number as a perplexity; a bound or a reason as it was printed."""
     if value is None or isinstance(value, str):
         return value or "-"
     return f"{math.exp(value):.4g}" if table.metric == "loss" else f"{value:g}"
 
 
-def _way_on(table: PublishedTable) -> str:
-    """The options that measure as the table does; nothing where it does not say enough."""
+def _options_of(table: PublishedTable) -> str:
+    """Return a sentence with the options that measure as the table does; empty if it states too little."""
     theirs = table.protocol
-    unknown = theirs.name is None or (theirs.name in _UNEVEN and theirs.aggregate is None)
-    if unknown or table.column_kind != LENGTHS or table.metric not in ("perplexity", "loss"):
+    unstated = theirs.name is None or (theirs.name in _UNEVEN and theirs.aggregate is None)
+    if unstated or table.column_kind != LENGTHS or table.metric not in ("perplexity", "loss"):
         return ""
     options = [f"--protocol {theirs.name}"]
-    if theirs.name in _SPACED:
+    if theirs.name in _STRIDED:
         options.append(f"--stride {theirs.stride}")
     if theirs.name in _UNEVEN:
         options.append(f"--aggregate {theirs.aggregate}")
@@ -308,5 +344,70 @@ def _number(value: int | str | None) -> str:
     return value if isinstance(value, str) else f"{value:,}"
 
 
-def _all(protocol: str) -> str:
-    return "all" if protocol == "sliding" else "1"
+@dataclass(frozen=True)
+class Evidence:
+    """Evidence of one published row for a method.
+
+    Attributes:
+        table: The table's id.
+        model: The model, as printed.
+        held: The largest multiple of the trained length at which it held; 0: none.
+        broke: The first multiple at which it did not; `None`: none in the table.
+    """
+
+    table: str
+    model: str
+    held: float
+    broke: float | None
+
+
+def evidence_of(method: str) -> tuple[Evidence, ...]:
+    """Return the published evidence for a method without training; empty if there is none."""
+    return tuple(_read_evidence(*entry) for entry in UNTRAINED.get(method, ()))
+
+
+def verdict(evidence: Sequence[Evidence], factor: float) -> int:
+    """Return 1 if the method held at this multiple and never broke below it, -1 if it broke, else 0."""
+    if any(one.broke is not None and one.broke <= factor for one in evidence):
+        return -1
+    return int(any(one.held >= factor for one in evidence))
+
+
+def summary(evidence: Sequence[Evidence]) -> str:
+    """Return the evidence in a few words; empty if there is none."""
+    parts = []
+    best = max(evidence, key=lambda one: one.held, default=None)
+    if best is not None and best.held > 0:
+        parts.append(f"held at x{best.held:g} ({best.table}, {best.model})")
+    broken = [(one.broke, one) for one in evidence if one.broke is not None]
+    if broken:
+        factor, one = min(broken, key=lambda pair: pair[0])
+        parts.append(f"not at x{factor:g} ({one.table}, {one.model})")
+    return f"published, untrained: {', '.join(parts)}" if parts else ""
+
+
+def _read_evidence(id: str, model: str, method: str) -> Evidence:
+    table = get(id)
+    baseline = list(_points(table, model, "none"))
+    best = min(value for _, value in baseline)
+    trained = max(length for length, value in baseline if value == best)
+    held, broke = 0.0, None
+    for length, value in _points(table, model, method):
+        if length < trained:
+            continue
+        if value > TOLERANCE * best:
+            broke = length / trained
+            break
+        held = length / trained
+    return Evidence(id, model, held, broke)
+
+
+def _points(table: PublishedTable, model: str, method: str) -> Iterator[tuple[int, float]]:
+    """Yield lengths and perplexities of a row; a bound counts as infinite, `OOM` is no evidence."""
+    row = next(row for row in table.rows if (row.model, row.method) == (model, method))
+    for column, value in zip(table.columns, row.values, strict=True):
+        if isinstance(value, str):
+            if value.startswith(">"):
+                yield int(column), math.inf
+        elif value is not None:
+            yield int(column), math.exp(value) if table.metric == "loss" else value

@@ -1,7 +1,8 @@
-"""`recommend`: from a model and a target length to a ranked list of methods, each with its reason."""
+"""From a model and a target length to a ranked list of methods, each with its reason, and the cost of the cache."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator
@@ -16,44 +17,43 @@ from torch import nn
 
 from hf_posenc.adapters import available_architectures
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.recommend.limits import (
-    FAST_TURNS,
-    TOLERANCE,
-    CacheCost,
-    RotaryLimits,
-    cache_cost,
-    least_base,
-    rotary_limits,
-)
+from hf_posenc.evaluation.published import TOLERANCE
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
     BESIDE,
+    FAST_TURNS,
     FINE_TUNED,
     REFUSED,
     SHORT,
     TRAINED,
     WINDOW,
     Option,
+    RotaryLimits,
     Start,
+    least_base,
     option_of,
     rank,
+    rotary_limits,
 )
 from hf_posenc.methods import METHODS
 from hf_posenc.model.discovery import RotaryTable, original_length, read_spec, select
 from hf_posenc.patch.patching import get_patch, patched
 from hf_posenc.patch.request import adapter_of, tables_of, unwrap
 
-_PER_LENGTH = ("dynamic", "longrope")  # a table that depends on the length: nothing to compose with
+_PER_LENGTH = ("dynamic", "longrope")  # a table that depends on the length cannot be composed
+_PROBE_TOKENS = 4
+_RANKED = (AS_IT_IS, FINE_TUNED, SHORT, WINDOW, BESIDE)
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
 class Carried:
-    """What a checkpoint's config says of its positions.
+    """Scaling that a checkpoint's config carries.
 
     Attributes:
-        rope_type: The scaling in force, in transformers' word.
+        rope_type: The scaling in force, by transformers' name.
         scaled: Whether there is any.
-        reach: The context length that the config names, scaling included, in tokens.
+        reach: The context length of the config, scaling included, in tokens.
         trained: The length before that scaling.
     """
 
@@ -64,8 +64,31 @@ class Carried:
 
 
 @dataclass(frozen=True)
+class CacheCost:
+    """Memory of the cache of one text, keys and values alone.
+
+    Attributes:
+        tokens: Length of the text.
+        bytes: Memory for the text.
+        bytes_per_token: Memory for one more token, in the layers that keep every token.
+        full_layers: Layers that keep every token.
+        window_layers: Layers that keep a window.
+        window: Tokens in that window; 0 if there are no such layers.
+        dtype: The number format.
+    """
+
+    tokens: int
+    bytes: int
+    bytes_per_token: int
+    full_layers: int
+    window_layers: int
+    window: int
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Advice:
-    """What to do for a target length.
+    """Advice for a target length.
 
     Attributes:
         name: The model's name, as the commands take it.
@@ -73,11 +96,11 @@ class Advice:
         model_type: The `model_type` of its text decoder.
         tested: Whether the test matrix covers that type.
         target: The target length, in tokens.
-        carried: What the checkpoint carries already.
-        beside: How frequency methods go on from there: `compose`, `replace`, or neither.
-        limits: What the table says that frequency methods start from.
+        carried: The scaling that the checkpoint carries already.
+        beside: How frequency methods start from it: `compose`, `replace`, or neither.
+        limits: The limits of the table that frequency methods start from.
         least_base: The least base for the target, by the fit of arXiv 2405.14591.
-        cache: What keys and values take at the target; `None` where that is not known.
+        cache: The memory of keys and values at the target; `None` if it is unknown.
         options: Every method, the best first.
     """
 
@@ -95,7 +118,7 @@ class Advice:
 
     @property
     def needed(self) -> bool:
-        """Whether the target is more than what the config names."""
+        """Whether the target exceeds the length of the config."""
         return self.target > self.carried.reach
 
     @property
@@ -104,11 +127,11 @@ class Advice:
         return self.target / self.limits.original
 
     def best(self, works: str, count: int) -> tuple[Option, ...]:
-        """The first options that work so."""
+        """Return the first options that work in this way."""
         return tuple(option for option in self.options if option.works == works)[:count]
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, JSON-ready."""
+        """Return JSON-ready values."""
         values = {
             "kind": "advice",
             "format": 1,
@@ -117,25 +140,25 @@ class Advice:
             "factor": self.factor,
             "commands": list(self.commands()),
         }
-        for shown, option in zip(values["options"], self.options, strict=True):
-            shown.update(spec=option.spec, call=option.call)
+        for entry, option in zip(values["options"], self.options, strict=True):
+            entry.update(spec=option.spec, call=option.call)
         return values
 
     def commands(self) -> tuple[str, ...]:
-        """What to run next, on text of one's own."""
+        """Return the commands to run next, on the user's own text."""
         text = "--text 'YOUR/*.txt'"
         lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
         specs = ["none"]
         if self.needed:
             specs += ["sliding_window", *(str(one.spec) for one in self.best(AS_IT_IS, 3))]
         patches = " ".join(f"--patch {spec}" for spec in specs)
-        made = [f"perplexity {self.name} {text} --lengths {lengths} {patches}"]
+        commands = [f"perplexity {self.name} {text} --lengths {lengths} {patches}"]
         if self.needed:
-            made += [
+            commands += [
                 f"retrieval {self.name} --lengths {lengths} {patches}",
                 f"sweep {self.name} {text} --target-length {self.target}",
             ]
-        return tuple(f"hf-posenc {' '.join(command.split())}" for command in made)
+        return tuple(f"hf-posenc {' '.join(command.split())}" for command in commands)
 
 
 def recommend(
@@ -146,21 +169,22 @@ def recommend(
     original: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Advice:
-    """Ranks the methods for a target length. In closed form: the model is not run on any text.
+    """Rank the methods for a target length in closed form: the model reads no text.
 
-    Rules of thumb are the base bound, and that it is angles not met in training that break a model. What the published
-    tables show was measured on a few Llamas. The ranking says what to try first; `perplexity` says what is true.
+    The base bound is a rule of thumb, and so is the assumption that a model breaks at angles not met in training. The
+    published tables were measured on a few Llamas. The ranking is the order in which to try methods; `perplexity`
+    measures them.
 
     Args:
-        model: A transformers model. On the meta device its config alone is read, and the methods that compute attention
-            themselves cannot be tried; on a loaded model every method is patched in and taken out.
+        model: A transformers model. On the meta device only its config is read, and methods that compute attention
+            themselves cannot be tried; on a loaded model every method is patched in and removed again.
         target_length: In tokens.
         name: The model's name, for the commands.
-        original: The length that the model was trained at, in tokens, where its config names another.
+        original: The length that the model was trained at, in tokens, if its config names another.
         dtype: The number format of the cache.
 
     Raises:
-        PosencError: A length that is none, a patched model, or one without a rotary table.
+        PosencError: A length below 1, a patched model, or one without a rotary table.
     """
     if target_length < 1:
         raise PosencError(f"A target length is a number of tokens, not {target_length}.")
@@ -175,13 +199,11 @@ def recommend(
     beside = _beside(table, carried, original)
     compose = bool(beside.get("compose"))
     spec = read_spec(table, carried.reach if compose else carried.trained, compose=compose)
-    config: Any = inner.config
-    model_type = config.get_text_config(decoder=True).model_type
-    named = original_length(table, compose=table.scaled)
-    length = {"original_max_position_embeddings": carried.reach}
-    start = Start(
-        spec, target_length, beside, carried.reach, length if carried.reach != named else {}
-    )
+    model_type = inner.config.get_text_config(decoder=True).model_type
+    length = {}
+    if carried.reach != original_length(table, compose=table.scaled):
+        length = {"original_max_position_embeddings": carried.reach}
+    start = Start(spec, target_length, beside, carried.reach, length)
     options = []
     if target_length > carried.reach:
         options = [_tried(option_of(kind, start), inner) for kind in METHODS]
@@ -211,21 +233,21 @@ def _carried(table: RotaryTable, original: int | None) -> Carried:
 
 
 def _beside(table: RotaryTable, carried: Carried, original: int | None) -> dict[str, Any]:
-    """What `patch_model` needs beside a frequency method to start from there."""
-    given = {} if original is None else {"original_max_position_embeddings": original}
+    """Return the arguments of `patch_model` that start a frequency method from this table."""
+    length = {} if original is None else {"original_max_position_embeddings": original}
     if not table.scaled:
-        return given
+        return length
     if table.rope_type in _PER_LENGTH:
-        return {"replace": True, **given}
+        return {"replace": True, **length}
     if carried.reach != original_length(table, compose=True):
-        given = {"original_max_position_embeddings": carried.reach}
-    return {"compose": True, **given}
+        length = {"original_max_position_embeddings": carried.reach}
+    return {"compose": True, **length}
 
 
 def _tried(option: Option, model: nn.Module) -> Option:
-    """The option after its trial on the model; untried where it takes weights and there are none.
+    """Return the option after its trial on the model, or as it is if the trial requires weights and there are none.
 
-    A dynamic method that the model does not take row by row is tried in the form that changes the table alone.
+    A dynamic method that the model does not support row by row is tried in the form that changes the table alone.
     """
     unloaded = any(parameter.is_meta for parameter in model.parameters())
     if option.options is None or (option.attention and unloaded):
@@ -238,10 +260,10 @@ def _tried(option: Option, model: nn.Module) -> Option:
 
 
 def _refusal(option: Option, model: nn.Module) -> PosencError | None:
-    """Patches an option in and takes it out; why that did not work."""
+    """Patch an option in and remove it; return the error if that failed."""
     assert option.options is not None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a method needs, the option says
+        warnings.simplefilter("ignore")  # the option states what a method needs
         try:
             with patched(model, option.method, **option.options):
                 return None
@@ -249,51 +271,147 @@ def _refusal(option: Option, model: nn.Module) -> PosencError | None:
             return error
 
 
-# What `hf-posenc recommend` prints.
+def cache_cost(model: nn.Module, tokens: int, dtype: torch.dtype) -> CacheCost | None:
+    """Compute the memory of the cache for one text.
+
+    A model of the same config runs a few tokens on the meta device, without computing or storing anything. Grouped
+    heads, latent attention, shared and sliding-window layers are therefore counted as transformers keeps them.
+
+    Args:
+        model: Any model of that config.
+        tokens: Length of the text.
+        dtype: The number format of keys and values.
+
+    Returns:
+        The cost; `None` if the model does not run on the meta device.
+    """
+    growing = fixed = window = full = windowed = 0
+    for layer in _cache_layers(model):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.ndim != 4:
+            continue
+        size = (keys[0].numel() + values[0].numel()) // _PROBE_TOKENS * dtype.itemsize
+        if getattr(layer, "is_sliding", False):
+            kept = min(tokens, int(layer.sliding_window) - 1)  # the next token completes the window
+            fixed, window, windowed = fixed + size * kept, max(window, kept), windowed + 1
+        else:
+            growing, full = growing + size, full + 1
+    total = growing * tokens + fixed
+    name = str(dtype).removeprefix("torch.")
+    return CacheCost(tokens, total, growing, full, windowed, window, name) if total else None
 
 
-_RANKED = (AS_IT_IS, FINE_TUNED, SHORT, WINDOW, BESIDE)
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+def _cache_layers(model: nn.Module) -> list[Any]:
+    """Return the layers of a cache that holds a few tokens; none if the model does not run on the meta device."""
+    config: Any = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    text.rope_parameters = _unscaled(getattr(text, "rope_parameters", None))
+    model_class: Any = type(model)
+    try:
+        # bfloat16: mixtures of experts support nothing else on this device
+        with torch.device("meta"), torch.no_grad():
+            twin = model_class._from_config(config, dtype=torch.bfloat16).eval()
+            ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
+            return list(twin(ids, use_cache=True).past_key_values.layers)
+    except Exception:  # a family may need values, which this device does not have
+        return []
+
+
+def _unscaled(parameters: Any) -> Any:
+    """Remove the scaling, which may read the values of positions: on the meta device they have none."""
+    if not isinstance(parameters, dict):
+        return parameters
+    if "rope_type" not in parameters:
+        return {key: _unscaled(value) for key, value in parameters.items()}
+    kept = {
+        key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters
+    }
+    return {"rope_type": "default", **kept}
 
 
 def facts(advice: Advice) -> Iterator[tuple[str, str]]:
-    """What is known before any method: a heading and a sentence or two each."""
-    yield "checkpoint", _carried_note(advice)
-    yield "turns", _turns(advice.limits)
-    yield "base", _base(advice)
-    yield "cache", _cache(advice.cache)
-    if advice.carried.scaled and advice.needed:
-        yield "already scaled", _scaled(advice)
+    """Yield the facts that precede any method: a heading and a sentence or two each."""
+    carried, limits = advice.carried, advice.limits
+    text = f"{carried.reach:,} tokens by its config"
+    if carried.scaled:
+        text += f", by rope_type {carried.rope_type} from {carried.trained:,}"
+    if not advice.needed:
+        text += f": {advice.target:,} need no patch"
+    yield "checkpoint", f"{text}."
+    turns = (
+        f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, "
+        f"{limits.fast} of them {FAST_TURNS} or more. Past that length the other {limits.slow} reach angles that the "
+        "model has not met. "
+        f"Critical dimension {limits.critical_dimension} of {limits.dim} (arXiv 2310.05209)."
+    )
+    yield "turns", turns
+    similar = "no distance up to the target"
+    if limits.similar_until is not None:
+        similar = f"{limits.similar_until:,} tokens"
+    base = (
+        f"{limits.theta:,.0f}, the least to train {limits.base_context:,} tokens with; {advice.target:,} take "
+        f"{advice.least_base:,.0f} (a fit, arXiv 2405.14591). The first distance at which a similar token may lose "
+        f"to a random one: {similar} (the theorem behind the fit). Rules of thumb, for training."
+    )
+    yield "base", base
+    yield "cache", _cache_text(advice.cache)
+    if carried.scaled and advice.needed:
+        yield "already scaled", _scaling_text(advice)
+
+
+def _cache_text(cache: CacheCost | None) -> str:
+    if cache is None:
+        return "unknown: this model does not run without its weights."
+    kept = ""
+    if cache.window_layers:
+        kept = f"; {cache.window_layers} layers keep the last {cache.window:,} tokens"
+    return (
+        f"{_size(cache.bytes)} of keys and values in {cache.dtype} for one text of {cache.tokens:,} tokens: "
+        f"{_size(cache.bytes_per_token)} a token in {cache.full_layers} layers{kept}."
+    )
+
+
+def _scaling_text(advice: Advice) -> str:
+    if "replace" in advice.beside:
+        return (
+            f"{advice.carried.rope_type} has a table per length, which cannot be composed: replace=True "
+            f"starts from rope_theta and {advice.limits.original:,} tokens. Weights trained with that scaling lose it."
+        )
+    return (
+        f"compose=True scales the frequencies in force once more, from {advice.limits.original:,} tokens: right for "
+        "weights that were trained with them. If the scaling was only written into the config, replace=True starts "
+        f"from rope_theta and {advice.carried.trained:,} tokens."
+    )
 
 
 def table(advice: Advice) -> Table:
-    """The methods that say something without being trained from scratch, the best first."""
-    made = Table(
+    """Return the methods that work without training from scratch, the best first."""
+    grid = Table(
         title=f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to try first",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         collapse_padding=True,
     )
-    made.add_column("", justify="right", no_wrap=True)
-    made.add_column("method", no_wrap=True)
-    made.add_column("works", no_wrap=True)
-    made.add_column("why", overflow="fold")
+    grid.add_column("", justify="right", no_wrap=True)
+    grid.add_column("method", no_wrap=True)
+    grid.add_column("works", no_wrap=True)
+    grid.add_column("why", overflow="fold")
     shown = [option for option in advice.options if option.works in _RANKED]
-    for place, option in enumerate(shown, 1):
+    for number, option in enumerate(shown, 1):
         reason = option.reason + (" [*]" if _untried(option) else "")
-        made.add_row(
-            str(place),
+        grid.add_row(
+            str(number),
             option.method,
             option.works,
             Text(reason),
-            style="bold" if place == 1 else None,
+            style="bold" if number == 1 else None,
         )
-    return made
+    return grid
 
 
 def notes(advice: Advice) -> Iterator[str]:
-    """What a reader must know beside the table."""
+    """Yield the notes that belong to the table."""
     if any(_untried(option) for option in advice.options):
         covered = "covers" if advice.tested else "does not cover"
         yield (
@@ -311,72 +429,16 @@ def notes(advice: Advice) -> Iterator[str]:
         yield f"Not {', '.join(methods)}: {reason}"
     yield (
         f"Published, untrained: a perplexity within {TOLERANCE - 1:.0%} of the unpatched model's at its trained "
-        "length, on the model and text of that table. It says what to try first; your text decides."
+        "length, on the model and text of that table. It is the order in which to try methods; your text decides."
     )
 
 
-def way_on(advice: Advice) -> Iterator[str]:
-    """The call, and the commands to run next."""
+def next_steps(advice: Advice) -> Iterator[str]:
+    """Yield the call, and the commands to run next."""
     best = advice.best(AS_IT_IS, 1)
     if best:
         yield f"In Python: {best[0].call}"
     yield from (f"Next: {command}" for command in advice.commands())
-
-
-def _carried_note(advice: Advice) -> str:
-    carried = advice.carried
-    text = f"{carried.reach:,} tokens by its config"
-    if carried.scaled:
-        text += f", by rope_type {carried.rope_type} from {carried.trained:,}"
-    if not advice.needed:
-        text += f": {advice.target:,} need no patch"
-    return f"{text}."
-
-
-def _turns(limits: RotaryLimits) -> str:
-    return (
-        f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, "
-        f"{limits.fast} of them {FAST_TURNS} or more. Past that length the other {limits.slow} reach angles that the "
-        "model has not met. "
-        f"Critical dimension {limits.critical_dimension} of {limits.dim} (arXiv 2310.05209)."
-    )
-
-
-def _base(advice: Advice) -> str:
-    limits = advice.limits
-    similar = "no distance up to the target"
-    if limits.similar_until is not None:
-        similar = f"{limits.similar_until:,} tokens"
-    return (
-        f"{limits.theta:,.0f}, the least to train {limits.base_context:,} tokens with; {advice.target:,} take "
-        f"{advice.least_base:,.0f} (a fit, arXiv 2405.14591). The first distance at which a similar token may lose "
-        f"to a random one: {similar} (the theorem behind the fit). Rules of thumb, for training."
-    )
-
-
-def _cache(cache: CacheCost | None) -> str:
-    if cache is None:
-        return "not known: this model does not run without its weights."
-    kept = ""
-    if cache.window_layers:
-        kept = f"; {cache.window_layers} layers keep the last {cache.window:,} tokens"
-    return (
-        f"{_size(cache.bytes)} of keys and values in {cache.dtype} for one text of {cache.tokens:,} tokens: "
-        f"{_size(cache.bytes_per_token)} a token in {cache.full_layers} layers{kept}."
-    )
-
-
-def _scaled(advice: Advice) -> str:
-    if "replace" in advice.beside:
-        return (
-            f"{advice.carried.rope_type} has a table per length, with which nothing can be composed: replace=True "
-            f"starts from rope_theta and {advice.limits.original:,} tokens. Weights trained with that scaling lose it."
-        )
-    return (
-        f"compose=True scales the frequencies in force once more, from {advice.limits.original:,} tokens: right for "
-        "weights that were trained with them. If the scaling was only written into the config, replace=True starts "
-        f"from rope_theta and {advice.carried.trained:,} tokens."
-    )
 
 
 def _untried(option: Option) -> bool:

@@ -1,4 +1,9 @@
-"""Each method at the target length: whether it gets there, what it needs, and why."""
+"""Closed-form limits of a rotary table, and the judgement of each method at a target length that follows from them.
+
+Two things go wrong past the trained length, and each method trades one for the other. Slow pairs, which made less than
+one turn in training, reach angles that the model has never met. Slowed-down fast pairs, which distinguish neighbouring
+tokens, make neighbours look closer than in training. Nothing here runs the model.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.recommend import limits as evidence
-from hf_posenc.evaluation.recommend.limits import least_base, met_until, slowed_by
+from hf_posenc.evaluation import published
 from hf_posenc.methods import (
     ABF,
     LengthDependent,
@@ -24,6 +29,12 @@ from hf_posenc.methods import (
 )
 from hf_posenc.rope import RopeSpec
 
+FAST_TURNS = 32
+"""Pairs with at least this many turns in training are fast: YaRN's beta_fast (arXiv 2309.00071)."""
+
+FIT_FACTOR, FIT_EXPONENT = 0.0424, 1.628
+"""The fit `b >= 0.0424 L^1.628` of Men et al. 2024 (arXiv 2405.14591, figure 1), made for 128 rotary dimensions."""
+
 AS_IT_IS = "as it is"
 FINE_TUNED = "after fine-tuning"
 SHORT = "does not reach"
@@ -34,21 +45,126 @@ REFUSED = "not on this model"
 WORKS = (AS_IT_IS, FINE_TUNED, SHORT, WINDOW, BESIDE, TRAINED, REFUSED)
 """How a method works at the target, the best first."""
 
-_SEARCH = 16
-"""A larger scale is looked for up to so many times the plain one."""
+_BLOCK = 1 << 14
+_LARGEST_SCALE = 16
+"""The search for a larger scale ends at this multiple of the plain one."""
+
+
+@dataclass(frozen=True)
+class RotaryLimits:
+    """Limits that follow from a table and its trained length.
+
+    Attributes:
+        original: The trained length L, in tokens.
+        theta: The base b.
+        dim: Rotary dimension d.
+        turns: Turns that each pair makes over L tokens, `L f_i / (2 pi)`; shape (d/2,).
+        rotated: Number of pairs that rotate.
+        full_turns: Pairs that made one whole turn in training.
+        fast: Pairs that made `FAST_TURNS` of them.
+        critical_dimension: Features of these whole-turn pairs, `2 ceil(d/2 log_b(L / (2 pi)))` for a plain table (Liu
+            et al. 2023, arXiv 2310.05209); those past it have not seen all their angles.
+        base_context: The length for which this base is the least, by the fit.
+        similar_until: The first distance at which `sum_i cos(m f_i)` is negative, so that a similar token no longer
+            gets more attention than a random one (arXiv 2405.14591, theorem 1); `None`: not up to the target.
+    """
+
+    original: int
+    theta: float
+    dim: int
+    turns: tuple[float, ...]
+    rotated: int
+    full_turns: int
+    fast: int
+    critical_dimension: int
+    base_context: int
+    similar_until: int | None
+
+    @property
+    def slow(self) -> int:
+        """Number of pairs that rotate, but made less than one turn in training."""
+        return self.rotated - self.full_turns
+
+
+def rotary_limits(spec: RopeSpec, target: int) -> RotaryLimits:
+    """Compute the limits of a table.
+
+    Args:
+        spec: The table as it was trained.
+        target: The largest distance for `similar_until`, in tokens.
+    """
+    table = spec.default_inv_freq()
+    original = spec.original_max_position_embeddings
+    turns = _turns(table, original)
+    full = int((turns >= 1).sum())
+    return RotaryLimits(
+        original=original,
+        theta=spec.theta,
+        dim=spec.dim,
+        turns=tuple(turns.tolist()),
+        rotated=int((table > 0).sum()),
+        full_turns=full,
+        fast=int((turns >= FAST_TURNS).sum()),
+        critical_dimension=2 * full,
+        base_context=math.floor((spec.theta / FIT_FACTOR) ** (1 / FIT_EXPONENT)),
+        similar_until=_similar_until(table, target),
+    )
+
+
+def least_base(length: int) -> float:
+    """Return the least base for a length, by the fit of arXiv 2405.14591."""
+    return FIT_FACTOR * math.pow(length, FIT_EXPONENT)
+
+
+def met_until(trained: Tensor, patched: Tensor, original: int) -> float:
+    """Return the length in tokens up to which no slow pair of a changed table leaves the angles of training.
+
+    The minimum of `L f_i / f'_i` over the pairs with `L f_i < 2 pi`; infinite if there is none.
+
+    Args:
+        trained: The frequencies f of training, shape (d/2,).
+        patched: The changed frequencies f', of that shape.
+        original: The trained length L, in tokens.
+    """
+    slow = (trained > 0) & (_turns(trained, original) < 1) & (patched > 0)
+    if not bool(slow.any()):
+        return math.inf
+    return original * float((trained[slow] / patched[slow]).min())
+
+
+def slowed_by(trained: Tensor, patched: Tensor, original: int) -> float:
+    """Return the largest factor by which a fast pair is slowed; at least 1. Arguments as for `met_until`."""
+    fast = (_turns(trained, original) >= FAST_TURNS) & (patched > 0)
+    if not bool(fast.any()):
+        return 1.0
+    return max(1.0, float((trained[fast] / patched[fast]).max()))
+
+
+def _turns(table: Tensor, length: int) -> Tensor:
+    """Turns that each pair makes over a length, shape (d/2,)."""
+    return table * (length / (2 * math.pi))
+
+
+def _similar_until(table: Tensor, limit: int) -> int | None:
+    for start in range(0, limit, _BLOCK):
+        distances = torch.arange(start, min(start + _BLOCK, limit), dtype=torch.float64)
+        negative = (torch.outer(distances, table).cos().sum(1) < 0).nonzero()
+        if len(negative):
+            return start + int(negative[0])
+    return None
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a method starts from.
+    """Starting point of a method.
 
     Attributes:
         spec: The table that frequency methods start from, and the length that it was trained at.
         target: The target length, in tokens.
-        beside: What `patch_model` takes beside a frequency method's options: `compose` or `replace`, where the
-            checkpoint is scaled already, and the original length, where the config names another.
-        reach: The length that the table in force reaches, in tokens: methods that compute attention go on from there.
-        beside_attention: As `beside`, for these.
+        beside: Arguments of `patch_model` beside a frequency method's options: `compose` or `replace` if the
+            checkpoint is scaled already, and the original length if the config names another.
+        reach: The length that the table in force reaches, in tokens: methods that compute attention start from it.
+        beside_attention: As `beside`, for methods that compute attention.
     """
 
     spec: RopeSpec
@@ -70,18 +186,18 @@ class Start:
 
 @dataclass(frozen=True)
 class Option:
-    """A method at the target length.
+    """Method at the target length.
 
     Attributes:
         method: Its name.
         works: One of `WORKS`.
-        reason: Why, in one line.
-        options: What to give `patch_model`; `None` where something has to be found first.
+        reason: The reason, in one line.
+        options: Arguments of `patch_model`; `None` if some of them have to be searched first.
         attention: Whether it computes attention itself, rather than changing the table alone.
-        trial: Whether it was tried on the model; `None`: its weights are not there to try it on.
-        evidence: What published tables show of it without training.
+        trial: Whether its trial on the model succeeded; `None`: not tried, as there are no weights.
+        evidence: Published evidence for it without training.
         met: Of a frequency method, the length in tokens up to which slow pairs stay at angles met in training.
-        slowed: Of a frequency method, by how much the most slowed of the fast pairs turns slower.
+        slowed: Of a frequency method, the largest factor by which a fast pair is slowed.
     """
 
     method: str
@@ -90,25 +206,25 @@ class Option:
     options: dict[str, Any] | None
     attention: bool
     trial: bool | None = None
-    evidence: tuple[evidence.Seen, ...] = ()
+    evidence: tuple[published.Evidence, ...] = ()
     met: float | None = None
     slowed: float = 1.0
 
     @property
     def spec(self) -> str | None:
-        """As `--patch` takes it."""
+        """The value of `--patch`."""
         if self.options is None:
             return None
-        said = [f"{knob}={_said(value)}" for knob, value in self.options.items()]
-        return f"{self.method}:{','.join(said)}" if said else self.method
+        pairs = [f"{name}={_text(value)}" for name, value in self.options.items()]
+        return f"{self.method}:{','.join(pairs)}" if pairs else self.method
 
     @property
     def call(self) -> str | None:
         """The call of `patch_model`."""
         if self.options is None:
             return None
-        said = "".join(f", {knob}={value!r}" for knob, value in self.options.items())
-        return f"patch_model(model, {self.method!r}{said})"
+        arguments = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"patch_model(model, {self.method!r}{arguments})"
 
     @property
     def by_sequence(self) -> Option | None:
@@ -119,7 +235,7 @@ class Option:
         return dataclasses.replace(self, options=options, attention=False)
 
     def after(self, error: PosencError | None) -> Option:
-        """The same after its trial on the model."""
+        """Return the option after its trial on the model."""
         if error is None:
             return dataclasses.replace(self, trial=True)
         reason = " ".join(str(error).split())
@@ -127,7 +243,7 @@ class Option:
 
 
 def option_of(kind: type[Method], start: Start) -> Option:
-    """What a method does at the target length."""
+    """Judge a method at the target length."""
     if issubclass(kind, RotaryBands):
         return _bands(kind, start)
     if issubclass(kind, RopeScaling):
@@ -136,25 +252,26 @@ def option_of(kind: type[Method], start: Start) -> Option:
     if kind is LogN:
         reason = "sharpens attention over many keys, and leaves the angles as they are"
         return Option(kind.name, BESIDE, reason, options, attention=True)
-    reason = f"{kind.summary}; says nothing before training"
-    return Option(kind.name, TRAINED, reason, options, attention=True)
+    return Option(kind.name, TRAINED, _needs_training(kind), options, attention=True)
+
+
+def _needs_training(kind: type[Method]) -> str:
+    return f"{kind.summary}; needs training first"
 
 
 def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
     moving = issubclass(kind, LengthDependent)
     if kind.name == "longrope":
-        reason = (
-            "a divisor of its own for every pair, which hf-posenc search looks for on your text"
-        )
+        reason = "a separate divisor for every pair: hf-posenc search finds them on your text"
         return Option(kind.name, FINE_TUNED, reason, None, attention=moving)
     if kind is ABF:
         return _another_base(start)
     if kind.needs.startswith("training"):
-        reason = f"{kind.summary}; says nothing before training"
-        return Option(kind.name, TRAINED, reason, dict(start.beside), attention=False)
+        options = dict(start.beside)
+        return Option(kind.name, TRAINED, _needs_training(kind), options, attention=False)
 
     untrained = kind.needs.startswith("nothing")
-    method, options = _reaching(kind, start, raised=untrained)
+    method, options = _reaching(kind, start, untrained)
     trained, original = start.spec.default_inv_freq(), start.original
     patched = method.inv_freq(start.spec, start.target)
     met = met_until(trained, patched, original)
@@ -171,10 +288,10 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
         else f"fast pairs turn up to {slowed:.3g} times slower"
     )
     works = (AS_IT_IS if untrained else FINE_TUNED) if reaches else SHORT
-    shown = evidence.seen(kind.name)
-    reason = "; ".join(filter(None, (f"{angles}, {near}", evidence.sentence(shown))))
+    evidence = published.evidence_of(kind.name)
+    reason = "; ".join(filter(None, (f"{angles}, {near}", published.summary(evidence))))
     options = {**options, **start.beside}
-    return Option(kind.name, works, reason, options, moving, None, shown, met, slowed)
+    return Option(kind.name, works, reason, options, moving, None, evidence, met, slowed)
 
 
 def _another_base(start: Start) -> Option:
@@ -182,7 +299,9 @@ def _another_base(start: Start) -> Option:
     dim = start.spec.dim
     least = least_base(start.target)
     ntk = start.spec.theta * start.factor ** (dim / max(1, dim - 2))
-    base = _two_digits(max(least, ntk))
+    base = max(least, ntk)
+    step = 10.0 ** (math.floor(math.log10(base)) - 1)
+    base = math.ceil(base / step) * step  # two significant digits, rounded up
     reason = (
         f"rope_theta {base:,.0f}: {start.target:,} tokens take {least:,.0f} (arXiv 2405.14591), and {ntk:,.0f} slow "
         "the slowest pair as NTK does"
@@ -193,37 +312,33 @@ def _another_base(start: Start) -> Option:
 
 
 def _reaching(
-    kind: type[RopeScaling], start: Start, *, raised: bool
+    kind: type[RopeScaling], start: Start, untrained: bool
 ) -> tuple[RopeScaling, dict[str, Any]]:
-    """The method at the least scale with which slow pairs stay at angles met in training, and the options that say so.
+    """Return the method at the least scale that keeps slow pairs at angles met in training, and its options.
 
-    Args:
-        kind: The method.
-        start: What it starts from.
-        raised: Look for a larger scale than the plain one, where that is too small.
+    Only methods that need no training get a larger scale than the plain one.
     """
 
-    def made(scale: float) -> RopeScaling:
+    def build(scale: float) -> RopeScaling:
         method = kind.from_options(**({"scale": scale} if kind.takes_scale() else {}))
         assert isinstance(method, RopeScaling)
         return method
 
-    def enough(scale: float) -> bool:
-        patched = made(scale).inv_freq(start.spec, start.target)
+    def reaches(scale: float) -> bool:
+        patched = build(scale).inv_freq(start.spec, start.target)
         met = met_until(start.spec.default_inv_freq(), patched, start.original)
         return met >= start.target * (1 - 1e-9)
 
     plain = 1.0 if kind.follows_text else start.factor
     options = {} if kind.follows_text else {"target_length": start.target}
-    top = _SEARCH * start.factor
-    if not kind.takes_scale() or not raised or enough(plain) or not enough(top):
-        return made(plain), options
-    low, high = plain, top
+    low, high = plain, _LARGEST_SCALE * start.factor
+    if not kind.takes_scale() or not untrained or reaches(low) or not reaches(high):
+        return build(plain), options
     while high - low > 1e-3 * low:
         middle = (low + high) / 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
+        low, high = (low, middle) if reaches(middle) else (middle, high)
     scale = math.ceil(high * 100) / 100
-    return made(scale), {"scale": scale}
+    return build(scale), {"scale": scale}
 
 
 def _bands(kind: type[RotaryBands], start: Start) -> Option:
@@ -243,14 +358,14 @@ def _bands(kind: type[RotaryBands], start: Start) -> Option:
     else:
         works = AS_IT_IS
         reason = f"reads every distance as one of at most {farthest:,.0f} tokens"
-    shown = evidence.seen(kind.name)
-    reason = "; ".join(filter(None, (reason, evidence.sentence(shown))))
+    evidence = published.evidence_of(kind.name)
+    reason = "; ".join(filter(None, (reason, published.summary(evidence))))
     options = {**({"target_length": target} if takes_scale else {}), **start.beside_attention}
-    return Option(kind.name, works, reason, options, attention=True, evidence=shown)
+    return Option(kind.name, works, reason, options, attention=True, evidence=evidence)
 
 
 def _distances(method: RotaryBands, original: int, target: int) -> tuple[float, int]:
-    """The largest rotary distance at which the last query of a text reads a key, and how many keys it reads."""
+    """Return the largest rotary distance at which the last query reads a key, and the number of keys it reads."""
     query, keys = torch.tensor(target - 1), torch.arange(target)
     farthest, read = 0.0, 0
     for band in method.bands(original):
@@ -262,32 +377,26 @@ def _distances(method: RotaryBands, original: int, target: int) -> tuple[float, 
 
 
 def rank(options: list[Option], factor: float) -> list[Option]:
-    """The best first.
+    """Rank options, the best first.
 
-    By how they work; then those that published tables saw hold at this factor, and last those that one saw break; then
-    those that change the table alone, which cost nothing and can be exported; then by how little they slow the fast
-    pairs, and by how far the tables saw them hold.
+    The order is decided by how they work; by published evidence at this factor, for or against; by whether they change
+    the table alone, which costs nothing and can be exported; by how little they slow fast pairs; and by the largest
+    factor at which published tables show them hold.
 
     Args:
-        options: In the order of the documentation, which decides where nothing else does.
+        options: In the order of the documentation, which decides ties.
         factor: The target as a multiple of the trained length.
     """
 
     def key(option: Option) -> tuple[int, int, bool, float, float]:
         held = max((one.held for one in option.evidence), default=0.0)
-        shown = evidence.verdict(option.evidence, factor)
-        return WORKS.index(option.works), -shown, option.attention, option.slowed, -held
+        proof = published.verdict(option.evidence, factor)
+        return WORKS.index(option.works), -proof, option.attention, option.slowed, -held
 
     return sorted(options, key=key)
 
 
-def _two_digits(value: float) -> float:
-    """Rounded up to two significant digits."""
-    step = 10.0 ** (math.floor(math.log10(value)) - 1)
-    return math.ceil(value / step) * step
-
-
-def _said(value: Any) -> str:
+def _text(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return value if isinstance(value, str) else f"{value:.12g}"

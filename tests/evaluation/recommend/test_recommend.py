@@ -21,9 +21,17 @@ from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.recommend import Advice, recommend
-from hf_posenc.evaluation.recommend import limits as evidence
-from hf_posenc.evaluation.recommend.limits import cache_cost, least_base, rotary_limits
-from hf_posenc.evaluation.recommend.options import AS_IT_IS, REFUSED, SHORT, WINDOW, Option
+from hf_posenc.evaluation.recommend.advice import cache_cost
+from hf_posenc.evaluation.recommend.options import (
+    AS_IT_IS,
+    REFUSED,
+    SHORT,
+    WINDOW,
+    Option,
+    least_base,
+    met_until,
+    rotary_limits,
+)
 from hf_posenc.methods import METHODS, NTKAware, RotaryBands, get_method
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
@@ -100,8 +108,6 @@ def test_where_ntk_breaks_is_where_it_was_seen_to_break() -> None:
     spec = RopeSpec(128, 1e4, 2048)
     slow = next(i for i in range(64) if 2048 * 1e4 ** (-2 * i / 128) < 2 * math.pi)
     naive = 2048 * 8 ** (2 * slow / 126)  # the pair's frequency is divided by s^(2i/(d-2))
-    from hf_posenc.evaluation.recommend.limits import met_until
-
     patched_table = NTKAware(scale=8).inv_freq(spec)
     met = met_until(spec.default_inv_freq(), patched_table, 2048)
     assert met == pytest.approx(naive)
@@ -113,19 +119,22 @@ def test_where_ntk_breaks_is_where_it_was_seen_to_break() -> None:
 
 
 def test_evidence_is_what_the_tables_say() -> None:
-    assert [(one.held, one.broke) for one in evidence.seen("yarn")] == [(8, None), (8, None)]
-    govreport = evidence.seen("ntk")[0]
+    assert [(one.held, one.broke) for one in published.evidence_of("yarn")] == [
+        (8, None),
+        (8, None),
+    ]
+    govreport = published.evidence_of("ntk")[0]
     assert (govreport.held, govreport.broke) == (4, 8)  # 5.8 / 4.74, then 550 / 4.74
-    rerope = evidence.seen("rerope")
+    rerope = published.evidence_of("rerope")
     assert [(one.held, one.broke) for one in rerope] == [(4, None), (2, None)]  # OOM proves nothing
-    assert [one.held for one in evidence.seen("dual_chunk")] == [8, 20, 20]
-    assert evidence.verdict(evidence.seen("ntk"), 4) == 1
-    assert evidence.verdict(evidence.seen("ntk"), 8) == -1
-    assert evidence.verdict(evidence.seen("ntk"), 6) == 0
-    assert evidence.verdict((), 2) == 0
-    for method in evidence.UNTRAINED:
+    assert [one.held for one in published.evidence_of("dual_chunk")] == [8, 20, 20]
+    assert published.verdict(published.evidence_of("ntk"), 4) == 1
+    assert published.verdict(published.evidence_of("ntk"), 8) == -1
+    assert published.verdict(published.evidence_of("ntk"), 6) == 0
+    assert published.verdict((), 2) == 0
+    for method in published.UNTRAINED:
         get_method(method)
-        assert evidence.sentence(evidence.seen(method))
+        assert published.summary(published.evidence_of(method))
 
 
 def test_every_method_is_judged_once(advice: Advice) -> None:
@@ -345,7 +354,7 @@ def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
 
 
 APP = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
-command.register(APP)
+command.register_recommend(APP)
 
 
 @APP.callback()
