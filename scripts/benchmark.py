@@ -1,8 +1,8 @@
 """Measures what hf_posenc costs, and writes JSON with versions and hardware.
 
-    python scripts/benchmark.py core --output docs/benchmarks/core.json
-    python scripts/benchmark.py attention --output docs/benchmarks/attention.json
-    python scripts/benchmark.py model --output docs/benchmarks/model.json
+    python scripts/benchmark.py core --output docs/data/benchmarks/core.json
+    python scripts/benchmark.py attention --output docs/data/benchmarks/attention.json
+    python scripts/benchmark.py model --output docs/data/benchmarks/model.json
 
 Everything that is compared runs in one process, interleaved in an order that is shuffled anew in every round, and is
 reported as a median and a ratio, since the machines that it runs on are shared. On a CPU the forward runs on one

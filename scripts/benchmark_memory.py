@@ -1,4 +1,4 @@
-"""Measures how much memory scoring takes, by length and by vocabulary: docs/benchmarks/memory.json and .png.
+"""Measures how much memory scoring takes, by length and by vocabulary: docs/data/benchmarks/memory.json and .png.
 
     python scripts/benchmark_memory.py           about half an hour on one core
     python scripts/benchmark_memory.py --plot    estimate and draw the committed result again
@@ -39,7 +39,7 @@ from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from scripts.benchmark import _machine
 from scripts.benchmark_attention import MEBIBYTE, peak_mebibytes
 
-RESULT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "memory.json"
+RESULT = Path(__file__).resolve().parents[1] / "docs" / "data" / "benchmarks" / "memory.json"
 LENGTHS, VOCABULARY = (1024, 4096, 8192, 16384, 32768), 32768
 VOCABULARIES, LENGTH = (4096, 16384, 32768, 65536, 262144), 4096
 PIECE = 1024

@@ -1,4 +1,4 @@
-"""Measures what the loss in chunks saves and costs in training: docs/benchmarks/training.json and .png.
+"""Measures what the loss in chunks saves and costs in training: docs/data/benchmarks/training.json and .png.
 
     python scripts/benchmark_training.py           about half an hour on one core
     python scripts/benchmark_training.py --plot    draw the committed result again
@@ -36,7 +36,7 @@ from hf_posenc.training.chunked_loss.loss import chunk_loss
 from scripts.benchmark import _machine
 from scripts.benchmark_attention import peak_mebibytes
 
-RESULT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "training.json"
+RESULT = Path(__file__).resolve().parents[1] / "docs" / "data" / "benchmarks" / "training.json"
 LENGTHS, VOCABULARY = (1024, 2048, 4096, 8192, 16384), 32768
 VOCABULARIES, LENGTH = (4096, 8192, 16384, 32768, 65536, 131072), 4096
 CHUNKS, WHOLE = "in chunks", "whole logits"

@@ -1,6 +1,6 @@
 """Trains the embedded model in several ways, as `scripts/finetune.py` does, and keeps what each came to.
 
-    python scripts/compare_finetuning.py --output docs/benchmarks/finetuning.json
+    python scripts/compare_finetuning.py --output docs/data/benchmarks/finetuning.json
 
 Every way gets the same number of steps and, but where positions are drawn, the same number of tokens; the held-out
 tokens are the same for all.

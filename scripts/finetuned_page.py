@@ -12,7 +12,7 @@ from hf_posenc.training.scoring import conclusion
 from scripts.make_finetuned import COMMANDS, FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = ROOT / "docs" / "benchmarks" / "finetuning.json"
+WAYS = ROOT / "docs" / "data" / "benchmarks" / "finetuning.json"
 _ENGINES = ("transformers4", "vllm", "llama.cpp")
 
 
@@ -36,13 +36,13 @@ def example() -> str:
         _fence(COMMANDS["finetune"]),
         trained,
         _table(scores),
-        "![Training loss, and held-out perplexity on the way](finetuned/loss.png)",
+        "![Training loss, and held-out perplexity on the way](data/finetuned/loss.png)",
         beyond,
         _fence(COMMANDS["evaluate"]),
         _table(evaluated),
         "Export. transformers 5 needs none; for the others:",
         *(f"{_fence(COMMANDS[name])}\n\n{_fence(_printed(name), 'text')}" for name in _ENGINES),
-        "[docs/finetuned/](finetuned/) has the model card, the log and every number.",
+        "[docs/data/finetuned/](data/finetuned/) has the model card, the log and every number.",
     ]
     return "\n\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""The worked example of docs/finetuning.md: runs its commands and keeps what they wrote in docs/finetuned/.
+"""The worked example of docs/finetuning.md: runs its commands and keeps what they wrote in docs/data/finetuned/.
 
 python scripts/make_finetuned.py
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from hf_posenc.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "docs" / "finetuned"
+FOLDER = ROOT / "docs" / "data" / "finetuned"
 RESULT = "longer"
 COMMANDS = {
     "finetune": f"accelerate launch scripts/finetune.py --output_dir {RESULT} --verify_export",

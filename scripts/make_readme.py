@@ -24,11 +24,11 @@ from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from scripts.finetuned_page import example, short, ways
 
 ROOT = Path(__file__).resolve().parents[1]
-DEMO = ROOT / "docs" / "demo"
-BENCHMARK = ROOT / "docs" / "benchmarks" / "attention.json"
-BENCH = ROOT / "docs" / "benchmarks" / "bench.json"
-RETRIEVAL = ROOT / "docs" / "benchmarks" / "retrieval.csv"
-UPDATES = ROOT / "docs" / "benchmarks" / "updates.json"
+DEMO = ROOT / "docs" / "data" / "demo"
+BENCHMARK = ROOT / "docs" / "data" / "benchmarks" / "attention.json"
+BENCH = ROOT / "docs" / "data" / "benchmarks" / "bench.json"
+RETRIEVAL = ROOT / "docs" / "data" / "benchmarks" / "retrieval.csv"
+UPDATES = ROOT / "docs" / "data" / "benchmarks" / "updates.json"
 PLAIN = "plain causal"
 CONTROL = "sliding_window"
 SHAPE = "heads 8/8"
@@ -54,10 +54,10 @@ def demo() -> str:
     )
     table = _table(["method", *(f"{length:,}" for length in lengths)], rows, right=True)
     verdict = _verdict(result, lengths)
-    plot = "![Perplexity by length](docs/demo/perplexity.png)"
+    plot = "![Perplexity by length](docs/data/demo/perplexity.png)"
     versions = result["environment"]
     made = f"Measured with torch {versions['torch']}, transformers {versions['transformers']}"
-    link = "[docs/demo/](docs/demo/) has the intervals and every setting"
+    link = "[docs/data/demo/](docs/data/demo/) has the intervals and every setting"
     return f"{intro}\n\n{table}\n\n{verdict}\n{_passkey()} {made}; {link}.\n\n{plot}"
 
 

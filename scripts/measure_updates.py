@@ -1,4 +1,4 @@
-"""Measures the update modes of the dynamic methods on the embedded model: docs/benchmarks/updates.json and .png.
+"""Measures the update modes of the dynamic methods on the embedded model: docs/data/benchmarks/updates.json and .png.
 
 python scripts/measure_updates.py            about a quarter of an hour on one core
 python scripts/measure_updates.py --plot     draw the committed result again
@@ -44,7 +44,7 @@ from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.perplexity.measurement import measure
 from hf_posenc.evaluation.perplexity.protocols import Settings
 
-RESULT = Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "updates.json"
+RESULT = Path(__file__).resolve().parents[1] / "docs" / "data" / "benchmarks" / "updates.json"
 LENGTHS = (256, 384, 512, 1024, 2048, 4096)
 DOCUMENTS = 12
 BUCKETS = (32, 64, 128, 256, 512)

@@ -10,7 +10,7 @@ kernels compute of pairs that a mask hides.
 Memory: the largest sum of tensors that exist at once, as the forwards of transformers make them in inference mode. Not
 counted: what kernels and libraries take inside (workspaces, a CUDA context), rounding and fragmentation of the
 allocator, the states of state-space layers. tests/evaluation/scoring/test_estimate_memory.py holds it against what real
-forwards make, docs/benchmarks/memory.json against resident memory.
+forwards make, docs/data/benchmarks/memory.json against resident memory.
 """
 
 from __future__ import annotations

@@ -351,7 +351,9 @@ def test_the_model_is_what_it_was(result: BenchResult) -> None:
 
 def test_the_page_shows_the_table_of_its_json() -> None:
     docs = Path(__file__).parents[3] / "docs"
-    result = BenchResult.from_dict(json.loads((docs / "benchmarks" / "bench.json").read_text()))
+    result = BenchResult.from_dict(
+        json.loads((docs / "data" / "benchmarks" / "bench.json").read_text())
+    )
     text = (docs / "bench.md").read_text()
     shown = text.partition("<!-- generated: bench -->\n")[2].partition("<!-- end -->")[0]
     assert shown.splitlines() == list(table_lines(table(result)))

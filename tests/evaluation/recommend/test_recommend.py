@@ -414,7 +414,9 @@ def test_requests_that_cannot_be_met(arguments: tuple[str, ...], said: str) -> N
 
 def test_the_page_has_the_numbers_of_the_committed_run() -> None:
     docs = Path(__file__).parents[3] / "docs"
-    values = json.loads((docs / "benchmarks" / "recommend.json").read_text(encoding="utf-8"))
+    values = json.loads(
+        (docs / "data" / "benchmarks" / "recommend.json").read_text(encoding="utf-8")
+    )
     specs = {entry["label"]: entry["spec"] for entry in values["methods"]}
     measured = {
         specs[cell["method"]]: cell["perplexity"]

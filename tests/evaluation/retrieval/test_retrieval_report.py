@@ -260,7 +260,7 @@ def test_what_cannot_be_done_is_one_line(
 
 def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:
     docs = Path(__file__).parents[3] / "docs"
-    with (docs / "benchmarks" / "retrieval.csv").open() as file:
+    with (docs / "data" / "benchmarks" / "retrieval.csv").open() as file:
         rows = {
             (row["task"], row["method"], int(row["length"])): row for row in csv.DictReader(file)
         }

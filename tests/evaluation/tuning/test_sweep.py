@@ -381,7 +381,7 @@ def test_a_target_within_the_trained_length_is_refused() -> None:
 @pytest.mark.parametrize(("name", "kind"), [("sweep", SweepResult), ("search", SearchResult)])
 def test_the_page_has_the_numbers_of_the_committed_runs(name: str, kind: Any) -> None:
     docs = Path(__file__).parents[3] / "docs"
-    result = kind.from_dict(json.loads((docs / "benchmarks" / f"{name}.json").read_text()))
+    result = kind.from_dict(json.loads((docs / "data" / "benchmarks" / f"{name}.json").read_text()))
     page = (docs / "sweep.md").read_text(encoding="utf-8")
     for row in result.rows:
         found = [
