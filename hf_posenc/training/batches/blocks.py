@@ -1,4 +1,4 @@
-"""The training data: documents as blocks of tokens, the same on every rank, kept from run to run if asked for."""
+"""Training data: documents cut into blocks of tokens, equal on every rank and cached for later runs if requested."""
 
 from __future__ import annotations
 
@@ -31,14 +31,24 @@ from hf_posenc.evaluation.documents import (
 )
 from hf_posenc.evaluation.documents.document import Vocabulary
 from hf_posenc.evaluation.measuring.identity import tokenizer_hash
+from hf_posenc.files import to_json, write_atomically
 from hf_posenc.training.batches.collator import POSITIONS
 from hf_posenc.training.batches.positions import Numbers
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
+_FORMAT = 1
+_TOKENS, _COUNTS = "blocks.arrow", "blocks.json"
+_ROWS_PER_BATCH = 64
+_MAX_REASONS = 100
+"""Skipped documents that are stored by name; the others are counted."""
 
-# Documents into blocks of one length: what the model is given, and what is left over.
+STANDARD_LIBRARY: dict[str, Any] = {
+    "kind": "modules of the standard library that are not held out",
+    "python": platform.python_version(),
+}
+"""Description of `read_standard_library` in results."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Block:
 
     Attributes:
         ids: Its tokens, shape (length,).
-        documents: The tokens of each document in it, which sum to the length.
+        documents: The number of tokens of each document in it; they sum to the length.
     """
 
     ids: Numbers
@@ -56,21 +66,21 @@ class Block:
 
 @dataclass
 class Cutter:
-    """Cuts documents into blocks and counts what happens to them.
+    """Cuts documents into blocks and counts their tokens.
 
-    A context begins with what the tokenizer puts in front of a text: so does every block, and every document in one.
-    Behind a document's last token stands the token that ends a text, where the tokenizer has one.
+    Every block begins with the tokenizer's prefix, and so does every document in a block. A document ends with the
+    tokenizer's end-of-text token, if it has one.
 
     Args:
         length: Tokens in a block, special ones included.
-        packed: Put documents next to each other; one that does not fit goes on, as another, in the next block. Without
-            it every block is of one document, and what is left at that document's end is not used.
+        packed: Put documents next to each other. A document that does not fit is continued, as another one, in the
+            next block. Otherwise every block holds one document, and the remainder of that document is not used.
         prefix: The special tokens in front of every document.
-        suffix: Those behind it.
+        suffix: The special tokens behind every document.
 
     Attributes:
-        tokens: Tokens that were read, those of the suffix included.
-        unused: How many of them are in no block.
+        tokens: Number of tokens read, including those of the suffix.
+        unused: Number of these tokens that are in no block.
     """
 
     length: int
@@ -87,17 +97,17 @@ class Cutter:
 
     @property
     def least(self) -> int:
-        """Tokens that a document must have to be used."""
+        """The number of tokens that a document needs."""
         return 1 if self.packed else self.length - len(self.prefix) - len(self.suffix)
 
     def cut(self, document: TokenizedDocument) -> Iterator[Block]:
-        """The blocks that a document fills; packed, the last of its tokens may wait for the next document."""
+        """Yield the blocks that a document fills; if packed, its last tokens may wait for the next document."""
         ids = document.tokens(0, len(document)).numpy()
-        if ids[len(ids) - len(self.suffix) :].tolist() != [*self.suffix]:  # ids may come with it
+        if ids[len(ids) - len(self.suffix) :].tolist() != [*self.suffix]:  # may be there already
             ids = np.concatenate([ids, np.asarray(self.suffix, dtype=np.int64)])
         self.tokens += len(ids)
         while len(ids):
-            room = self._space - len(self.prefix)  # none, maybe: then special tokens fill the block
+            room = self._space - len(self.prefix)  # may be 0: special tokens then fill the block
             if not self.packed and len(ids) < room:
                 break
             part = np.concatenate([np.asarray(self.prefix, dtype=np.int64), ids])[: self._space]
@@ -110,33 +120,23 @@ class Cutter:
         self.unused += len(ids)
 
     def finish(self) -> None:
-        """Counts what waits for a document that does not come."""
+        """Count the tokens of an incomplete last block as unused."""
         self.unused += sum(max(len(part) - len(self.prefix), 0) for part in self._parts)
         self._parts, self._space = [], self.length
 
 
-# Blocks of tokens on disk: an Arrow file and what was counted, written whole or not at all, read as a dataset.
-
-
-NAMED = 100
-"""So many of the documents that were not used are kept by name; the others are counted."""
-
-_TOKENS, _COUNTS = "blocks.arrow", "blocks.json"
-_ROWS = 64
-
-
 @dataclass(frozen=True)
 class Counts:
-    """What was counted while blocks were made.
+    """Counts of the training data.
 
     Attributes:
         length: Tokens in a block.
         blocks: Number of blocks.
-        documents: Documents that are in them.
+        documents: Number of documents in the blocks.
         tokens: Tokens of documents in blocks, without the special ones in front.
         unused: Tokens of those documents that are in no block.
         largest: The largest token id.
-        sha256: Hash of all blocks, documents' boundaries included: equal on every rank and in every run.
+        sha256: Hash of all blocks and document boundaries, equal on every rank and in every run.
         skipped: Number of documents that were not used.
         reasons: Name and reason of the first of them.
     """
@@ -153,12 +153,12 @@ class Counts:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Counts:
-        """What `dataclasses.asdict` gave."""
+        """Return the counts that `dataclasses.asdict` was applied to."""
         reasons = tuple(Skipped(**each) for each in values["reasons"])
         return cls(**{**values, "reasons": reasons})
 
     def line(self) -> str:
-        """All of it in a line."""
+        """Return a summary in one line."""
         share = self.unused / max(self.tokens + self.unused, 1)
         return (
             f"{self.blocks:,} blocks of {self.length:,} tokens from {self.documents:,} documents "
@@ -173,7 +173,7 @@ class Blocks:
     Attributes:
         dataset: Column `input_ids` (length,); packed also `document_lengths`, which sum to the length. Rows are numpy
             arrays, int64.
-        counts: What was counted.
+        counts: The counts.
     """
 
     dataset: Dataset
@@ -182,17 +182,44 @@ class Blocks:
     def __len__(self) -> int:
         return self.counts.blocks
 
+    @classmethod
+    def read(cls, folder: Path, *, in_memory: bool = False) -> Blocks:
+        """Read the blocks that a `Writer` wrote.
+
+        Args:
+            folder: The folder.
+            in_memory: Copy the blocks, so that the folder can be removed.
+
+        Raises:
+            PosencError: The folder is damaged.
+        """
+        from datasets import Dataset
+
+        try:
+            counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
+            dataset = Dataset.from_file(str(folder / _TOKENS), in_memory=in_memory)
+            blocks = cls(dataset.with_format("numpy"), Counts.from_dict(counts))
+            if len(dataset) != len(blocks):
+                raise ValueError(f"{len(dataset)} blocks, {len(blocks)} were written")
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise PosencError(
+                f"The prepared data in {folder} are damaged: remove that folder ({error})"
+            ) from error
+        return blocks
+
 
 class Writer:
-    """Writes blocks into a folder.
+    """Writes blocks into an empty folder: an Arrow file, and last of all the counts.
 
-    Args:
-        folder: Exists and is empty.
-        packed: Whether blocks hold several documents.
+    Raises:
+        PosencError: The datasets library is not installed.
     """
 
     def __init__(self, folder: Path, packed: bool) -> None:
-        require_datasets()
+        if importlib.util.find_spec("datasets") is None:
+            raise PosencError(
+                "Training needs the datasets library: pip install 'hf-posenc[train]'."
+            )
         import pyarrow as pa
 
         numbers = pa.list_(pa.int32())
@@ -202,7 +229,7 @@ class Writer:
         self._hash, self.blocks, self.largest = hashlib.sha256(), 0, -1
 
     def write(self, blocks: Iterable[Block]) -> None:
-        """All blocks, some rows at a time; on the disk when this returns."""
+        """Write all blocks in batches and flush them to disk."""
         import pyarrow as pa
 
         with (self._folder / _TOKENS).open("wb") as file:
@@ -211,25 +238,18 @@ class Writer:
                 for block in blocks:
                     self._count(block)
                     rows.append(block)
-                    if len(rows) == _ROWS:
+                    if len(rows) == _ROWS_PER_BATCH:
                         stream.write_batch(self._batch(rows))
                         rows = []
                 stream.write_batch(self._batch(rows))
             file.flush()
             os.fsync(file.fileno())
 
-    def close(self, **counted: Any) -> None:
-        """Adds what was counted elsewhere; with this the folder is complete."""
-        counts = Counts(
-            blocks=self.blocks,
-            largest=self.largest,
-            sha256=self._hash.hexdigest(),
-            **counted,
-        )
-        with (self._folder / _COUNTS).open("w", encoding="utf-8") as file:
-            json.dump(asdict(counts), file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+    def close(self, **counts: Any) -> None:
+        """Write the counts, given those that the writer does not have; this completes the folder."""
+        hashed = self._hash.hexdigest()
+        written = Counts(blocks=self.blocks, largest=self.largest, sha256=hashed, **counts)
+        write_atomically(self._folder / _COUNTS, to_json(asdict(written)))
 
     def _count(self, block: Block) -> None:
         self.blocks += 1
@@ -247,100 +267,17 @@ class Writer:
         return pa.record_batch(columns, schema=self._schema)
 
 
-def read_blocks(folder: Path, *, in_memory: bool = False) -> Blocks:
-    """What a `Writer` has written.
-
-    Args:
-        folder: Where.
-        in_memory: Copy it, so that the folder may go.
-
-    Raises:
-        PosencError: The folder is damaged.
-    """
-    from datasets import Dataset
-
-    try:
-        counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
-        dataset = Dataset.from_file(str(folder / _TOKENS), in_memory=in_memory)
-        found = Blocks(dataset.with_format("numpy"), Counts.from_dict(counts))
-        if len(dataset) != len(found):
-            raise ValueError(f"{len(dataset)} blocks, {len(found)} were written")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PosencError(
-            f"The prepared data in {folder} are damaged: remove that folder ({error})"
-        ) from error
-    return found
-
-
-def require_datasets() -> None:
-    """Says how to get the library that holds training data.
-
-    Raises:
-        PosencError: It is not installed.
-    """
-    if importlib.util.find_spec("datasets") is None:
-        raise PosencError("Training needs the datasets library: pip install 'hf-posenc[train]'.")
-
-
-def is_complete(folder: Path) -> bool:
-    """Whether a writer has come to its end there."""
-    return (folder / _COUNTS).is_file()
-
-
-def remove(folder: Path) -> None:
-    """Takes away what an interrupted writer has left."""
-    if folder.exists():
-        shutil.rmtree(folder)
-
-
-# Where training text comes from when nothing is named, and what tells two states of a source apart.
-
-
-STANDARD_LIBRARY: dict[str, Any] = {
-    "kind": "modules of the standard library that are not held out",
-    "python": platform.python_version(),
-}
-"""What a result says of `read_standard_library`."""
-
-
 def read_standard_library() -> Iterator[Document]:
-    """The part of the embedded model's training corpus that every Python has: its standard library.
+    """Yield the part of the embedded model's training corpus that every Python has: its standard library.
 
-    Chosen by the rules of `hf_posenc.embedded.corpus`: no tests, no tables, nothing twice, and none of the held-out
-    modules that `read_embedded` gives for evaluation, nor what quotes them.
+    Selected by the rules of `hf_posenc.embedded.corpus`: no tests, no tables, no duplicates. The held-out modules that
+    `read_embedded` reads for evaluation are excluded, and so is every file that quotes them.
     """
     from hf_posenc.embedded.corpus import environment, select
 
-    first = itertools.islice(environment(), 1)  # the standard library, which is taken whole
+    first = itertools.islice(environment(), 1)  # the standard library, which is used whole
     for _, path, text in select(first, bytes_per_source=0).files:
         yield Document(path, text)
-
-
-def stamped(source: Mapping[str, Any]) -> dict[str, Any]:
-    """A source's description with the sizes and times of the files that it names.
-
-    So a file that was changed is another source. What a hub dataset holds is taken to stay what it was.
-
-    Args:
-        source: As `source_of` of the command line gives it: `paths` of texts, or the `name` of a dataset.
-    """
-    named = [*source.get("paths", ()), *([source["name"]] if "name" in source else ())]
-    files = sorted({file for name in named for file in _files(str(name))})
-    return {**source, "files": [(str(file), *_stamp(file)) for file in files]}
-
-
-def _files(name: str) -> Iterator[Path]:
-    for found in [name] if os.path.lexists(name) else glob(name, recursive=True):  # noqa: PTH207
-        path = Path(found)
-        yield from (path.rglob("*") if path.is_dir() else [path])
-
-
-def _stamp(file: Path) -> tuple[int, int]:
-    found = file.lstat() if not file.exists() else file.stat()
-    return found.st_size, found.st_mtime_ns
-
-
-FORMAT = 1
 
 
 def prepare_blocks(
@@ -354,29 +291,29 @@ def prepare_blocks(
     source: Mapping[str, Any] | None = None,
     seen: Callable[[str], None] = lambda name: None,
 ) -> Blocks:
-    """Reads documents and makes blocks of them (see `hf_posenc.training.batches.blocks.Cutter`).
+    """Read documents and cut them into blocks (see `hf_posenc.training.batches.blocks.Cutter`).
 
-    With a cache the first process to come makes the blocks and the others, of this run or of a later one, wait for it
-    and read them; a process that is killed leaves nothing that is taken for complete. Without one every process makes
-    its own, in memory; they are equal, since nothing here is drawn.
+    With a cache, the first process writes the blocks. The other processes, of this run or of a later one, wait for it
+    and read them. A killed process leaves no folder that counts as complete. Without a cache, every process makes its
+    own blocks in memory; they are equal, since nothing is random.
 
     Args:
-        entries: What a reader of `hf_posenc.evaluation.documents` gives; not read where the cache has the blocks.
+        entries: Documents of a reader of `hf_posenc.evaluation.documents`; not read if the blocks are cached.
         tokenizer: A transformers tokenizer.
         length: Tokens in a block.
         positions: As for `PositionCollator`; `"packed"` puts several documents into a block.
         limit: Number of usable documents after which reading stops; by default all are read.
-        cache: A folder, made where it is missing.
-        source: What the entries are of, as `source_of` of the command line describes it; a cache is searched by it.
-            Files and folders named in it count with their sizes and times.
+        cache: A folder; created if missing.
+        source: Description of the entries, from `source_of` of the command line; part of the cache's key. The sizes
+            and modification times of the files in it count too.
         seen: Called with each document's name, for progress.
 
     Raises:
-        PosencError: No document gives a block; token ids of another tokenizer; a cache without a source, or that cannot
+        PosencError: No document fills a block; token ids of another tokenizer; a cache without a source, or that cannot
             be written to.
     """
     if positions not in POSITIONS:
-        raise unknown("way of giving positions", positions, POSITIONS)
+        raise unknown("kind of positions", positions, POSITIONS)
     if limit is not None and limit < 1:
         raise PosencError(f"{limit} documents: at least 1 is needed, or no limit for all.")
     prefix = special_prefix(tokenizer, "auto")
@@ -386,64 +323,80 @@ def prepare_blocks(
         )
     ending = tokenizer.eos_token_id
     cutter = Cutter(length, positions == "packed", prefix, [] if ending is None else [int(ending)])
-    reading = _Reading(entries, tokenizer, cutter, limit, seen)
+    reader = _Reader(entries, tokenizer, cutter, limit, seen)
     if cache is None:
-        with _disk("the folder for temporary files", tempfile.gettempdir()), _temporary() as folder:
-            reading.write(folder)
-            return read_blocks(folder, in_memory=True)
+        place = f"the folder for temporary files {tempfile.gettempdir()}"
+        with _disk_errors(place), tempfile.TemporaryDirectory(prefix="hf-posenc-") as folder:
+            reader.write(Path(folder))
+            return Blocks.read(Path(folder), in_memory=True)
     if source is None:
-        raise PosencError("A cache needs source, which says what the documents are of.")
-    asked = {
-        "format": FORMAT,
+        raise PosencError("A cache needs source, the description of the documents.")
+    decisive = {
+        "format": _FORMAT,
         "tokenizer": tokenizer_hash(tokenizer),
         "length": length,
         "packed": cutter.packed,
         "special": [list(cutter.prefix), list(cutter.suffix)],
         "limit": limit,
-        "source": stamped(source),
+        "source": {**source, "files": _file_stamps(source)},
     }
-    key = hashlib.sha256(json.dumps(asked, sort_keys=True, default=repr).encode()).hexdigest()[:32]
-    return _cached(cache, key, reading)
+    text = json.dumps(decisive, sort_keys=True, default=repr)
+    return _read_cached(cache, hashlib.sha256(text.encode()).hexdigest()[:32], reader)
 
 
-def _cached(cache: Path, key: str, reading: _Reading) -> Blocks:
+def _file_stamps(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
+    """Return path, size and modification time of the files in a source: a changed file is another source.
+
+    The contents of a hub dataset are assumed to stay the same.
+    """
+    names = [*source.get("paths", ()), *([source["name"]] if "name" in source else ())]
+    files = sorted({file for name in names for file in _files(str(name))})
+    stats = [file.stat() if file.exists() else file.lstat() for file in files]
+    return [
+        (str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)
+    ]
+
+
+def _files(name: str) -> Iterator[Path]:
+    for match in [name] if os.path.lexists(name) else glob(name, recursive=True):  # noqa: PTH207
+        path = Path(match)
+        yield from (path.rglob("*") if path.is_dir() else [path])
+
+
+def _read_cached(cache: Path, key: str, reader: _Reader) -> Blocks:
     from filelock import FileLock
 
     folder, unfinished = cache / key, cache / f"unfinished-{key}"
-    with _disk("the cache", cache):
+    with _disk_errors(f"the cache {cache}"):
         cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(cache / f"{key}.lock"):  # the system lets go of it where a process is killed
-            if not is_complete(folder):
-                remove(folder)
-                remove(unfinished)
+        with FileLock(cache / f"{key}.lock"):  # the system releases it if a process is killed
+            if not (folder / _COUNTS).is_file():
+                for incomplete in (folder, unfinished):
+                    if incomplete.exists():
+                        shutil.rmtree(incomplete)
                 unfinished.mkdir()
                 try:
-                    reading.write(unfinished)
+                    reader.write(unfinished)
                     unfinished.rename(folder)
                 finally:
-                    remove(unfinished)
-    return read_blocks(folder)
+                    if unfinished.exists():
+                        shutil.rmtree(unfinished)
+    return Blocks.read(folder)
 
 
 @contextlib.contextmanager
-def _temporary() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="hf-posenc-") as folder:
-        yield Path(folder)
-
-
-@contextlib.contextmanager
-def _disk(what: str, folder: str | Path) -> Iterator[None]:
+def _disk_errors(place: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
         raise PosencError(
-            f"The training data cannot be written to {what} {folder}: {error.strerror or error}"
+            f"The training data cannot be written to {place}: {error.strerror or error}"
         ) from error
 
 
 @dataclass
-class _Reading:
-    """Documents on their way into blocks."""
+class _Reader:
+    """Reads and tokenizes documents, and writes their blocks."""
 
     entries: Iterable[Entry]
     tokenizer: Any
@@ -456,57 +409,59 @@ class _Reading:
     reasons: list[Skipped] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
-        """Reads everything and writes the blocks."""
         writer = Writer(folder, self.cutter.packed)
         writer.write(self._blocks())
         if not writer.blocks:
-            raise PosencError(self._nothing())
+            raise PosencError(self._explanation())
         writer.close(
             length=self.cutter.length,
             documents=self.used,
             tokens=self.cutter.tokens - self.cutter.unused,
             unused=self.cutter.unused,
             skipped=self.skipped,
-            reasons=self.reasons,
+            reasons=tuple(self.reasons),
         )
 
     def _blocks(self) -> Iterator[Block]:
         vocabulary = Vocabulary(self.tokenizer)
         for entry in self.entries:
             self.seen(entry.name)
-            found = self._tokens(entry, vocabulary)
-            if isinstance(found, Skipped):
-                self._skip(found)
+            document = self._tokenize(entry, vocabulary)
+            if isinstance(document, Skipped):
+                self.skipped += 1
+                if len(self.reasons) < _MAX_REASONS:
+                    self.reasons.append(document)
                 continue
             self.used += 1
-            yield from self.cutter.cut(found)
+            yield from self.cutter.cut(document)
             if self.used == self.limit:
                 break
         self.cutter.finish()
 
-    def _tokens(self, entry: Entry, vocabulary: Vocabulary) -> TokenizedDocument | Skipped:
+    def _tokenize(self, entry: Entry, vocabulary: Vocabulary) -> TokenizedDocument | Skipped:
         if isinstance(entry, Skipped):
             return entry
         if isinstance(entry, Document) and not entry.text.strip():
             return Skipped(entry.name, "empty")
         if isinstance(entry, TokenizedDocument):
             try:
-                found = vocabulary.usable(entry)
+                document = vocabulary.usable(entry)
             except UnreadableError as error:
                 raise PosencError(
                     f"{entry.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
                 ) from error
         else:
             try:
-                found = tokenize(entry, self.tokenizer)
+                document = tokenize(entry, self.tokenizer)
             except UnreadableError as error:
                 return Skipped(entry.name, str(error))
-        self.longest = max(self.longest, len(found))
-        if len(found) < (least := self.cutter.least):
-            return Skipped(entry.name, f"too short: {len(found):,} tokens, {least:,} are needed")
-        return found
+        self.longest = max(self.longest, len(document))
+        if len(document) < (least := self.cutter.least):
+            return Skipped(entry.name, f"too short: {len(document):,} tokens, {least:,} are needed")
+        return document
 
-    def _nothing(self) -> str:
+    def _explanation(self) -> str:
+        """Return why there is no block."""
         if not self.skipped and not self.used:
             return "There is no document to read."
         if not self.skipped:
@@ -522,9 +477,4 @@ class _Reading:
                 f" The longest document has {self.longest:,} tokens, a block has {self.cutter.length:,}: give a "
                 "shorter --block_length, or --positions packed, which puts short documents side by side."
             )
-        return f"No document can be trained on ({first}{others}).{advice}"
-
-    def _skip(self, skipped: Skipped) -> None:
-        self.skipped += 1
-        if len(self.reasons) < NAMED:
-            self.reasons.append(skipped)
+        return f"No document can be used for training ({first}{others}).{advice}"

@@ -1,8 +1,8 @@
-"""From examples to the batch that a model takes: one collator for every way of giving positions.
+"""One collator for all kinds of positions.
 
-What each way must emit is a matter of what transformers reads into `position_ids` where there is no attention mask:
-every step other than 1 between two neighbours begins a new document (`masking_utils.find_packed_sequence_indices`), and
-attention does not cross it. Packed documents need that, and no cache; drawn positions need a mask of ones against it.
+Without an attention mask, transformers reads document boundaries from `position_ids`: every step other than 1 between
+two neighbours begins a new document, and attention does not cross it (`masking_utils.find_packed_sequence_indices`).
+Packed documents need this, and no cache. Drawn positions need a mask of ones to prevent it.
 """
 
 from __future__ import annotations
@@ -19,32 +19,34 @@ from hf_posenc.errors import PosencError, unknown
 from hf_posenc.training.batches.positions import DRAWS, Numbers, generator
 
 POSITIONS = ("contiguous", "packed", *DRAWS)
-"""How tokens get their positions."""
+"""The kinds of positions."""
 
 IGNORED = -100
-"""The label of a token that is not learned: the `ignore_index` of `torch.nn.functional.cross_entropy`."""
+"""Label of a token without a loss: the `ignore_index` of `torch.nn.functional.cross_entropy`."""
 
 
 class PositionCollator(TrainerCallback):
-    """Makes batches, with positions that are drawn anew in every epoch.
+    """Builds batches, with positions that are drawn anew in every epoch.
 
-    A draw depends on the seed, the epoch and the tokens of the example: not on its place, the number of processes or of
-    workers, or on where a run was interrupted. The epoch has to be told: the Trainer does it where the collator is also
-    one of its callbacks, `Trainer(..., data_collator=collator, callbacks=[collator])`; another loop calls `set_epoch`
-    before it iterates over its dataloader. (accelerate's dataloaders tell the epoch to a dataset, but not in every
-    arrangement of samplers: neither with two processes nor after a resume.)
+    A draw depends on the seed, the epoch and the tokens of the example. It does not depend on the example's index, the
+    number of processes or workers, or on where a run was interrupted.
+
+    The collator must be notified of each epoch. The Trainer does this if the collator is also one of its callbacks:
+    `Trainer(..., data_collator=collator, callbacks=[collator])`. Other loops call `set_epoch` before they iterate over
+    their dataloader. (accelerate's dataloaders notify the dataset, but not with two processes or after a resume.)
 
     Args:
         positions: `"contiguous"`: 0 .. n - 1. `"packed"`: an example holds several documents, which begin at 0 each
-            and do not see each other. `"pose"`, `"random"`, `"cream"`: see `hf_posenc.training.batches.positions`.
-        target_length: The long context that drawn positions reach, in tokens; not for the other two.
-        seed: Of the draws.
-        pad_token_id: What stands behind the shorter examples of a batch; nobody sees it.
-        flatten: Packed: put all examples of a batch into one row. Flash attention, which is given no mask, tells
-            documents apart in a batch of one row only.
+            and do not attend to each other. `"pose"`, `"random"`, `"cream"`: see
+            `hf_posenc.training.batches.positions`.
+        target_length: The long context that drawn positions reach, in tokens; unused by the other two.
+        seed: The seed of the draws.
+        pad_token_id: Padding behind the shorter examples of a batch; it is masked.
+        flatten: For packed batches: put all examples into one row. Flash attention, which gets no mask, separates
+            documents only in batches of one row.
 
     Raises:
-        PosencError: An unknown name, or positions to be drawn without a target length.
+        PosencError: An unknown name, or drawn positions without a target length.
     """
 
     def __init__(
@@ -57,7 +59,7 @@ class PositionCollator(TrainerCallback):
         flatten: bool = False,
     ) -> None:
         if positions not in POSITIONS:
-            raise unknown("way of giving positions", positions, POSITIONS)
+            raise unknown("kind of positions", positions, POSITIONS)
         if positions in DRAWS and target_length is None:
             raise PosencError(
                 f"positions={positions!r} draws positions up to a long context: give target_length, in tokens."
@@ -65,16 +67,16 @@ class PositionCollator(TrainerCallback):
         self.positions, self.target_length = positions, target_length
         self.seed, self.pad_token_id = seed, pad_token_id
         self.flatten = flatten and positions == "packed"
-        # In shared memory, since workers that live on from epoch to epoch would keep a copy.
+        # Shared memory: persistent workers would otherwise keep a copy.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
 
     @property
     def epoch(self) -> int:
-        """The epoch that draws are for, counted from 0."""
+        """The epoch of the draws, counted from 0."""
         return int(self._epoch)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the epoch, in every worker too."""
+        """Set the epoch, in every worker too."""
         self._epoch.fill_(epoch)
 
     def on_epoch_begin(
@@ -84,53 +86,54 @@ class PositionCollator(TrainerCallback):
         control: TrainerControl,
         **kwargs: Any,
     ) -> None:
-        """Called by the Trainer before it asks its dataloader for the epoch's first batch."""
+        """Set the epoch before the Trainer requests its first batch."""
         self.set_epoch(int(state.epoch or 0))  # a resumed run begins within an epoch
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """A batch of b examples, the longest of n tokens.
+        """Return a batch of b examples, the longest of n tokens.
 
         Args:
             examples: `input_ids` of each; packed also `document_lengths`, which sum to the number of its tokens.
 
         Returns:
             `input_ids` and `labels` (b, n), int64. Packed: `position_ids` (b, n), and `use_cache` False. Flattened: all
-            of them (1, b n). Drawn:
-            `position_ids` and `attention_mask` (b, n). Contiguous: `attention_mask`, where lengths differ. The label of
-            a document's first token is -100, since no token of that document stands in front of it.
+            of them (1, b n). Drawn: `position_ids` and `attention_mask` (b, n). Contiguous: `attention_mask`, if
+            lengths differ. A document's first token has the label -100: no token of that document precedes it.
 
         Raises:
-            PosencError: Packed examples without their documents' lengths, or more tokens than the long context has.
+            PosencError: Packed examples without document lengths, or more tokens than the long context has.
         """
         rows = [np.asarray(example["input_ids"], dtype=np.int64) for example in examples]
-        firsts = [self._firsts(e, len(r)) for e, r in zip(examples, rows, strict=True)]
-        labels = [_without(row, first) for row, first in zip(rows, firsts, strict=True)]
+        starts = [self._starts(e, len(r)) for e, r in zip(examples, rows, strict=True)]
+        labels = [row.copy() for row in rows]
+        for row, first in zip(labels, starts, strict=True):
+            row[first] = IGNORED
         batch: dict[str, Any] = {
-            "input_ids": _stacked(rows, self.pad_token_id),
-            "labels": _stacked(labels, IGNORED),
+            "input_ids": _stack(rows, self.pad_token_id),
+            "labels": _stack(labels, IGNORED),
         }
-        mask = _stacked([np.ones_like(row) for row in rows], 0)
+        mask = _stack([np.ones_like(row) for row in rows], 0)
         if self.positions == "packed":
-            within = [_restarting(first, len(r)) for first, r in zip(firsts, rows, strict=True)]
-            batch["position_ids"] = _stacked(within, 0)
+            restarting = [_restart(first, len(r)) for first, r in zip(starts, rows, strict=True)]
+            batch["position_ids"] = _stack(restarting, 0)
             if self.flatten:
                 batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}
             batch["use_cache"] = False
         elif self.positions in DRAWS:
-            batch["position_ids"] = _stacked([self._drawn(row) for row in rows], 0)
+            batch["position_ids"] = _stack([self._draw(row) for row in rows], 0)
             batch["attention_mask"] = mask
         elif not bool(mask.all()):
             batch["attention_mask"] = mask
         return batch
 
-    def _firsts(self, example: Mapping[str, Any], length: int) -> Numbers:
-        """Where the documents of an example begin."""
+    def _starts(self, example: Mapping[str, Any], length: int) -> Numbers:
+        """Return the index of each document's first token."""
         if self.positions != "packed":
             return np.zeros(1, dtype=np.int64)
         if "document_lengths" not in example:
             raise PosencError(
-                "positions='packed' needs the column document_lengths, which says where documents end. The Trainer "
-                "drops it unless TrainingArguments has remove_unused_columns=False."
+                "positions='packed' needs the column document_lengths, which holds the length of each document. The "
+                "Trainer drops it unless TrainingArguments has remove_unused_columns=False."
             )
         lengths = np.asarray(example["document_lengths"], dtype=np.int64)
         if int(lengths.sum()) != length or (lengths < 1).any():
@@ -140,7 +143,7 @@ class PositionCollator(TrainerCallback):
             )
         return np.cumsum(lengths) - lengths
 
-    def _drawn(self, ids: Numbers) -> Numbers:
+    def _draw(self, ids: Numbers) -> Numbers:
         assert self.target_length is not None
         if len(ids) > self.target_length:
             raise PosencError(
@@ -151,21 +154,15 @@ class PositionCollator(TrainerCallback):
         return DRAWS[self.positions](len(ids), self.target_length, random)
 
 
-def _without(ids: Numbers, firsts: Numbers) -> Numbers:
-    labels = ids.copy()
-    labels[firsts] = IGNORED
-    return labels
+def _restart(starts: Numbers, length: int) -> Numbers:
+    """Return positions that restart at 0 with every document, shape (length,)."""
+    indices = np.arange(length)
+    document = np.searchsorted(starts, indices, side="right") - 1
+    return indices - starts[document]
 
 
-def _restarting(firsts: Numbers, length: int) -> Numbers:
-    """0, 1, ... from every first token on."""
-    places = np.arange(length)
-    document = np.searchsorted(firsts, places, side="right") - 1
-    return places - firsts[document]
-
-
-def _stacked(rows: Sequence[Numbers], fill: int) -> Tensor:
-    """Rows of different lengths as one tensor (b, n), with `fill` behind the shorter ones."""
+def _stack(rows: Sequence[Numbers], fill: int) -> Tensor:
+    """Return rows of different lengths as one tensor (b, n), padded with `fill`."""
     longest = max(map(len, rows))
     padded = [np.pad(row, (0, longest - len(row)), constant_values=fill) for row in rows]
     return torch.from_numpy(np.stack(padded))

@@ -101,7 +101,7 @@ def test_the_input_is_left_alone() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PositionCollator("possé"), "Unknown way of giving positions.*'possé'.*pose"),
+        (lambda: PositionCollator("possé"), "Unknown kind of positions.*'possé'.*pose"),
         (lambda: PositionCollator("pose"), "give target_length, in tokens"),
         (lambda: collator("cream")([example(65)]), "65 tokens, more than target_length=64"),
         (lambda: collator("packed")([example(6)]), "remove_unused_columns=False"),

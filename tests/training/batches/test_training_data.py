@@ -209,7 +209,7 @@ def foreign(folder: Path) -> Iterable[Entry]:
             "doc0: too short: 4 tokens, 10 are needed; and 1 more.*longest document has 9 tokens, a block has 10:",
         ),
         (foreign, "rows.jsonl:2: token 50,000 is outside the vocabulary of 257.*--tokenizer"),
-        (lambda f: [Document("void", " \n")], r"No document can be trained on \(void: empty\)"),
+        (lambda f: [Document("void", " \n")], r"No document can be used for training \(void: empty\)"),
         (lambda f: [], "There is no document to read"),
         (lambda f: read_paths([str(f / "missing")]), "missing: no such file"),
     ],
@@ -235,7 +235,7 @@ def test_a_dataset_without_the_column_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"length": 10, "positions": "pack"}, "Unknown way of giving positions 'pack'.*packed"),
+        ({"length": 10, "positions": "pack"}, "Unknown kind of positions 'pack'.*packed"),
         ({"length": 2}, "A block of 2 tokens has none to predict"),
         ({"length": 200, "positions": "packed"}, "together have 60 tokens, fewer than a block of"),
         ({"length": 10, "cache": Path("somewhere")}, "A cache needs source"),
