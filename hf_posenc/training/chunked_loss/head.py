@@ -1,10 +1,9 @@
-"""The model's own head over a chunk of hidden states at a time, its logits made again in the backward pass.
+"""The decoder of a language model, and its head run over slices of hidden states.
 
-What `hf_posenc.evaluation.scoring.head_replay` does, with gradients: the decoder has run once, and the model's own
-forward runs
-over slices of its hidden states, handed out by a stub in the decoder's place. So soft caps, scales and biases behind
-the decoder stay the model's code. Here each slice is a checkpoint (Chen et al. 2016, arXiv 1604.06174): of its logits
-nothing but their loss outlives the slice, and the backward pass makes them again.
+As in `hf_posenc.evaluation.scoring.head_replay`, but with gradients: the decoder runs once, and the model's own forward
+runs over slices of its hidden states, which a stub returns instead of the decoder. Soft caps, scales and biases behind
+the decoder remain the model's code. Each slice is a checkpoint (Chen et al. 2016, arXiv 1604.06174): only its loss is
+kept, and the backward pass recomputes its logits.
 """
 
 from __future__ import annotations
@@ -22,11 +21,187 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from hf_posenc.evaluation.scoring.decoder import hidden_states, sliced
+from hf_posenc.evaluation.scoring.decoder import hidden_states, input_embeddings, sliced
 from hf_posenc.training.batches.collator import IGNORED
-from hf_posenc.training.chunked_loss.decoder import DecoderPlace
 
-# Gradients of many chunks added up in float32, whatever the precision of the weights.
+Arguments = dict[str, Any]
+"""Arguments of a model's forward, by name."""
+
+
+class Decoder:
+    """The part of a language model that its forward calls first; the head is everything behind it.
+
+    Args:
+        model: The language model.
+        forward: Its own forward.
+        arguments: Arguments to find the decoder with; nothing behind the first embedding is run.
+
+    Raises:
+        LookupError: The forward calls no part that holds the embeddings.
+    """
+
+    def __init__(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> None:
+        def stop(module: nn.Module, _: Any) -> None:
+            raise _ReachedError(module)
+
+        holders = list(_holders(model))
+        hooks = [
+            getattr(parent, name).register_forward_pre_hook(stop, prepend=True)
+            for parent, name in holders
+        ]
+        try:
+            forward(**arguments)
+        except _ReachedError as reached:
+            calls = [getattr(parent, name) is reached.module for parent, name in holders]
+        else:
+            raise LookupError("its forward calls no part that holds its embeddings")
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._parent, self._name = holders[calls.index(True)]
+        self._model, self.forward = model, forward
+
+    @property
+    def module(self) -> nn.Module:
+        """The decoder's module, read on each access: wrappers such as FSDP's replace it."""
+        decoder: nn.Module = getattr(self._parent, self._name)
+        return decoder
+
+    def run(self, arguments: Arguments, outputs: list[Any] | None = None) -> tuple[Any, Any]:
+        """Run the forward with the logits of the last token only.
+
+        Args:
+            arguments: Arguments of the forward.
+            outputs: List that receives the decoder's output before the head runs.
+
+        Returns:
+            The output of the forward, and the whole output of the decoder.
+        """
+        outputs = [] if outputs is None else outputs
+
+        def keep_last(module: nn.Module, _: Any, output: Any) -> Any:
+            outputs.append(output)
+            return sliced(output, slice(-1, None))
+
+        # Behind the hooks of FSDP, which get the whole output.
+        hook = self.module.register_forward_hook(keep_last)
+        try:
+            output = self.forward(**arguments)
+        finally:
+            hook.remove()
+        return output, outputs[0]
+
+    @contextlib.contextmanager
+    def replaced(self, output: Any) -> Iterator[None]:
+        """Replace the decoder by a stub that returns an output; neither its forward nor its hooks run."""
+        decoder = self.module
+        setattr(self._parent, self._name, _Stub(decoder, output))
+        try:
+            yield
+        finally:
+            setattr(self._parent, self._name, decoder)
+
+    def head_loss(
+        self,
+        output: Any,
+        arguments: Arguments,
+        targets: Tensor,
+        *,
+        chunk: int,
+        loss: Callable[[Tensor, Tensor], Tensor],
+    ) -> Tensor:
+        """Return the sum of all tokens' losses, with the logits of `chunk` tokens at a time.
+
+        Args:
+            output: The decoder's output for the whole batch.
+            arguments: Arguments of the forward.
+            targets: The label that each position predicts, shape (batch, n).
+            chunk: Tokens whose logits exist at a time.
+            loss: Sum of the losses from logits, shape (batch, m, vocabulary), and targets, shape (batch, m).
+
+        Returns:
+            A scalar, with a gradient if the hidden states or the head have one.
+        """
+        hidden = hidden_states(output)
+        assert hidden is not None
+        step = max(1, chunk // len(hidden))
+        options = _head_arguments(self.forward, arguments)
+        sums, sharded = SinglePrecisionSums(), self._sharded_head()
+
+        def replay(states: Tensor, aims: Tensor, part: slice) -> Tensor:
+            # Contiguous, as the whole is: some heads view it in another shape.
+            handed = with_hidden(sliced(output, part), states.contiguous())
+            few = {name: slice_argument(value, hidden, part) for name, value in options.items()}
+            with self.replaced(handed), sums, _unsharded(sharded):
+                return loss(self.forward(**few).logits, aims)
+
+        total: Tensor | int = 0
+        # `split` is one node, whose backward joins the gradients of all slices once. Each `hidden[:, a:b]` would make a
+        # gradient of the whole length, in time quadratic in the length.
+        for index, states in enumerate(hidden.split(step, dim=1)):
+            part = slice(index * step, index * step + states.shape[1])
+            aims = targets[:, part].contiguous()  # transformers flattens it by a view
+            if torch.is_grad_enabled():
+                value = checkpoint(replay, states, aims, part, use_reentrant=False)
+            else:
+                value = replay(states, aims, part)
+            total = total + value
+        assert isinstance(total, Tensor)
+        return total
+
+    def _sharded_head(self) -> list[nn.Module]:
+        """Return the modules sharded by FSDP2 that are neither in the decoder nor around it."""
+        if not torch.distributed.is_available():
+            return []
+        from torch.distributed.fsdp import FSDPModule
+
+        decoder = self.module
+        inside = set(decoder.modules())
+        return [
+            part
+            for part in self._model.modules()
+            if isinstance(part, FSDPModule)
+            and part not in inside
+            and not any(child is decoder for child in part.modules())
+        ]
+
+
+class _Stub(nn.Module):
+    """Returns hidden states; all other attributes are the decoder's."""
+
+    def __init__(self, decoder: nn.Module, output: Any) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.output = output
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self.output
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "decoder":
+                raise
+            return getattr(self.decoder, name)
+
+
+class _ReachedError(Exception):
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+
+def _holders(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """Yield the parts of a model that hold its embeddings, as parent and name, from the outside in."""
+    embeddings, parent = input_embeddings(model), model
+    while True:
+        for name, child in parent.named_children():
+            if child is not embeddings and any(part is embeddings for part in child.modules()):
+                yield parent, name
+                parent = child
+                break
+        else:
+            return
 
 
 _Mode: Any = TorchFunctionMode
@@ -34,11 +209,11 @@ _Function: Any = torch.autograd.Function
 
 
 class SinglePrecisionSums(_Mode):  # type: ignore[misc]
-    """Every half-precision weight used under it has its gradients, of all uses, added up in float32 and rounded once.
+    """Adds up the gradients of half-precision weights in float32, over all their uses, and rounds the sum once.
 
-    Autograd adds up the gradients of a weight in the weight's own dtype, and under autocast in that of its one cast
-    copy. With 500 chunks in bfloat16 that makes about 2 % of error, and from 512 on what is added may be less than the
-    last bit of the sum. One mode serves all chunks of a batch.
+    Autograd adds up a weight's gradients in the weight's own dtype, and under autocast in that of its cast copy. With
+    500 chunks in bfloat16 the error is about 2 %; from 512 chunks on, addends can be smaller than the last bit of the
+    sum. One mode serves all chunks of a batch.
     """
 
     def __init__(self) -> None:
@@ -66,7 +241,7 @@ class SinglePrecisionSums(_Mode):  # type: ignore[misc]
 
 
 class _Sum(_Function):  # type: ignore[misc]
-    """A float32 tensor without contents, in whose place autograd adds up gradients; they are the weight's."""
+    """An empty float32 tensor, for which autograd adds up gradients before they become the weight's."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor) -> Tensor:
@@ -79,7 +254,7 @@ class _Sum(_Function):  # type: ignore[misc]
 
 
 class _Use(_Function):  # type: ignore[misc]
-    """The weight's values, whose gradient goes to the sum."""
+    """The weight's values, whose gradient flows to the sum."""
 
     @staticmethod
     def forward(ctx: Any, total: Tensor, weight: Tensor) -> Tensor:
@@ -90,60 +265,34 @@ class _Use(_Function):  # type: ignore[misc]
         return gradient.float(), None
 
 
-# A head that runs many times in one forward, under FSDP2 (`torch.distributed.fsdp.fully_shard`).
-#
-# FSDP sees a forward by hooks on its modules: behind the backward of each, it shares out the gradients and frees the
-# weights. accelerate puts the last norm and the head into one group, and a group counts as run when each of its modules
-# has run once. Of a head that runs once for every slice of a text, FSDP would so free the weights, and share out the
-# gradients, behind the first slice that comes back, while others still need them: gradients would be missing, or the
-# process would end in memory that is no longer there. Here it sees one run of the head, the model's own.
-
-
-_FSDP = "torch.distributed.fsdp"
-
-
-def sharded_beside(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
-    """The modules that FSDP2 shards and that are neither in the decoder nor around it: the head's."""
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    inside = set(decoder.modules())
-    return [
-        part
-        for part in model.modules()
-        if isinstance(part, FSDPModule)
-        and part not in inside
-        and not any(child is decoder for child in part.modules())
-    ]
-
-
 @contextlib.contextmanager
-def held_whole(parts: Sequence[nn.Module]) -> Iterator[None]:
-    """Within the block these modules have their whole weights, and FSDP does not see them run.
+def _unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Gather the whole weights of modules sharded by FSDP2, and hide their forwards from FSDP.
 
-    Args:
-        parts: As `sharded_beside` gives them.
+    FSDP's hooks reduce gradients and free weights behind the backward of each module. accelerate puts the last norm and
+    the head into one group, which counts as run when each of its modules has run once. A head that runs once per slice
+    would be freed and reduced behind the first slice that comes back, while the others still need its weights:
+    gradients would be missing, or the process would access freed memory. With this, FSDP registers one run of the head.
     """
     with contextlib.ExitStack() as stack:
-        for part in parts:
-            sharded: Any = part
+        for module in modules:
+            sharded: Any = module
             sharded.unshard()
             for name in ("_forward_pre_hooks", "_forward_hooks"):
-                hooks = getattr(part, name)
-                others = type(hooks)((n, hook) for n, hook in hooks.items() if not _of_fsdp(hook))
-                setattr(part, name, others)
-                stack.callback(setattr, part, name, hooks)
-            stack.callback(part.register_forward_pre_hook(_in_own_precision).remove)
+                hooks = getattr(module, name)
+                others = type(hooks)((n, hook) for n, hook in hooks.items() if not _is_fsdps(hook))
+                setattr(module, name, others)
+                stack.callback(setattr, module, name, hooks)
+            stack.callback(module.register_forward_pre_hook(_cast_inputs).remove)
         yield
 
 
-def _of_fsdp(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(_FSDP)
+def _is_fsdps(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
-def _in_own_precision(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What FSDP's own hook does with mixed precision: whole weights may be narrower than the hidden states."""
+def _cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Cast inputs to the weights' dtype, as FSDP's own hook does with mixed precision."""
     dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
     return tuple(
         value.to(dtype)
@@ -153,85 +302,32 @@ def _in_own_precision(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, 
     )
 
 
-def summed_loss(
-    forward: Callable[..., Any],
-    decoder: DecoderPlace,
-    output: Any,
-    given: dict[str, Any],
-    targets: Tensor,
-    *,
-    chunk: int,
-    loss: Callable[[Tensor, Tensor], Tensor],
-) -> Tensor:
-    """The losses of all tokens added up, with the logits of `chunk` tokens at a time.
-
-    Args:
-        forward: The model's own forward.
-        decoder: Where its decoder is.
-        output: What the decoder made of the whole batch.
-        given: The arguments of the forward.
-        targets: What each position predicts, shape (batch, n).
-        chunk: Tokens whose logits exist at a time.
-        loss: The sum of losses from logits, shape (batch, m, vocabulary), and what they predict, shape (batch, m).
-
-    Returns:
-        The sum, a scalar with a gradient where the hidden states or the head have one.
-    """
-    hidden = hidden_states(output)
-    assert hidden is not None
-    step = max(1, chunk // len(hidden))
-    options = _of_head(forward, given)
-    sums, parts = SinglePrecisionSums(), sharded_beside(decoder.model, decoder.module)
-
-    def replay(states: Tensor, aims: Tensor, part: slice) -> Tensor:
-        # Contiguous as the whole is: some heads view it in another shape.
-        handed = with_hidden(sliced(output, part), states.contiguous())
-        arguments = {name: cut(value, hidden, part) for name, value in options.items()}
-        with decoder.handing_out(handed), sums, held_whole(parts):
-            return loss(forward(**arguments).logits, aims)
-
-    total: Tensor | int = 0
-    # One node for all slices, whose backward puts their gradients together once. Each `hidden[:, a:b]` would make a
-    # gradient of the whole length: time quadratic in the length.
-    for index, states in enumerate(hidden.split(step, dim=1)):
-        part = slice(index * step, index * step + states.shape[1])
-        aims = targets[:, part].contiguous()  # transformers flattens it by a view
-        if torch.is_grad_enabled():
-            value = checkpoint(replay, states, aims, part, use_reentrant=False)
-        else:
-            value = replay(states, aims, part)
-        total = total + value
-    assert isinstance(total, Tensor)
-    return total
-
-
 def shifted(labels: Tensor, ignored: int = IGNORED) -> Tensor:
-    """What each position predicts: the label of the next, and nothing at the last; shape as the labels'."""
+    """Return the label that each position predicts: that of the next token, and `ignored` at the end."""
     return F.pad(labels, (0, 1), value=ignored)[..., 1:]
 
 
-def without_loss(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward but for those of its loss."""
+def without_loss(arguments: Arguments) -> Arguments:
+    """Return the arguments of a forward without those of its loss."""
     loss = ("labels", "shift_labels", "num_items_in_batch")
-    return {name: value for name, value in given.items() if name not in loss}
+    return {name: value for name, value in arguments.items() if name not in loss}
 
 
-def cut(value: Any, like: Tensor, part: slice) -> Any:
-    """Some positions of an argument that has an entry for every token of `like`; any other argument as it is."""
+def slice_argument(value: Any, like: Tensor, part: slice) -> Any:
+    """Return some positions of an argument with one entry per token of `like`; any other argument unchanged."""
     each = isinstance(value, Tensor) and value.dim() > 1 and value.shape[:2] == like.shape[:2]
     return value[:, part] if each else value
 
 
 def with_hidden(output: Any, states: Tensor) -> Any:
-    """A decoder's output with other last hidden states."""
+    """Return a decoder's output with other last hidden states."""
     if isinstance(output, tuple):
         return (states, *output[1:])
     return type(output)(**{**output, "last_hidden_state": states})
 
 
-def _of_head(forward: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments for hidden states that are there: no loss, no cache, and no balance of experts for every slice."""
+def _head_arguments(forward: Callable[..., Any], arguments: Arguments) -> Arguments:
+    """Return the arguments for a slice: without loss, cache, and the balance of experts."""
     accepted = inspect.signature(forward).parameters
     off = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
-    kept = {name: value for name, value in without_loss(given).items() if name != "past_key_values"}
-    return kept | off
+    return {k: v for k, v in without_loss(arguments).items() if k != "past_key_values"} | off
