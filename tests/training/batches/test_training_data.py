@@ -209,7 +209,10 @@ def foreign(folder: Path) -> Iterable[Entry]:
             "doc0: too short: 4 tokens, 10 are needed; and 1 more.*longest document has 9 tokens, a block has 10:",
         ),
         (foreign, "rows.jsonl:2: token 50,000 is outside the vocabulary of 257.*--tokenizer"),
-        (lambda f: [Document("void", " \n")], r"No document can be used for training \(void: empty\)"),
+        (
+            lambda f: [Document("void", " \n")],
+            r"No document can be used for training \(void: empty\)",
+        ),
         (lambda f: [], "There is no document to read"),
         (lambda f: read_paths([str(f / "missing")]), "missing: no such file"),
     ],
