@@ -1,14 +1,21 @@
 """The methods: the mathematics and nothing else. Imports torch, never transformers.
 
-To add one, write its dataclass in a file here and name it in `METHODS`.
+Every module of this package is imported here, and a method is registered by its definition
+(`Method.__init_subclass__`): a new file needs no entry anywhere. The imports below let editors and
+mypy see the names; a class that is not among them can be imported from here all the same.
 """
 
 from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Any
 
 from hf_posenc.errors import unknown
 from hf_posenc.methods.alibi import ALiBi
 from hf_posenc.methods.bands import Band, RotaryBands
 from hf_posenc.methods.base import (
+    REGISTRY,
     Length,
     LengthDependent,
     Method,
@@ -39,54 +46,89 @@ from hf_posenc.methods.windows import AttentionSinks, LMInfinite, SlidingWindow
 from hf_posenc.methods.xpos import XPos
 from hf_posenc.methods.yarn import DynamicYaRN, NTKByParts, YaRN
 
-METHODS: tuple[type[Method], ...] = (
-    PositionInterpolation,
-    NTKAware,
-    DynamicPI,
-    DynamicNTK,
-    PartialNTK,
-    NTKByParts,
-    YaRN,
-    DynamicPartialNTK,
-    DynamicYaRN,
-    NTKMixed,
-    Llama3,
-    LongRoPE,
-    ABF,
-    NoPE,
-    ReRoPE,
-    LeakyReRoPE,
-    SelfExtend,
-    DualChunk,
-    STRING,
-    LMInfinite,
-    AttentionSinks,
-    SlidingWindow,
-    LogN,
-    ALiBi,
-    KerpleLog,
-    KerplePower,
-    Sandwich,
-    T5,
-    FIRE,
-    Shaw,
-    TransformerXL,
-    XPos,
-    RopeBias,
-)
+# Methods stand in the order of the documentation.
+__all__ = [  # noqa: RUF022
+    "METHODS",
+    "Band",
+    "DistanceBias",
+    "Length",
+    "LengthDependent",
+    "Method",
+    "RelativeKeys",
+    "RopeScaling",
+    "RotaryBands",
+    "Scaled",
+    "available_methods",
+    "bucket_length",
+    "get_method",
+    "seam_of",
+    "PositionInterpolation",
+    "NTKAware",
+    "DynamicPI",
+    "DynamicNTK",
+    "PartialNTK",
+    "NTKByParts",
+    "YaRN",
+    "DynamicPartialNTK",
+    "DynamicYaRN",
+    "NTKMixed",
+    "Llama3",
+    "LongRoPE",
+    "ABF",
+    "NoPE",
+    "ReRoPE",
+    "LeakyReRoPE",
+    "SelfExtend",
+    "DualChunk",
+    "STRING",
+    "LMInfinite",
+    "AttentionSinks",
+    "SlidingWindow",
+    "LogN",
+    "ALiBi",
+    "KerpleLog",
+    "KerplePower",
+    "Sandwich",
+    "T5",
+    "FIRE",
+    "Shaw",
+    "TransformerXL",
+    "XPos",
+    "RopeBias",
+]
 
-_BY_NAME: dict[str, type[Method]] = {
-    name: method for method in METHODS for name in (method.name, *method.aliases)
-}
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+
+def __getattr__(name: str) -> Any:
+    """Return a method class that is registered but not imported above."""
+    if name in REGISTRY:
+        return REGISTRY[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _place(method: type[Method]) -> tuple[int, bool]:
+    """Return the place of a method in `METHODS`: as in `__all__`, else after the last of its kind."""
+    if method.__name__ in __all__:
+        return __all__.index(method.__name__), False
+    return max(__all__.index(m.__name__) for m in _LISTED if m.kind == method.kind), True
+
+
+_LISTED = [method for method in REGISTRY.values() if method.__name__ in __all__]
+METHODS: tuple[type[Method], ...] = tuple(sorted(REGISTRY.values(), key=_place))
+"""All methods, in the order of the documentation."""
+
+_BY_NAME = {name: method for method in METHODS for name in (method.name, *method.aliases)}
 
 
 def available_methods() -> tuple[str, ...]:
-    """The canonical names of all methods, in the order of the documentation."""
+    """Return the canonical names of all methods, in the order of the documentation."""
     return tuple(method.name for method in METHODS)
 
 
 def get_method(name: str) -> type[Method]:
-    """The method of this name or alias; hyphens count as underscores.
+    """Return the method of this name or alias; hyphens count as underscores.
 
     Raises:
         PosencError: No method has this name.
@@ -95,54 +137,3 @@ def get_method(name: str) -> type[Method]:
     if method is None:
         raise unknown("method", name, available_methods())
     return method
-
-
-__all__ = [
-    "ABF",
-    "FIRE",
-    "METHODS",
-    "STRING",
-    "T5",
-    "ALiBi",
-    "AttentionSinks",
-    "Band",
-    "DistanceBias",
-    "DualChunk",
-    "DynamicNTK",
-    "DynamicPI",
-    "DynamicPartialNTK",
-    "DynamicYaRN",
-    "KerpleLog",
-    "KerplePower",
-    "LMInfinite",
-    "LeakyReRoPE",
-    "Length",
-    "LengthDependent",
-    "Llama3",
-    "LogN",
-    "LongRoPE",
-    "Method",
-    "NTKAware",
-    "NTKByParts",
-    "NTKMixed",
-    "NoPE",
-    "PartialNTK",
-    "PositionInterpolation",
-    "ReRoPE",
-    "RelativeKeys",
-    "RopeBias",
-    "RopeScaling",
-    "RotaryBands",
-    "Sandwich",
-    "Scaled",
-    "SelfExtend",
-    "Shaw",
-    "SlidingWindow",
-    "TransformerXL",
-    "XPos",
-    "YaRN",
-    "available_methods",
-    "bucket_length",
-    "get_method",
-    "seam_of",
-]

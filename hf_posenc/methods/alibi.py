@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.methods.base import check_range
-from hf_posenc.methods.bias import DistanceBias, per_head
+from hf_posenc.methods.base import number
+from hf_posenc.methods.bias import DistanceBias, Weights, per_head
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,14 +34,10 @@ class ALiBi(DistanceBias):
     needs: ClassVar[str] = "training, or a model that was trained with it"
     follows_text: ClassVar[bool] = False
 
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "scale", 1)
+    scale: float = field(default=1.0, metadata=number(1))
 
     def slopes(self, heads: int) -> Tensor:
-        """The slopes, shape (heads,), float64, in score per token; divided by the scale."""
+        """Return the slopes, shape (heads,), float64, in score per token; divided by the scale."""
         below = 2 ** math.floor(math.log2(heads))
         exponents = [8 * (h + 1) / below for h in range(below)]
         exponents += [8 * (2 * h + 1) / (2 * below) for h in range(heads - below)]
@@ -52,13 +47,11 @@ class ALiBi(DistanceBias):
         self,
         distance: Tensor,
         heads: int,
-        parameters: Mapping[str, Tensor],
+        parameters: Weights,
         query_position: Tensor | None = None,
     ) -> Tensor:
         slopes = self.slopes(heads).to(distance.dtype).to(distance.device)
         return -per_head(slopes, distance) * distance
 
-    def horizon(
-        self, drop: Tensor, heads: int, parameters: Mapping[str, Tensor] | None = None
-    ) -> Tensor:
+    def horizon(self, drop: Tensor, heads: int, parameters: Weights | None = None) -> Tensor:
         return drop / self.slopes(heads).to(drop.dtype).to(drop.device)

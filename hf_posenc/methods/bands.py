@@ -1,15 +1,15 @@
-"""Rotary bands: methods that choose, pair by pair, which rotary positions a query and a key have."""
+"""Rotary bands: methods that choose, pair by pair, the rotary positions of a query and a key."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import Method, check_count, check_switch
+from hf_posenc.methods.base import Method, count, switch
 from hf_posenc.methods.log_n import log_n_factor
 
 PositionMap = Callable[[Tensor], Tensor]
@@ -19,8 +19,9 @@ PositionMap = Callable[[Tensor], Tensor]
 class Band:
     """The pairs of a query at position m and a key at position n that are rotated by one rule.
 
-    A pair belongs to the band if its distance, `m - n` or with `chunk` the number of chunk borders
-    `m // chunk - n // chunk` between the two, is at least `least` and less than `below`, and if `n < keys`.
+    A pair belongs to the band if its distance is at least `least` and less than `below`, and if
+    `n < keys`. The distance is `m - n`, or with `chunk` the number of chunk borders between the two,
+    `m // chunk - n // chunk`.
 
     Attributes:
         query_position: From m, an integer tensor of any shape, to the rotary position of the query; may be fractional.
@@ -39,10 +40,10 @@ class Band:
     chunk: int | None = None
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor:
-        """Which pairs belong to the band, for positions that broadcast.
+        """Return which pairs belong to the band, for positions that broadcast.
 
-        A key that comes after the query, which a causal mask hides and a block of image tokens shows, belongs to the
-        band of distance 0, since RoPE goes on there.
+        A key after the query has distance 0, as in RoPE. A causal mask hides such keys; a block of image
+        tokens shows them.
         """
         distance = m - n if self.chunk is None else m // self.chunk - n // self.chunk
         distance = distance.clamp(min=0)
@@ -56,28 +57,28 @@ class Band:
 class RotaryBands(Method):
     """A method with a near band of ordinary RoPE and a far band with positions of its own.
 
-    To write one, give it a `window` and override `query_position` and `key_position`; or override `bands`. The keys
-    are cached as rotated to the last band's key position, so that must not depend on the query or on the length of the
-    text; integer positions give integers or float64, so that none is rounded.
+    To write one, override `query_position` and `key_position`, or `bands`. Keys are cached at the last
+    band's key position, so that must depend neither on the query nor on the length of the text. Integer
+    positions must give integers or float64, so that none is rounded.
+
+    Class attributes:
+        keeps_order: True if a farther key never gets a nearer position. The tests hold a method to it.
 
     Args:
         window: Width of the near band in tokens; half of the original context by default.
         log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`, as the method `log_n` does.
     """
 
+    kind: ClassVar[str] = "bands"
     seam: ClassVar[str] = "attention"
     needs: ClassVar[str] = "nothing"
+    keeps_order: ClassVar[bool] = True
 
-    window: int | None = None
-    log_n: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "window", optional=True)
-        check_switch(self, "log_n")
+    window: int | None = field(default=None, metadata=count())
+    log_n: bool = field(default=False, metadata=switch())
 
     def query_position(self, m: Tensor, original: int) -> Tensor:
-        """The rotary position of a query at m in the far band.
+        """Return the rotary position of a query at m in the far band.
 
         Args:
             m: Positions, an integer tensor of any shape.
@@ -86,11 +87,11 @@ class RotaryBands(Method):
         raise NotImplementedError
 
     def key_position(self, n: Tensor, original: int) -> Tensor:
-        """The rotary position of a key at n in the far band."""
+        """Return the rotary position of a key at n in the far band."""
         raise NotImplementedError
 
     def bands(self, original: int) -> tuple[Band, ...]:
-        """The bands, the far one last; no pair is in two of them, and a pair that is in none is masked.
+        """Return the bands, the far one last; a pair belongs to one at most, and to none if it is masked.
 
         Args:
             original: The original context length L, in tokens.
@@ -98,40 +99,43 @@ class RotaryBands(Method):
         Raises:
             PosencError: A knob that does not fit this length.
         """
-        far = Band(
+        return self.near(original), self.far(original)
+
+    def near(self, original: int) -> Band:
+        """Return the band of ordinary RoPE: the pairs less than `near_window` apart."""
+
+        def same(position: Tensor) -> Tensor:
+            return position
+
+        return Band(query_position=same, key_position=same, below=self.near_window(original))
+
+    def far(self, original: int, keys: int | None = None) -> Band:
+        """Return the band of the other pairs, with all keys or only the first ones."""
+        return Band(
             query_position=lambda m: self.query_position(m, original),
             key_position=lambda n: self.key_position(n, original),
             least=self.near_window(original),
+            keys=keys,
         )
-        return self.near(original), far
-
-    def near(self, original: int) -> Band:
-        """The band of ordinary RoPE: the pairs less than `near_window` apart."""
-        return Band(query_position=same, key_position=same, below=self.near_window(original))
 
     def near_window(self, original: int) -> int:
-        """The width of the near band in tokens; a text of no more tokens is read as unpatched."""
+        """Return the width of the near band in tokens; a text of no more tokens is read as unpatched."""
         return max(1, original // 2) if self.window is None else self.window
 
     def cached_position(self, n: Tensor, original: int) -> Tensor:
-        """The rotary position to which the key at n is rotated in the cache: that of the last band.
+        """Return the rotary position at which the key at n is cached: that of the last band.
 
         The keys of the other bands are turned from there, which takes work only where they differ.
         """
         return self.bands(original)[-1].key_position(n)
 
     def query_factor(self, m: Tensor, original: int) -> Tensor | None:
-        """The factor on the query at m, of m's shape; `None`: no factor."""
+        """Return the factor on the query at m, of m's shape; `None`: no factor."""
         return log_n_factor(m, original) if self.log_n else None
 
 
-def same(position: Tensor) -> Tensor:
-    """The position map of ordinary RoPE."""
-    return position
-
-
 def compression(method: RotaryBands, scale: float, original: int) -> float:
-    """How much slower far positions must run for `scale * L` tokens to fit: `(s L - w) / (L - w)`.
+    """Return the factor on far distances that makes `scale * L` tokens fit: `(s L - w) / (L - w)`.
 
     The first w of the L positions are the near band's and are not compressed.
 

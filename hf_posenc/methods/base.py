@@ -1,10 +1,11 @@
-"""What a method is: a small frozen dataclass whose fields are the paper's knobs."""
+"""Base classes of the methods: small frozen dataclasses whose fields are the paper's options."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -16,14 +17,51 @@ from hf_posenc.rope import RopeSpec
 Length = int | Tensor | None
 """A number of tokens: an int, or a 0-dim tensor (a forward then needs no host sync). `None`: not known yet."""
 
-
 UPDATES = ("sequence", "request", "row")
-"""What the length of a length-dependent method can be."""
+"""Lengths that a length-dependent method can follow; see `LengthDependent`."""
+
+REGISTRY: dict[str, type[Method]] = {}
+"""The methods of this package by class name."""
+
+
+def number(low: float, *, above: bool = False) -> Mapping[str, Any]:
+    """Metadata of a field: a finite number of at least `low`, or, with `above`, greater than it."""
+
+    def valid(value: Any) -> bool:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return math.isfinite(value) and (value > low if above else value >= low)
+
+    return _values(f"a number {'above' if above else 'of at least'} {low:g}", valid)
+
+
+def count(low: int = 1) -> Mapping[str, Any]:
+    """Metadata of a field: a whole number of at least `low`."""
+
+    def valid(value: Any) -> bool:
+        return isinstance(value, int) and not isinstance(value, bool) and value >= low
+
+    return _values(f"a whole number of at least {low}", valid)
+
+
+def switch() -> Mapping[str, Any]:
+    """Metadata of a field: `True` or `False`."""
+    return _values("True or False", lambda value: isinstance(value, bool))
+
+
+def _values(description: str, valid: Callable[[Any], bool]) -> Mapping[str, Any]:
+    return {"values": description, "valid": valid}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """The base of every method.
+
+    A class in a module of `hf_posenc.methods` is registered by its definition, under its `name` and
+    its aliases. A class that is defined elsewhere is not; `patch_model` takes objects of it.
+
+    Fields are checked if their metadata come from `number`, `count` or `switch`; `None` is valid
+    where it is the default.
 
     Class attributes:
         name: The canonical name, as `patch_model` takes it.
@@ -31,11 +69,11 @@ class Method:
         summary: One line for tables.
         source: Paper and section, or the place of first publication.
         needs: What the method needs before its output means anything.
+        kind: Its group in tables: `"frequencies"`, `"bands"`, `"biases"` or `"others"`.
         seam: Where the method lands in a model; two methods on one seam exclude each other.
-        length_dependent: Whether what it computes depends on the length of the running sequence.
-        follows_text: Whether it scales just as far as the text needs, so that it takes no target
-            length.
-        trainable: Whether it brings parameters of its own to train.
+        length_dependent: True if its result depends on the length of the running sequence.
+        follows_text: True if it scales as far as the text needs and takes no target length.
+        trainable: True if it adds parameters to train.
     """
 
     name: ClassVar[str]
@@ -43,32 +81,44 @@ class Method:
     summary: ClassVar[str]
     source: ClassVar[str]
     needs: ClassVar[str]
+    kind: ClassVar[str] = "others"
     seam: ClassVar[str]
     length_dependent: ClassVar[bool] = False
     follows_text: ClassVar[bool] = False
     trainable: ClassVar[bool] = False
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in vars(cls) and cls.__module__.startswith("hf_posenc.methods."):
+            REGISTRY[cls.__name__] = cls
+
     def __post_init__(self) -> None:
-        """Checks the knobs; the end of the chain of `super()` calls."""
+        """Check the fields; the end of the chain of `super()` calls."""
+        for option in dataclasses.fields(self):
+            value, valid = getattr(self, option.name), option.metadata.get("valid")
+            if valid is None or (value is None and option.default is None) or valid(value):
+                continue
+            raise PosencError(
+                f"{self.name}: {option.name} is {option.metadata['values']}, not {value!r}."
+            )
 
     @classmethod
     def knobs(cls) -> dict[str, Any]:
-        """The options with their defaults, `scale` first; `dataclasses.MISSING`: must be given."""
-        fields = sorted(dataclasses.fields(cls), key=lambda field: field.name != "scale")
-        return {field.name: field.default for field in fields}
+        """Return the options with their defaults, `scale` first; `dataclasses.MISSING`: required."""
+        fields = sorted(dataclasses.fields(cls), key=lambda option: option.name != "scale")
+        return {option.name: option.default for option in fields}
 
     @classmethod
     def takes_scale(cls) -> bool:
-        """Whether the method has a `scale` knob, i.e. a target context as a multiple of the original one."""
+        """True if there is a `scale` knob: a target context as a multiple of the original one."""
         return "scale" in cls.knobs()
 
     @classmethod
     def from_options(cls, **options: Any) -> Method:
-        """Builds the method, with errors that name the knob.
+        """Build the method, with errors that name the knob.
 
         Raises:
-            PosencError: An option that the method does not have, one that it needs and did not get,
-                or a value out of range.
+            PosencError: An unknown option, a missing one, or a value out of range.
         """
         knobs = cls.knobs()
         for option in options:
@@ -84,7 +134,7 @@ class Method:
             raise PosencError(f"{cls.name}: a value has the wrong type ({error}).") from error
 
     def options(self) -> dict[str, Any]:
-        """The knobs that differ from their defaults."""
+        """Return the knobs that differ from their defaults."""
         return {
             knob: getattr(self, knob)
             for knob, default in self.knobs().items()
@@ -97,12 +147,21 @@ class RopeScaling(Method):
     """A method that changes only the rotary frequencies and a factor on cos and sin.
 
     Attention, cache and backend stay the model's own, so the method costs nothing.
+
+    Class attributes:
+        identity_at_scale_one: True if no bit of the table changes with `scale=1`, or, for a method
+            that follows the text, up to the original length. The tests hold a method to it.
+        only_lowers_frequencies: True if reaching further raises no frequency, keeps their order and
+            lowers none by more than the scale. The tests hold a method to it.
     """
 
+    kind: ClassVar[str] = "frequencies"
     seam: ClassVar[str] = "rotary"
+    identity_at_scale_one: ClassVar[bool] = True
+    only_lowers_frequencies: ClassVar[bool] = True
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
-        """The frequencies in force, shape (d/2,), float64, radians per token.
+        """Return the frequencies in force, shape (d/2,), float64, radians per token.
 
         Args:
             rope: The table to change.
@@ -111,14 +170,13 @@ class RopeScaling(Method):
         raise NotImplementedError
 
     def cos_sin_factor(self, rope: RopeSpec, length: Length = None) -> float | Tensor:
-        """The factor on cos and sin (`attention_scaling` in transformers); 1 for most methods."""
+        """Return the factor on cos and sin (`attention_scaling` in transformers); 1 for most methods."""
         return 1.0
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
-        """The same method in transformers' own words; `None` where it has no such method.
+        """Return the same method as `config.rope_parameters`, `rope_type` included.
 
-        Returns:
-            Entries of `config.rope_parameters`, `rope_type` among them.
+        `None` where transformers has no such method.
         """
         return None
 
@@ -131,79 +189,42 @@ class Scaled(RopeScaling):
         scale: Target context as a multiple `s` of the original one.
     """
 
-    scale: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "scale", 1)
+    scale: float = field(metadata=number(1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LengthDependent(RopeScaling):
-    """A frequency method whose table moves with the length of the running sequence.
+    """A frequency method whose table depends on the length of the running sequence.
 
     Args:
-        update: What that length is. `"row"`: `bucket_length` of each query's own position, so that a
+        update: The length to follow. `"row"`: `bucket_length` of each query's own position, so that a
             prefix never changes and every way to run a text agrees. `"request"`: each batch row's own
             length, pinned while its cache lives. `"sequence"`: the longest row of the batch, as published
             and as transformers does it.
-        bucket: By how many tokens at once the length moves on in the modes `"row"` and `"request"`;
-            half of the original context by default.
+        bucket: Tokens by which the length grows at once in the modes `"row"` and `"request"`; half of
+            the original context by default.
     """
 
     length_dependent: ClassVar[bool] = True
 
     update: str = "row"
-    bucket: int | None = None
+    bucket: int | None = field(default=None, metadata=count())
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.update not in UPDATES:
             raise unknown(f"update mode of {self.name}", str(self.update), UPDATES)
-        check_count(self, "bucket", optional=True)
 
     def bucket_size(self, original: int) -> int:
-        """By how many tokens at once the length moves on, given the original context length."""
+        """Return the tokens by which the length grows at once, given the original context length."""
         return max(1, original // 2) if self.bucket is None else self.bucket
 
 
-def check_range(method: Method, knob: str, low: float, *, exclusive: bool = False) -> None:
-    """Refuses a knob that is not a finite number of at least (or, `exclusive`, above) `low`."""
-    value = getattr(method, knob)
-    good = (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and (value > low if exclusive else value >= low)
-    )
-    if not good:
-        bound = "above" if exclusive else "of at least"
-        raise PosencError(f"{method.name}: {knob} is a number {bound} {low:g}, not {value!r}.")
-
-
-def check_count(method: Method, knob: str, low: int = 1, *, optional: bool = False) -> None:
-    """Refuses a knob that is not a whole number of at least `low` (or `None`, if `optional`)."""
-    value = getattr(method, knob)
-    if optional and value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise PosencError(
-            f"{method.name}: {knob} is a whole number of at least {low}, not {value!r}."
-        )
-
-
-def check_switch(method: Method, knob: str) -> None:
-    """Refuses a knob that is neither `True` nor `False`."""
-    value = getattr(method, knob)
-    if not isinstance(value, bool):
-        raise PosencError(f"{method.name}: {knob} is True or False, not {value!r}.")
-
-
 def bucket_length(m: Tensor, original: int, bucket: int) -> Tensor:
-    """The length in force for a query at position m with `update="row"`, of m's shape, int64.
+    """Return the length in force for a query at position m with `update="row"`, of m's shape, int64.
 
-    `L` for the positions up to the original length `L`; past it `L` and as many whole buckets as
-    hold the position, `L + ceil((m + 1 - L) / bucket) * bucket`, so that it depends on nothing else.
+    It is `L` for positions up to the original length `L`, and `L + ceil((m + 1 - L) / bucket) * bucket`
+    past it: `L` and as many whole buckets as hold the position.
 
     Args:
         m: Positions, an integer tensor of any shape.
@@ -215,14 +236,14 @@ def bucket_length(m: Tensor, original: int, bucket: int) -> Tensor:
 
 
 def seam_of(method: Method) -> str:
-    """Where a method lands: `"rotary"`, `"attention"`, `"bias"` or `"query"`."""
+    """Return the seam of a method object: `"rotary"`, `"attention"`, `"bias"` or `"query"`."""
     if isinstance(method, LengthDependent) and method.update != "sequence":
         return "attention"  # each query, or each row of the batch, has frequencies of its own
     return method.seam
 
 
 def running_scale(rope: RopeSpec, length: Length) -> Tensor:
-    """`s = max(1, N / L)` of the dynamic methods, as a 0-dim float64 tensor."""
+    """Return `s = max(1, N / L)` of the dynamic methods, a 0-dim float64 tensor."""
     trained = rope.original_max_position_embeddings
     current = torch.as_tensor(trained if length is None else length).to(torch.float64)
     return (current / trained).clamp(min=1.0)

@@ -1,14 +1,14 @@
-"""Another base given outright, and no rotation at all."""
+"""Adjusted base frequency and NoPE: another base given outright, and no rotation at all."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.methods.base import Length, RopeScaling, check_range
+from hf_posenc.methods.base import Length, RopeScaling, number
 from hf_posenc.rope import RopeSpec
 
 
@@ -16,7 +16,7 @@ from hf_posenc.rope import RopeSpec
 class ABF(RopeScaling):
     """Adjusted base frequency: `f_i = rope_theta ** (-2i/d)` (Xiong et al. 2023, arXiv 2309.16039).
 
-    The way most long-context checkpoints (CodeLlama, ProLong) were continued; it needs that
+    Most long-context checkpoints (CodeLlama, ProLong) were continued this way; it needs that
     training.
 
     Args:
@@ -28,12 +28,9 @@ class ABF(RopeScaling):
     summary: ClassVar[str] = "another rope_theta given outright"
     source: ClassVar[str] = "Xiong et al. 2023, arXiv 2309.16039"
     needs: ClassVar[str] = "fine-tuning"
+    identity_at_scale_one: ClassVar[bool] = False
 
-    rope_theta: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "rope_theta", 1, exclusive=True)
+    rope_theta: float = field(metadata=number(1, above=True))
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         # A ratio, so that the model's own base changes no bit and the zeros of a proportional table
@@ -56,6 +53,8 @@ class NoPE(RopeScaling):
     summary: ClassVar[str] = "no rotation: cos = 1, sin = 0"
     source: ClassVar[str] = "arXiv 2203.16634, 2305.19466"
     needs: ClassVar[str] = "training"
+    identity_at_scale_one: ClassVar[bool] = False
+    only_lowers_frequencies: ClassVar[bool] = False
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         return torch.zeros(rope.dim // 2, dtype=torch.float64)

@@ -1,29 +1,29 @@
-"""Biases: methods that add to the attention scores what depends on the distance of query and key."""
+"""Biases: methods that add to the attention scores a function of the distance of query and key."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.methods.base import Method, check_switch
+from hf_posenc.methods.base import Method, switch
+
+Weights = Mapping[str, Tensor]
+"""The parameters of a method by name, as `initial` returns them, trained or not."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Bias(Method):
-    """What lands in the scores, and takes the place of the model's rotation unless `keep_rope`."""
+    """A method that acts on the scores and replaces the model's rotation unless `keep_rope`."""
 
+    kind: ClassVar[str] = "biases"
     seam: ClassVar[str] = "bias"
     needs: ClassVar[str] = "training"
     follows_text: ClassVar[bool] = True
 
-    keep_rope: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_switch(self, "keep_rope")
+    keep_rope: bool = field(default=False, metadata=switch())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,8 +33,8 @@ class DistanceBias(_Bias):
     To write one, override `bias`, and `initial` if there is something to train.
 
     Class attributes:
-        trainable: Whether `initial` gives parameters to train.
-        of_query: Whether the bias depends on the query's position too, and not on the distance alone.
+        trainable: True if `initial` returns parameters to train.
+        of_query: True if the bias depends on the query's position too, and not on the distance alone.
 
     Args:
         keep_rope: Keep the model's rotation beside the bias. A factor that the model has on cos and sin (YaRN's)
@@ -44,7 +44,7 @@ class DistanceBias(_Bias):
     of_query: ClassVar[bool] = False
 
     def initial(self, heads: int, original: int) -> dict[str, Tensor]:
-        """The parameters to train, float32, at the paper's own initial values; none by default.
+        """Return the parameters to train, float32, at the paper's own initial values; none by default.
 
         Random ones come from torch's global generator, as those of `torch.nn` do.
 
@@ -58,25 +58,23 @@ class DistanceBias(_Bias):
         self,
         distance: Tensor,
         heads: int,
-        parameters: Mapping[str, Tensor],
+        parameters: Weights,
         query_position: Tensor | None = None,
     ) -> Tensor:
-        """The bias, shape (heads, *distance.shape), of the dtype of `distance` or of the parameters.
+        """Return the bias, shape (heads, *distance.shape), of the dtype of `distance` or of the parameters.
 
         Args:
             distance: `m - n >= 0`, a floating tensor of any shape.
             heads: Query heads H.
-            parameters: What `initial` made, trained or not.
+            parameters: Those that `initial` returned, trained or not.
             query_position: The position m, of a shape that broadcasts with `distance`; only where `of_query`.
         """
         raise NotImplementedError
 
-    def horizon(
-        self, drop: Tensor, heads: int, parameters: Mapping[str, Tensor] | None = None
-    ) -> Tensor | None:
-        """The distance beyond which the bias lies below `-drop`, per head; `None` where nobody knows.
+    def horizon(self, drop: Tensor, heads: int, parameters: Weights | None = None) -> Tensor | None:
+        """Return the distance beyond which the bias lies below `-drop`, per head; `None` if unknown.
 
-        Lets the engine leave out keys whose share of the softmax is provably nothing.
+        The engine leaves out keys whose share of the softmax is then provably nothing.
 
         Args:
             drop: Shape (heads,), at least 0.
@@ -100,7 +98,7 @@ class RelativeKeys(_Bias):
     trainable: ClassVar[bool] = True
 
     def initial(self, heads: int, head_dim: int, original: int) -> dict[str, Tensor]:
-        """The parameters to train, float32; at their initial values they add nothing to the scores.
+        """Return the parameters to train, float32; at their initial values they add nothing to the scores.
 
         Args:
             heads: Query heads H.
@@ -109,32 +107,30 @@ class RelativeKeys(_Bias):
         """
         raise NotImplementedError
 
-    def relative(
-        self, distance: Tensor, heads: int, head_dim: int, parameters: Mapping[str, Tensor]
-    ) -> Tensor:
-        """The embeddings `E_r`, shape (heads, *distance.shape, head_dim), or 1 for heads that share.
+    def relative(self, distance: Tensor, heads: int, head_dim: int, parameters: Weights) -> Tensor:
+        """Return the embeddings `E_r`, shape (heads, *distance.shape, head_dim), or 1 for heads that share.
 
         Args:
             distance: `r = m - n >= 0`, a floating tensor of any shape.
             heads: Query heads H.
             head_dim: Width of a head, in features.
-            parameters: What `initial` made, trained or not.
+            parameters: Those that `initial` returned, trained or not.
         """
         raise NotImplementedError
 
-    def content_bias(self, parameters: Mapping[str, Tensor]) -> Tensor | None:
-        """What is added to the query that meets the key: u, shape (heads, head_dim), or `None`."""
+    def content_bias(self, parameters: Weights) -> Tensor | None:
+        """Return u, shape (heads, head_dim), added to the query that meets the key; or `None`."""
         return None
 
-    def position_bias(self, parameters: Mapping[str, Tensor]) -> Tensor | None:
-        """What is added to the query that meets `E_r`: v, shape (heads, head_dim), or `None`."""
+    def position_bias(self, parameters: Weights) -> Tensor | None:
+        """Return v, shape (heads, head_dim), added to the query that meets `E_r`; or `None`."""
         return None
 
     def constant_from(self) -> int | None:
-        """The distance from which all embeddings are the same; `None`: there is none."""
+        """Return the distance from which all embeddings are the same; `None`: there is none."""
         return None
 
 
 def per_head(values: Tensor, like: Tensor) -> Tensor:
-    """One value per head, shape (heads,), as (heads, 1, ..., 1) to broadcast with (heads, *like.shape)."""
+    """Return one value per head, shape (heads,), as (heads, 1, ..., 1) to broadcast with (heads, *like.shape)."""
     return values.reshape(-1, *(1,) * like.dim())

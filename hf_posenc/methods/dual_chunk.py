@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,16 +10,16 @@ from torch import Tensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import Band, RotaryBands
-from hf_posenc.methods.base import check_count
+from hf_posenc.methods.base import count
 
 
 @dataclass(frozen=True, kw_only=True)
 class DualChunk(RotaryBands):
     """Dual chunk attention (An et al. 2024, arXiv 2402.17463).
 
-    Keys lie at `n mod c`. A query reads its own chunk from `m mod c`, the chunk before from
-    `min(m mod c + c, c + w - 1)`, so that its nearest w tokens keep their distance over the border,
-    and all earlier chunks from `c + w - 1`.
+    Keys lie at `n mod c`. A query reads its own chunk from `m mod c`, and the chunk before from
+    `min(m mod c + c, c + w - 1)`, so that the nearest w tokens keep their distance over the border.
+    It reads all earlier chunks from `c + w - 1`.
 
     Args:
         chunk: Tokens c a chunk; three quarters of the original context L by default.
@@ -33,19 +33,16 @@ class DualChunk(RotaryBands):
     summary: ClassVar[str] = "positions start anew in every chunk, the chunk before is bridged"
     source: ClassVar[str] = "An et al. 2024, arXiv 2402.17463"
     follows_text: ClassVar[bool] = True
+    keeps_order: ClassVar[bool] = False
 
-    chunk: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "chunk", optional=True)
+    chunk: int | None = field(default=None, metadata=count())
 
     def near_window(self, original: int) -> int:
-        """The chunk: a text of no more tokens is read as unpatched."""
+        """Return the chunk: a text of no more tokens is read as unpatched."""
         return max(1, 3 * original // 4) if self.chunk is None else self.chunk
 
     def local_window(self, original: int) -> int:
-        """The w in force, in tokens.
+        """Return the w in force, in tokens.
 
         Raises:
             PosencError: A chunk and a window that take more than L positions.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -12,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import check_count, check_range
-from hf_posenc.methods.bias import DistanceBias
+from hf_posenc.methods.base import count, number
+from hf_posenc.methods.bias import DistanceBias, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class FIRE(DistanceBias):
     """FIRE (Li et al. 2023, arXiv 2310.04418): `MLP(psi(m - n) / psi(max(m, T)))`, `psi(x) = ln(c x + 1)`.
 
-    Every distance is read as a fraction of the query's own position, so the network never meets an
-    input that it has not seen. The MLP has one hidden layer with ReLU, initialised as `torch.nn.Linear`;
+    Every distance is read as a fraction of the query's own position, so that no input of the network
+    is new. The MLP has one hidden layer with ReLU, initialised as `torch.nn.Linear`;
     c and T (as a multiplier of its initial value, as in the authors' code) are learned too.
 
     Args:
@@ -37,15 +36,9 @@ class FIRE(DistanceBias):
     trainable: ClassVar[bool] = True
     of_query: ClassVar[bool] = True
 
-    hidden: int = 32
-    threshold: float = 512.0
-    c: float = 0.1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "hidden")
-        check_range(self, "threshold", 0, exclusive=True)
-        check_range(self, "c", 0, exclusive=True)
+    hidden: int = field(default=32, metadata=count())
+    threshold: float = field(default=512.0, metadata=number(0, above=True))
+    c: float = field(default=0.1, metadata=number(0, above=True))
 
     def initial(self, heads: int, original: int) -> dict[str, Tensor]:
         def uniform(bound: float, *shape: int) -> Tensor:
@@ -65,7 +58,7 @@ class FIRE(DistanceBias):
         self,
         distance: Tensor,
         heads: int,
-        parameters: Mapping[str, Tensor],
+        parameters: Weights,
         query_position: Tensor | None = None,
     ) -> Tensor:
         if query_position is None:

@@ -16,7 +16,7 @@ class PositionInterpolation(Scaled):
     """Position interpolation: `f_i / s`.
 
     Positions are squeezed into the trained range, `m -> m / s` (Chen et al. 2023, arXiv 2306.15595,
-    eq. 4), which is the same as dividing every frequency. Neighbouring tokens come to lie `s` times
+    eq. 4), which is the same as dividing every frequency. Neighbouring tokens are then `s` times
     closer than in training, so the method needs a short fine-tuning.
 
     Args:
@@ -38,14 +38,14 @@ class PositionInterpolation(Scaled):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicPI(LengthDependent):
-    """Position interpolation by what the text needs: `f_i / s`, `s = max(1, N / L)`.
+    """Position interpolation by the length of the text: `f_i / s`, `s = max(1, N / L)`.
 
     Up to the original length `L` nothing changes (emozilla 2023, "Dynamically Scaled RoPE").
 
     Args:
-        update: What `N` is: `"row"`, that of each query's position; `"request"`, each batch row's
+        update: The length `N`: `"row"`, that of each query's position; `"request"`, each batch row's
             own; `"sequence"`, the longest row of the batch.
-        bucket: By how many tokens at once it moves on in the first two; half of `L` by default.
+        bucket: Tokens by which it grows at once in the first two; half of `L` by default.
     """
 
     name: ClassVar[str] = "dynamic_pi"

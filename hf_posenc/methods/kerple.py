@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.methods.bias import DistanceBias, per_head
+from hf_posenc.methods.bias import DistanceBias, Weights, per_head
 
 LEAST = 0.01
 """The authors' lower bound of r1 and r2."""
@@ -17,13 +16,10 @@ LEAST = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class _Kerple(DistanceBias):
-    """What both kernels share: r1 and r2 per head, kept positive."""
+    """Either kernel, with r1 and r2 per head."""
 
     source: ClassVar[str] = "Chi et al. 2022, arXiv 2205.09921; chijames/KERPLE"
     trainable: ClassVar[bool] = True
-
-    def initial(self, heads: int, original: int) -> dict[str, Tensor]:
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,16 +44,14 @@ class KerpleLog(_Kerple):
         self,
         distance: Tensor,
         heads: int,
-        parameters: Mapping[str, Tensor],
+        parameters: Weights,
         query_position: Tensor | None = None,
     ) -> Tensor:
         r1 = per_head(bounded(parameters["r1"]), distance)
         r2 = per_head(bounded(parameters["r2"]), distance)
         return -r1 * torch.log1p(r2 * distance)
 
-    def horizon(
-        self, drop: Tensor, heads: int, parameters: Mapping[str, Tensor] | None = None
-    ) -> Tensor | None:
+    def horizon(self, drop: Tensor, heads: int, parameters: Weights | None = None) -> Tensor | None:
         if parameters is None:
             return None
         r1, r2 = (bounded(parameters[name].detach()) for name in ("r1", "r2"))
@@ -86,16 +80,14 @@ class KerplePower(_Kerple):
         self,
         distance: Tensor,
         heads: int,
-        parameters: Mapping[str, Tensor],
+        parameters: Weights,
         query_position: Tensor | None = None,
     ) -> Tensor:
         r1 = per_head(bounded(parameters["r1"]), distance)
         r2 = per_head(bounded(parameters["r2"], most=2.0), distance)
         return -r1 * torch.pow(distance, r2)
 
-    def horizon(
-        self, drop: Tensor, heads: int, parameters: Mapping[str, Tensor] | None = None
-    ) -> Tensor | None:
+    def horizon(self, drop: Tensor, heads: int, parameters: Weights | None = None) -> Tensor | None:
         if parameters is None:
             return None
         r1 = bounded(parameters["r1"].detach())
@@ -104,9 +96,9 @@ class KerplePower(_Kerple):
 
 
 def bounded(values: Tensor, least: float = LEAST, most: float | None = None) -> Tensor:
-    """The values held within bounds, with the gradient of the values themselves.
+    """Return the values held within bounds, with the gradient of the values themselves.
 
-    The authors' code clamps the parameters in place in every forward; this reads the same and
-    changes nothing, and a plain clamp would leave a value that went astray without a gradient.
+    The authors' code clamps the parameters in place in every forward. This gives the same values and
+    changes no parameter. A plain clamp would leave a value out of bounds without a gradient.
     """
     return values + (values.clamp(min=least, max=most) - values).detach()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import Length, Scaled, check_range
+from hf_posenc.methods.base import Length, Scaled, number
 from hf_posenc.rope import RopeSpec
 
 
@@ -18,8 +18,8 @@ from hf_posenc.rope import RopeSpec
 class Llama3(Scaled):
     """Llama 3.1's scaling by wavelength `w = 2 pi / f_i` (meta-llama/llama-models).
 
-    `w < L / high_freq_factor` keeps its frequency, `w > L / low_freq_factor` gets `f_i / s`, and
-    between them a smooth blend, linear in `L / w`.
+    A pair with `w < L / high_freq_factor` keeps its frequency, one with `w > L / low_freq_factor` gets
+    `f_i / s`. Between them lies a blend, linear in `L / w`.
 
     Args:
         scale: The divisor `s` of the slow pairs (8 in Llama 3.1, 32 in Llama 3.2).
@@ -32,12 +32,11 @@ class Llama3(Scaled):
     source: ClassVar[str] = "Llama 3.1 (meta-llama/llama-models)"
     needs: ClassVar[str] = "nothing (fine-tuning helps)"
 
-    low_freq_factor: float = 1.0
+    low_freq_factor: float = field(default=1.0, metadata=number(0, above=True))
     high_freq_factor: float = 4.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range(self, "low_freq_factor", 0, exclusive=True)
         if not self.high_freq_factor > self.low_freq_factor:
             raise PosencError(
                 f"llama3: high_freq_factor ({self.high_freq_factor}) is above low_freq_factor ({self.low_freq_factor})."

@@ -16,9 +16,9 @@ from hf_posenc.methods.base import Method
 class LogN(Method):
     """log n scaling (Su 2021, kexue.fm 8823): the query at m times `max(1, ln(m+1) / ln L)`.
 
-    Softmax over n keys flattens as n grows; scores that grow with ln n keep its entropy where it was
-    in training. Nothing changes up to the original length L. Has a seam of its own, so it composes
-    with any other method; `log_n=True` of the rotary bands is the same.
+    Softmax over n keys flattens as n grows; scores that grow with ln n keep the entropy of training.
+    Nothing changes up to the original length L. The method has a seam of its own and composes with any
+    other; `log_n=True` of the rotary bands is the same.
     """
 
     name: ClassVar[str] = "log_n"
@@ -30,21 +30,21 @@ class LogN(Method):
     follows_text: ClassVar[bool] = True
 
     def query_factor(self, m: Tensor, original: int) -> Tensor:
-        """The factor on the query at m, of m's shape; see `log_n_factor`."""
+        """Return the factor on the query at m, of m's shape; see `log_n_factor`."""
         return log_n_factor(m, original)
 
 
 def log_n_factor(m: Tensor, original: int) -> Tensor:
-    """`max(1, ln(m+1) / ln L)`, of m's shape, float64 (float32 on MPS).
+    """Return `max(1, ln(m+1) / ln L)`, of m's shape, float64 (float32 on MPS).
 
     Args:
         m: Positions from 0, an integer tensor of any shape.
         original: The original context length L, in tokens.
     """
-    # A trained length of one token would divide by zero, and means nothing.
+    # A trained length of one token would divide by zero and has no meaning.
     return ((real(m) + 1).log() / math.log(max(original, 2))).clamp(min=1.0)
 
 
 def real(position: Tensor) -> Tensor:
-    """Positions as float64, in which every integer stays exact; float32 on MPS, which has no more."""
+    """Return positions as float64, which is exact for integers; as float32 on MPS, which has no float64."""
     return position.to(torch.float32 if position.device.type == "mps" else torch.float64)

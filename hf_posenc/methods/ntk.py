@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.methods.base import Length, LengthDependent, Scaled, check_range, running_scale
+from hf_posenc.methods.base import Length, LengthDependent, Scaled, number, running_scale
 from hf_posenc.rope import RopeSpec
 
 
 def rebased(frequencies: Tensor, dim: int, growth: float | Tensor) -> Tensor:
-    """The table for the base `b * growth ** (d / (d-2))`.
-
-    Written as a ratio, so that a growth of 1 changes no bit.
+    """Return the table for the base `b * growth ** (d / (d-2))`.
 
     `b' ** (-2i/d) = f_i * growth ** (-2i / (d-2))`: the fastest pair keeps its frequency, the
-    slowest is divided by `growth`.
+    slowest is divided by `growth`. As a ratio, a growth of 1 changes no bit.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float64) / max(dim - 2, 1)
     if isinstance(growth, Tensor):
@@ -31,9 +29,8 @@ def rebased(frequencies: Tensor, dim: int, growth: float | Tensor) -> Tensor:
 class NTKAware(Scaled):
     """NTK-aware scaling: `f_i = b' ** (-2i/d)` with `b' = b * s ** (d / (d-2))` (bloc97 2023).
 
-    The slowest pair is interpolated by exactly `s`, the fastest not at all. Works without training
-    up to somewhat less than `s` times the context, since the pairs in between are stretched by less
-    than `s`.
+    The slowest pair is interpolated by exactly `s`, the fastest not at all, the others by less than
+    `s`. Without training the method therefore works up to somewhat less than `s` times the context.
 
     Args:
         scale: Target context as a multiple `s` of the original one.
@@ -61,9 +58,9 @@ class DynamicNTK(LengthDependent):
 
     Args:
         scale: The factor `a`; 1 is the original proposal, above 1 is transformers' `factor`.
-        update: What `N` is: `"row"`, that of each query's position; `"request"`, each batch row's
+        update: The length `N`: `"row"`, that of each query's position; `"request"`, each batch row's
             own; `"sequence"`, the longest row of the batch.
-        bucket: By how many tokens at once it moves on in the first two; half of `L` by default.
+        bucket: Tokens by which it grows at once in the first two; half of `L` by default.
     """
 
     name: ClassVar[str] = "dynamic_ntk"
@@ -73,11 +70,7 @@ class DynamicNTK(LengthDependent):
     needs: ClassVar[str] = "nothing"
     follows_text: ClassVar[bool] = True
 
-    scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "scale", 1)
+    scale: float = field(default=1.0, metadata=number(1))
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         growth = self.scale * running_scale(rope, length) - (self.scale - 1)
@@ -91,7 +84,7 @@ class DynamicNTK(LengthDependent):
 class NTKMixed(Scaled):
     """NTK-RoPE-mixed, from the reading of RoPE as a number system (Su 2023, kexue.fm 9706).
 
-    `f_i * exp(-a (i+1)^q)` with `a = ln s / (d/2)^q`: every pair slowed by a factor of its own, the
+    `f_i * exp(-a (i+1)^q)` with `a = ln s / (d/2)^q`: every pair is slowed by a factor of its own, the
     slowest by `s`.
 
     Args:
@@ -105,11 +98,7 @@ class NTKMixed(Scaled):
     source: ClassVar[str] = "Su 2023, kexue.fm 9706; bojone/rerope"
     needs: ClassVar[str] = "nothing"
 
-    q: float = 0.75
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range(self, "q", 0, exclusive=True)
+    q: float = field(default=0.75, metadata=number(0, above=True))
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         pairs = rope.dim // 2

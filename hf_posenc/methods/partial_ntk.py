@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from hf_posenc.methods.base import (
     LengthDependent,
     RopeScaling,
     Scaled,
-    check_range,
+    number,
     running_scale,
 )
 from hf_posenc.methods.ntk import rebased
@@ -22,10 +22,10 @@ from hf_posenc.rope import RopeSpec
 
 
 def index_ramp(rope: RopeSpec, fast: float, slow: float, *, truncate: bool = True) -> Tensor:
-    """The ramp over the pair index from 0 at `fast` turns to 1 at `slow` turns, shape (d/2,).
+    """Return the ramp over the pair index from 0 at `fast` turns to 1 at `slow` turns, shape (d/2,).
 
-    Linear in the index, as in jquesnelle/yarn and transformers. The ends are clamped to [0, d-1],
-    as there, and not to the last pair d/2-1.
+    It is linear in the index, as in jquesnelle/yarn and transformers. The ends are clamped to
+    [0, d-1], as there, and not to the last pair d/2-1.
 
     Args:
         rope: The table; `L`, `b` and `d` place the ramp.
@@ -45,21 +45,14 @@ def index_ramp(rope: RopeSpec, fast: float, slow: float, *, truncate: bool = Tru
 
 @dataclass(frozen=True, kw_only=True)
 class _PartialNTK(RopeScaling):
-    """The knobs and the blend that the static and the dynamic form share."""
+    """The knobs and the blend of the static and the dynamic form."""
 
-    ntk_factor: float = 1.0
-    extrapolation_factor: float = 1.0
-    beta_0: float = 1.25
-    beta_1: float = 0.75
-    gamma_0: float = 16.0
-    gamma_1: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for knob in ("ntk_factor", "extrapolation_factor"):
-            check_range(self, knob, 0)
-        for knob in ("beta_0", "beta_1", "gamma_0", "gamma_1"):
-            check_range(self, knob, 0, exclusive=True)
+    ntk_factor: float = field(default=1.0, metadata=number(0))
+    extrapolation_factor: float = field(default=1.0, metadata=number(0))
+    beta_0: float = field(default=1.25, metadata=number(0, above=True))
+    beta_1: float = field(default=0.75, metadata=number(0, above=True))
+    gamma_0: float = field(default=16.0, metadata=number(0, above=True))
+    gamma_1: float = field(default=2.0, metadata=number(0, above=True))
 
     def _blend(self, rope: RopeSpec, scale: float | Tensor) -> Tensor:
         default = rope.default_inv_freq()
@@ -75,9 +68,9 @@ class _PartialNTK(RopeScaling):
 class PartialNTK(_PartialNTK, Scaled):
     """Partial NTK: two ramps over the pair index (jquesnelle/yarn, bloc97 2023).
 
-    First NTK-aware frequencies are blended into linear ones between `beta_0` and `beta_1` turns
-    over the original context, then the unscaled ones into that between `gamma_0` and `gamma_1`
-    turns.
+    NTK-aware frequencies are blended into linear ones between `beta_0` and `beta_1` turns over the
+    original context. The unscaled ones are then blended into the result between `gamma_0` and
+    `gamma_1` turns.
 
     Args:
         scale: Target context as a multiple `s` of the original one.
@@ -103,9 +96,9 @@ class DynamicPartialNTK(_PartialNTK, LengthDependent):
     """Partial NTK with `s = max(1, N / L)` (jquesnelle/yarn); the other knobs as in `partial_ntk`.
 
     Args:
-        update: What `N` is: `"row"`, that of each query's position; `"request"`, each batch row's
+        update: The length `N`: `"row"`, that of each query's position; `"request"`, each batch row's
             own; `"sequence"`, the longest row of the batch.
-        bucket: By how many tokens at once it moves on in the first two; half of `L` by default.
+        bucket: Tokens by which it grows at once in the first two; half of `L` by default.
     """
 
     name: ClassVar[str] = "dynamic_partial_ntk"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import check_count
-from hf_posenc.methods.bias import RelativeKeys
+from hf_posenc.methods.base import count
+from hf_posenc.methods.bias import RelativeKeys, Weights
 from hf_posenc.methods.log_n import real
 
 
@@ -19,8 +18,8 @@ from hf_posenc.methods.log_n import real
 class Shaw(RelativeKeys):
     """Relative position representations (Shaw et al. 2018, arXiv 1803.02155), those of the keys.
 
-    The score gets `q . E[min(m - n, K)] * scaling`, with a table of K + 1 embeddings that all heads
-    share, zeros at first.
+    `q . E[min(m - n, K)] * scaling` is added to the score. The table of K + 1 embeddings is shared by
+    all heads and zero at first.
 
     Args:
         max_distance: The distance K in tokens from which all keys share an embedding.
@@ -31,18 +30,12 @@ class Shaw(RelativeKeys):
     summary: ClassVar[str] = "a learned embedding per distance beside the keys"
     source: ClassVar[str] = "Shaw et al. 2018, arXiv 1803.02155"
 
-    max_distance: int = 16
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "max_distance")
+    max_distance: int = field(default=16, metadata=count())
 
     def initial(self, heads: int, head_dim: int, original: int) -> dict[str, Tensor]:
         return {"table": torch.zeros(self.max_distance + 1, head_dim)}
 
-    def relative(
-        self, distance: Tensor, heads: int, head_dim: int, parameters: Mapping[str, Tensor]
-    ) -> Tensor:
+    def relative(self, distance: Tensor, heads: int, head_dim: int, parameters: Weights) -> Tensor:
         rows = distance.clamp(0, self.max_distance).to(torch.int64)
         return parameters["table"][rows][None]
 
@@ -56,7 +49,7 @@ class TransformerXL(RelativeKeys):
 
     The score is `((q + u).k + (q + v).(W R_r)) * scaling` with R_r the sinusoidal embedding of the
     distance, `[sin(r f), cos(r f)]` with `f_i = 10000 ** (-2i/head_dim)`. Each head has its own u, v
-    and W, all zeros at first. (In the paper R_r is as wide as the model; here as wide as a head.)
+    and W, zeros at first. (In the paper R_r is as wide as the model; here as wide as a head.)
 
     Args:
         keep_rope: Keep the model's rotation beside the embeddings.
@@ -76,9 +69,7 @@ class TransformerXL(RelativeKeys):
             "weight": torch.zeros(heads, head_dim, head_dim),
         }
 
-    def relative(
-        self, distance: Tensor, heads: int, head_dim: int, parameters: Mapping[str, Tensor]
-    ) -> Tensor:
+    def relative(self, distance: Tensor, heads: int, head_dim: int, parameters: Weights) -> Tensor:
         weight = parameters["weight"]
         exponents = torch.arange(0, head_dim, 2, device=distance.device) / head_dim
         # The angle in float64: at a hundred thousand tokens float32 is off by a hundredth of a turn.
@@ -86,8 +77,8 @@ class TransformerXL(RelativeKeys):
         sinusoid = torch.cat((angles.sin(), angles.cos()), dim=-1).to(weight.dtype)
         return torch.einsum("...e,hde->h...d", sinusoid, weight)
 
-    def content_bias(self, parameters: Mapping[str, Tensor]) -> Tensor:
+    def content_bias(self, parameters: Weights) -> Tensor:
         return parameters["u"]
 
-    def position_bias(self, parameters: Mapping[str, Tensor]) -> Tensor:
+    def position_bias(self, parameters: Weights) -> Tensor:
         return parameters["v"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import RotaryBands, compression
-from hf_posenc.methods.base import check_range
+from hf_posenc.methods.base import number
 from hf_posenc.methods.log_n import real
 
 
@@ -18,8 +18,8 @@ from hf_posenc.methods.log_n import real
 class ReRoPE(RotaryBands):
     """Rectified RoPE (Su 2023, kexue.fm 9708): relative positions `min(m - n, w)`.
 
-    Every key farther than the window lies at the distance w, so no distance is new to the model at
-    any length of text, and all distant keys look equally far away.
+    Every key past the window counts as w tokens away, so no distance is new to the model at any
+    length of text. All distant keys look equally far away.
 
     Args:
         window: Distances below it are kept; half of the original context by default.
@@ -48,8 +48,8 @@ class LeakyReRoPE(RotaryBands):
         scale: Target context as a multiple s of the original one, from which
             `k = (s L - w) / (L - w)`: a text of s L tokens then stays within L positions.
         window: Distances below it are kept; half of the original context by default.
-        k: How much slower distances grow past the window, given outright; 16 if there is no scale
-            either, as in the author's code.
+        k: The divisor of distances past the window, given outright; 16 if there is no scale either, as
+            in the author's code.
         log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`; the author's code does.
     """
 
@@ -57,19 +57,16 @@ class LeakyReRoPE(RotaryBands):
     summary: ClassVar[str] = "distances past a window grow at a rate of 1/k"
     source: ClassVar[str] = "Su 2023, kexue.fm 9708; bojone/rerope"
 
-    scale: float | None = None
-    k: float | None = None
+    scale: float | None = field(default=None, metadata=number(1))
+    k: float | None = field(default=None, metadata=number(1))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for knob in ("scale", "k"):
-            if getattr(self, knob) is not None:
-                check_range(self, knob, 1)
         if self.scale is not None and self.k is not None:
-            raise PosencError(f"{self.name}: scale and k say the same thing; give one of them.")
+            raise PosencError(f"{self.name}: scale and k set the same number; give one of them.")
 
     def slowness(self, original: int) -> float:
-        """The k in force."""
+        """Return the k in force."""
         if self.scale is not None:
             return compression(self, self.scale, original)
         return 16.0 if self.k is None else float(self.k)

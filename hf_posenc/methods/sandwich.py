@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import check_count
-from hf_posenc.methods.bias import DistanceBias, per_head
+from hf_posenc.methods.base import count
+from hf_posenc.methods.bias import DistanceBias, Weights, per_head
 from hf_posenc.methods.log_n import real
 
 
@@ -19,11 +18,11 @@ from hf_posenc.methods.log_n import real
 class Sandwich(DistanceBias):
     """Sandwich (Chi et al. 2022, arXiv 2212.10356): a decaying sum of cosines of the distance.
 
-    `(sum_i cos((m - n) / 10000 ** (2i/D)) - D/2) / (8 (h+1) / H)` for `i = 1 .. D/2`: what is left of
-    the inner product of two sinusoidal embeddings, 0 at distance 0, divided by a slope per head.
+    `(sum_i cos((m - n) / 10000 ** (2i/D)) - D/2) / (8 (h+1) / H)` for `i = 1 .. D/2`: the inner product
+    of two sinusoidal embeddings, shifted to 0 at distance 0 and divided by a slope per head.
 
     Args:
-        dim: Width D of the sinusoidal embeddings, whatever the model's own.
+        dim: Width D of the sinusoidal embeddings; independent of the model's own width.
         keep_rope: Keep the model's rotation beside the bias.
     """
 
@@ -31,11 +30,10 @@ class Sandwich(DistanceBias):
     summary: ClassVar[str] = "a decaying sum of cosines of the distance"
     source: ClassVar[str] = "Chi et al. 2022, arXiv 2212.10356"
 
-    dim: int = 128
+    dim: int = field(default=128, metadata=count(2))
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(self, "dim", 2)
         if self.dim % 2:
             raise PosencError(f"{self.name}: dim is even, not {self.dim}.")
 
@@ -43,7 +41,7 @@ class Sandwich(DistanceBias):
         self,
         distance: Tensor,
         heads: int,
-        parameters: Mapping[str, Tensor],
+        parameters: Weights,
         query_position: Tensor | None = None,
     ) -> Tensor:
         pairs = self.dim // 2

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import RotaryBands, compression
-from hf_posenc.methods.base import check_count, check_range
+from hf_posenc.methods.base import count, number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class SelfExtend(RotaryBands):
     """SelfExtend (Jin et al. 2024, arXiv 2401.01325): floor division of the positions past a window.
 
     Neighbours keep `m - n`; past the window the relative position is
-    `floor(m/G) + W - floor(W/G) - floor(n/G)`, an integer that the model has met in training.
+    `floor(m/G) + W - floor(W/G) - floor(n/G)`, an integer that occurred in training.
 
     Args:
         scale: Target context as a multiple s of the original one, from which
@@ -34,29 +34,26 @@ class SelfExtend(RotaryBands):
     summary: ClassVar[str] = "positions past a window are counted in groups of tokens"
     source: ClassVar[str] = "Jin et al. 2024, arXiv 2401.01325"
 
-    scale: float | None = None
-    group: int | None = None
+    scale: float | None = field(default=None, metadata=number(1))
+    group: int | None = field(default=None, metadata=count())
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(self, "group", optional=True)
-        if self.scale is not None:
-            check_range(self, "scale", 1)
-            if self.group is not None:
-                raise PosencError(
-                    f"{self.name}: scale and group say the same thing; give one of them."
-                )
+        if self.scale is not None and self.group is not None:
+            raise PosencError(
+                f"{self.name}: scale and group set the same number; give one of them."
+            )
 
     def group_size(self, original: int) -> int:
-        """The G in force, in tokens."""
+        """Return the G in force, in tokens."""
         if self.scale is not None:
             return math.ceil(compression(self, self.scale, original))
         return 8 if self.group is None else self.group
 
     def query_position(self, m: Tensor, original: int) -> Tensor:
         group, window = self.group_size(original), self.near_window(original)
-        # The authors' prefill subtracts W/G unrounded, their flash decoding rounds it down, as the
-        # paper does: the two differ from each other wherever G does not divide W.
+        # The paper and the authors' flash decoding round W/G down, their prefill does not: the two
+        # differ wherever G does not divide W.
         return m // group + (window - window // group)
 
     def key_position(self, n: Tensor, original: int) -> Tensor:

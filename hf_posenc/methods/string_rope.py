@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import RotaryBands
-from hf_posenc.methods.base import check_count
+from hf_posenc.methods.base import count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +17,8 @@ class STRING(RotaryBands):
     """STRING, shifted rotary position embedding (An et al. 2024, arXiv 2410.18745).
 
     Distances below the shift S stay; a distance `m - n` of at least S is read as `m - n - S + W`.
-    Long distances are rare in training texts, so a model reads them better as shorter ones: it
-    improves the use of the context that a model has, and adds `S - W` tokens to it.
+    Long distances are rare in training texts, so a model reads them better as shorter ones. The method
+    improves the use of the trained context, and adds `S - W` tokens to it.
 
     Args:
         shift: Offset S in tokens; a third of the original context by default.
@@ -30,19 +30,16 @@ class STRING(RotaryBands):
     name: ClassVar[str] = "string"
     summary: ClassVar[str] = "distances from S on are read as S - W less"
     source: ClassVar[str] = "An et al. 2024, arXiv 2410.18745"
+    keeps_order: ClassVar[bool] = False
 
-    shift: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "shift", optional=True)
+    shift: int | None = field(default=None, metadata=count())
 
     def near_window(self, original: int) -> int:
-        """The shift S: a text of no more tokens is read as unpatched."""
+        """Return the shift S: a text of no more tokens is read as unpatched."""
         return max(1, round(original / 3)) if self.shift is None else self.shift
 
     def local_window(self, original: int) -> int:
-        """The W in force, in tokens.
+        """Return the W in force, in tokens.
 
         Raises:
             PosencError: A window above the shift, which would lengthen distances.

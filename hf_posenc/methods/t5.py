@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import check_count
-from hf_posenc.methods.bias import DistanceBias
+from hf_posenc.methods.base import count
+from hf_posenc.methods.bias import DistanceBias, Weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class T5(DistanceBias):
     """T5's relative position bias (Raffel et al. 2019, arXiv 1910.10683), causal.
 
-    A table of `buckets` x heads, zeros at first. The first half of the buckets stands for one distance
-    each, the other half for logarithmically wider ranges up to `max_distance`; all beyond share the last.
+    A table of `buckets` x heads, zeros at first. The first half of the buckets holds one distance each,
+    the other half logarithmically wider ranges up to `max_distance`; all beyond share the last.
 
     Args:
         buckets: Rows of the table.
@@ -34,13 +33,11 @@ class T5(DistanceBias):
     source: ClassVar[str] = "Raffel et al. 2019, arXiv 1910.10683"
     trainable: ClassVar[bool] = True
 
-    buckets: int = 32
-    max_distance: int = 128
+    buckets: int = field(default=32, metadata=count(2))
+    max_distance: int = field(default=128, metadata=count())
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_count(self, "buckets", 2)
-        check_count(self, "max_distance")
         if self.max_distance <= self.buckets // 2:
             raise PosencError(
                 f"{self.name}: max_distance ({self.max_distance}) is above {self.buckets // 2}, the "
@@ -51,7 +48,7 @@ class T5(DistanceBias):
         return {"table": torch.zeros(self.buckets, heads)}
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The row of the table for each distance, of its shape, int64."""
+        """Return the row of the table for each distance, of its shape, int64."""
         exact = self.buckets // 2
         # In float32 and in transformers' order, so that a trained table is read by the same rows.
         growth = torch.log(distance.clamp(min=1).float() / exact)
@@ -63,7 +60,7 @@ class T5(DistanceBias):
         self,
         distance: Tensor,
         heads: int,
-        parameters: Mapping[str, Tensor],
+        parameters: Weights,
         query_position: Tensor | None = None,
     ) -> Tensor:
         return parameters["table"][self.bucket(distance)].movedim(-1, 0)

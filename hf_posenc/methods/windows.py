@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import Band, RotaryBands
-from hf_posenc.methods.base import check_count
+from hf_posenc.methods.base import count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,26 +19,18 @@ class _WithSinks(RotaryBands):
 
     follows_text: ClassVar[bool] = True
 
-    def first_keys(self) -> int:
-        """How many first keys every query reads."""
-        raise NotImplementedError
+    sinks: int
 
     def bands(self, original: int) -> tuple[Band, ...]:
-        far = Band(
-            query_position=lambda m: self.query_position(m, original),
-            key_position=lambda n: self.key_position(n, original),
-            least=self.near_window(original),
-            keys=self.first_keys(),
-        )
-        return self.near(original), far
+        return self.near(original), self.far(original, keys=self.sinks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LMInfinite(_WithSinks):
     """LM-Infinite (Han et al. 2023, arXiv 2308.16137): a window and the first keys, at a bounded distance.
 
-    A key is read if it is less than the window away, at its distance, or if it is one of the
-    first few, at the distance `min(m - n, w)`.
+    A key less than the window away is read at its distance, one of the first few at `min(m - n, w)`. All
+    other keys are masked.
 
     Args:
         window: Tokens w that are read as usual; the original context by default.
@@ -50,14 +42,7 @@ class LMInfinite(_WithSinks):
     summary: ClassVar[str] = "a window, and the first keys at the window's distance"
     source: ClassVar[str] = "Han et al. 2023, arXiv 2308.16137"
 
-    sinks: int = 10
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "sinks")
-
-    def first_keys(self) -> int:
-        return self.sinks
+    sinks: int = field(default=10, metadata=count())
 
     def near_window(self, original: int) -> int:
         return original if self.window is None else self.window
@@ -73,7 +58,7 @@ class LMInfinite(_WithSinks):
 class AttentionSinks(_WithSinks):
     """Attention sinks, StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): positions inside the cache.
 
-    The text counts as its first keys followed by the last `window` ones: a near key lies at its
+    The text counts as its first keys followed by the last `window` ones: a near key is read at its
     distance, the first key n at the distance `min(m, sinks + window - 1) - n`.
 
     Args:
@@ -87,20 +72,13 @@ class AttentionSinks(_WithSinks):
     summary: ClassVar[str] = "a window, and the first keys just before it"
     source: ClassVar[str] = "Xiao et al. 2023, arXiv 2309.17453"
 
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "sinks")
-
-    def first_keys(self) -> int:
-        return self.sinks
+    sinks: int = field(default=4, metadata=count())
 
     def near_window(self, original: int) -> int:
-        """The window in tokens.
+        """Return the window in tokens.
 
         Raises:
-            PosencError: As many sinks as the context has tokens, and no window given.
+            PosencError: As many sinks as the context has tokens, and no window.
         """
         if self.window is not None:
             return self.window
@@ -122,7 +100,7 @@ class AttentionSinks(_WithSinks):
 class SlidingWindow(RotaryBands):
     """Plain attention to the last keys only: the control that every other method has to beat.
 
-    Reads as far as the model was trained and forgets the rest, so its perplexity does not rise with
+    It reads as far as the model was trained and forgets the rest. Its perplexity does not rise with
     the length, and it can use nothing that lies farther back.
 
     Args:

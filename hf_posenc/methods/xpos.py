@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_posenc.methods.base import Method, check_count
+from hf_posenc.methods.base import Method, count
 from hf_posenc.methods.log_n import real
 
 
@@ -30,14 +30,10 @@ class XPos(Method):
     seam: ClassVar[str] = "attention"
     follows_text: ClassVar[bool] = True
 
-    scale_base: int = 512
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_count(self, "scale_base")
+    scale_base: int = field(default=512, metadata=count())
 
     def pair_scale(self, dim: int) -> Tensor:
-        """The `z_i` below 1, shape (dim/2,), float64.
+        """Return the `z_i` below 1, shape (dim/2,), float64.
 
         Args:
             dim: The rotary dimension d.
@@ -45,12 +41,11 @@ class XPos(Method):
         return (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
 
     def query_scale(self, m: Tensor, dim: int, origin: int | Tensor) -> Tensor:
-        """The factor on each pair of the query at m, `z_i ** ((m - origin) / scale_base)`.
+        """Return the factor on each pair of the query at m, `z_i ** ((m - origin) / scale_base)`.
 
-        Shape (*m.shape, dim/2), float64. Only the product with `key_scale` of the same origin means
-        something. With the origin at the first query of a chunk of C tokens, no factor exceeds
-        `3.5 ** (C / scale_base)`, whatever the length of the text; with the origin at 0 the keys'
-        overflow.
+        Shape (*m.shape, dim/2), float64. Only its product with the `key_scale` of the same origin has a
+        meaning. With the origin at the first query of a chunk of C tokens, no factor exceeds
+        `3.5 ** (C / scale_base)` at any length of text; with the origin at 0 the keys' overflow.
 
         Args:
             m: Positions, an integer tensor of any shape.
@@ -61,5 +56,5 @@ class XPos(Method):
         return self.pair_scale(dim).to(exponents) ** exponents
 
     def key_scale(self, n: Tensor, dim: int, origin: int | Tensor) -> Tensor:
-        """The factor on each pair of the key at n, `z_i ** ((origin - n) / scale_base)`; see `query_scale`."""
+        """Return the factor on each pair of the key at n, `z_i ** ((origin - n) / scale_base)`."""
         return self.query_scale(2 * origin - n, dim, origin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -15,15 +15,16 @@ from hf_posenc.methods.base import (
     LengthDependent,
     RopeScaling,
     Scaled,
-    check_range,
+    number,
     running_scale,
+    switch,
 )
 from hf_posenc.methods.partial_ntk import index_ramp
 from hf_posenc.rope import RopeSpec
 
 
 def mscale(scale: float | Tensor, weight: float = 1.0) -> float | Tensor:
-    """YaRN's temperature `0.1 * weight * ln s + 1` (arXiv 2309.00071, sec. 3.4); 1 up to a scale of 1."""
+    """Return YaRN's temperature `0.1 * weight * ln s + 1` (arXiv 2309.00071, sec. 3.4); 1 up to a scale of 1."""
     if isinstance(scale, Tensor):
         return 0.1 * weight * torch.log(scale) + 1.0
     return 0.1 * weight * math.log(scale) + 1.0 if scale > 1 else 1.0
@@ -31,23 +32,19 @@ def mscale(scale: float | Tensor, weight: float = 1.0) -> float | Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _ByParts(RopeScaling):
-    """The ramp that NTK-by-parts, YaRN and dynamic YaRN share."""
+    """The ramp of NTK-by-parts, YaRN and dynamic YaRN."""
 
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
+    beta_fast: float = field(default=32.0, metadata=number(0, above=True))
+    beta_slow: float = field(default=1.0, metadata=number(0, above=True))
+    truncate: bool = field(default=True, metadata=switch())
     ramp: str = "index"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for knob in ("beta_fast", "beta_slow"):
-            check_range(self, knob, 0, exclusive=True)
         if self.beta_fast <= self.beta_slow:
             raise PosencError(
                 f"{self.name}: beta_fast ({self.beta_fast:g}) is above beta_slow ({self.beta_slow:g})."
             )
-        if not isinstance(self.truncate, bool):
-            raise PosencError(f"{self.name}: truncate is True or False, not {self.truncate!r}.")
         if self.ramp not in ("index", "rotations"):
             raise unknown(f"ramp of {self.name}", self.ramp, ["index", "rotations"])
 
@@ -64,7 +61,7 @@ class _ByParts(RopeScaling):
             default, interpolated = default.to(scale.device), interpolated.to(scale.device)
         return default / scale * interpolated + default * (1 - interpolated)
 
-    def _parameters(self, rope: RopeSpec, scale: float) -> dict[str, Any] | None:
+    def _parameters(self, rope: RopeSpec, scale: float, **factors: Any) -> dict[str, Any] | None:
         if self.ramp != "index":
             return None
         return {
@@ -74,6 +71,7 @@ class _ByParts(RopeScaling):
             "beta_fast": float(self.beta_fast),
             "beta_slow": float(self.beta_slow),
             "truncate": self.truncate,
+            **factors,
         }
 
 
@@ -81,11 +79,9 @@ class _ByParts(RopeScaling):
 class NTKByParts(_ByParts, Scaled):
     """NTK-by-parts interpolation (Peng et al. 2023, arXiv 2309.00071, sec. 3.2).
 
-    YaRN without its temperature.
-
-    Pairs that make more than `beta_fast` turns over the original context keep their frequency,
-    those that make fewer than `beta_slow` get `f_i / s`, and a ramp leads from the one to the
-    other.
+    Pairs that make more than `beta_fast` turns over the original context keep their frequency, those
+    that make fewer than `beta_slow` get `f_i / s`, with a ramp between. It is YaRN without its
+    temperature.
 
     Args:
         scale: Target context as a multiple `s` of the original one.
@@ -105,8 +101,7 @@ class NTKByParts(_ByParts, Scaled):
         return self._by_parts(rope, self.scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
-        parameters = self._parameters(rope, self.scale)
-        return parameters and {**parameters, "attention_factor": 1.0}
+        return self._parameters(rope, self.scale, attention_factor=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +117,7 @@ class YaRN(_ByParts, Scaled):
         truncate: Round the ends of the ramp outwards to whole pairs.
         ramp: `"index"` or `"rotations"`, as in `ntk_by_parts`.
         attention_factor: The factor on cos and sin, given outright.
-        mscale: DeepSeek's weight of the logarithm in the numerator; counts together with
+        mscale: DeepSeek's weight of the logarithm in the numerator; used together with
             `mscale_all_dim` only.
         mscale_all_dim: The same in the denominator. DeepSeek's attention multiplies its scores by
             this temperature.
@@ -133,15 +128,9 @@ class YaRN(_ByParts, Scaled):
     source: ClassVar[str] = "Peng et al. 2023, arXiv 2309.00071"
     needs: ClassVar[str] = "nothing (fine-tuning helps)"
 
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for knob in ("attention_factor", "mscale", "mscale_all_dim"):
-            if getattr(self, knob) is not None:
-                check_range(self, knob, 0, exclusive=knob == "attention_factor")
+    attention_factor: float | None = field(default=None, metadata=number(0, above=True))
+    mscale: float | None = field(default=None, metadata=number(0))
+    mscale_all_dim: float | None = field(default=None, metadata=number(0))
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         return self._by_parts(rope, self.scale)
@@ -154,14 +143,9 @@ class YaRN(_ByParts, Scaled):
         return mscale(self.scale)
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
-        parameters = self._parameters(rope, self.scale)
-        knobs = {
-            knob: getattr(self, knob) for knob in ("attention_factor", "mscale", "mscale_all_dim")
-        }
-        return parameters and {
-            **parameters,
-            **{knob: value for knob, value in knobs.items() if value is not None},
-        }
+        knobs = ("attention_factor", "mscale", "mscale_all_dim")
+        given = {knob: getattr(self, knob) for knob in knobs if getattr(self, knob) is not None}
+        return self._parameters(rope, self.scale, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +155,9 @@ class DynamicYaRN(_ByParts, LengthDependent):
     The other knobs are those of `yarn`.
 
     Args:
-        update: What `N` is: `"row"`, that of each query's position; `"request"`, each batch row's
+        update: The length `N`: `"row"`, that of each query's position; `"request"`, each batch row's
             own; `"sequence"`, the longest row of the batch.
-        bucket: By how many tokens at once it moves on in the first two; half of `L` by default.
+        bucket: Tokens by which it grows at once in the first two; half of `L` by default.
     """
 
     name: ClassVar[str] = "dynamic_yarn"

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -20,43 +23,24 @@ import hf_posenc.methods as methods
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import RopeScaling, available_methods, bucket_length, get_method
 from hf_posenc.rope import RopeSpec
-from tests.support.references import REFERENCES, default
+from tests.support.references import DYNAMIC, KNOBS, REFERENCES, REQUIRED, default
 
 FREQUENCY = tuple(m.name for m in methods.METHODS if issubclass(m, RopeScaling))
 """The methods that this file is about; those on other seams: tests/methods/test_rotary_bands.py and its like."""
 
-DYNAMIC = {
-    "dynamic_pi": "pi",
-    "dynamic_ntk": "ntk",
-    "dynamic_partial_ntk": "partial_ntk",
-    "dynamic_yarn": "yarn",
-}
-"""Each length-dependent method and the static one that it equals at ``s = max(1, N/L)``."""
 
-# Values of every knob besides scale, and the lists that longrope needs.
-KNOBS: dict[str, dict[str, list[Any]]] = {
-    "partial_ntk": {
-        "ntk_factor": [1.0, 0.5, 0.0],
-        "extrapolation_factor": [1.0, 0.7, 0.0],
-        "beta_0": [1.25, 2.0],
-        "gamma_0": [16.0, 8.0],
-    },
-    "ntk_by_parts": {
-        "beta_fast": [32.0, 16.0, 64.0],
-        "beta_slow": [1.0, 2.0],
-        "truncate": [True, False],
-        "ramp": ["index", "rotations"],
-    },
-    "ntk_mixed": {"q": [0.75, 0.625, 1.0]},
-    "llama3": {"low_freq_factor": [1.0, 0.5], "high_freq_factor": [4.0, 8.0]},
-}
-KNOBS["dynamic_partial_ntk"] = KNOBS["partial_ntk"]
-KNOBS["dynamic_yarn"] = KNOBS["ntk_by_parts"]
-KNOBS["yarn"] = KNOBS["ntk_by_parts"] | {
-    "attention_factor": [None, None, 1.3],
-    "mscale": [None, 0.707, 1.0],
-    "mscale_all_dim": [None, 0.707],
-}
+def promising(*contracts: str) -> list[str]:
+    """The methods that declare all of these contracts, which are attributes of their classes."""
+    return [n for n in FREQUENCY if all(getattr(get_method(n), c) for c in contracts)]
+
+
+def test_who_declines_a_contract() -> None:
+    """A new method that declines one is no change here; today's methods keep their promises."""
+    assert {"abf", "nope", "longrope"}.isdisjoint(promising("identity_at_scale_one"))
+    assert {"nope", "longrope"}.isdisjoint(promising("only_lowers_frequencies"))
+    kept = {*DYNAMIC, *DYNAMIC.values(), "ntk_by_parts", "ntk_mixed", "llama3"}
+    assert kept <= {*promising("identity_at_scale_one", "only_lowers_frequencies")}
+    assert "abf" in promising("only_lowers_frequencies")
 
 
 def build(name: str, **options: Any) -> RopeScaling:
@@ -68,12 +52,7 @@ def build(name: str, **options: Any) -> RopeScaling:
 def example(name: str, dim: int = 64, scale: float = 8.0) -> RopeScaling:
     """A method of that name which changes something."""
     options: dict[str, Any] = {"scale": scale} if get_method(name).takes_scale() else {}
-    if name == "abf":
-        options["rope_theta"] = 500_000.0
-    if name == "longrope":
-        options["short_factor"] = [1.0 + 0.01 * i for i in range(dim // 2)]
-        options["long_factor"] = [1.0 + 0.3 * i for i in range(dim // 2)]
-    return build(name, **options)
+    return build(name, **options, **(REQUIRED[name](dim // 2) if name in REQUIRED else {}))
 
 
 def assert_close(got: Tensor, want: list[float]) -> None:
@@ -97,7 +76,8 @@ def test_equals_the_published_formula(name: str, data: st.DataObject) -> None:
     dim, theta = data.draw(dims), data.draw(thetas)
     trained, ratio = data.draw(trained_lengths), data.draw(st.floats(0.1, 64.0))
     length = data.draw(st.sampled_from([None, trained, trained + 1, math.ceil(trained * ratio)]))
-    knobs = {k: data.draw(st.sampled_from(v), k) for k, v in KNOBS.get(name, {}).items()}
+    knobs = REQUIRED[name](dim // 2) if name in REQUIRED else {}
+    knobs |= {k: data.draw(st.sampled_from(v), k) for k, v in KNOBS.get(name, {}).items()}
     if get_method(name).takes_scale():
         knobs["scale"] = data.draw(scales)
     if name == "abf":
@@ -215,7 +195,7 @@ def trained_tables() -> list[Tensor]:
     return [1.0 / 1e4**exponents, (1.0 / 5e5**exponents), proportional]
 
 
-@pytest.mark.parametrize("name", sorted(set(FREQUENCY) - {"abf", "nope", "longrope"}))
+@pytest.mark.parametrize("name", promising("identity_at_scale_one"))
 @pytest.mark.parametrize("table", trained_tables(), ids=["1e4", "5e5", "proportional"])
 def test_scale_one_changes_no_bit(name: str, table: Tensor) -> None:
     """Given the model's own float32 table, a scale of 1 gives back the same float32 bits."""
@@ -272,7 +252,7 @@ def test_only_length_dependent_methods_look_at_the_length(name: str) -> None:
     assert same is not get_method(name).length_dependent
 
 
-@pytest.mark.parametrize("name", sorted(set(FREQUENCY) - {"nope", "longrope"}))
+@pytest.mark.parametrize("name", promising("only_lowers_frequencies"))
 @given(scale=st.floats(1.01, 64.0), theta=thetas, dim=dims)
 def test_frequencies_stay_in_order_and_are_only_lowered(
     name: str, scale: float, theta: float, dim: int
@@ -287,7 +267,7 @@ def test_frequencies_stay_in_order_and_are_only_lowered(
     assert torch.all(table >= unscaled / longest * (1 - 1e-9))
 
 
-@pytest.mark.parametrize("name", sorted(set(FREQUENCY) - {"nope", "abf", "longrope"}))
+@pytest.mark.parametrize("name", promising("identity_at_scale_one", "only_lowers_frequencies"))
 def test_more_scale_lowers_more(name: str) -> None:
     rope = RopeSpec(64, 1e4, 2048)
     little, much = (example(name, scale=s).inv_freq(rope, int(2048 * s)) for s in (2.0, 8.0))
@@ -336,6 +316,56 @@ def test_every_method_says_what_it_is(name: str) -> None:
     assert method.__doc__
     for field in dataclasses.fields(method):
         assert field.name in (method.__doc__ or "") or name.startswith("dynamic_"), field.name
+
+
+def test_a_method_is_registered_by_its_definition() -> None:
+    """In a module of `hf_posenc.methods`; a user's own class, whatever its name, is not."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class YaRN(methods.YaRN):
+        name: ClassVar[str] = "yarn"
+
+    assert get_method("yarn") is methods.YaRN is not YaRN
+    folder = Path(methods.__file__).parent
+    defined = re.findall(
+        r"^class ([A-Z]\w*)\([^)]*\):(?:(?!^class )[\s\S])*?^    name: ClassVar\[str\] = \"(\w+)\"",
+        "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))),
+        flags=re.MULTILINE,
+    )
+    assert {name for _, name in defined} == set(available_methods())
+    assert all(getattr(methods, cls) is get_method(name) for cls, name in defined)
+    with pytest.raises(ImportError, match="NoSuchMethod"):
+        exec("from hf_posenc.methods import NoSuchMethod")
+
+
+def test_a_new_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the package with one file more: the method has its name, its place and its import."""
+    package = Path(methods.__file__).parents[1]
+    shutil.copytree(
+        package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.safetensors")
+    )
+    (tmp_path / package.name / "methods" / "halving.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from hf_posenc.methods.base import RopeScaling\n"
+        "@dataclass(frozen=True, kw_only=True)\n"
+        "class Halving(RopeScaling):\n"
+        "    name, summary, source, needs = 'halving', 'half of it', 'this test', 'nothing'\n"
+        "    aliases = ('half',)\n"
+    )
+    code = (
+        "from hf_posenc import available_methods, get_method\n"
+        "from hf_posenc.methods import METHODS, Halving\n"
+        "assert get_method('half') is Halving\n"
+        "kinds = [method.kind for method in METHODS]\n"
+        "last = len(kinds) - 1 - kinds[::-1].index('frequencies')\n"
+        "assert METHODS[last] is Halving\n"
+        "print(*available_methods())\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert [n for n in ran.stdout.split() if n != "halving"] == list(available_methods())
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:

@@ -262,3 +262,46 @@ REFERENCES: dict[str, Callable[..., Table]] = {
     )
 }
 """By the method's canonical name."""
+
+
+KNOBS: dict[str, dict[str, list[Any]]] = {
+    "partial_ntk": {
+        "ntk_factor": [1.0, 0.5, 0.0],
+        "extrapolation_factor": [1.0, 0.7, 0.0],
+        "beta_0": [1.25, 2.0],
+        "gamma_0": [16.0, 8.0],
+    },
+    "ntk_by_parts": {
+        "beta_fast": [32.0, 16.0, 64.0],
+        "beta_slow": [1.0, 2.0],
+        "truncate": [True, False],
+        "ramp": ["index", "rotations"],
+    },
+    "ntk_mixed": {"q": [0.75, 0.625, 1.0]},
+    "llama3": {"low_freq_factor": [1.0, 0.5], "high_freq_factor": [4.0, 8.0]},
+}
+KNOBS["dynamic_partial_ntk"] = KNOBS["partial_ntk"]
+KNOBS["dynamic_yarn"] = KNOBS["ntk_by_parts"]
+KNOBS["yarn"] = KNOBS["ntk_by_parts"] | {
+    "attention_factor": [None, None, 1.3],
+    "mscale": [None, 0.707, 1.0],
+    "mscale_all_dim": [None, 0.707],
+}
+"""Values to try of the knobs besides the scale, by the method's name."""
+
+REQUIRED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "abf": lambda pairs: {"rope_theta": 500_000.0},
+    "longrope": lambda pairs: {
+        "short_factor": [1.0 + 0.01 * i for i in range(pairs)],
+        "long_factor": [1.0 + 0.3 * i for i in range(pairs)],
+    },
+}
+"""Values of the knobs without a default, besides the scale, for a number of pairs."""
+
+DYNAMIC = {
+    "dynamic_pi": "pi",
+    "dynamic_ntk": "ntk",
+    "dynamic_partial_ntk": "partial_ntk",
+    "dynamic_yarn": "yarn",
+}
+"""Each length-dependent method and the static one that it equals at ``s = max(1, N/L)``."""
