@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.bench import BenchResult
     from hf_posenc.evaluation.bench.run import Bench
     from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
+    from hf_posenc.evaluation.grid import Result
     from hf_posenc.evaluation.measuring.store import Shard, Store, Work
     from hf_posenc.evaluation.perplexity.measurement import Item, Run
     from hf_posenc.evaluation.perplexity.protocols import Settings
@@ -138,6 +139,37 @@ def show_model(model: Mapping[str, Any]) -> None:
         f"\n[bold]{escape(str(model['name']))}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M "
         f"parameters, {model['dtype']} on {model['device']}, {model['attention']} attention\n"
     )
+
+
+def present(result: Result, model: Mapping[str, Any], output: Path, with_plot: bool) -> None:
+    """Print a result and write its files.
+
+    Args:
+        result: The result.
+        model: The description of the model, for the heading.
+        output: Folder of the files.
+        with_plot: Draw the figures.
+
+    Raises:
+        PosencError: A file cannot be written.
+        typer.Exit: Status 1 where a number is missing, after everything has been written.
+    """
+    show_model(model)
+    show_tables(result)
+    say_written(result.write(output, plots=with_plot), output)
+    exit_on(result.problems())
+
+
+def show_tables(result: Result) -> None:
+    """Print the tables of a result and the lines below them."""
+    from hf_posenc.evaluation.grid import to_rich
+
+    console = out()
+    for grid in result.tables():
+        console.print(to_rich(grid))
+    guide = list(result.guide())
+    for line in (*result.notes(), *(["", *guide] if guide else []), ""):
+        console.print(line, markup=False)
 
 
 def show(result: PerplexityResult) -> None:

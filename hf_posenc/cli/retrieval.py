@@ -8,22 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posenc.cli import options as opt
-from hf_posenc.cli.console import out, print_warning
+from hf_posenc.cli.console import print_warning
 from hf_posenc.cli.loading import Remembers, command_line, open_session
 from hf_posenc.cli.options import check_output, decide_plot, tasks_of
 from hf_posenc.cli.presentation import (
-    exit_on,
+    present,
     progress_bar,
     say_unfinished,
     say_waiting,
-    say_written,
-    show_model,
 )
 from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.measuring.store import Shard
-    from hf_posenc.evaluation.retrieval import RetrievalResult, RetrievalRun
+    from hf_posenc.evaluation.retrieval import RetrievalRun
 
 # The second is the control: plain attention to as many tokens as the model was trained at.
 DEFAULT_PATCHES = ("none", "sliding_window", "pi", "ntk", "yarn", "dynamic_yarn", "rerope")
@@ -185,7 +183,6 @@ def _finish(run: RetrievalRun, shard: Shard, output: Path, with_plot: bool, **kn
     """Measures this process's share; the process that sees the whole prints the tables and writes the files."""
     from hf_posenc.evaluation.perplexity.runs import wait_for_all
     from hf_posenc.evaluation.retrieval import measuring
-    from hf_posenc.evaluation.retrieval import result as report
 
     with measuring.open_store(output, run, known, shard) as store:
         with progress_bar(shard) as progress:
@@ -198,37 +195,7 @@ def _finish(run: RetrievalRun, shard: Shard, output: Path, with_plot: bool, **kn
         result = measuring.result_of(run, store, **known)
         assert result is not None
         measuring.write_timings(run, store, output / "timings.json")
-    _show(result)
-    _write(result, output, with_plot)
-    exit_on(report.problems(result))
-
-
-def _show(result: RetrievalResult) -> None:
-    from hf_posenc.evaluation.retrieval import result as report
-
-    show_model(result.model)
-    console = out()
-    for task in result.settings.tasks:
-        console.print(report.table(result, task))
-    for line in (*report.notes(result), "", *report.reading_guide(result), ""):
-        console.print(line, markup=False)
-
-
-def _write(result: RetrievalResult, output: Path, with_plot: bool) -> None:
-    from hf_posenc.evaluation.plots import write_figure
-
-    result.write_json(output / "retrieval.json")
-    result.write_csv(output / "retrieval.csv")
-    written = ["retrieval.json", "retrieval.csv"]
-    if with_plot:
-        drawn = {"retrieval": "accuracy"}
-        if result.settings.ranks:
-            drawn["retrieval_ranks"] = "beaten"
-        for name, value in drawn.items():
-            names = [f"{name}.png", f"{name}.svg"]
-            write_figure(result.plot(value), *(output / file for file in names))
-            written += names
-    say_written(written, output)
+    present(result, result.model, output, with_plot)
 
 
 def register(app: typer.Typer) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.evaluation.bench.speed import SpeedResult
+from hf_posenc.evaluation.grid import percent, percent_range
 from hf_posenc.evaluation.measuring.statistics import Cell
 from hf_posenc.evaluation.perplexity import result as perplexity_report
 from hf_posenc.evaluation.perplexity.result import (
@@ -26,8 +27,6 @@ from hf_posenc.evaluation.perplexity.result import (
 )
 from hf_posenc.evaluation.published import PublishedTable, beside, get, remarks
 from hf_posenc.evaluation.retrieval import RetrievalResult
-from hf_posenc.evaluation.retrieval import result as retrieval_report
-from hf_posenc.evaluation.retrieval.result import percent, percent_range
 from hf_posenc.evaluation.retrieval.statistics import Cell as RetrievalCell
 from hf_posenc.evaluation.retrieval.statistics import summarize
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
@@ -359,7 +358,7 @@ def problems(result: BenchResult) -> Iterator[str]:
     """One line for everything that has no number; with any of them a run has failed."""
     yield from perplexity_report.problems(result.perplexity)
     if result.retrieval is not None:
-        yield from retrieval_report.problems(result.retrieval)
+        yield from result.retrieval.problems()
     if result.speed is not None:
         for cell in result.speed.cells:
             if cell.failed is not None:

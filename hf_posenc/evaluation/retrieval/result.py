@@ -1,18 +1,28 @@
-"""The result of a run, with everything that is needed to tell whether two results may be compared."""
+"""The result of a retrieval run, with everything that decides whether two results are comparable."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
-from hf_posenc.evaluation.perplexity.result import MethodEntry, as_html, failed, heading
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.grid import (
+    Field,
+    Grid,
+    Result,
+    auto_scale_note,
+    failure_field,
+    length_head,
+    listed,
+    percent,
+    percent_range,
+)
+from hf_posenc.evaluation.perplexity.result import MethodEntry
+from hf_posenc.evaluation.plots.retrieval import HeatMap, heat_figure
 from hf_posenc.evaluation.retrieval.run import DECODES, Failure, LeftOut, RetrievalSettings
 from hf_posenc.evaluation.retrieval.statistics import (
     PI_SUCCESS,
@@ -24,41 +34,47 @@ from hf_posenc.evaluation.retrieval.statistics import (
     summarize,
 )
 from hf_posenc.evaluation.retrieval.tasks import get_task
-from hf_posenc.files import finite, to_csv, to_json, write_atomically
+from hf_posenc.files import finite, to_csv, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMAT = 1
-_PAIRS = ("interval", "first_interval")
 COLUMNS = (
     *("method", "task", "length", "depth", "scale", "samples"),
     *("accuracy", "accuracy_low", "accuracy_high", "score"),
     *("first", "first_low", "first_high", "chance", "rank", "beaten", "nats", "distance", "status"),
 )
 """The columns of the CSV; `depth` is empty in the rows over all depths."""
+VALUES = {
+    "accuracy": "answers right",
+    "beaten": "distractors less probable\nthan the answer (chance: 50 %)",
+}
+"""Attributes of `Cell` that heat maps show, with their names."""
 
 
 @dataclass(repr=False)
-class RetrievalResult:
-    """What `hf-posenc retrieval` measured.
+class RetrievalResult(Result):
+    """Answers measured by `hf-posenc retrieval`.
 
     Attributes:
-        model: What was measured (`describe_model`).
-        haystack: What stood between the needles: `{"kind": "noise"}`, or the user's own text with its hash.
+        model: The measured model (`describe_model`).
+        haystack: The text between the needles: `{"kind": "noise"}`, or the user's own text with its hash.
         settings: Tasks, lengths and the other numbers.
         original: The context length that the model was trained on, in tokens, where it is known.
         candidates: The methods, in the order of the table.
-        records: What came out of every sample.
+        records: The outcome of every sample.
         failures: Cells without a number.
         left_out: Tasks and lengths for which there is no prompt.
-        head_replay: How the scorer's probe compared with full logits.
+        head_replay: Outcome of the scorer's probe, which compares it with full logits.
         environment: Versions of the packages that computed.
-        command: What gives this result again.
-        fingerprint: Of everything that determines a number; the records lie under it.
-        cells: One for each method, task and length, made from the records.
+        command: The command that reproduces this result.
+        fingerprint: Hash of everything that determines a number; the records are stored under it.
+        cells: One for each method, task and length, computed from the records.
         depth_cells: One for each depth as well.
     """
+
+    kind = "retrieval"
 
     model: dict[str, Any]
     haystack: dict[str, Any]
@@ -85,38 +101,37 @@ class RetrievalResult:
         self._by_key = {(c.method, c.task, c.length): c for c in self.cells}
 
     def cell(self, method: str, task: str, length: int) -> Cell | None:
-        """The number of a method in a task at a length; `None` where there is none."""
+        """Return the number of a method in a task at a length; `None` where there is none."""
         return self._by_key.get((method, task, length))
 
     def by_depth(self, method: str, task: str, length: int) -> list[Cell]:
-        """The same by depth, from the front to the back."""
-        wanted = (method, task, length)
-        return [c for c in self.depth_cells if (c.method, c.task, c.length) == wanted]
+        """Return the numbers by depth, from the front to the back."""
+        key = (method, task, length)
+        return [c for c in self.depth_cells if (c.method, c.task, c.length) == key]
 
     def failure(self, method: str, task: str, length: int) -> str | None:
-        """Why there is no number."""
-        wanted = (method, task, length)
-        found = (f.reason for f in self.failures if (f.method, f.task, f.length) == wanted)
-        return next(found, None)
+        """Return the reason why there is no number."""
+        key = (method, task, length)
+        reasons = (f.reason for f in self.failures if (f.method, f.task, f.length) == key)
+        return next(reasons, None)
 
     def is_left_out(self, task: str, length: int) -> bool:
-        """Whether the task has no prompt of this length."""
+        """Return whether the task has no prompt of this length."""
         return any((entry.task, entry.length) == (task, length) for entry in self.left_out)
 
     def k_max(self, method: str, task: str, length: int) -> int | None:
-        """Position Interpolation's effective context at a length; see `statistics.k_max`."""
+        """Return Position Interpolation's effective context at a length; see `statistics.k_max`."""
         return k_max(self.by_depth(method, task, length))
 
     def passing(self, method: str, task: str) -> tuple[int | None, float | None]:
-        """YaRN's passkey context and accuracy; see `statistics.passing`."""
+        """Return YaRN's passkey context and accuracy; see `statistics.passing`."""
         return passing([c for c in self.cells if (c.method, c.task) == (method, task)])
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON-ready values."""
         settings = self.settings
         values = {
             "format": FORMAT,
-            "kind": "retrieval",
+            "kind": self.kind,
             "command": self.command,
             "fingerprint": self.fingerprint,
             "model": self.model,
@@ -135,8 +150,8 @@ class RetrievalResult:
             "failures": [dataclasses.asdict(failure) for failure in self.failures],
             "records": [dataclasses.asdict(record) for record in self.records],
         }
-        made: dict[str, Any] = finite(values)
-        return made
+        ready: dict[str, Any] = finite(values)
+        return ready
 
     def _scores(self) -> list[dict[str, Any]]:
         """The papers' numbers for every method and task."""
@@ -161,7 +176,7 @@ class RetrievalResult:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RetrievalResult:
-        """Reads what `to_dict` wrote; everything that follows from the records is made anew."""
+        """Read what `to_dict` returned; everything that follows from the records is computed again."""
         return cls(
             model=dict(values["model"]),
             haystack=dict(values["haystack"]),
@@ -179,52 +194,201 @@ class RetrievalResult:
             fingerprint=values["fingerprint"],
         )
 
-    def plot(self, value: str | None = None) -> Figure:
-        """Heat maps of depth and length, one for each task and method; needs matplotlib.
+    # Files
 
-        Args:
-            value: `"accuracy"`, or `"beaten"`, the share of distractors that are less probable than the answer; by
-                default accuracy, unless it is 0 everywhere.
-        """
-        from hf_posenc.evaluation.plots.retrieval import figure
-
-        return figure(self, value)
-
-    def _repr_html_(self) -> str:
-
-        return to_html(self)
-
-    def write_json(self, path: Path) -> None:
-        """Writes everything."""
-        write_atomically(path, to_json(self.to_dict()))
+    def files(self) -> dict[str, str]:
+        return {**super().files(), "retrieval.csv": self._csv()}
 
     def write_csv(self, path: Path) -> None:
-        """Writes a row for each method, task and length, and one for each depth; `status` says why one is empty."""
+        """Write a row for each method, task and length, and one for each depth; `status` explains an empty one."""
+        write_atomically(path, self._csv())
+
+    def _csv(self) -> str:
         rows = (
             row
             for entry in self.candidates
             for task in self.settings.tasks
             for length in self.settings.lengths
-            for row in self._rows(entry, task, length)
+            for row in self._csv_rows(entry, task, length)
         )
-        write_atomically(path, to_csv(COLUMNS, rows))
+        return to_csv(COLUMNS, rows)
 
-    def _rows(self, entry: MethodEntry, task: str, length: int) -> list[dict[str, Any]]:
-        known = {"method": entry.label, "task": task, "length": length}
-        known["scale"] = entry.scale_at(length)
+    def _csv_rows(self, entry: MethodEntry, task: str, length: int) -> list[dict[str, Any]]:
+        key = {"method": entry.label, "task": task, "length": length}
+        key["scale"] = entry.scale_at(length)
         cell = self.cell(entry.label, task, length)
         if cell is None:
             short = "too short for the task" if self.is_left_out(task, length) else None
-            return [{**known, "status": short or self.failure(entry.label, task, length)}]
+            return [{**key, "status": short or self.failure(entry.label, task, length)}]
         depths = self.by_depth(entry.label, task, length) if get_task(task).has_depth else []
-        return [{**_flat(cell), **known, "status": "ok"} for cell in (cell, *depths)]
+        return [{**_flat(cell), **key, "status": "ok"} for cell in (cell, *depths)]
+
+    # Figures
+
+    def figures(self) -> dict[str, Figure]:
+        figures = {"retrieval": self.plot("accuracy")}
+        if self.settings.ranks:
+            figures["retrieval_ranks"] = self.plot("beaten")
+        return figures
+
+    def plot(self, value: str | None = None) -> Figure:
+        """Draw heat maps of depth and length, one for each task and method. Needs matplotlib.
+
+        Args:
+            value: `"accuracy"`, or `"beaten"`, the share of distractors that are less probable than the answer; by
+                default accuracy, unless it is 0 everywhere and answers are ranked.
+
+        Raises:
+            PosencError: matplotlib is not installed, or this result does not have the value.
+        """
+        ranks = self.settings.ranks
+        if value is None:
+            hidden = ranks and not any(cell.accuracy for cell in self.cells)
+            value = "beaten" if hidden else "accuracy"
+        if value not in VALUES or (value == "beaten" and not ranks):
+            raise PosencError(
+                f"This result has no {value!r} to draw: accuracy, or beaten where answers are ranked."
+            )
+        maps = [
+            self._heat_map(task, entry.label, value)
+            for task in self.settings.tasks
+            for entry in self.candidates
+        ]
+        return heat_figure(maps, self.settings.lengths, self.original, VALUES[value])
+
+    def _heat_map(self, task: str, method: str, value: str) -> HeatMap:
+        lengths = self.settings.lengths
+        depths = self.settings.depths if get_task(task).has_depth else (None,)
+        cells = {(c.depth, n): c for n in lengths for c in self.by_depth(method, task, n)}
+        shares = [
+            [_share(getattr(cells.get((depth, n)), value, None)) for n in lengths]
+            for depth in depths
+        ]
+        return HeatMap(
+            task,
+            method,
+            depths,
+            shares,
+            [[percent(share).removesuffix("%") for share in row] for row in shares],
+            [self._missing(method, task, length) for length in lengths],
+        )
+
+    def _missing(self, method: str, task: str, length: int) -> str:
+        if self.cell(method, task, length) is not None:
+            return ""
+        if self.is_left_out(task, length):
+            return "too short"
+        return failure_field(self.failure(method, task, length)).text
+
+    # Tables
+
+    def tables(self) -> list[Grid]:
+        """Return one table per task: accuracy by method and length, and how often the answer is ranked first."""
+        return [self._table(task) for task in self.settings.tasks]
+
+    def _table(self, task: str) -> Grid:
+        settings, definition = self.settings, get_task(task)
+        lengths = settings.lengths
+        fitting = [length for length in lengths if not self.is_left_out(task, length)]
+        grid = Grid(f"Retrieval, {task}: {definition.definition}")
+        grid.column("method", footer="first by chance" if settings.ranks else "")
+        best: dict[int, tuple[float, float]] = {}
+        for length in lengths:
+            cells = [cell for cell in self.cells if (cell.task, cell.length) == (task, length)]
+            best[length] = max(map(_quality, cells), default=(0.0, 0.0))
+            chances = [cell.chance for cell in cells if cell.chance is not None]
+            footer = percent(max(chances)) if chances else "-"
+            grid.column(
+                length_head(length, self.original),
+                numeric=True,
+                footer=footer if settings.ranks else "",
+            )
+        grid.column(f"passes\n{YARN_SUCCESS:.0%}", numeric=True)
+        by_distance = definition.has_depth and bool(fitting)
+        if by_distance:
+            grid.column(f"k_max\n{PI_SUCCESS:.0%}", numeric=True)
+        for entry in self.candidates:
+            fields = [self._field(entry.label, task, n, best[n]) for n in lengths]
+            reached = [self.passing(entry.label, task)[0]]
+            if by_distance:
+                reached.append(self.k_max(entry.label, task, max(fitting)))
+            tokens = ["-" if length is None else f"{length:,}" for length in reached]
+            grid.row(entry.label, *fields, *tokens)
+        return grid
+
+    def _field(self, method: str, task: str, length: int, best: tuple[float, float]) -> Field:
+        if self.is_left_out(task, length):
+            return Field("-", "none")
+        cell = self.cell(method, task, length)
+        if cell is None:
+            return failure_field(self.failure(method, task, length))
+        top = best > (0, 0) and _quality(cell) == best
+        text = Field(percent(cell.accuracy), "best" if top else "")
+        text.append(f"\n{percent_range(cell.interval)}", "aside")
+        if cell.first is not None and cell.first_interval is not None:
+            above = cell.chance is not None and cell.first_interval[0] > cell.chance
+            text.append(f"\n1st {percent(cell.first)}", "" if above else "aside")
+            text.append(f"\n{percent_range(cell.first_interval)}", "aside")
+        return text
+
+    def notes(self) -> Iterator[str]:
+        settings = self.settings
+        depths, samples = len(settings.depths), settings.samples
+        yield (
+            f"{depths * samples} samples at every length ({depths} depths, {samples} each; seed {settings.seed}): "
+            f"{DECODES[settings.decode]}. Ranges: 95 %, Wilson."
+        )
+        if settings.ranks:
+            yield (
+                f"1st: how often the answer is the most probable of {settings.distractors + 1} candidates, each after "
+                "the same prompt; dim where chance (last row) is within its range."
+            )
+        yield (
+            f"passes {YARN_SUCCESS:.0%}: YaRN's passkey context, the longest with that accuracy. k_max "
+            f"{PI_SUCCESS:.0%}: Position Interpolation's effective context, the largest distance up to which at least "
+            "that many are found, at the longest length."
+        )
+        if self.haystack.get("kind") != "noise":
+            yield (
+                "Haystack: your own text instead of the noise sentences; not comparable with published numbers."
+            )
+        yield from auto_scale_note(self.candidates)
+        for task in settings.tasks:
+            needed = [entry.needed for entry in self.left_out if entry.task == task]
+            if needed:
+                yield f"-: {task} needs at least {max(needed):,} tokens with this tokenizer."
+
+    def guide(self) -> Iterator[str]:
+        if not self.settings.ranks:
+            return
+        for task in self.settings.tasks:
+            ranked = [
+                (cell, cell.first_interval[0] > cell.chance)
+                for cell in self.cells
+                if cell.task == task and cell.first_interval is not None and cell.chance is not None
+            ]
+            if ranked and not any(above for _, above in ranked):
+                yield f"{task}: no method ranks the answer first more often than chance; this model cannot do the task."
+            elif ranked and not any(cell.accuracy for cell, _ in ranked):
+                yield (
+                    f"{task}: the model never gives an answer outright, but the ranks show whether it has seen the "
+                    "needle."
+                )
+
+    def problems(self) -> Iterator[str]:
+        reasons: dict[tuple[str, str, str], list[int]] = {}
+        for failure in self.failures:
+            key = (failure.method, failure.task, failure.reason)
+            reasons.setdefault(key, []).append(failure.length)
+        for (method, task, reason), lengths in reasons.items():
+            yield f"{method}: {task} failed at length {listed(sorted(lengths))}: {reason}"
 
 
 def _flat(cell: Cell) -> dict[str, Any]:
     values = dataclasses.asdict(cell)
-    for name, pair in (("accuracy", cell.interval), ("first", cell.first_interval)):
-        values[f"{name}_low"], values[f"{name}_high"] = pair or (None, None)
-    return {name: value for name, value in values.items() if name not in _PAIRS}
+    for name, key in (("accuracy", "interval"), ("first", "first_interval")):
+        values[f"{name}_low"], values[f"{name}_high"] = values.pop(key) or (None, None)
+    return values
 
 
 def _without_prefix(entry: MethodEntry) -> dict[str, Any]:
@@ -233,146 +397,9 @@ def _without_prefix(entry: MethodEntry) -> dict[str, Any]:
     return values
 
 
-# The tables that a run prints, and what a reader must know beside them.
+def _quality(cell: Cell) -> tuple[float, float]:
+    return cell.accuracy, cell.first or 0.0
 
 
-def table(result: RetrievalResult, task: str) -> Table:
-    """Accuracy by method and length in one task, and how often the answer is ranked first; the best in bold."""
-    settings = result.settings
-    longest = _longest(result, task)
-    made = Table(
-        title=f"Retrieval, {task}: {get_task(task).definition}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_footer=settings.ranks,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    made.add_column("method", footer="first by chance", overflow="fold")
-    best = {length: _best(result, task, length) for length in settings.lengths}
-    for length in settings.lengths:
-        chances = [c.chance for c in _column(result, task, length) if c.chance is not None]
-        footer = percent(max(chances)) if chances else "-"
-        made.add_column(heading(length, result.original), footer, justify="right", no_wrap=True)
-    made.add_column(f"passes\n{YARN_SUCCESS:.0%}", justify="right", no_wrap=True)
-    depths = get_task(task).has_depth and longest is not None
-    if depths:
-        made.add_column(f"k_max\n{PI_SUCCESS:.0%}", justify="right", no_wrap=True)
-    for entry in result.candidates:
-        shown = [_shown(result, entry.label, task, n, best[n]) for n in settings.lengths]
-        context, _ = result.passing(entry.label, task)
-        row = [*shown, Text("-" if context is None else f"{context:,}")]
-        if depths and longest is not None:
-            reached = result.k_max(entry.label, task, longest)
-            row.append(Text("-" if reached is None else f"{reached:,}"))
-        made.add_row(entry.label, *row)
-    return made
-
-
-def percent(share: float) -> str:
-    """A share in whole percent; one digit more where it would read 0 or 100 and is not."""
-    if 0 < share < 0.005 or 0.995 <= share < 1:
-        return f"{share:.1%}"
-    return f"{share:.0%}"
-
-
-def _longest(result: RetrievalResult, task: str) -> int | None:
-    fitting = (n for n in result.settings.lengths if not result.is_left_out(task, n))
-    return max(fitting, default=None)
-
-
-def _column(result: RetrievalResult, task: str, length: int) -> list[Cell]:
-    return [cell for cell in result.cells if (cell.task, cell.length) == (task, length)]
-
-
-def _best(result: RetrievalResult, task: str, length: int) -> tuple[float, float]:
-    return max(
-        ((c.accuracy, c.first or 0.0) for c in _column(result, task, length)), default=(2.0, 0.0)
-    )
-
-
-def _shown(
-    result: RetrievalResult, method: str, task: str, length: int, best: tuple[float, float]
-) -> Text:
-    if result.is_left_out(task, length):
-        return Text("-", style="dim")
-    cell = result.cell(method, task, length)
-    if cell is None:
-        reason = result.failure(method, task, length)
-        return failed(reason)
-    top = best > (0, 0) and (cell.accuracy, cell.first or 0.0) == best
-    text = Text(percent(cell.accuracy), style="bold" if top else "")
-    text.append(f"\n{percent_range(cell.interval)}", style="dim not bold")
-    if cell.first is not None and cell.first_interval is not None:
-        above = cell.chance is not None and cell.first_interval[0] > cell.chance
-        text.append(f"\n1st {percent(cell.first)}", style="not bold" if above else "dim not bold")
-        text.append(f"\n{percent_range(cell.first_interval)}", style="dim not bold")
-    return text
-
-
-def percent_range(interval: tuple[float, float]) -> str:
-    """Both ends of an interval of shares, in whole percent."""
-    return f"{interval[0] * 100:.0f}-{interval[1] * 100:.0f}"
-
-
-def notes(result: RetrievalResult) -> Iterator[str]:
-    """What a reader must know beside the tables."""
-    settings = result.settings
-    depths, samples = len(settings.depths), settings.samples
-    yield (
-        f"{depths * samples} samples at every length ({depths} depths, {samples} each; seed {settings.seed}): "
-        f"{DECODES[settings.decode]}. Ranges: 95 %, Wilson."
-    )
-    if settings.ranks:
-        yield (
-            f"1st: how often the answer is the most probable of {settings.distractors + 1} candidates, each behind the "
-            "same prompt; dim where chance (last row) is within its range."
-        )
-    yield (
-        f"passes {YARN_SUCCESS:.0%}: YaRN's passkey context, the longest with that accuracy. k_max {PI_SUCCESS:.0%}: "
-        "Position Interpolation's effective context, the largest distance up to which at least that many are found, at "
-        "the longest length."
-    )
-    if result.haystack.get("kind") != "noise":
-        yield (
-            "Haystack: your own text in the place of the noise sentences; not comparable with published numbers."
-        )
-    auto = next((entry for entry in result.candidates if entry.auto_scale), None)
-    if auto is not None:
-        yield f"(auto): scale = length / {auto.original:,}, the original length, set anew at every length."
-    for task in settings.tasks:
-        short = [entry for entry in result.left_out if entry.task == task]
-        if short:
-            yield f"-: {task} needs at least {max(e.needed for e in short):,} tokens with this tokenizer."
-
-
-def reading_guide(result: RetrievalResult) -> Iterator[str]:
-    """What the numbers say about a method."""
-    if not result.settings.ranks:
-        return
-    ranked = [c for c in result.cells if c.first_interval is not None and c.chance is not None]
-    for task in result.settings.tasks:
-        mine = [c for c in ranked if c.task == task]
-        if mine and all(c.first_interval[0] <= c.chance for c in mine):  # type: ignore[index,operator]
-            yield f"{task}: no method ranks the answer first more often than chance; this model cannot do the task."
-        elif mine and not any(c.accuracy for c in mine):
-            yield (
-                f"{task}: the model never gives an answer outright, but the ranks show whether it has seen the needle."
-            )
-
-
-def problems(result: RetrievalResult) -> Iterator[str]:
-    """One line for every cell without a number; with any of them a run has failed."""
-    reasons: dict[tuple[str, str, str], list[int]] = {}
-    for failure in result.failures:
-        reasons.setdefault((failure.method, failure.task, failure.reason), []).append(
-            failure.length
-        )
-    for (method, task, reason), lengths in reasons.items():
-        listed = ", ".join(f"{length:,}" for length in sorted(lengths))
-        yield f"{method}: {task} failed at length {listed}: {reason}"
-
-
-def to_html(result: RetrievalResult) -> str:
-    """The tables and notes, for a notebook."""
-    return as_html((table(result, task) for task in result.settings.tasks), notes(result))
+def _share(value: float | None) -> float:
+    return math.nan if value is None else value

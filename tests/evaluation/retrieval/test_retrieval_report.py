@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from hf_posenc.cli import retrieval as command
 from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.grid import percent, to_rich
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval import RetrievalResult, RetrievalSettings
-from hf_posenc.evaluation.retrieval import result as report
 from hf_posenc.evaluation.retrieval.run import Failure, LeftOut
 from hf_posenc.evaluation.retrieval.statistics import Record
 from tests.support.tiny_text import prose, tiny_checkpoint
@@ -76,14 +76,14 @@ def result(*, right: bool = True, rank: int = 1, ranks: bool = True) -> Retrieva
     )  # fmt: skip
 
 
-def printed(made: Any) -> str:
+def printed(measured: RetrievalResult, place: int) -> str:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
-    console.print(made)
+    console.print(to_rich(measured.tables()[place]))
     return console.export_text()
 
 
 def test_the_table_says_what_was_found_and_how_sure_that_is() -> None:
-    shown = printed(report.table(result(), "passkey"))
+    shown = printed(result(), 0)
     for text in (
         "a number of five digits",
         "x4",
@@ -98,7 +98,7 @@ def test_the_table_says_what_was_found_and_how_sure_that_is() -> None:
     good, bad = (line for line in shown.splitlines() if line.strip().startswith(("good", "bad")))
     assert good.split() == ["good", "(auto)", "100%", "100%", "100%", "1,024", "1,024"]
     assert bad.split() == ["bad", "100%", "33%", "OOM", "256", "-"]
-    shown = printed(report.table(result(), "vt"))
+    shown = printed(result(), 1)
     assert "k_max" not in shown  # nothing has a depth
     assert [line.split()[1] for line in shown.splitlines() if line.strip().startswith("bad")] == [
         "-"
@@ -106,7 +106,7 @@ def test_the_table_says_what_was_found_and_how_sure_that_is() -> None:
 
 
 def test_notes_say_what_a_reader_must_know() -> None:
-    said = "\n".join([*report.notes(result()), *report.reading_guide(result())])
+    said = "\n".join([*result().notes(), *result().guide()])
     for text in (
         "6 samples at every length (3 depths, 2 each; seed 0)",
         "most probable of 5 candidates",
@@ -116,23 +116,23 @@ def test_notes_say_what_a_reader_must_know() -> None:
     ):
         assert text in said
     assert "own text" not in said
-    assert list(report.problems(result())) == [
+    assert list(result().problems()) == [
         "bad: passkey failed at length 1,024: out of memory",
         "bad: vt failed at length 1,024: out of memory",
     ]
 
 
 def test_chance_is_called_chance() -> None:
-    never = "\n".join(report.reading_guide(result(right=False, rank=3)))
+    never = "\n".join(result(right=False, rank=3).guide())
     assert "passkey: no method ranks the answer first more often than chance" in never
-    ranked = "\n".join(report.reading_guide(result(right=False, rank=1)))
+    ranked = "\n".join(result(right=False, rank=1).guide())
     assert "passkey: the model never gives an answer outright" in ranked
-    assert not list(report.reading_guide(result(ranks=False)))
+    assert not list(result(ranks=False).guide())
 
 
 def test_shares_are_whole_percent_but_never_lie_about_0_and_100() -> None:
     shares = (0.0, 0.001, 0.25, 0.999, 1.0)
-    assert [report.percent(share) for share in shares] == ["0%", "0.1%", "25%", "99.9%", "100%"]
+    assert [percent(share) for share in shares] == ["0%", "0.1%", "25%", "99.9%", "100%"]
 
 
 def test_a_notebook_gets_the_tables() -> None:
@@ -274,7 +274,7 @@ def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:
             for length, shown in zip(lengths, cells, strict=True):
                 row = rows[task, first.strip("`"), length]
                 low, high = (float(row[name]) * 100 for name in ("first_low", "first_high"))
-                assert shown == f"{report.percent(float(row['first']))} ({low:.0f}-{high:.0f})"
+                assert shown == f"{percent(float(row['first']))} ({low:.0f}-{high:.0f})"
                 seen += 1
         elif cells and not cells[0].startswith("---"):
             task, lengths = first, [int(cell.replace(",", "")) for cell in cells]

@@ -1,0 +1,375 @@
+"""Tables as data, their renderings for terminals, notebooks and Markdown, and results that consist of them.
+
+A `Grid` has columns, rows of fields and marks such as `"best"`. Whoever measures builds grids, and every renderer takes
+grids and nothing else. The HTML page renders them by its own template (`page/grid.html`).
+"""
+
+from __future__ import annotations
+
+import abc
+import io
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as default
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
+from hf_posenc.files import to_json, write_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MARKS = {
+    "best": "bold",
+    "heading": "bold italic",
+    "aside": "dim not bold",
+    "control": "dim",
+    "failed": "red",
+    "none": "dim",
+}
+"""Every mark of a span or of a row, and its style in a terminal; HTML has a class of the same name."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Text with one mark.
+
+    Attributes:
+        text: The text; a line feed begins a new line of the field.
+        mark: A key of `MARKS`, a class of the HTML page, or `""`.
+        value: The exact number behind the text, where there is one.
+    """
+
+    text: str
+    mark: str = ""
+    value: float | None = None
+
+
+class Field:
+    """One field of a grid.
+
+    Attributes:
+        spans: Its text, in order.
+        hint: An explanation, such as the reason of a failure; HTML shows it as a tooltip.
+        shade: Percentage of the heat map's colour behind the text; `None` for none.
+        columns: Number of columns that the field covers.
+    """
+
+    def __init__(
+        self,
+        text: str = "",
+        mark: str = "",
+        value: float | None = None,
+        *,
+        hint: str = "",
+        shade: int | None = None,
+        columns: int = 1,
+    ) -> None:
+        self.spans = [Span(text, mark, value)]
+        self.hint, self.shade, self.columns = hint, shade, columns
+
+    def append(self, text: str, mark: str = "", value: float | None = None) -> Field:
+        """Add a span and return the field."""
+        self.spans.append(Span(text, mark, value))
+        return self
+
+    @property
+    def text(self) -> str:
+        """The whole text, with line feeds."""
+        return "".join(span.text for span in self.spans)
+
+    @property
+    def lines(self) -> list[list[Span]]:
+        """The spans of each line."""
+        lines: list[list[Span]] = [[]]
+        for span in self.spans:
+            for index, part in enumerate(span.text.split("\n")):
+                if index:
+                    lines.append([])
+                if part:
+                    lines[-1].append(Span(part, span.mark, span.value))
+        return lines
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a grid.
+
+    Attributes:
+        head: The heading; a line feed begins a new line.
+        numeric: True for numbers: aligned right and never wrapped. Other columns are folded on a narrow terminal.
+        footer: Text below the column in a terminal.
+        group: The heading that neighbouring columns share, in HTML.
+        least: Least width in characters, in a terminal.
+    """
+
+    head: str
+    numeric: bool = False
+    footer: str = ""
+    group: str = ""
+    least: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a grid: its fields, its mark, and whether a rule precedes it."""
+
+    fields: list[Field]
+    mark: str = ""
+    rule: bool = False
+
+
+@dataclass
+class Grid:
+    """A table.
+
+    Attributes:
+        title: A short name, shown above the table in a terminal.
+        columns: Its columns; the first one names the rows.
+        rows: Its rows.
+        caption: The explanation above the table in HTML; by default the title.
+        kind: The CSS classes of the table in HTML.
+    """
+
+    title: str = ""
+    columns: list[Column] = default(default_factory=list)
+    rows: list[Row] = default(default_factory=list)
+    caption: str = ""
+    kind: str = "numbers"
+
+    def column(self, head: str, *, numeric: bool = False, **options: Any) -> None:
+        """Add a column; see `Column`."""
+        self.columns.append(Column(head, numeric, **options))
+
+    def row(self, *fields: Field | str, mark: str = "", rule: bool = False) -> None:
+        """Add a row. Fields may be plain text; missing fields at its end stay empty."""
+        made = [field if isinstance(field, Field) else Field(field) for field in fields]
+        self.rows.append(Row(made, mark, rule))
+
+
+# Fields and numbers that several kinds of results share.
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Format a number with so many significant digits; as a power of ten from 10,000."""
+    if value is None:
+        return "-"
+    if not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf"
+    if value >= 9999.5:
+        return f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
+    return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:#.{digits}g}".rstrip(".")
+
+
+def percent(share: float) -> str:
+    """Format a share in whole percent; with one more digit where it would read 0 or 100 and is not."""
+    if 0 < share < 0.005 or 0.995 <= share < 1:
+        return f"{share:.1%}"
+    return f"{share:.0%}"
+
+
+def percent_range(interval: tuple[float, float]) -> str:
+    """Format both ends of an interval of shares, in whole percent."""
+    return f"{interval[0] * 100:.0f}-{interval[1] * 100:.0f}"
+
+
+def length_head(length: int, original: int | None) -> str:
+    """Format a length in tokens as a heading, with its multiple of the trained length below it."""
+    return f"{length:,}\nx{length / original:.3g}" if original else f"{length:,}"
+
+
+def failure_field(reason: str | None) -> Field:
+    """Return the field of a number that could not be measured."""
+    return Field("OOM" if reason == OUT_OF_MEMORY else "failed", "failed", hint=reason or "")
+
+
+def listed(lengths: Iterable[int]) -> str:
+    """Format lengths, separated by commas."""
+    return ", ".join(f"{length:,}" for length in lengths)
+
+
+def auto_scale_note(candidates: Iterable[Any]) -> Iterator[str]:
+    """Yield the explanation of `(auto)`, if any of the `MethodEntry` has an automatic scale."""
+    auto = next((entry for entry in candidates if entry.auto_scale), None)
+    if auto is not None:
+        yield f"(auto): scale = length / {auto.original:,}, the original length, set anew at every length."
+
+
+# Renderings.
+
+
+def to_rich(grid: Grid) -> Table:
+    """Render a grid for a terminal."""
+    table = Table(
+        title=grid.title or None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        show_footer=any(column.footer for column in grid.columns),
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for column in grid.columns:
+        table.add_column(
+            Text(column.head),
+            Text(column.footer),
+            justify="right" if column.numeric else "left",
+            no_wrap=column.numeric,
+            overflow="ellipsis" if column.numeric else "fold",
+            min_width=column.least,
+        )
+    for row in grid.rows:
+        if row.rule:
+            table.add_section()
+        texts = [
+            Text.assemble(*((span.text, MARKS.get(span.mark, "")) for span in field.spans))
+            for field in row.fields
+        ]
+        table.add_row(*texts, style=MARKS.get(row.mark))
+    return table
+
+
+def to_markdown(grid: Grid) -> str:
+    """Render a grid as Markdown, without its title; of the marks only bold type is kept."""
+    heads = ["<br>".join(map(escaped, column.head.split("\n"))) for column in grid.columns]
+    rows = []
+    for row in grid.rows:
+        fields = [*row.fields, *(Field() for _ in grid.columns[len(row.fields) :])]
+        rows.append([_markdown_field(field) for field in fields])
+    return markdown_table(heads, rows, numeric=[column.numeric for column in grid.columns])
+
+
+def _markdown_field(field: Field) -> str:
+    first, *others = field.text.split("\n")
+    bold = "bold" in MARKS.get(field.spans[0].mark, "").split()
+    shown = f"**{escaped(first)}**" if bold and first else escaped(first)
+    return "<br>".join((shown, *map(escaped, others)))
+
+
+def markdown_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: Sequence[bool] = ()
+) -> str:
+    """Assemble a table of fields that are Markdown already.
+
+    Args:
+        heads: The headings.
+        rows: The fields of each row.
+        numeric: Columns to align right; by default none.
+    """
+    aligned = [*numeric, *[False] * (len(heads) - len(numeric))]
+    rule = ["---:" if right else "---" for right in aligned]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (heads, rule, *rows))
+
+
+def escaped(text: str) -> str:
+    """Escape what Markdown would interpret in running text (underscores within words are literal)."""
+    for letter in "\\*|<>`":
+        text = text.replace(letter, f"\\{letter}")
+    return text
+
+
+def to_notebook(grids: Iterable[Grid], lines: Iterable[str], width: int = 160) -> str:
+    """Render grids, and lines below them, as HTML that looks like the terminal.
+
+    Args:
+        grids: The tables.
+        lines: Sentences.
+        width: Width of the tables, in characters.
+    """
+    # In a notebook rich would display what it records, and the result would be shown twice.
+    console = Console(
+        file=io.StringIO(), record=True, width=width, highlight=False, force_jupyter=False
+    )
+    for grid in grids:
+        console.print(to_rich(grid))
+    for line in lines:
+        console.print(line, markup=False)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
+
+
+# Results.
+
+
+class Result(abc.ABC):
+    """Data of a finished measurement, and everything that can be shown of it.
+
+    Attributes:
+        kind: The name of the measurement, and of its files.
+        formats: The formats of its figures.
+        width: Width of its tables in a notebook, in characters.
+    """
+
+    kind: ClassVar[str]
+    formats: ClassVar[tuple[str, ...]] = ("png", "svg")
+    width: ClassVar[int] = 160
+
+    @abc.abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values; a number that is not finite becomes `None`."""
+
+    @classmethod
+    @abc.abstractmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Result:
+        """Read what `to_dict` returned."""
+
+    @abc.abstractmethod
+    def tables(self) -> list[Grid]:
+        """Return the tables, in the order in which they are shown."""
+
+    @abc.abstractmethod
+    def notes(self) -> Iterator[str]:
+        """Yield what a reader must know beside the tables."""
+
+    def guide(self) -> Iterator[str]:
+        """Yield how the numbers are to be read."""
+        return iter(())
+
+    @abc.abstractmethod
+    def problems(self) -> Iterator[str]:
+        """Yield one line for everything that has no number; a run with any of them has failed."""
+
+    @abc.abstractmethod
+    def figures(self) -> dict[str, Figure]:
+        """Draw the figures, by the names of their files. Needs matplotlib."""
+
+    def files(self) -> dict[str, str]:
+        """Return the text files of the result, by their names."""
+        return {f"{self.kind}.json": to_json(self.to_dict())}
+
+    def write_json(self, path: Path) -> None:
+        """Write everything to a file."""
+        write_atomically(path, to_json(self.to_dict()))
+
+    def write(self, folder: Path, *, plots: bool = True) -> list[str]:
+        """Write the files and the figures, each whole or not at all.
+
+        Args:
+            folder: An existing folder.
+            plots: Draw the figures too, which needs matplotlib.
+
+        Returns:
+            The names of the files.
+
+        Raises:
+            PosencError: A file cannot be written, or matplotlib is not installed.
+        """
+        from hf_posenc.evaluation.plots import write_figure
+
+        files = self.files()
+        for name, text in files.items():
+            write_atomically(folder / name, text)
+        written = list(files)
+        for name, figure in self.figures().items() if plots else ():
+            names = [f"{name}.{format}" for format in self.formats]
+            write_figure(figure, *(folder / name for name in names))
+            written += names
+        return written
+
+    def _repr_html_(self) -> str:
+        return to_notebook(self.tables(), self.notes(), self.width)
