@@ -80,7 +80,6 @@ def test_imports_go_one_way(path: Path) -> None:
 
 _PLOTS = "hf_posenc.evaluation.plots"
 _FROM_RESULTS = {  # results that draw themselves; these arrows are to go
-    "hf_posenc.evaluation.retrieval.result": {f"{_PLOTS}.retrieval"},
     "hf_posenc.evaluation.tuning.sweep": {f"{_PLOTS}.tuning"},
     "hf_posenc.evaluation.tuning.search": {f"{_PLOTS}.tuning"},
 }
