@@ -98,33 +98,61 @@ def methods() -> str:
 
 def attention() -> str:
     """Times of the attention engine as ratios to plain causal attention, and its memory."""
-    result: dict[str, Any] = json.loads(BENCHMARK.read_text(encoding="utf-8"))
-    runs: dict[str, dict[str, dict[str, float]]] = result["results"]
-    shown = {label: run for label, run in runs.items() if SHAPE in label}
-    kinds_of = {name: re.split(r",| \(", name)[0] for run in shown.values() for name in run}
-    columns = [kind for kind in dict.fromkeys(kinds_of.values()) if not kind.startswith(PLAIN)]
+    runs, machine = _attention_runs()
+    kinds_of_runs = dict.fromkeys(kind for run in runs.values() for kind, _ in run)
+    columns = [kind for kind in kinds_of_runs if not kind.startswith(PLAIN)]
     rows = []
-    for label, run in shown.items():
+    for label, run in runs.items():
         cells = [
-            " / ".join(f"{run[name]['ratio']:.2f}" for name in run if kinds_of[name] == column)
+            " / ".join(f"{values['ratio']:.2f}" for kind, values in run if kind == column)
             for column in columns
         ]
-        rows.append([label.partition(",")[0], *(cell or "-" for cell in cells)])
+        rows.append([label, *(cell or "-" for cell in cells)])
     table = _table(["tokens", *columns], rows, right=True)
     peaks = []
-    for label in (next(iter(shown)), [label for label in shown if label.startswith("prefill")][-1]):
-        run = shown[label]
+    for label in (next(iter(runs)), [label for label in runs if label.startswith("prefill")][-1]):
         extra = ", ".join(
-            f"{kinds_of[name]} {values['peak_mib']:,.0f}"
-            for name, values in run.items()
-            if name == PLAIN or not name.startswith(PLAIN)
+            f"{kind} {values['peak_mib']:,.0f}"
+            for kind, values in runs[label]
+            if kind == PLAIN or not kind.startswith(PLAIN)
         )
-        peaks.append(f"{label.partition(',')[0]}: {extra}")
-    where = result["machine"]
+        peaks.append(f"{label}: {extra}")
     return (
-        f"{table}\n\nExtra memory in MiB, {'; '.join(peaks)}.\n"
-        f"One thread of {where['processor_model']}, torch {where['torch']}; frozen / trainable bias."
+        f"{table}\n\nExtra memory in MiB, {'; '.join(peaks)}.\n{machine}; frozen / trainable bias."
     )
+
+
+def attention_summary() -> str:
+    """The range of those ratios, for each kind of method."""
+    runs, machine = _attention_runs()
+    ratios: dict[str, list[float]] = {}
+    for kind, values in (row for run in runs.values() for row in run):
+        ratios.setdefault(kind, []).append(values["ratio"])
+
+    def between(*kinds: str) -> str:
+        every = [ratio for kind in kinds for ratio in ratios[kind]]
+        return f"{min(every):.2f} to {max(every):.2f}"
+
+    return (
+        "In multiples of the time of plain causal attention (PyTorch's fused kernel), for prefill, decode and "
+        f"training:\ntwo bands take {between('two bands')}, distance biases {between('distance bias')} and ALiBi "
+        f"{between('ALiBi')};\nthe usual implementations take {between('two score matrices', 'materialised bias')}. "
+        f"{machine};\n[docs/patching.md](docs/patching.md#what-attention-costs) has the table and the memory."
+    )
+
+
+def _attention_runs() -> tuple[dict[str, list[tuple[str, dict[str, float]]]], str]:
+    """The measured kinds of every run of `SHAPE`, and the machine."""
+    result: dict[str, Any] = json.loads(BENCHMARK.read_text(encoding="utf-8"))
+    runs = {
+        label.partition(",")[0]: [
+            (re.split(r",| \(", name)[0], values) for name, values in run.items()
+        ]
+        for label, run in result["results"].items()
+        if SHAPE in label
+    }
+    machine = result["machine"]
+    return runs, f"One thread of {machine['processor_model']}, torch {machine['torch']}"
 
 
 def _verdict(result: dict[str, Any], lengths: list[int]) -> str:
@@ -226,10 +254,11 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "demo": demo,
         "finetuned": short,
         "methods": methods,
-        "attention": attention,
+        "attention_summary": attention_summary,
     },
     ROOT / "docs" / "bench.md": {"bench": bench},
     ROOT / "docs" / "finetuning.md": {"example": example, "ways": ways},
+    ROOT / "docs" / "patching.md": {"attention": attention},
     ROOT / "docs" / "updates.md": {"updates": updates},
 }
 
