@@ -1,4 +1,4 @@
-"""Which methods that compute attention a model takes, tried one by one, and why it refuses the others."""
+"""Methods inside attention that a model supports, tried one by one, and the refusals of the others."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ ANY_NAME = "(...)"
 
 @dataclass
 class Refusals:
-    """What was refused: the model types by short name and full message, names of modules and methods left out."""
+    """Refused model types by short name and full message, without names of modules and methods."""
 
     found: dict[str, dict[str, list[str]]] = field(default_factory=dict)
 
     def add(self, model_type: str, short: str, message: str) -> None:
-        """Notes one refusal."""
+        """Add one refusal."""
         types = self.found.setdefault(short, {}).setdefault(message, [])
         if model_type not in types:
             types.append(model_type)
 
     def section(self) -> str:
-        """Everything in Markdown: a heading for each short name, and each message in full."""
+        """Format all refusals in Markdown: a heading for each short name, and each message in full."""
         parts = []
         for short in dict.fromkeys((*REASONS, *self.found)):
             if short not in self.found:
@@ -60,7 +60,7 @@ class Refusals:
 
 
 def tried() -> str:
-    """The methods that are tried, in Markdown."""
+    """List the methods that are tried, in Markdown."""
     labels = [f"`{_label(*case)}`" for cases in GROUPS.values() for case in cases]
     return f"{', '.join(labels[:-1])} and {labels[-1]}"
 
@@ -68,13 +68,13 @@ def tried() -> str:
 def cells(
     model_type: str, model: PreTrainedModel, original: int | None, refusals: Refusals
 ) -> tuple[str, ...]:
-    """One cell for each column: what the model takes in its full-attention layers, or else in all.
+    """Return one cell per column: the methods that work in the full-attention layers, or else in all layers.
 
     Args:
-        model_type: As it stands in the page.
-        model: An unpatched model; it is left as it was.
-        original: The original context length, where the model names none.
-        refusals: Where refusals are noted.
+        model_type: Name of the type in the page.
+        model: An unpatched model; it is unchanged afterwards.
+        original: The original context length, for models that name none.
+        refusals: Collects the refusals.
     """
     found = []
     for cases in GROUPS.values():
@@ -88,7 +88,7 @@ def cells(
 def _cell(
     model: PreTrainedModel, original: int | None, cases: tuple[Case, ...]
 ) -> tuple[str, list[tuple[str, str]]]:
-    """The cell, and every refusal as its short name and its message."""
+    """Return the cell, and every refusal as its short name and its message."""
     refused: list[tuple[str, str]] = []
     works: dict[str, list[str]] = {}
     fails: dict[str, list[str]] = {}
@@ -121,7 +121,7 @@ def _patch(
     original: int | None,
     layers: str,
 ) -> None:
-    """Patches, reads back that at least one layer has the method, and takes it out."""
+    """Patch, verify that at least one layer has the method, and unpatch."""
     patch_model(
         model,
         name,
@@ -147,7 +147,7 @@ def _short(error: Exception) -> str:
 
 
 def _generic(message: str, model: PreTrainedModel, method: str) -> str:
-    """A message without names of modules and measured numbers, so that equal reasons stand together."""
+    """Return a message without module names and measured numbers, so that equal reasons are grouped."""
     message = re.sub(r" \(relative difference \S+\)", "", message)
     paths = {name for name, _ in model.named_modules() if "." in name}
     kinds = {type(module).__name__ for module in model.modules()}

@@ -1,12 +1,12 @@
-"""Measures what hf_posenc costs, and writes JSON with versions and hardware.
+"""Measure what hf_posenc costs, and write JSON with versions and hardware.
 
     python scripts/benchmark.py core --output docs/data/benchmarks/core.json
     python scripts/benchmark.py attention --output docs/data/benchmarks/attention.json
     python scripts/benchmark.py model --output docs/data/benchmarks/model.json
 
-Everything that is compared runs in one process, interleaved in an order that is shuffled anew in every round, and is
-reported as a median and a ratio, since the machines that it runs on are shared. On a CPU the forward runs on one
-thread and is measured in CPU time, which neighbours change least.
+All compared runs share one process. They are interleaved, in an order that is shuffled in every round, and reported as
+medians and ratios, because machines are shared. On a CPU the forward runs on one thread and is measured in CPU time,
+which other processes disturb least.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def core(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of each measurement.")] = 31,
     device: Annotated[str, typer.Option(help="Where the models run.")] = "cpu",
 ) -> None:
-    """The forward of a patched model against the unpatched one, patch_model itself, and the import."""
+    """Measure the forward of a patched model against the unpatched one, patch_model itself, and the import."""
     results = {
         "forward": _forward(rounds, torch.device(device)),
         "rotary": _rotary(rounds, torch.device(device)),
@@ -74,7 +74,7 @@ def attention(
     rounds: Annotated[int, typer.Option(help="Interleaved rounds; slow situations get fewer.")] = 7,
     only: Annotated[str, typer.Option(help="Only situations with this word in the title.")] = "",
 ) -> None:
-    """The attention engine on a CPU against plain causal attention and others' formulations: time and peak memory."""
+    """Measure the attention engine on a CPU against plain causal attention and the usual implementations."""
     sys.path.insert(
         0, str(Path(__file__).resolve().parents[1])
     )  # when run as a file, not as a module
@@ -104,7 +104,7 @@ def model(
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds of each measurement.")] = 3,
 ) -> None:
-    """Whole models on a CPU, attention patched against unpatched: prefill, generation, peak memory, patch_model."""
+    """Measure whole models on a CPU, patched and unpatched: prefill, generation, peak memory, patch_model."""
     sys.path.insert(
         0, str(Path(__file__).resolve().parents[1])
     )  # when run as a file, not as a module
@@ -126,7 +126,7 @@ def model(
 def _write(
     output: Path | None, device: str, results: dict[str, dict[str, dict[str, float]]]
 ) -> None:
-    """Writes the results with versions and hardware."""
+    """Write the results with versions and hardware."""
     if output is None:
         return
     document = {"machine": _machine(device), "threads": torch.get_num_threads(), "results": results}
@@ -174,7 +174,7 @@ def _forward(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
     def run(name: str) -> Callable[[], float]:
         def measure() -> float:
             with patched(model, name, **METHODS[name]) if name in METHODS else nullcontext():
-                forward()  # not counted: patching has emptied the processor's caches
+                forward()  # Not counted: patching evicted the processor's caches.
                 return forward()
 
         return measure
@@ -183,7 +183,7 @@ def _forward(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
 
 
 def _rotary(rounds: int, device: torch.device) -> dict[str, dict[str, float]]:
-    """Seconds of the rotary module alone over 1024 positions: all that a frequency patch changes."""
+    """Seconds of the rotary module alone over 1024 positions: the only thing that a frequency patch changes."""
     x = torch.zeros(1, 1024, 1, device=device)
     positions = torch.arange(1024, device=device)[None]
     modules = {"baseline": _llama(1, device).model.rotary_emb}
@@ -275,7 +275,7 @@ def _machine(device: str) -> dict[str, Any]:
 
 
 def _processor_model() -> str | None:
-    """The processor's name and widest vector unit, which decide between plain attention's code paths; Linux only."""
+    """Name of the processor and its widest vector unit, which select PyTorch's attention kernel; Linux only."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,6 @@
-"""What `benchmark.py attention` measures: the engine's CPU kernels, plain attention and the formulations of others.
+"""Cases of `benchmark.py attention`: the engine's CPU kernels, plain attention and the usual implementations.
 
-Every group is one situation, with plain causal `F.scaled_dot_product_attention` of the same shape as its first case.
+Every group is one situation. Its first case is plain causal `F.scaled_dot_product_attention` of the same shape.
 Inputs are standard normal and float32, batch 1, head dimension 64 unless the group says otherwise.
 """
 
@@ -41,8 +41,8 @@ class Group:
 
     Attributes:
         title: The situation.
-        cases: By name; the first is what the others are compared with.
-        share: Of the rounds asked for, how many this group gets, for those that take long.
+        cases: By name; the others are compared with the first.
+        share: Fraction of the requested rounds, for groups that take long.
         repeats: Calls of one measurement.
     """
 
@@ -67,7 +67,7 @@ class Group:
 
 
 def groups() -> Iterator[Group]:
-    """All situations, made one after the other so that only one's inputs are in memory."""
+    """Yield all situations one after the other, so that only the inputs of one are in memory."""
     torch.manual_seed(0)
     yield _prefill(4096, share=0.6, others=True)
     yield _prefill(8192)
@@ -81,15 +81,15 @@ def groups() -> Iterator[Group]:
 
 
 def peak_mebibytes(run: Run) -> float | None:
-    """How far the resident memory rises above where it stood, the result included; None where Linux does not tell."""
+    """Return the rise of resident memory in MiB, the result included; None where /proc is missing."""
     gc.collect()
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").malloc_trim(
             0
-        )  # or freed pages of the run before would be used again
+        )  # Otherwise freed pages of the previous run would be reused.
     try:
         before = _status("VmRSS:")
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # sets the mark back
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets the peak
     except OSError:
         return None
     result = run()
@@ -213,7 +213,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _two_matrices(
     near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor], value: Tensor, scaling: float
 ) -> Tensor:
-    """Both bands' scores of all pairs, and one chosen: what bojone/rerope's modeling_llama.py computes."""
+    """Score all pairs for both bands and select one, as modeling_llama.py of bojone/rerope does."""
     position = torch.arange(value.shape[2])
     distance = position[:, None] - position
     scores, others = (q @ k.transpose(-1, -2) * scaling for q, k in (near, far))
@@ -223,7 +223,7 @@ def _two_matrices(
 
 
 def _materialised(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:
-    """The bias of all pairs and heads, made and handed to PyTorch's attention as its mask."""
+    """Materialise the bias of all pairs and heads and pass it to PyTorch's attention as the mask."""
     position = torch.arange(value.shape[2])
     distance = position[:, None] - position
     bias = table[:, distance.clamp_min(0)].masked_fill(distance < 0, -torch.inf)

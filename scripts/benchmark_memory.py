@@ -1,16 +1,16 @@
-"""Measures how much memory scoring takes, by length and by vocabulary: docs/data/benchmarks/memory.json and .png.
+"""Measure the memory of scoring by length and by vocabulary: docs/data/benchmarks/memory.json and .png.
 
     python scripts/benchmark_memory.py           about half an hour on one core
     python scripts/benchmark_memory.py --plot    estimate and draw the committed result again
 
 A random Llama (2 layers, 512 features, 8 query and 2 key heads, float32, the head shared with the embeddings, so that
-the weights are few even with a large vocabulary) scores one window on a CPU, on one thread. Every measurement is a
-fresh process (of multiprocessing's fork server, which has the libraries imported), the rounds are interleaved in an
-order that is shuffled anew, and medians are reported. A peak is how far the resident memory rises above where it stood
-with the model loaded; beside it stands what `hf_posenc.evaluation.scoring.estimate` says of a model on the meta device.
+the weights are few even with a large vocabulary) scores one window on a CPU, on one thread. Every measurement runs in a
+fresh process of multiprocessing's fork server, where the libraries are imported already. Rounds are interleaved in
+shuffled order, and medians are reported. A peak is the rise of resident memory over the loaded model. The results also
+contain the estimate of `hf_posenc.evaluation.scoring.estimate` for the same model on the meta device.
 
-Full logits is what a script does that calls the model and takes the loss of its logits; it is left out where it would
-take more than `FULL_LOGITS_LIMIT`.
+"Full logits" calls the model and computes the loss of its logits. It is left out where it would take more than
+`FULL_LOGITS_LIMIT`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main(
     plot: Annotated[bool, typer.Option(help="Measure nothing.")] = False,
     output: Annotated[Path, typer.Option(help="JSON file; the plot goes beside it.")] = RESULT,
 ) -> None:
-    """Runs all measurements, each in a process of its own, and writes medians."""
+    """Run all measurements, each in its own process, and write medians."""
     document = json.loads(output.read_text(encoding="utf-8")) if plot else _measured(rounds)
     _estimate(document["results"])
     output.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -74,7 +74,7 @@ def _measured(rounds: int) -> dict[str, Any]:
 
 
 def _estimate(results: Results) -> None:
-    """Puts the estimates beside the peaks."""
+    """Add the estimates to the peaks."""
     for case, length, vocabulary in _situations():
         if case != FULL:
             with torch.device("meta"):
@@ -122,7 +122,7 @@ def _title(length: int, vocabulary: int) -> str:
 
 
 def _measure(case: str, length: int, vocabulary: int) -> dict[str, float]:
-    """One measurement, in a process of its own."""
+    """Run one measurement in its own process."""
     torch.set_num_threads(1)
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, 1 << 20)
@@ -134,7 +134,7 @@ def _measure(case: str, length: int, vocabulary: int) -> dict[str, float]:
         return _full(model, ids) if case == FULL else scorer(ids)
 
     with torch.inference_mode():
-        scorer(ids[:64])  # what is made once
+        scorer(ids[:64])  # Created once, on the first call.
         start = time.process_time()
         peak = peak_mebibytes(run)
         seconds = time.process_time() - start
@@ -164,7 +164,7 @@ def _full(model: Any, ids: Tensor) -> Tensor:
 
 
 def _draw(results: Results, path: Path) -> None:
-    """Peaks by length and by vocabulary; small crosses are the estimates."""
+    """Draw peaks by length and by vocabulary; small crosses are the estimates."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator

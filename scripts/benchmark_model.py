@@ -1,8 +1,8 @@
-"""What `benchmark.py model` measures: whole models, patched against unpatched, and `patch_model` itself.
+"""Cases of `benchmark.py model`: whole models, patched and unpatched, and `patch_model` itself.
 
 A random Llama of 4 layers and 512 features (head dimension 64), float32, batch 1, on one thread; the unpatched model
 computes attention with sdpa. One model is patched and unpatched between the runs, so that all have the same weights in
-the same place. A run is a prefill into an empty cache, timed, and ten steps of generation after it, timed too.
+the same place. A run times a prefill into an empty cache and then ten steps of generation.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ MEMORY_LENGTH, PADDING = 8192, 100
 
 
 def whole_models(rounds: int) -> Iterator[Results]:
-    """Prefill and steps of generation in every situation, one after the other.
+    """Measure prefill and generation steps in every situation, one after the other.
 
     Args:
         rounds: Interleaved rounds.
@@ -69,10 +69,10 @@ def whole_models(rounds: int) -> Iterator[Results]:
 
 
 def memory() -> Iterator[Results]:
-    """How far a prefill raises resident memory, its cache included, without padding and with.
+    """Measure how far a prefill raises resident memory, cache included, with and without padding.
 
-    With padding the unpatched model needs a mask. Positions are given, as generate() gives them. To be measured last:
-    from here on large blocks go back to the system when they are freed, or what they left would hide the next.
+    With padding the unpatched model needs a mask. Positions are passed, as generate() does. Call it last: from then on
+    large freed blocks are returned to the system, because blocks that stay would hide the next peak.
     """
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, 1 << 20)
@@ -84,7 +84,7 @@ def memory() -> Iterator[Results]:
         found: dict[str, dict[str, float]] = {}
         for name in (PLAIN, AGAIN, *FEW):
             with _applied(model, name):
-                _run(model, ids[:, :1024], mask[:, :1024])  # what is made once
+                _run(model, ids[:, :1024], mask[:, :1024])  # Created once, on the first call.
                 peak = peak_mebibytes(partial(_run, model, ids, mask, steps=0))
             if peak is None:
                 return
@@ -95,7 +95,7 @@ def memory() -> Iterator[Results]:
 
 
 def patching(rounds: int) -> Results:
-    """Seconds of `patch_model`, trial and verification included, on models of 4 and 32 tiny layers."""
+    """Seconds of `patch_model`, trial and verification included, on models with 4 and 32 tiny layers."""
     found: Results = {}
     for layers in (4, 32):
         model = _llama(layers, 1, hidden=64)

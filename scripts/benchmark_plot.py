@@ -1,4 +1,4 @@
-"""Draws what `benchmark.py attention` measured: time and memory, as ratios to plain causal attention."""
+"""Figure of `benchmark.py attention`: time and memory as ratios to plain causal attention."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Results = dict[str, dict[str, dict[str, float]]]
 
 
 def write(results: Results, *paths: Path) -> None:
-    """One row per situation, one mark per case; a panel of time and one of peak memory.
+    """Draw one row per situation and one mark per case, in a panel for time and one for peak memory.
 
     Args:
         results: By situation and case: "ratio", and "peak_ratio" where memory was measured.
@@ -22,7 +22,7 @@ def write(results: Results, *paths: Path) -> None:
     """
     cases = list(dict.fromkeys(case for group in results.values() for case in group))
     cases = [case for case in cases if case not in (PLAIN, AGAIN)]
-    # One colour for a kind of encoding, hollow marks for other people's formulations of it.
+    # One colour per kind of encoding; hollow marks for its usual implementation.
     kinds = {case: COLOURS[i % len(COLOURS)] for i, case in enumerate(cases)}
     with rc_context(STYLE):
         figure = Figure(figsize=(9.5, 0.36 * len(results) + 1.6), layout="constrained")

@@ -1,15 +1,15 @@
-"""Measures what the loss in chunks saves and costs in training: docs/data/benchmarks/training.json and .png.
+"""Measure memory and time of the chunked loss in training: docs/data/benchmarks/training.json and .png.
 
     python scripts/benchmark_training.py           about half an hour on one core
     python scripts/benchmark_training.py --plot    draw the committed result again
 
-A random Llama (2 layers, 256 features, 4 query and 2 key heads, float32, the head shared with the embeddings) makes one
-forward and one backward pass over one text on a CPU, on one thread, with gradient checkpointing, as a long context is
-trained. Every measurement is a fresh process (of multiprocessing's fork server, which has the libraries imported), the
-rounds are interleaved in an order that is shuffled anew, and medians are reported. A peak is how far the resident
-memory rises above where it stood with the weights and room for their gradients; time is that of the process.
+A random Llama (2 layers, 256 features, 4 query and 2 key heads, float32, the head shared with the embeddings) runs one
+forward and one backward pass over one text on a CPU, on one thread, with gradient checkpointing, as long-context
+training does. Every measurement runs in a fresh process of multiprocessing's fork server, where the libraries are
+imported already. Rounds are interleaved in shuffled order, and medians are reported. A peak is the rise of resident
+memory over the weights and their gradients; time is CPU time of the process.
 
-Whole logits is `model(input_ids=ids, labels=ids).loss.backward()`; in chunks is the same after `chunk_loss(model)`.
+"Whole logits" is `model(input_ids=ids, labels=ids).loss.backward()`; "in chunks" is the same after `chunk_loss(model)`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(
     plot: Annotated[bool, typer.Option(help="Measure nothing.")] = False,
     output: Annotated[Path, typer.Option(help="JSON file; the plot goes beside it.")] = RESULT,
 ) -> None:
-    """Runs all measurements, each in a process of its own, and writes medians."""
+    """Run all measurements, each in its own process, and write medians."""
     if not plot:
         document = {
             "machine": _machine("cpu"),
@@ -69,7 +69,7 @@ def main(
 
 
 def title(length: int, vocabulary: int) -> str:
-    """The name of a situation in the results."""
+    """Return the name of a situation in the results."""
     return f"length {length}, vocabulary {vocabulary}"
 
 
@@ -97,7 +97,7 @@ def _interleaved(rounds: int) -> Results:
 
 
 def _measure(case: str, length: int, vocabulary: int) -> dict[str, float]:
-    """One measurement, in a process of its own."""
+    """Run one measurement in its own process."""
     torch.set_num_threads(1)
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libc.so.6").mallopt(_MMAP_THRESHOLD, 1 << 20)
@@ -115,7 +115,7 @@ def _measure(case: str, length: int, vocabulary: int) -> dict[str, float]:
         loss.backward()
         return loss.detach()
 
-    step(ids[:, :64])  # what is made once; the gradients' memory is there from now on
+    step(ids[:, :64])  # Created once; the memory of the gradients stays allocated.
     start = time.process_time()
     peak = peak_mebibytes(step)
     values["seconds"] = time.process_time() - start
@@ -142,7 +142,7 @@ def _llama(vocabulary: int) -> Any:
 
 
 def _draw(results: Results, path: Path) -> None:
-    """Peaks and times, by length and by vocabulary."""
+    """Draw peaks and times by length and by vocabulary."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator

@@ -1,9 +1,9 @@
-"""Writes docs/architectures.md: every architecture of the installed transformers, patched once with every method.
+"""Write docs/architectures.md: every architecture of the installed transformers, patched with every method.
 
     python -m scripts.make_architectures            # writes the page
-    python -m scripts.make_architectures --check    # exits 1 where the committed page is not what would be written
+    python -m scripts.make_architectures --check    # exits 1 if the committed page is out of date
 
-Run it from the checkout. Each row is measured on a tiny random model (tests/support/zoo.py); nothing is typed in.
+Run it from the checkout. Each row is measured on a tiny random model (tests/support/zoo.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ computes for the same frequency method, or what a pair-by-pair reference does, i
   `hf_posenc.from_pretrained` (*hf_posenc*), which loads all that computes attention too.
 """
 
-REFUSED = f"""What `patch_model` says, with `{attention_coverage.ANY_NAME}` for a method or a module of the model."""
+REFUSED = f"""The refusal of `patch_model`, with `{attention_coverage.ANY_NAME}` for a method or a module of the model."""
 
 COLUMNS = ("model type", "rotary", "tables", "methods", *attention_coverage.GROUPS, "saved as")
 
@@ -62,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"abf": {"rope_theta": 40e6}}
 
 
 def options_for(method: str, pairs: int) -> dict[str, Any]:
-    """Options under which a frequency method changes something, and leaves attention to the model."""
+    """Options with which a frequency method has an effect and leaves attention to the model."""
     options = dict(OPTIONS.get(method, {"scale": 4.0} if get_method(method).takes_scale() else {}))
     if method == "longrope":
         options |= {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs}
@@ -70,11 +70,11 @@ def options_for(method: str, pairs: int) -> dict[str, Any]:
 
 
 def row(model_type: str, refusals: attention_coverage.Refusals | None = None) -> tuple[str, ...]:
-    """One line of the table of architectures that rotate: the cells of `COLUMNS`.
+    """Return the cells of `COLUMNS` for one architecture with a rotation.
 
     Args:
         model_type: The type.
-        refusals: Where refusals of methods that compute attention are noted in full.
+        refusals: Collects the full refusals of methods that compute attention.
     """
     refusals = attention_coverage.Refusals() if refusals is None else refusals
     model = zoo.build(model_type)
@@ -121,7 +121,7 @@ def row(model_type: str, refusals: attention_coverage.Refusals | None = None) ->
 
 
 def widths(model: Any, tables: Iterable[Any]) -> str:
-    """The layer types and rotated parts of the head, as in `full 8/16, sliding 16/16`."""
+    """Format the layer types and rotated parts of the head, as in `full 8/16, sliding 16/16`."""
     found = []
     for table in tables:
         label = (table.layer_type or "").removesuffix("_attention")
@@ -131,7 +131,7 @@ def widths(model: Any, tables: Iterable[Any]) -> str:
 
 
 def coverage(works: dict[str, str], fails: dict[str, list[str]]) -> str:
-    """Which methods work, with the reason why the others do not."""
+    """Format the methods that work, and the reasons why the others do not."""
     if not fails:
         return "all"
     reasons = "; ".join(f"not {', '.join(methods)}: {reason}" for reason, methods in fails.items())
@@ -139,7 +139,7 @@ def coverage(works: dict[str, str], fails: dict[str, list[str]]) -> str:
 
 
 def exports(works: dict[str, str]) -> str:
-    """How many static methods are saved in which form."""
+    """Count the static methods saved in each form."""
     static = {m: form for m, form in works.items() if not get_method(m).length_dependent}
     forms = {"rope_parameters": "native", "longrope": "longrope", "hf_posenc": "hf_posenc"}
     counts = {name: sum(form == key for form in static.values()) for key, name in forms.items()}
@@ -147,17 +147,15 @@ def exports(works: dict[str, str]) -> str:
 
 
 def first_sentence(error: Exception) -> str:
-    """The reason of a refusal, without the advice."""
+    """Return the reason of a refusal without the advice."""
     return str(error).split(". ")[0].rstrip(".").replace("|", "\\|")
 
 
 def refusal(model_type: str) -> tuple[str, str]:
-    """A causal language model that does not rotate, and what `patch_model` says of it."""
+    """Return the refusal of `patch_model` for a causal language model without a rotation."""
     try:
         model = zoo.build(model_type)
-    except (
-        Exception
-    ) as error:  # whatever a configuration class raises at sizes that it does not like
+    except Exception as error:  # whatever a configuration class raises for unsupported sizes
         return model_type, f"not tried: no tiny model could be built ({type(error).__name__})"
     try:
         patch_model(model, "yarn", scale=4.0)
@@ -169,14 +167,14 @@ def refusal(model_type: str) -> tuple[str, str]:
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """A table in Markdown."""
+    """Format a table in Markdown."""
     head = list(columns)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     refusals = attention_coverage.Refusals()
 
     def rows(title: str, types: Iterable[str]) -> list[tuple[str, ...]]:
@@ -217,7 +215,7 @@ def page() -> str:
 
 
 def main(check: bool = typer.Option(False, help="Compare instead of writing.")) -> None:
-    """Write docs/architectures.md, or compare it with what would be written."""
+    """Write docs/architectures.md, or check that it is up to date."""
     new = page()
     if not check:
         PAGE.write_text(new, encoding="utf-8")

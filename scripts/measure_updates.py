@@ -1,4 +1,4 @@
-"""Measures the update modes of the dynamic methods on the embedded model: docs/data/benchmarks/updates.json and .png.
+"""Measure the update modes of dynamic methods on the embedded model: docs/data/benchmarks/updates.json and .png.
 
 python scripts/measure_updates.py            about a quarter of an hour on one core
 python scripts/measure_updates.py --plot     draw the committed result again
@@ -6,11 +6,11 @@ python scripts/measure_updates.py --plot     draw the committed result again
 Two measurements, on the held-out documents of `hf-posenc perplexity`:
 
 - whole texts: `prefix` and `tail` perplexity (docs/evaluation.md) of one forward without a cache, in the modes
-  "sequence" and "row", for several scales and buckets. One text in one forward gives "request" the very numbers of
-  "sequence", which one candidate confirms.
-- generation: the tail again, but read through a key-value cache, a few tokens at a time: either the whole text
-  ("steps": a long conversation), or the tail after all that is in front of it ("prompt"). Here "sequence" is what
-  transformers does, and cached keys keep the frequencies of their own time.
+  "sequence" and "row", for several scales and buckets. For one text in one forward, "request" equals "sequence"; one
+  candidate confirms it.
+- generation: the tail again, read through a key-value cache a few tokens at a time. Either the whole text is read so
+  ("steps": a long conversation), or only the tail, after a prompt of all earlier text ("prompt"). Here "sequence" is
+  the behaviour of transformers: cached keys keep the frequencies that they were computed with.
 
 Every number comes with its ratio to "sequence" on whole texts, the published form, and the paired 95 % bootstrap
 interval of that ratio over documents.
@@ -54,7 +54,7 @@ FAMILIES = (
 )
 """Methods and scales, as the beginning of a `--patch` entry."""
 CONFIRMED = "dynamic_ntk:scale=2,"
-"""Where "request" is run too, to see that it gives the numbers of "sequence"."""
+"""The candidate that runs "request" too, to confirm that it equals "sequence"."""
 GENERATED = ("dynamic_ntk:scale=2,", "dynamic_ntk:scale=8,", "dynamic_yarn:")
 CACHED_LENGTHS = (512, 1024, 2048)
 CACHED_BUCKET = 128  # half of the trained context
@@ -63,7 +63,7 @@ STEP = 8
 
 
 def main() -> None:
-    """Measures everything, prints it and writes it."""
+    """Measure everything, print it and write it."""
     began = time.process_time()
     loading.one_thread()
     name = loading.embedded_model()
@@ -130,11 +130,13 @@ def _cached(
     special: Sequence[int],
     feed: str,
 ) -> list[Record]:
-    """The tail protocol, every window read through a cache."""
+    """Measure the tail protocol with every window read through a cache."""
     candidate = Candidate.parse(spec).checked(model)
     records = []
     with candidate.applied(model, CACHED_LENGTHS[-1]), warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that "sequence" is inexact is the point
+        warnings.simplefilter(
+            "ignore", UserWarning
+        )  # "sequence" is inexact here, and that is what is measured
         for length in CACHED_LENGTHS:
             for document in documents:
                 end = document.ids[len(document.ids) - (length - len(special)) :]
@@ -174,7 +176,7 @@ def _rows(
 ) -> list[dict[str, Any]]:
     """Perplexities with their ratios to the published form, as printed and stored."""
     label = records[0].method
-    # the first method of a list is what the ratios refer to, and two methods need two labels
+    # Ratios refer to the first method of a list, and two methods need two labels.
     baseline = [dataclasses.replace(record, method="published") for record in published]
     wanted = {(record.protocol, record.length) for record in records}
     cells = summarize(
@@ -203,7 +205,7 @@ def _rows(
 
 
 def plot() -> None:
-    """Draws the tail by length: whole texts on the left, through a cache on the right."""
+    """Draw the tail by length: whole texts on the left, through a cache on the right."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D

@@ -1,13 +1,13 @@
-"""Makes the embedded model, start to finish: corpus, tokenizer, training, held-out perplexity, model card.
+"""Train the embedded model from start to finish: corpus, tokenizer, training, held-out perplexity, model card.
 
     python scripts/train_tiny_llama.py --preset cpu --output hf_posenc/embedded/tiny_llama
     python scripts/train_tiny_llama.py --preset gpu --device cuda --output ...   # a larger model
     python scripts/train_tiny_llama.py --preset smoke --output smoke             # a test of the pipeline
 
-The number of steps is fixed, every random choice follows from the seed, and what a step reads is a function
-of its number, so a run that was killed and started again with the same arguments goes on from its last
-checkpoint (in `--work`) and gives the losses that it would have given. The corpus is the Python source of the
-running environment (`hf_posenc.embedded.corpus`); `training_log.json` says which packages that was.
+The number of steps is fixed, every random choice follows from the seed, and the data of a step depends on its
+number only. A killed run that is started again with the same arguments resumes from its last checkpoint (in
+`--work`) with the same losses. The corpus is the Python source of the running environment
+(`hf_posenc.embedded.corpus`); `training_log.json` lists its packages.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from hf_posenc.embedded.tokens import END_OF_TEXT, Batches, token_stream, train_
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides the result, apart from the environment that the corpus comes from.
+    """Settings that determine the result, apart from the environment that the corpus comes from.
 
     Args:
         vocab_size: byte-level BPE vocabulary.
@@ -50,8 +50,8 @@ class Settings:
         muon_lr, adamw_lr: peak rates of the matrices and of the embedding and norms.
         weight_decay: of the matrices.
         bytes_per_source: limit per installed distribution, see `hf_posenc.embedded.corpus`.
-        max_sources: look at no more than this many sources.
-        tokenizer_bytes: about how much text the tokenizer is trained on.
+        max_sources: limit on the number of sources.
+        tokenizer_bytes: approximate size of the text that trains the tokenizer.
         log_every, checkpoint_every, evaluate_every: in steps.
         windows: held-out windows of the running evaluation.
         seed: of everything.
@@ -100,7 +100,7 @@ PRESETS = {
 
 
 def prepare(settings: Settings, work: Path) -> tuple[Batches, PreTrainedTokenizerFast]:
-    """The batches and the tokenizer, from a corpus that is selected once per work folder."""
+    """Return the batches and the tokenizer, from a corpus that is selected once per work folder."""
     if not (work / "corpus.json").exists():
         corpus = select(
             environment(),
@@ -121,14 +121,14 @@ def prepare(settings: Settings, work: Path) -> tuple[Batches, PreTrainedTokenize
         }
         _write(
             work / "corpus.json", json.dumps(summary, indent=1)
-        )  # last: it says that all is there
+        )  # Written last: it marks the folder as complete.
     stream = np.load(work / "tokens.npy")
     tokenizer = PreTrainedTokenizerFast.from_pretrained(work / "tokenizer")
     return Batches(stream, settings.context, settings.batch, settings.seed), tokenizer
 
 
 def build(settings: Settings) -> LlamaForCausalLM:
-    """The Llama, randomly initialized from the seed."""
+    """Build the Llama, initialized from the seed."""
     torch.manual_seed(settings.seed)
     config = LlamaConfig(
         vocab_size=settings.vocab_size,
@@ -222,19 +222,19 @@ def perplexity(
 def train(
     settings: Settings, work: Path, device: torch.device, *, compile_model: bool = False
 ) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast, dict[str, Any]]:
-    """Trains from the last checkpoint in `work`, or from the start.
+    """Train from the last checkpoint in `work`, or from the start.
 
     Args:
         settings: of the run; must be those of the checkpoint.
         work: folder of the corpus, the tokenizer and the checkpoint.
-        device: where to train.
+        device: device of the training.
         compile_model: whether to use torch.compile (needs a C++ compiler on a CPU; about 1.5 times faster).
 
     Returns:
         The trained model, the tokenizer and the record of the run.
 
     Raises:
-        typer.BadParameter: the checkpoint in `work` is of other settings.
+        typer.BadParameter: the checkpoint in `work` has other settings.
     """
     work.mkdir(parents=True, exist_ok=True)
     described = dataclasses.asdict(settings)
@@ -316,7 +316,7 @@ def export(
     work: Path,
     output: Path,
 ) -> None:
-    """Writes the checkpoint, measures what was written, and writes the log and the model card.
+    """Write the checkpoint, measure the written model, and write the log and the model card.
 
     Args:
         model: the trained model; left in bfloat16 on the CPU.
@@ -329,7 +329,9 @@ def export(
     nn.Module.to(model, device="cpu", dtype=torch.bfloat16)
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
-    (output / "model.safetensors").chmod(0o644)  # safetensors makes it private, a package is not
+    (output / "model.safetensors").chmod(
+        0o644
+    )  # safetensors creates private files; a package is readable by all
     saved = LlamaForCausalLM.from_pretrained(output, dtype=torch.float32)
     target, lengths = settings["context"] // 2, [settings["context"] * 2**i for i in range(5)]
     windows, target_bytes = held_out_windows(tokenizer, settings["windows"], lengths[-1], target)
@@ -355,7 +357,7 @@ def export(
 
 
 def _write(file: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
+    """Write a file atomically."""
     file.with_suffix(".new").write_text(text.rstrip("\n") + "\n", encoding="utf-8")
     file.with_suffix(".new").replace(file)
 
@@ -370,7 +372,7 @@ def main(
     seed: Annotated[int | None, typer.Option(help="Instead of the preset's.")] = None,
     compile_model: Annotated[bool, typer.Option("--compile/--no-compile")] = False,
 ) -> None:
-    """Makes the embedded model."""
+    """Train the embedded model."""
     if preset not in PRESETS:
         raise typer.BadParameter(f"Unknown preset {preset!r}. Available: {', '.join(PRESETS)}.")
     if not hasattr(torch.optim, "Muon"):
