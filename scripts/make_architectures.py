@@ -54,7 +54,7 @@ computes for the same frequency method, or what a pair-by-pair reference does, i
   `hf_posenc.from_pretrained` (*hf_posenc*), which loads all that computes attention too.
 """
 
-REFUSED = f"""The refusal of `patch_model`, with `{attention_coverage.ANY_NAME}` for a method or a module of the model."""
+REFUSED = f"""Messages of `patch_model`, with `{attention_coverage.ANY_NAME}` for a method or a module of the model."""
 
 COLUMNS = ("model type", "rotary", "tables", "methods", *attention_coverage.GROUPS, "saved as")
 
