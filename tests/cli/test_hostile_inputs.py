@@ -60,20 +60,20 @@ FILES: dict[str, tuple[bytes, str]] = {
     "only-bom.txt": (b"\xef\xbb\xbf", "empty"),
     "utf16.txt": (GOOD.encode("utf-16"), "UTF-16 (or UTF-32), not UTF-8: convert it with iconv"),
     "utf16-be.txt": (b"\xfe\xff" + GOOD.encode("utf-16-be"), "UTF-16, not UTF-8"),
-    "utf16-bare.txt": (GOOD.encode("utf-16-le"), "no text: a NUL byte at offset 1"),
+    "utf16-bare.txt": (GOOD.encode("utf-16-le"), "not text: a NUL byte at offset 1"),
     "latin1.txt": (
         b"x" * 70_000 + "naïve".encode("latin-1"),
         "not UTF-8 (byte 0xef at offset 70002)",
     ),
     "cut.txt": ("three €".encode()[:-1], "not UTF-8 (byte 0xe2 at offset 6)"),
-    "nul.txt": (b"a" * 70_000 + b"\0b", "no text: a NUL byte at offset 70,000"),
-    "binary.txt": (bytes(range(256)) * 50, "no text: a NUL byte at offset 0"),
+    "nul.txt": (b"a" * 70_000 + b"\0b", "not text: a NUL byte at offset 70,000"),
+    "binary.txt": (bytes(range(256)) * 50, "not text: a NUL byte at offset 0"),
     "picture.txt": (b"\x89PNG\r\n\x1a\n", "not UTF-8 (byte 0x89 at offset 0)"),
     "gzip.txt": (gzip.compress(GOOD.encode()), "gzip data: its name must end in .gz"),
     "text.gz": (GOOD.encode(), "not gzip data, or damaged"),
     "torn.txt.gz": (
         gzip.compress(os.urandom(5000).hex().encode())[:3000],
-        "cut off: its gzip data",
+        "truncated: its gzip data",
     ),
     "damaged.txt.gz": (damaged(gzip.compress(GOOD.encode())), "not gzip data, or damaged"),
     "empty.txt.gz": (gzip.compress(b""), "empty"),
@@ -90,8 +90,11 @@ FILES: dict[str, tuple[bytes, str]] = {
     "seven.jsonl": (b'{"text": 7}\n', "column 'text' holds int, not text"),
     "surrogate.jsonl": (b'{"text": "half \\ud83d of it"}\n', "half of a surrogate pair (\\ud83d)"),
     "latin1.jsonl": (b'{"text": "na\xefve"}\n', "not UTF-8 (byte 0xef)"),
-    "deep.jsonl": (b"[" * 100_000 + b"\n", "JSON beyond what Python reads"),
-    "digits.jsonl": (b'{"text": ' + b"7" * 9000 + b"}\n", "JSON beyond what Python reads"),
+    "deep.jsonl": (b"[" * 100_000 + b"\n", "JSON beyond the limits of Python's parser"),
+    "digits.jsonl": (
+        b'{"text": ' + b"7" * 9000 + b"}\n",
+        "JSON beyond the limits of Python's parser",
+    ),
     "blank.jsonl": (b"\n \n\n", "empty"),
     "empty.jsonl": (b"", "empty"),
     "text.parquet": (GOOD.encode(), "not a parquet file, or damaged"),
@@ -112,7 +115,7 @@ FILES: dict[str, tuple[bytes, str]] = {
     "negative.npy": (npy(np.array([1, -2, 3])), "token -2 is negative"),
     "outside.npy": (npy(np.array([1, 257])), "token 257 is outside the vocabulary of 257"),
     "huge.npy": (npy(np.array([1, 2**63 + 5], np.uint64)), "is negative"),
-    "odd.bin": (b"\1\0\2", "3 bytes are no whole number of uint16 ids; --token-dtype says"),
+    "odd.bin": (b"\1\0\2", "3 bytes are not a whole number of uint16 ids; set --token-dtype"),
     "empty.bin": (b"", "empty"),
     "outside.bin": (b"\xff\xff" * 9, "token 65,535 is outside the vocabulary of 257"),
 }
@@ -122,7 +125,7 @@ ZSTD: dict[str, tuple[Callable[[], bytes], str]] = {
     "text.zst": (lambda: GOOD.encode(), "not zstd data, or damaged"),
     "torn.txt.zst": (
         lambda: zstd(os.urandom(5000).hex().encode())[:3000],
-        "cut off: its zstd data",
+        "truncated: its zstd data",
     ),
     "damaged.txt.zst": (lambda: zstd(b"x" * 9)[:5] + b"\xff" * 20, "not zstd data, or damaged"),
     "zstd.txt": (lambda: zstd(b"abc"), "zstd data: its name must end in .zst"),
@@ -155,9 +158,9 @@ def test_zstd_garbage(name: str, tmp_path: Path) -> None:
 
 
 def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for library in ("zstandard", "pyarrow", "pyarrow.parquet", "datasets"):
+    for library in ("pyarrow", "pyarrow.parquet", "datasets"):
         monkeypatch.setitem(sys.modules, library, None)
-    for name, library in (("a.txt.zst", "zstandard"), ("a.parquet", "pyarrow")):
+    for name, library in (("a.txt.zst", "pyarrow"), ("a.parquet", "pyarrow")):
         (tmp_path / name).write_bytes(b"x")
         message = refusal(tmp_path / name)
         assert f"need the {library} library: pip install 'hf-posenc[data]'" in message
@@ -193,7 +196,7 @@ def test_bombs_take_little_memory(
     reasons = {Path(entry.name).name: entry.reason for entry in skipped}
     assert "no place to cut its text" in reasons[f"letters.txt{ending}"]
     assert reasons[f"line.jsonl{ending}:1"] == "a line of more than 1,048,576 bytes"
-    assert reasons[f"zeros.txt{ending}"] == "no text: a NUL byte at offset 0"
+    assert reasons[f"zeros.txt{ending}"] == "not text: a NUL byte at offset 0"
     assert [len(document) for document in usable] == [3, 999]
     assert peak < BOMB // 2
 

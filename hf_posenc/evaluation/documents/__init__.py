@@ -1,10 +1,8 @@
-"""Where evaluation text comes from, and how it becomes tokens.
+"""Evaluation text: documents from files and datasets, and their tokens.
 
-A document that cannot be used is never dropped in silence: every reader yields a document or a `Skipped` with the
-reason, and both are counted in the result.
-
-Readers (`files`, `datasets`, `embedded`) give texts, texts that stay in their files, or token ids; `loading` turns them
-into tokens, a long text window by window (`joining`), and keeps those in memory or in a temporary file (`spool`).
+Readers (`read_paths`, `read_dataset`, `read_embedded`) yield texts, token ids, and a `Skipped` with the reason for
+everything that cannot be used: no document is dropped silently. `load_documents` tokenizes them, a long text window by
+window, and keeps the tokens in memory or in a temporary file.
 """
 
 from __future__ import annotations
@@ -18,21 +16,21 @@ from hf_posenc.evaluation.documents.document import (
     UnreadableError,
     as_entries,
     printable,
-    special_prefix,
 )
 from hf_posenc.evaluation.documents.files import read_paths
-from hf_posenc.evaluation.documents.formats import TOKEN_DTYPES, read_dataset
+from hf_posenc.evaluation.documents.formats import read_dataset
 from hf_posenc.evaluation.documents.loading import (
     EMBEDDED_SOURCE,
+    Vocabulary,
     load_documents,
     read_embedded,
+    special_prefix,
     tokenize,
 )
 from hf_posenc.evaluation.documents.storage import TokenCache
 
 __all__ = [
     "EMBEDDED_SOURCE",
-    "TOKEN_DTYPES",
     "Document",
     "Entry",
     "LongDocument",
@@ -40,6 +38,7 @@ __all__ = [
     "TokenCache",
     "TokenizedDocument",
     "UnreadableError",
+    "Vocabulary",
     "as_entries",
     "load_documents",
     "printable",

@@ -1,4 +1,4 @@
-"""Text files, folders and glob patterns: each file once, by the reader that its name asks for."""
+"""Text files, folders and glob patterns: each file once, read in the format that its name implies."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import glob
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_posenc.errors import unknown
@@ -17,12 +16,11 @@ from hf_posenc.evaluation.documents.document import (
     Skipped,
     UnreadableError,
     printable,
-    reason_of,
 )
 from hf_posenc.evaluation.documents.formats import (
     COMPRESSED,
     TOKEN_DTYPES,
-    Field,
+    Column,
     check_regular,
     inner_suffix,
     is_saved,
@@ -31,33 +29,9 @@ from hf_posenc.evaluation.documents.formats import (
     read_npy,
     read_parquet,
     read_saved,
+    system_reason,
     text_pieces,
 )
-
-# The files below a folder.
-
-
-def below(folder: Path) -> Iterator[Path | Skipped]:
-    """Everything below a folder that is no folder, by name, through links too; hidden entries are left out."""
-    seen: set[tuple[int, int]] = set()
-    waiting = [folder]
-    while waiting:
-        path = waiting.pop()
-        if not os.path.isdir(path):  # noqa: PTH112 (pathlib's raises for some of what is no folder)
-            yield path
-            continue
-        try:
-            found = path.stat()
-            if (found.st_dev, found.st_ino) in seen:
-                yield Skipped(printable(path), "a link to a folder that is read already")
-                continue
-            seen.add((found.st_dev, found.st_ino))
-            entries = sorted(path.iterdir(), key=lambda entry: entry.name, reverse=True)
-        except OSError as error:
-            yield Skipped(printable(path), reason_of(error))
-            continue
-        waiting += [entry for entry in entries if not entry.name.startswith(".")]
-
 
 SMALL = 1 << 20
 """Characters, or bytes, from which on a text stays in its file."""
@@ -71,40 +45,38 @@ def read_paths(
     split: str = "test",
     token_dtype: str = "uint16",
 ) -> Iterator[Entry]:
-    """Files, folders (every file below them, hidden ones left out) and glob patterns, each file once.
+    """Yield the documents of files, folders (all files below them except hidden ones) and glob patterns.
 
-    What a file is, its name says, without `.gz` or `.zst`: `.jsonl`, `.ndjson` and `.parquet` are rows; `.npy` and,
-    where it is named and not just found in a folder, `.bin` are token ids; everything else is one text. A folder that
-    `save_to_disk` of the datasets library wrote is that dataset.
+    Each file is read once. Its suffix, without `.gz` or `.zst`, selects the format: `.jsonl`, `.ndjson` and `.parquet`
+    contain rows; `.npy` contains token ids, as does a `.bin` file that is named and not just found in a folder;
+    everything else is one text. A folder that `save_to_disk` of the datasets library wrote is that dataset.
 
     Args:
         paths: Files, folders, patterns.
-        column: The column of rows that holds their text.
-        tokenized: The column of rows that holds token ids, read instead of a text.
-        split: Which part of a saved `DatasetDict`.
-        token_dtype: What a `.bin` file consists of: `uint16`, as LongLoRA's, or another of `TOKEN_DTYPES`.
+        column: The column of rows that contains their text.
+        tokenized: The column of rows that contains token ids, read instead of a text.
+        split: The split of a saved `DatasetDict`.
+        token_dtype: Type of the ids in a `.bin` file: `uint16`, as LongLoRA's, or another of `TOKEN_DTYPES`.
 
     Raises:
         PosencError: There is no such `token_dtype`, or a saved dataset cannot be read.
     """
     if token_dtype not in TOKEN_DTYPES:
         raise unknown("token type", token_dtype, TOKEN_DTYPES)
-    reader = _Reader(Field(column, tokenized), split, token_dtype)
-    for given in paths:
-        yield from reader.read(given)
+    reader = _Reader(Column(column, tokenized), split, token_dtype)
+    for argument in paths:
+        yield from reader.read(argument)
 
 
-@dataclass
 class _Reader:
-    column: Field
-    split: str
-    token_dtype: str
-    seen: dict[tuple[int, int], Path] = field(default_factory=dict)
+    def __init__(self, column: Column, split: str, token_dtype: str) -> None:
+        self.column, self.split, self.token_dtype = column, split, token_dtype
+        self.seen: dict[tuple[int, int], Path] = {}
 
-    def read(self, given: str) -> Iterator[Entry]:
-        """What one argument names."""
-        path = Path(os.path.expanduser(given))  # noqa: PTH111 (pathlib's raises for an unknown user)
-        if not given:  # an empty variable of a shell, and not the folder that pathlib takes it for
+    def read(self, argument: str) -> Iterator[Entry]:
+        """Yield the documents of one argument."""
+        path = Path(os.path.expanduser(argument))  # noqa: PTH111 (pathlib's raises for an unknown user)
+        if not argument:  # an empty shell variable, which pathlib takes for the current folder
             yield Skipped("(an empty name)", "no such file")
         elif os.path.isdir(path):  # noqa: PTH112 (pathlib's raises for a name that is too long)
             if is_saved(path):
@@ -114,16 +86,16 @@ class _Reader:
         elif os.path.lexists(path):
             yield from self._file(path, named=True)
         else:
-            files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
-            files = [file for file in files if not os.path.isdir(file)]  # noqa: PTH112
+            matches = [Path(file) for file in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
+            files = [file for file in matches if not os.path.isdir(file)]  # noqa: PTH112
             if not files:
-                yield Skipped(printable(given), "no such file")
+                yield Skipped(printable(argument), "no such file")
             for file in files:
                 yield from self._file(file, named=True)
 
     def _folder(self, folder: Path) -> Iterator[Entry]:
         empty = True
-        for found in below(folder):
+        for found in _below(folder):
             empty = False
             if isinstance(found, Skipped):
                 yield found
@@ -136,28 +108,27 @@ class _Reader:
         name = printable(path)
         try:
             first = self._first(path)
-            if first is None:
+            if first is path:
                 yield from self._content(path, named)
             elif os.path.abspath(first) != os.path.abspath(path):  # noqa: PTH100 (links stay)
                 yield Skipped(name, f"the same file as {printable(first)}")
         except UnreadableError as error:
             yield Skipped(name, str(error))
 
-    def _first(self, path: Path) -> Path | None:
-        """The path under which this file was read before."""
+    def _first(self, path: Path) -> Path:
+        """Return the path under which this file was first read; a file without a status is its own."""
         try:
-            found = path.stat()
+            status = path.stat()
         except OSError:
-            return None  # its reader says why
-        before = self.seen.setdefault((found.st_dev, found.st_ino), path)
-        return None if before is path else before
+            return path  # its reader raises the reason
+        return self.seen.setdefault((status.st_dev, status.st_ino), path)
 
     def _content(self, path: Path, named: bool) -> Iterator[Entry]:
-        suffix, packed = inner_suffix(path), path.suffix.lower() in COMPRESSED
+        suffix, compressed = inner_suffix(path), path.suffix.lower() in COMPRESSED
         if suffix in (".jsonl", ".ndjson"):
             yield from read_jsonl(path, self.column)
-        elif suffix in (".parquet", ".npy", ".bin") and packed:
-            raise UnreadableError(f"{suffix} files are read from any place: decompress it first")
+        elif suffix in (".parquet", ".npy", ".bin") and compressed:
+            raise UnreadableError(f"{suffix} files need random access: decompress it first")
         elif suffix == ".parquet":
             yield from read_parquet(path, self.column)
         elif suffix == ".npy":
@@ -167,13 +138,35 @@ class _Reader:
         elif suffix == ".bin":
             yield from read_bin(path, self.token_dtype)
         else:
-            yield _text(path, packed)
+            yield _text(path, compressed)
 
 
-def _text(path: Path, packed: bool) -> Document | LongDocument:
+def _below(folder: Path) -> Iterator[Path | Skipped]:
+    """Yield every file below a folder, by name and through links; hidden entries are left out."""
+    seen: set[tuple[int, int]] = set()
+    pending = [folder]
+    while pending:
+        path = pending.pop()
+        if not os.path.isdir(path):  # noqa: PTH112 (pathlib's raises for some names)
+            yield path
+            continue
+        try:
+            status = path.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                yield Skipped(printable(path), "a link to a folder that is read already")
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            entries = sorted(path.iterdir(), key=lambda entry: entry.name, reverse=True)
+        except OSError as error:
+            yield Skipped(printable(path), system_reason(error))
+            continue
+        pending += [entry for entry in entries if not entry.name.startswith(".")]
+
+
+def _text(path: Path, compressed: bool) -> Document | LongDocument:
     name, pieces = printable(path), functools.partial(text_pieces, path)
     size = check_regular(path)
-    if not packed and size > SMALL:
+    if not compressed and size > SMALL:
         return LongDocument(name, pieces)
     held: list[str] = []
     for piece in pieces():

@@ -1,38 +1,182 @@
-"""The column of a row that holds a document: its text, or its tokens."""
+"""File formats and datasets that documents are read from.
+
+Every reader yields entries. It raises `UnreadableError` with a reason of one line if a file cannot be read, and keeps
+no more than a piece, a line or a few rows in memory.
+"""
 
 from __future__ import annotations
 
 import codecs
+import contextlib
+import functools
 import gzip
+import io
 import json
 import stat
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
+import torch
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.documents.document import (
     Document,
     Entry,
     Skipped,
+    TokenizedDocument,
     UnreadableError,
-    document_of_ids,
     printable,
-    reason_of,
 )
+
+COMPRESSED = (".gz", ".zst")
+"""Suffixes of files that are decompressed."""
+
+PIECE = 1 << 16
+"""Bytes that are read at a time."""
+
+LONGEST = 1 << 28
+"""Bytes of the longest line of JSON that is read; a line is in memory as a whole."""
+
+TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
+"""Types of token ids in a `.bin` file, little-endian."""
+
+MAPPED = 1 << 24
+"""Bytes from which on a file of token ids is mapped instead of read."""
+
+_ROWS = 8  # of a parquet file, in memory at a time
+_MAGIC = {
+    b"\x1f\x8b": "gzip data: its name must end in .gz",
+    b"\x28\xb5\x2f\xfd": "zstd data: its name must end in .zst",
+    b"\xff\xfe": "UTF-16 (or UTF-32), not UTF-8: convert it with iconv",
+    b"\xfe\xff": "UTF-16, not UTF-8: convert it with iconv",
+}
+
+
+# The errors of files, as reasons of one line.
+
+
+@contextlib.contextmanager
+def _readable(kind: str) -> Iterator[None]:
+    """Raise every error of reading as an `UnreadableError`: of the system, or because a file is not of this kind."""
+    try:
+        yield
+    except UnreadableError:
+        raise
+    except Exception as error:  # those of numpy, Arrow and zlib have many types
+        if isinstance(error, OSError) and error.errno is not None:
+            raise UnreadableError(system_reason(error)) from error
+        raise UnreadableError(f"not {kind}, or damaged ({one_line(error)})") from error
+
+
+def system_reason(error: OSError) -> str:
+    """Return the reason that the operating system gives, without the path."""
+    return f"cannot be read ({error.strerror or one_line(error)})"
+
+
+def check_regular(path: Path) -> int:
+    """Return the size of a file that can be read any number of times.
+
+    Raises:
+        UnreadableError: It is not a regular file, or the system refuses access.
+    """
+    try:
+        status = path.stat()
+    except OSError as error:
+        if path.is_symlink() and isinstance(error, FileNotFoundError):
+            raise UnreadableError("a link that leads nowhere") from error
+        raise UnreadableError(system_reason(error)) from error
+    if not stat.S_ISREG(status.st_mode):
+        raise UnreadableError("a pipe or a device, not a file: write its content to a file first")
+    return status.st_size
+
+
+# Text, compressed or not.
+
+
+def inner_suffix(path: Path) -> str:
+    """Return the suffix of the content: `.jsonl` of `a.jsonl.gz`."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+
+
+@contextlib.contextmanager
+def _content(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, decompressed if its name ends in `.gz` or `.zst`."""
+    check_regular(path)
+    kind = {".gz": "gzip data", ".zst": "zstd data"}.get(path.suffix.lower(), "a file")
+    with _readable(kind):
+        try:
+            with _opened(path) as file:
+                yield file
+        except (EOFError, OSError) as error:
+            if isinstance(error, EOFError) or "Truncated" in str(error):
+                raise UnreadableError(f"truncated: its {kind} ends too early") from error
+            raise
+
+
+def _opened(path: Path) -> IO[bytes]:
+    suffix = path.suffix.lower()
+    if suffix == ".gz":
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if suffix == ".zst":
+        try:
+            from pyarrow import CompressedInputStream
+        except ImportError as error:
+            raise UnreadableError(_needs_pyarrow(".zst")) from error
+        return io.BufferedReader(CompressedInputStream(path.open("rb"), "zstd"), PIECE)
+    return path.open("rb")
+
+
+def _needs_pyarrow(suffix: str) -> str:
+    return f"{suffix} files need the pyarrow library: pip install 'hf-posenc[data]'"
+
+
+def text_pieces(path: Path) -> Iterator[str]:
+    """Yield the text of a file as it is, without a byte order mark, piece by piece.
+
+    Raises:
+        UnreadableError: It is not UTF-8 text, or cannot be read.
+    """
+    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
+    with _content(path) as file:
+        while data := file.read(PIECE):
+            if not offset:
+                reasons = (reason for magic, reason in _MAGIC.items() if data.startswith(magic))
+                if reason := next(reasons, None):
+                    raise UnreadableError(reason)
+            if (zero := data.find(0)) >= 0:
+                raise UnreadableError(f"not text: a NUL byte at offset {offset + zero:,}")
+            yield _decoded(decoder, data, offset)
+            offset += len(data)
+    _decoded(decoder, b"", offset, final=True)
+
+
+def _decoded(
+    decoder: codecs.IncrementalDecoder, data: bytes, offset: int, final: bool = False
+) -> str:
+    pending = len(decoder.getstate()[0])
+    try:
+        text = decoder.decode(data, final)
+    except UnicodeDecodeError as error:
+        place = offset - pending + error.start
+        reason = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {place})"
+        raise UnreadableError(reason) from error
+    return text if offset else text.removeprefix("\ufeff")
+
+
+# Rows: one column of each is a document.
 
 
 @dataclass(frozen=True)
-class Field:
-    """Which column to read.
+class Column:
+    """The column of a row that holds a document.
 
     Attributes:
-        text: The column of texts.
-        tokens: The column of token ids; read instead where it is given.
+        text: Name of the column of texts.
+        tokens: Name of the column of token ids, which is read instead if given.
     """
 
     text: str = "text"
@@ -40,16 +184,11 @@ class Field:
 
     @property
     def name(self) -> str:
-        """The column that is read."""
+        """Name of the column that is read."""
         return self.text if self.tokens is None else self.tokens
 
-    @property
-    def option(self) -> str:
-        """The command's option that names it."""
-        return "--column" if self.tokens is None else "--tokenized"
-
     def entry(self, label: str, row: Mapping[str, Any]) -> Entry:
-        """The document of a row."""
+        """Return the document of a row under this name."""
         if self.name not in row:
             return Skipped(label, self.missing(row))
         value = row[self.name]
@@ -61,251 +200,120 @@ class Field:
         return Skipped(label, f"column {self.name!r} holds {kind}, not text")
 
     def missing(self, columns: Iterable[str]) -> str:
-        """Says that there is no such column."""
+        """Return the reason that the column is not among these."""
+        option = "--column" if self.tokens is None else "--tokenized"
         names = printable(", ".join(columns))[:200] or "none"
-        return f"no column {self.name!r}; its columns are {names}. Pass {self.option}"
+        return f"no column {self.name!r}; its columns are {names}. Pass {option}"
 
 
-# The content of files, compressed or not, piece by piece: never more than a piece in memory.
-
-
-PIECE = 1 << 16
-"""Bytes that are read at a time."""
-
-COMPRESSED = (".gz", ".zst")
-"""Endings of files that are decompressed."""
-
-_LARGEST_ZSTD_WINDOW = (
-    1 << 27
-)  # what a decompressor must allow by default; more is memory that the file chooses
-_ZSTD_INPUT = 256
-_KINDS = {
-    b"\x1f\x8b": "gzip data: its name must end in .gz",
-    b"\x28\xb5\x2f\xfd": "zstd data: its name must end in .zst",
-    b"\xff\xfe": "UTF-16 (or UTF-32), not UTF-8: convert it with iconv",
-    b"\xfe\xff": "UTF-16, not UTF-8: convert it with iconv",
-}
-
-
-def inner_suffix(path: Path) -> str:
-    """The ending that says what a file holds: `.jsonl` of `a.jsonl.gz`."""
-    suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
-
-
-def check_regular(path: Path) -> int:
-    """The size of a file that can be read from beginning to end, any number of times.
-
-    Raises:
-        UnreadableError: It is something else, or it cannot be looked at.
-    """
-    try:
-        found = path.stat()
-    except OSError as error:
-        if path.is_symlink() and isinstance(error, FileNotFoundError):
-            raise UnreadableError("a link that leads nowhere") from error
-        raise UnreadableError(reason_of(error)) from error
-    if not stat.S_ISREG(found.st_mode):
-        raise UnreadableError("a pipe or a device, not a file: write its content to a file first")
-    return found.st_size
-
-
-def byte_pieces(path: Path) -> Iterator[bytes]:
-    """What a file holds, decompressed where its name ends in `.gz` or `.zst`.
-
-    Raises:
-        UnreadableError: It cannot be read, or is not what its name says.
-    """
-    suffix = path.suffix.lower()
-    check_regular(path)
-    try:
-        if suffix == ".gz":
-            with gzip.open(path, "rb") as file:
-                yield from iter(lambda: file.read(PIECE), b"")
-        elif suffix == ".zst":
-            yield from _zstd(path)
-        else:
-            with path.open("rb") as plain:
-                yield from iter(lambda: plain.read(PIECE), b"")
-    except EOFError as error:
-        raise UnreadableError("cut off: its gzip data end too early") from error
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise UnreadableError(f"not gzip data, or damaged ({one_line(error)})") from error
-    except OSError as error:
-        raise UnreadableError(reason_of(error)) from error
-
-
-def _zstd(path: Path) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError as error:
-        raise UnreadableError(
-            ".zst files need the zstandard library: pip install 'hf-posenc[data]'"
-        ) from error
-    unpacker = zstandard.ZstdDecompressor(max_window_size=_LARGEST_ZSTD_WINDOW)
-    frame = None
-    try:
-        with path.open("rb") as file:
-            # few bytes at a time: four of them may stand for 128 KiB
-            for data in iter(lambda: file.read(_ZSTD_INPUT), b""):
-                while data:
-                    frame = frame or unpacker.decompressobj()
-                    yield frame.decompress(data)
-                    data, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
-    except zstandard.ZstdError as error:
-        raise UnreadableError(f"not zstd data, or damaged ({one_line(error)})") from error
-    if frame is not None:
-        raise UnreadableError("cut off: its zstd data end too early")
-
-
-def text_pieces(path: Path) -> Iterator[str]:
-    """The text of a file as it stands, without a byte order mark.
-
-    Raises:
-        UnreadableError: It is no UTF-8 text, or cannot be read.
-    """
-    decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
-    for data in byte_pieces(path):
-        if offset == 0:
-            for magic, reason in _KINDS.items():
-                if data.startswith(magic):
-                    raise UnreadableError(reason)
-        if (zero := data.find(0)) >= 0:
-            raise UnreadableError(f"no text: a NUL byte at offset {offset + zero:,}")
-        yield _decoded(decoder, data, offset)
-        offset += len(data)
-    _decoded(decoder, b"", offset, final=True)
-
-
-def _decoded(
-    decoder: codecs.IncrementalDecoder, data: bytes, offset: int, final: bool = False
-) -> str:
-    held = len(decoder.getstate()[0])
-    try:
-        text = decoder.decode(data, final)
-    except UnicodeDecodeError as error:
-        place = offset - held + error.start
-        reason = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {place})"
-        raise UnreadableError(reason) from error
-    return text.removeprefix("\ufeff") if offset == 0 else text
-
-
-# JSON lines: a document per line.
-
-
-LONGEST = 1 << 28
-"""Bytes of a line that is still read; it is in memory as a whole."""
-
-
-def read_jsonl(path: Path, field: Field) -> Iterator[Entry]:
-    """The lines of a file, compressed or not; blank ones are none.
+def read_jsonl(path: Path, column: Column) -> Iterator[Entry]:
+    """Yield a document per line of a file, compressed or not; blank lines are ignored.
 
     Raises:
         UnreadableError: The file cannot be read, or not to its end.
     """
-    empty = True
-    for number, line, ended in _lines(path):
-        label = f"{printable(path)}:{number}"
+    name, blank = printable(path), True
+    for number, (line, complete) in enumerate(_lines(path), 1):
+        label = f"{name}:{number}"
         if line is None:
             yield Skipped(label, f"a line of more than {LONGEST:,} bytes")
         elif line.strip():
-            yield _entry(label, line, ended, field)
-        empty &= line is not None and not line.strip()
-    if empty:
-        yield Skipped(printable(path), "empty")
+            yield _json_entry(label, line, complete, column)
+        else:
+            continue
+        blank = False
+    if blank:
+        yield Skipped(name, "empty")
 
 
-def _entry(label: str, line: bytes, ended: bool, field: Field) -> Entry:
+def _lines(path: Path) -> Iterator[tuple[bytes | None, bool]]:
+    """Yield every line (`None` if it is too long) and whether a line break ends it."""
+    with _content(path) as file:
+        while line := file.readline(LONGEST + 1):
+            complete = line.endswith(b"\n")
+            if complete or len(line) <= LONGEST:
+                yield line, complete
+                continue
+            while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
+                pass
+            yield None, True
+
+
+def _json_entry(label: str, line: bytes, complete: bool, column: Column) -> Entry:
     try:
         row: Any = json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         return Skipped(label, f"not UTF-8 (byte 0x{error.object[error.start]:02x})")
     except json.JSONDecodeError as error:
-        torn = "" if ended else "; the file ends within this line"
+        torn = "" if complete else "; the file ends within this line"
         return Skipped(label, f"not JSON ({error.msg}, character {error.pos + 1:,}){torn}")
     except (ValueError, RecursionError):  # a number of 5,000 digits, 5,000 brackets
-        return Skipped(label, "JSON beyond what Python reads")
+        return Skipped(label, "JSON beyond the limits of Python's parser")
     if not isinstance(row, dict):
         return Skipped(label, f"a JSON {type(row).__name__}, not an object with columns")
-    return field.entry(label, row)
+    return column.entry(label, row)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes | None, bool]]:
-    """Number, content (`None`: too long) and whether a line break follows, of every line."""
-    number, held, size = 1, [b""], 0
-    for piece in byte_pieces(path):
-        first, *others = piece.split(b"\n")
-        for part in (first, *others):
-            if part is not first:
-                yield number, b"".join(held) if size <= LONGEST else None, True
-                number, held, size = number + 1, [], 0
-            size += len(part)
-            held = [*held, part] if size <= LONGEST else []
-    if size:
-        yield number, b"".join(held) if size <= LONGEST else None, False
-
-
-# Parquet files: a document per row, a few rows in memory at a time.
-
-
-_ROWS = 8
-
-
-def read_parquet(path: Path, field: Field) -> Iterator[Entry]:
-    """The rows of a file; only the column that is asked for is read.
+def read_parquet(path: Path, column: Column) -> Iterator[Entry]:
+    """Yield a document per row of a file; no other column is read.
 
     Raises:
-        UnreadableError: The file cannot be read, has no such column, or there is no pyarrow.
+        UnreadableError: The file cannot be read, has no such column, or pyarrow is not installed.
     """
     check_regular(path)
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
-        raise UnreadableError(
-            ".parquet files need the pyarrow library: pip install 'hf-posenc[data]'"
-        ) from error
+        raise UnreadableError(_needs_pyarrow(".parquet")) from error
+    name, index = printable(path), 0
+    with _readable("a parquet file"), ParquetFile(path) as file:
+        if column.name not in file.schema_arrow.names:
+            raise UnreadableError(column.missing(file.schema_arrow.names))
+        for batch in file.iter_batches(batch_size=_ROWS, columns=[column.name]):
+            for row in batch.to_pylist():
+                yield column.entry(f"{name}#{index}", row)
+                index += 1
+        if index != (rows := file.metadata.num_rows):
+            raise UnreadableError(f"damaged: it has {index:,} rows and announces {rows:,}")
+        if not index:
+            yield Skipped(name, "a parquet file without rows")
+
+
+# Token ids: `.npy`, and the bare arrays of `.bin` that LongLoRA, nanoGPT and others write.
+
+
+def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
+    """Return a document of token ids, whose text is unknown. A memory-mapped array stays mapped.
+
+    Args:
+        name: The document's name.
+        values: A list or an array of integers, shape (n,).
+    """
     try:
-        with ParquetFile(path) as file:
-            if field.name not in file.schema_arrow.names:
-                raise UnreadableError(field.missing(file.schema_arrow.names))
-            announced, index = file.metadata.num_rows, 0
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[field.name]):
-                for row in batch.to_pylist():
-                    yield field.entry(f"{printable(path)}#{index}", row)
-                    index += 1
-            if index != announced:
-                raise UnreadableError(f"damaged: it has {index:,} rows and announces {announced:,}")
-            if not index:
-                yield Skipped(printable(path), "a parquet file without rows")
-    except UnreadableError:
-        raise
-    except Exception as error:  # those of Arrow, of the disk, and of text that is no UTF-8
-        raise UnreadableError(f"not a parquet file, or damaged ({one_line(error)})") from error
-
-
-# Token ids in files: `.npy`, and the bare arrays of `.bin` that LongLoRA, nanoGPT and others write.
-
-
-TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
-"""What a `.bin` file may consist of, little-endian."""
-
-MAPPED = 1 << 24
-"""Bytes from which on a file is mapped instead of read."""
+        ids = np.asarray(values)
+    except (ValueError, OverflowError):  # lists of different lengths, numbers of 80 bits
+        return Skipped(name, "not a list of token ids")
+    if not ids.size:
+        return Skipped(name, "empty")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        kind = f"an array of {ids.dtype}, {ids.ndim} dimension{'s' * (ids.ndim != 1)}"
+        if not ids.ndim:
+            kind = "null" if values is None else type(values).__name__
+        return Skipped(name, f"holds {kind}, not a list of token ids")
+    if not ids.dtype.isnative:
+        ids = ids.astype(ids.dtype.newbyteorder("="))
+    return TokenizedDocument(name, torch.from_numpy(ids), None, None)
 
 
 def read_npy(path: Path) -> Iterator[Entry]:
-    """One document, or a document per row of a matrix.
+    """Yield one document, or a document per row of a matrix.
 
     Raises:
-        UnreadableError: It is no array of numbers, or cannot be read.
+        UnreadableError: It is not an array of numbers, or cannot be read.
     """
     name, size = printable(path), check_regular(path)
-    try:
+    with _readable("a .npy file of numbers"):
         values = np.load(path, mmap_mode="c" if size >= MAPPED else None, allow_pickle=False)
-    except OSError as error:
-        raise UnreadableError(reason_of(error)) from error
-    except Exception as error:  # the header is Python, and so are the errors of reading it
-        raise UnreadableError(f"not a .npy file of numbers ({one_line(error)})") from error
     if not isinstance(values, np.ndarray):  # an archive of several arrays under this name
         values.close()
         raise UnreadableError("not a .npy file but a .npz archive")
@@ -317,34 +325,24 @@ def read_npy(path: Path) -> Iterator[Entry]:
 
 
 def read_bin(path: Path, dtype: str) -> Iterator[Entry]:
-    """One document: the whole file.
+    """Yield one document: the whole file.
 
     Raises:
-        UnreadableError: Its size is not that of so many numbers, or it cannot be read.
+        UnreadableError: Its size is not a multiple of the type's, or it cannot be read.
     """
     name, size = printable(path), check_regular(path)
     kind = np.dtype(dtype).newbyteorder("<")
     if size % kind.itemsize:
         raise UnreadableError(
-            f"{size:,} bytes are no whole number of {dtype} ids; --token-dtype says what it holds"
+            f"{size:,} bytes are not a whole number of {dtype} ids; set --token-dtype to their type"
         )
-    if not size:
-        yield Skipped(name, "empty")
-        return
-    try:
-        if size >= MAPPED:
-            yield document_of_ids(name, np.memmap(path, kind, mode="c"))
-        else:
-            yield document_of_ids(name, np.fromfile(path, kind))
-    except OSError as error:
-        raise UnreadableError(reason_of(error)) from error
+    with _readable("a file"):
+        mapped = size >= MAPPED
+        values = np.memmap(path, kind, mode="c") if mapped else np.fromfile(path, kind)
+    yield document_of_ids(name, values)
 
 
 # Rows of the `datasets` library: a hub name, a folder that it can load, or one that `save_to_disk` wrote.
-
-
-_SAVED = ("state.json", "dataset_info.json")
-_SAVED_SPLITS = "dataset_dict.json"
 
 
 def read_dataset(
@@ -356,7 +354,7 @@ def read_dataset(
     streaming: bool = True,
     tokenized: str | None = None,
 ) -> Iterator[Entry]:
-    """The rows of one split of a dataset.
+    """Yield the rows of one split of a dataset.
 
     Args:
         name: A hub name, or a folder.
@@ -367,50 +365,47 @@ def read_dataset(
         tokenized: The column of token ids, read instead of a text: `input_ids` of `emozilla/pg19-test-tokenized`.
 
     Raises:
-        PosencError: `datasets` is not installed, or it cannot load this dataset or split, or there is no such column.
+        PosencError: `datasets` is not installed, the dataset or split cannot be loaded, or it has no such column.
     """
-    field = Field(column, tokenized)
     if is_saved(Path(name)):
-        yield from read_saved(Path(name), split, field)
+        yield from read_saved(Path(name), split, Column(column, tokenized))
         return
-    library = _library()
-
-    def load() -> Any:
-        return library.load_dataset(name, config, split=split, streaming=streaming)
-
-    what = f"{name}{f' ({config})' if config else ''}"
-    yield from _rows(load, name, what, split, field)
+    load = functools.partial(
+        _datasets().load_dataset, name, config, split=split, streaming=streaming
+    )
+    title = f"{name} ({config})" if config else name
+    yield from _rows(load, name, title, split, Column(column, tokenized))
 
 
 def is_saved(folder: Path) -> bool:
-    """Whether `save_to_disk` of the datasets library wrote a folder."""
-    splits, one = folder / _SAVED_SPLITS, [folder / name for name in _SAVED]
-    return splits.is_file() or all(path.is_file() for path in one)
+    """Return whether `save_to_disk` of the datasets library wrote a folder."""
+    one = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
+    return one or (folder / "dataset_dict.json").is_file()
 
 
-def read_saved(folder: Path, split: str, field: Field) -> Iterator[Entry]:
-    """The rows of a dataset in a folder that `save_to_disk` wrote.
+def read_saved(folder: Path, split: str, column: Column) -> Iterator[Entry]:
+    """Yield the rows of a dataset in a folder that `save_to_disk` wrote.
 
     Raises:
         PosencError: As `read_dataset`.
     """
-    library = _library()
+    library, name = _datasets(), printable(folder)
 
     def load() -> Any:
-        found = library.load_from_disk(str(folder))
-        if isinstance(found, library.DatasetDict):
-            if split not in found:
-                raise PosencError(
-                    f"The dataset {name} has no split {split!r}; it has {', '.join(found)}. Pass --split."
-                )
-            return found[split]
-        return found
+        dataset = library.load_from_disk(str(folder))
+        if not isinstance(dataset, library.DatasetDict):
+            return dataset
+        if split not in dataset:
+            splits = ", ".join(dataset)
+            raise PosencError(
+                f"The dataset {name} has no split {split!r}; it has {splits}. Pass --split."
+            )
+        return dataset[split]
 
-    name = printable(folder)
-    yield from _rows(load, name, name, split, field)
+    yield from _rows(load, name, name, split, column)
 
 
-def _library() -> Any:
+def _datasets() -> Any:
     try:
         import datasets
     except ImportError as error:
@@ -421,19 +416,23 @@ def _library() -> Any:
 
 
 def _rows(
-    load: Callable[[], Any], name: str, what: str, split: str, field: Field
+    load: Callable[[], Iterable[Mapping[str, Any]]],
+    name: str,
+    title: str,
+    split: str,
+    column: Column,
 ) -> Iterator[Entry]:
     index = -1
     try:
         for index, row in enumerate(load()):
-            if field.name not in row:
-                raise PosencError(f"The dataset {what} has {field.missing(row)}.")
-            yield field.entry(f"{name}[{split}]#{index}", row)
+            if column.name not in row:
+                raise PosencError(f"The dataset {title} has {column.missing(row)}.")
+            yield column.entry(f"{name}[{split}]#{index}", row)
     except PosencError:
         raise
     except Exception as error:  # whatever the hub, a file format or a script of the dataset raises
         raise PosencError(
-            f"The split {split!r} of dataset {what} cannot be read: {one_line(error)}"
+            f"The split {split!r} of dataset {title} cannot be read: {one_line(error)}"
         ) from error
     if index < 0:
         yield Skipped(f"{name}[{split}]", "a split without rows")

@@ -1,11 +1,10 @@
-"""Tokens on disk, so that several processes, and the next run, need not tokenize the same books again."""
+"""Tokens in memory, in temporary files and in a cache that several processes and later runs share."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -20,14 +19,13 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.document import BLOCK
 from hf_posenc.evaluation.documents.tokens import Numbers, Tokens
 
-# Where tokens are kept: in memory up to a budget, behind it in files without a name that vanish with their reader.
-
-
 BUDGET = 1 << 24
 """Tokens that all documents of a run together keep in memory, 24 bytes each."""
 
 COLUMNS = {"ids": "<i4", "byte_ends": "<i8", "word_ends": "<i8"}
-"""What is kept of a token, and the type that it has in a file."""
+"""The columns of `Tokens` and their types in a file."""
+
+FORMAT = 1  # of the cache
 
 
 @dataclass
@@ -37,7 +35,7 @@ class Stored:
     Attributes:
         count: Number of tokens.
         held: The arrays.
-        rows: The document's first row in the file of each column, where it is in files.
+        rows: The document's first row in the file of each column.
     """
 
     count: int = 0
@@ -46,11 +44,10 @@ class Stored:
 
 
 class Spool:
-    """The tokens of all documents of a run.
+    """The tokens of all documents of a run: in memory up to a budget, then in nameless temporary files.
 
     Args:
-        budget: Tokens that are kept in memory, by default `BUDGET`; the documents behind them go to the folder for
-            temporary files.
+        budget: Tokens that are kept in memory; by default `BUDGET`.
     """
 
     def __init__(self, budget: int | None = None) -> None:
@@ -58,7 +55,7 @@ class Spool:
         self._files: dict[str, _File] = {}
 
     def store(self, parts: Iterable[Tokens]) -> Stored:
-        """Keeps one document; nothing of it where reading it fails.
+        """Store one document; nothing of it is kept if reading it fails.
 
         Raises:
             PosencError: The disk is full.
@@ -73,24 +70,25 @@ class Spool:
                     self._write(stored)
         except BaseException:
             for name, file in self._files.items():
-                file.shorten(before.get(name, 0))
+                file.truncate(before.get(name, 0))
             raise
         if not stored.rows:
             self._left -= stored.count
         return stored
 
     def forget(self, stored: Stored) -> None:
-        """Gives back what a document took, if it is the last one or in memory."""
+        """Free the memory of a document, or its rows if it was stored last."""
         if not stored.rows:
             self._left += stored.count
         for name, first in stored.rows.items():
             if self._files[name].rows == first + stored.count:
-                self._files[name].shorten(first)
+                self._files[name].truncate(first)
 
     def column(self, stored: Stored, name: str) -> Tensor | None:
-        """One of `COLUMNS` of a document, shape (count,); `None` where its tokens know nothing of their text."""
+        """Return one of `COLUMNS` of a document, shape (count,); `None` if its text is unknown."""
         if stored.rows:
-            return self._files[name].mapped(stored, name) if name in stored.rows else None
+            first = stored.rows.get(name)
+            return None if first is None else self._files[name].read(first, stored.count)
         values = [values for part in stored.held if (values := getattr(part, name)) is not None]
         if len(values) < len(stored.held):
             return None
@@ -98,13 +96,12 @@ class Spool:
 
     def _write(self, stored: Stored) -> None:
         try:
-            for name in COLUMNS:
-                if getattr(stored.held[0], name) is not None:
+            for part in stored.held:
+                for name, values in _columns(part):
                     if name not in self._files:
-                        self._files[name] = _File(name)
+                        self._files[name] = _File(COLUMNS[name])
                     stored.rows.setdefault(name, self._files[name].rows)
-                    for part in stored.held:
-                        self._files[name].append(getattr(part, name))
+                    self._files[name].append(values)
         except OSError as error:
             raise PosencError(
                 f"The tokens cannot be written to {tempfile.gettempdir()}: {error.strerror or error}. Let TMPDIR "
@@ -113,43 +110,46 @@ class Spool:
         stored.held.clear()
 
 
-class _File:
-    """One number per token, appended to a file without a name."""
+def _columns(tokens: Tokens) -> Iterator[tuple[str, Numbers]]:
+    """Yield the columns that these tokens have, in the types of a file."""
+    for name, dtype in COLUMNS.items():
+        if (values := getattr(tokens, name)) is not None:
+            yield name, np.ascontiguousarray(values, dtype=dtype)
 
-    def __init__(self, column: str) -> None:
-        self.dtype, self.rows = np.dtype(COLUMNS[column]), 0
+
+class _File:
+    """One number per token, appended to a nameless temporary file and mapped for reading."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype, self.rows = np.dtype(dtype), 0
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (mappings outlive any block)
         self._map: Tensor | None = None
 
     def append(self, values: Numbers) -> None:
-        self._file.write(np.ascontiguousarray(values, dtype=self.dtype).data)
+        self._file.write(values.data)
         self.rows += len(values)
 
-    def shorten(self, rows: int) -> None:
+    def truncate(self, rows: int) -> None:
         self._file.seek(rows * self.dtype.itemsize)
         self._file.truncate()
         self.rows = rows
 
-    def mapped(self, stored: Stored, name: str) -> Tensor:
-        first = stored.rows[name]
-        if self._map is None or len(self._map) < first + stored.count:
+    def read(self, first: int, count: int) -> Tensor:
+        if self._map is None or len(self._map) < first + count:
             self._file.flush()
             self._map = torch.from_numpy(np.memmap(self._file, self.dtype, "r+"))
-        return self._map[first : first + stored.count]
-
-
-FORMAT = 1
+        return self._map[first : first + count]
 
 
 class TokenCache:
-    """A folder with one folder per document and tokenizer, each written beside its place and renamed into it.
+    """A folder with one folder per text and tokenizer, each written under a temporary name and then renamed.
 
-    So any number of processes may read and write at once: an entry is there whole or not at all, and whoever comes
-    second to write it throws his own away.
+    Any number of processes may read and write at once: an entry exists whole or not at all, and a process that comes
+    second discards its own.
 
     Args:
-        folder: Made where it is missing.
-        tokenizer_sha256: What decides how a text becomes tokens (`identity.tokenizer_hash`).
+        folder: Created if it does not exist.
+        tokenizer_sha256: Identifies the tokenizer and its settings (`identity.tokenizer_hash`).
     """
 
     def __init__(self, folder: Path, tokenizer_sha256: str) -> None:
@@ -161,53 +161,42 @@ class TokenCache:
     def through(
         self, text_sha256: str, max_tokens: int | None, parts: Iterable[Tokens]
     ) -> Iterator[Tokens]:
-        """The tokens of a text: from the cache, else from `parts`, which is then written to it.
+        """Yield the tokens of a text: from the cache, else from `parts`, which are then written to it.
 
         Raises:
-            PosencError: The folder cannot be written to.
+            PosencError: The cache cannot be written, or an entry is damaged.
         """
         key = f"{self._prefix}/{text_sha256}/{max_tokens}"
         entry = self.folder / hashlib.sha256(key.encode()).hexdigest()
-        if entry.is_dir():
-            yield from _read(entry)
-        else:
-            yield from self._written(entry, parts)
+        return _read(entry) if entry.is_dir() else self._written(entry, parts)
 
     def _written(self, entry: Path, parts: Iterable[Tokens]) -> Iterator[Tokens]:
-        unfinished: Path | None = None
-        try:
-            with _as_posenc_error(self.folder):
+        with contextlib.ExitStack() as stack:
+            with self._writing():
                 self.folder.mkdir(parents=True, exist_ok=True)
-                unfinished = Path(tempfile.mkdtemp(prefix="unfinished-", dir=self.folder))
+                unfinished = tempfile.TemporaryDirectory(
+                    prefix="unfinished-", dir=self.folder, ignore_cleanup_errors=True
+                )
+                folder = Path(stack.enter_context(unfinished))
             for part in parts:
-                with _as_posenc_error(self.folder):
-                    _append(unfinished, part)
+                with self._writing():
+                    for name, values in _columns(part):
+                        with (folder / name).open("ab") as file:
+                            file.write(values.data)
+                            file.flush()
+                            os.fsync(file.fileno())
                 yield part
-            with contextlib.suppress(OSError):  # somebody else was first
-                unfinished.rename(entry)
-        finally:
-            if unfinished is not None:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            with contextlib.suppress(OSError):  # another process was first
+                folder.rename(entry)
 
-
-@contextlib.contextmanager
-def _as_posenc_error(folder: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise PosencError(
-            f"The token cache {folder} cannot be written to: {error.strerror or error}"
-        ) from error
-
-
-def _append(folder: Path, part: Tokens) -> None:
-    for name, kind in COLUMNS.items():
-        values = getattr(part, name)
-        if values is not None:
-            with (folder / name).open("ab") as file:
-                file.write(np.ascontiguousarray(values, dtype=kind).data)
-                file.flush()
-                os.fsync(file.fileno())
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise PosencError(
+                f"The token cache {self.folder} cannot be written to: {error.strerror or error}"
+            ) from error
 
 
 def _read(entry: Path) -> Iterator[Tokens]:
@@ -221,12 +210,10 @@ def _read(entry: Path) -> Iterator[Tokens]:
             while True:
                 block = {n: np.fromfile(file, COLUMNS[n], BLOCK) for n, file in files.items()}
                 if len({len(values) for values in block.values()}) != 1:
-                    raise EOFError("not as many ends as tokens")
-                tokens = Tokens(
-                    block["ids"].astype(np.int64), block.get("byte_ends"), block.get("word_ends")
-                )
-                yield tokens
-                if len(tokens) < BLOCK:
+                    raise EOFError("its columns have different lengths")
+                ids = block["ids"].astype(np.int64)
+                yield Tokens(ids, block.get("byte_ends"), block.get("word_ends"))
+                if len(ids) < BLOCK:
                     return
     except (OSError, EOFError, KeyError) as error:
         raise PosencError(

@@ -1,4 +1,17 @@
-"""A part of a text, tokenized on its own, whose tokens know their place in the whole text."""
+"""Tokens of a text that is never whole in memory: it is tokenized window by window, and the windows are joined.
+
+Two windows that overlap are joined at a place in the overlap where both of them may be cut. Whether the right window
+continues there as the whole text would depends on the tokenizer:
+
+* Where a word (a piece of the pre-tokenizer) begins, it does for every model: the model reads one word at a time, and a
+  pre-tokenizer goes from left to right and forgets everything in front of a word at its beginning.
+* At any token, it does for byte-pair encoding (BPE) whose pre-tokenizer cuts by the characters next to a place, or not
+  at all: a sequence of tokens is the encoding of its text exactly if each pair of neighbours is the encoding of its own
+  text, since the first merge across a boundary joins pieces of these two. In the joined sequence every pair of
+  neighbours lies in one of the windows.
+* Nowhere, if the tokens may depend on all of the text: Viterbi paths (Unigram) over a text that nothing cuts, patterns
+  with unlimited lookahead or lookbehind, and phases that are counted from the beginning of the text.
+"""
 
 from __future__ import annotations
 
@@ -6,70 +19,56 @@ import enum
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hf_posenc.evaluation.documents.document import UnreadableError
 
-# Where tokens end in their text: counted in characters by the tokenizer, here in bytes and words.
-
-
 Numbers = np.ndarray[Any, np.dtype[Any]]
 
-# Every character that `str.split` splits at; none lies behind the ideographic space.
-_SPACES = np.array([point for point in range(0x3001) if chr(point).isspace()], dtype=np.uint32)
 
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of windows, in characters; none of them changes a token.
 
-def code_points(text: str) -> Numbers:
-    """The characters of a text as numbers, shape (characters,), uint32."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-
-
-def bytes_up_to(points: Numbers) -> Numbers:
-    """UTF-8 bytes in front of each character and behind the last, shape (characters + 1,), int64."""
-    sizes = 1 + (points > 0x7F).astype(np.int64) + (points > 0x7FF) + (points > 0xFFFF)
-    return np.concatenate([[0], np.cumsum(sizes)])
-
-
-def words_up_to(points: Numbers, inside: bool = False) -> Numbers:
-    """Words that begin in front of each character and behind the last, shape (characters + 1,), int64.
-
-    Args:
-        points: From `code_points`.
-        inside: The character in front of the text belongs to a word.
+    Attributes:
+        window: Text that is tokenized at a time.
+        overlap: Text that two windows share at first; more if they do not agree.
+        largest: Limit to which a window grows in search of a place to cut; a text without one is left out.
+        whole: Longer texts are left out if this tokenizer's texts cannot be cut.
+        per_token: Text that is read at first for each requested token.
     """
-    solid = ~np.isin(points, _SPACES)
-    begins = solid & ~np.concatenate([[inside], solid[:-1]])
-    return np.concatenate([[0], np.cumsum(begins, dtype=np.int64)])
+
+    window: int = 1 << 18
+    overlap: int = 1 << 13
+    largest: int = 1 << 21
+    whole: int = 1 << 25
+    per_token: int = 6
 
 
-# Where a tokenizer lets a long text be cut, so that the parts give the tokens of the whole.
-#
-# Two windows that overlap are joined at a place in the overlap that both of them cut. Is what the right one says behind
-# that place what the whole text gives? It depends on the tokenizer:
-#
-# * At a word (a piece of the pre-tokenizer) it is, for every model: the model sees one word at a time, and a
-#   pre-tokenizer goes from left to right and forgets, where a word ends, what stood in front of it.
-# * At any token it is for byte-pair encoding (BPE) whose pre-tokenizer cuts by the characters next to a place, or not
-# at
-#   all: a sequence of tokens is the encoding of its text exactly if each pair of neighbours is the encoding of its own,
-#   since the first merge across a boundary joins pieces of these two. In the joined sequence every pair of neighbours
-#   stands in one of the windows.
-# * Viterbi paths (Unigram) over a text that nothing cuts depend on all of it, as do patterns that look ahead or back
-#   without end, and phases that are counted from the beginning of the text.
+SIZES = Sizes()
+
+AGREED = 8
+"""Least number of tokens that two windows must share in the middle of their overlap."""
+
+LONGEST_COUNT = 64
+"""Repetitions that a pattern may count and still forget its phase within an overlap."""
+
+
+# The places where a tokenizer's texts can be cut.
 
 
 class Cutting(enum.Enum):
-    """Where two windows may be joined."""
+    """Places where two windows may be joined."""
 
     AT_TOKENS = "at any token"
     AT_WORDS = "where a word begins"
     NEVER = "nowhere"
 
 
-# What cuts by the character in front of a place and the one behind it.
+# Pre-tokenizers that cut by the characters in front of and behind a place.
 _BY_CHARACTER = {
     *("BertPreTokenizer", "CharDelimiterSplit", "Metaspace", "Punctuation", "Whitespace"),
     *("WhitespaceSplit", "Digits"),
@@ -79,18 +78,16 @@ _LOCAL_NORMALIZERS = {
     *("NFC", "NFD", "NFKC", "NFKD", "Nmt", "Lowercase", "Strip", "StripAccents", "BertNormalizer"),
     *("Precompiled", "Prepend", "Replace", "ByteLevel"),
 }
-_LOOKS = re.compile(r"\(\?<?[=!]")
-_LOOKS_AT_ONE = re.compile(
+_LOOKAROUND = re.compile(r"\(\?<?[=!]")
+_LOOKAROUND_OF_ONE = re.compile(
     r"\(\?<?[=!](?:\\[pP]\{\^?\w+\}|\\.|\[(?:\\.|[^\]\\])*\]|[^()\\\[*+{])*\)"
 )
-_REFERS = re.compile(r"\\[1-9k]")
+_BACKREFERENCE = re.compile(r"\\[1-9k]")
 _COUNT = re.compile(r"\{(\d*),?(\d*)\}")
-LONGEST_COUNT = 64
-"""Repetitions that a pattern may count and still forget its phase within an overlap."""
 
 
 def cutting_of(tokenizer: Any) -> Cutting:
-    """Where texts may be cut for a transformers tokenizer; `NEVER` where nothing is known."""
+    """Return where texts may be cut for a transformers tokenizer; `NEVER` if its components are unknown."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return Cutting.NEVER
@@ -100,43 +97,39 @@ def cutting_of(tokenizer: Any) -> Cutting:
     cutters = _steps(backend.pre_tokenizer, "pretokenizers")
     if normalizers is None or cutters is None or getattr(backend.model, "dropout", None):
         return Cutting.NEVER
-    if not all(step["type"] in _LOCAL_NORMALIZERS and _looks_near(step) for step in normalizers):
+    if not all(step["type"] in _LOCAL_NORMALIZERS and _is_local(step) for step in normalizers):
         return Cutting.NEVER
-    cutters = [step for step in cutters if _cuts(step)]
+    # A step may be there for its other effects and cut nothing.
+    cutters = [
+        step
+        for step in cutters
+        if step.get("use_regex" if step["type"] == "ByteLevel" else "split", True)
+    ]
     if isinstance(backend.model, BPE) and all(_by_character(step) for step in cutters):
         return Cutting.AT_TOKENS
     known = isinstance(backend.model, (BPE, Unigram, WordLevel, WordPiece))
     forgets = all(
-        _by_character(step) or (step["type"] in _BY_PATTERN and _looks_near(step))
-        for step in cutters
+        _by_character(step) or (step["type"] in _BY_PATTERN and _is_local(step)) for step in cutters
     )
     return Cutting.AT_WORDS if known and forgets and cutters else Cutting.NEVER
 
 
-def _steps(component: Any, several: str) -> list[dict[str, Any]] | None:
-    """The settings of a component and of those in it; `None` for one that is written in Python."""
+def _steps(component: Any, key: str) -> list[dict[str, Any]] | None:
+    """Return the settings of a component, of a sequence those of its parts; `None` if it is written in Python."""
     if component is None:
         return []
     try:
-        return list(_flat(json.loads(component.__getstate__()), several))
-    except Exception:  # the library has no class of its own for this
+        return list(_flat(json.loads(component.__getstate__()), key))
+    except Exception:  # the library has no type of its own for this
         return None
 
 
-def _flat(step: dict[str, Any], several: str) -> Iterator[dict[str, Any]]:
+def _flat(step: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
     if step["type"] == "Sequence":
-        for inner in step[several]:
-            yield from _flat(inner, several)
+        for inner in step[key]:
+            yield from _flat(inner, key)
     else:
         yield step
-
-
-def _cuts(step: dict[str, Any]) -> bool:
-    return (
-        bool(step.get("use_regex", True))
-        if step["type"] == "ByteLevel"
-        else bool(step.get("split", True))
-    )
 
 
 def _by_character(step: dict[str, Any]) -> bool:
@@ -146,12 +139,43 @@ def _by_character(step: dict[str, Any]) -> bool:
     )
 
 
-def _looks_near(step: dict[str, Any]) -> bool:
-    """Whether the pattern of a step, if it has one, looks around by single characters and counts little."""
+def _is_local(step: dict[str, Any]) -> bool:
+    """Return whether the pattern of a step, if any, looks around by single characters and counts little."""
     pattern = step.get("pattern", {}).get("Regex", "")
     counts = [int(n) for pair in _COUNT.findall(pattern) for n in pair if n]
-    near = len(_LOOKS.findall(pattern)) == len(_LOOKS_AT_ONE.findall(pattern))
-    return near and not _REFERS.search(pattern) and max(counts, default=0) <= LONGEST_COUNT
+    near = len(_LOOKAROUND.findall(pattern)) == len(_LOOKAROUND_OF_ONE.findall(pattern))
+    return near and not _BACKREFERENCE.search(pattern) and max(counts, default=0) <= LONGEST_COUNT
+
+
+# A window: a part of the text, tokenized on its own, whose tokens carry their places in the whole text. The tokenizer
+# counts characters; results count bytes and words.
+
+
+# Every character that `str.split` splits at; none lies behind the ideographic space.
+_SPACES = np.array([point for point in range(0x3001) if chr(point).isspace()], dtype=np.uint32)
+
+
+def _code_points(text: str) -> Numbers:
+    """Return the characters of a text as numbers, shape (characters,), uint32."""
+    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
+
+
+def _bytes_up_to(points: Numbers) -> Numbers:
+    """Return the UTF-8 bytes in front of each character and behind the last, shape (characters + 1,), int64."""
+    sizes = 1 + (points > 0x7F).astype(np.int64) + (points > 0x7FF) + (points > 0xFFFF)
+    return np.concatenate([[0], np.cumsum(sizes)])
+
+
+def _words_up_to(points: Numbers, inside: bool) -> Numbers:
+    """Return the words that begin in front of each character and behind the last, shape (characters + 1,), int64.
+
+    Args:
+        points: From `_code_points`.
+        inside: The character in front of the text belongs to a word.
+    """
+    solid = ~np.isin(points, _SPACES)
+    begins = solid & ~np.concatenate([[inside], solid[:-1]])
+    return np.concatenate([[0], np.cumsum(begins, dtype=np.int64)])
 
 
 @dataclass(frozen=True)
@@ -166,7 +190,7 @@ class Tokens:
         return len(self.ids)
 
     def cut(self, begin: int, stop: int | None) -> Tokens:
-        """Tokens `begin .. stop-1` of these."""
+        """Return tokens `begin .. stop-1` of these."""
         byte_ends = None if self.byte_ends is None else self.byte_ends[begin:stop]
         word_ends = None if self.word_ends is None else self.word_ends[begin:stop]
         return Tokens(self.ids[begin:stop], byte_ends, word_ends)
@@ -196,14 +220,14 @@ class Part:
         return self.begin + len(self.text)
 
     def tail(self, size: int, more: str) -> Part:
-        """The part that begins `size` characters in front of this one's end and goes on with `more` text."""
+        """Return the part that begins `size` characters in front of this one's end and continues with `more`."""
         kept = len(self.text) - size
-        points = code_points(self.text[:kept])
+        points = _code_points(self.text[:kept])
         return Part(
             self.text[kept:] + more,
             self.begin + kept,
-            self.bytes_before + int(bytes_up_to(points)[-1]),
-            self.words_before + int(words_up_to(points, self.inside)[-1]),
+            self.bytes_before + int(_bytes_up_to(points)[-1]),
+            self.words_before + int(_words_up_to(points, self.inside)[-1]),
             not self.text[kept - 1].isspace() if kept else self.inside,
         )
 
@@ -215,9 +239,9 @@ class Window:
     Attributes:
         part: The text.
         tokens: Its tokens, with ends counted in the whole text.
-        starts: First character of each token, counted in the whole text, never falling, shape (n,).
+        starts: First character of each token, counted in the whole text, never decreasing, shape (n,).
         stops: The character behind each token, likewise.
-        cuts: Whether two windows may be joined in front of a token, shape (n,), bool.
+        cuts: True if two windows may be joined in front of a token, shape (n,), bool.
     """
 
     part: Part
@@ -226,9 +250,18 @@ class Window:
     stops: Numbers
     cuts: Numbers
 
+    def text(self, first: int, last: int) -> str:
+        """Return its characters `first .. last-1`, counted in the whole text."""
+        return self.part.text[first - self.part.begin : last - self.part.begin]
+
+    def between(self, first: int, last: int) -> slice:
+        """Return the slice of the tokens that lie between two characters."""
+        begin = int(np.searchsorted(self.starts, first, side="left"))
+        return slice(begin, max(begin, int(np.searchsorted(self.stops, last, side="right"))))
+
 
 def open_window(part: Part, tokenizer: Any, cutting: Cutting) -> Window:
-    """Tokenizes a part, without special tokens."""
+    """Tokenize a part, without special tokens."""
     fast = bool(getattr(tokenizer, "is_fast", False))
     encoded = tokenizer(
         part.text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False
@@ -237,49 +270,25 @@ def open_window(part: Part, tokenizer: Any, cutting: Cutting) -> Window:
     nothing = np.zeros(0, dtype=np.int64)
     if not fast:
         return Window(part, Tokens(ids, None, None), nothing, nothing, nothing)
-    places = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    # a place may run backwards, and a token takes nothing away from those in front of it
-    starts, stops = np.maximum.accumulate(places, axis=0).T
-    points = code_points(part.text)
-    byte_ends = part.bytes_before + bytes_up_to(points)[stops]
-    word_ends = part.words_before + words_up_to(points, part.inside)[stops]
-    cuts = np.diff(starts, prepend=-1) > 0  # never within a character that takes several tokens
+    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    # An offset may be lower than the one before it; a token then adds no text to those in front of it.
+    starts, stops = np.maximum.accumulate(offsets, axis=0).T
+    points = _code_points(part.text)
+    byte_ends = part.bytes_before + _bytes_up_to(points)[stops]
+    word_ends = part.words_before + _words_up_to(points, part.inside)[stops]
+    cuts = np.diff(starts, prepend=-1) > 0  # never within a character of several tokens
     if cutting is Cutting.AT_WORDS:
         cuts &= np.diff(np.asarray(encoded.word_ids(0), dtype=np.int64), prepend=-1) != 0
     tokens = Tokens(ids, byte_ends, word_ends)
     return Window(part, tokens, starts + part.begin, stops + part.begin, cuts)
 
 
-# Tokens of a text that is never whole in memory: it is tokenized window by window, and the windows are joined.
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """How a long text is cut, in characters; none of it changes a token.
-
-    Attributes:
-        window: Text that is tokenized at a time.
-        overlap: Text that two windows share at first; more where they do not agree.
-        largest: No window grows beyond it in search of a place to cut; a text that has none in so much is left out.
-        whole: Longer texts are left out where nothing says where this tokenizer's texts may be cut.
-        per_token: Text that is read at first for each token that is asked for.
-    """
-
-    window: int = 1 << 18
-    overlap: int = 1 << 13
-    largest: int = 1 << 21
-    whole: int = 1 << 25
-    per_token: int = 6
-
-
-SIZES = Sizes()
-AGREED = 8
-"""Tokens that two windows must share, at the least, in the middle of their overlap."""
+# Windows joined to the tokens of the whole text.
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tokens of the document, and the text that they and no tokens in front of them stand for.
+    """Tokens of the document, and the text that belongs to them and to no token in front of them.
 
     Attributes:
         tokens: The next tokens.
@@ -298,29 +307,29 @@ def joined(
     max_tokens: int | None = None,
     sizes: Sizes | None = None,
 ) -> Iterator[Piece]:
-    """The tokens of a text that comes in chunks, the same as those of the whole text, the first `max_tokens` of them.
+    """Yield the first `max_tokens` tokens of a text that comes in chunks, the same as those of the whole text.
 
     Raises:
         UnreadableError: The text is too large to be tokenized whole, and this tokenizer, or this text, cannot be cut.
     """
     sizes = sizes or SIZES
     reader, cutting = _Reader(chunks), cutting_of(tokenizer)
-    wanted = sizes.window
+    size = sizes.window
     if max_tokens is not None:
-        wanted = min(wanted, sizes.per_token * max_tokens + 4 * sizes.overlap)
+        size = min(size, sizes.per_token * max_tokens + 4 * sizes.overlap)
     if cutting is Cutting.NEVER:
-        wanted = sizes.whole
-    left = open_window(Part(reader.read(wanted)), tokenizer, cutting)
-    at = given = said = 0  # the next token in `left`; tokens and characters that were given out
+        size = sizes.whole
+    left = open_window(Part(reader.read(size)), tokenizer, cutting)
+    at = count = end = 0  # the next token in `left`; tokens and characters that were yielded
     overlap = sizes.overlap
     while not reader.ended:
-        enough = None if max_tokens is None else at + max_tokens - given
-        if enough is not None and settled(left, overlap, cutting) >= enough:
-            yield _last(left, at, enough, said)
+        enough = None if max_tokens is None else at + max_tokens - count
+        if enough is not None and _settled(left, overlap, cutting) >= enough:
+            yield _last(left, at, enough, end)
             return
         if cutting is Cutting.NEVER:
             raise UnreadableError(
-                f"longer than {sizes.whole:,} characters, and nothing says where a text may be cut for this tokenizer"
+                f"longer than {sizes.whole:,} characters, and texts of this tokenizer cannot be cut safely"
             )
         more = reader.read(sizes.window)
         right = open_window(left.part.tail(overlap, more), tokenizer, cutting)
@@ -332,24 +341,23 @@ def joined(
             continue
         stop, following = joint
         if enough is not None and stop >= enough:
-            yield _last(left, at, enough, said)
+            yield _last(left, at, enough, end)
             return
-        yield Piece(left.tokens.cut(at, stop), _text(left, said, int(left.starts[stop])))
-        given, said = given + stop - at, int(left.starts[stop])
+        begin, end = end, int(left.starts[stop])
+        yield Piece(left.tokens.cut(at, stop), left.text(begin, end))
+        count += stop - at
         left, at, overlap = right, following, sizes.overlap
-    end = None if max_tokens is None else at + max_tokens - given
-    yield Piece(left.tokens.cut(at, end), _text(left, said, left.part.end))
+    enough = None if max_tokens is None else at + max_tokens - count
+    yield Piece(left.tokens.cut(at, enough), left.text(end, left.part.end))
 
 
-def _last(window: Window, at: int, stop: int, said: int) -> Piece:
-    """The piece in which reading stops early: the text ends with its last token."""
-    return Piece(
-        window.tokens.cut(at, stop), _text(window, said, int(window.stops[stop - 1])), stopped=True
-    )
+def _last(window: Window, at: int, stop: int, end: int) -> Piece:
+    """Return the piece in which reading stops early: the text ends with its last token."""
+    return Piece(window.tokens.cut(at, stop), window.text(end, int(window.stops[stop - 1])), True)
 
 
 def join(left: Window, right: Window) -> tuple[int, int] | None:
-    """Where the left window gives way to the right one: the same token's number in both; `None` where they disagree.
+    """Return the number in either window of the token at which they are joined; `None` if they disagree.
 
     In the middle half of the overlap, far from where either window is cut off, they must have the same tokens and
     cuts at the same places. (A quarter of the overlap is more than any known pattern looks ahead.)
@@ -357,62 +365,49 @@ def join(left: Window, right: Window) -> tuple[int, int] | None:
     first, last = right.part.begin, left.part.end
     margin = (last - first) // 4
     middle = first + margin, last - margin
-    ours, theirs = _within(left, *middle), _within(right, *middle)
-    if ours.stop - ours.start < AGREED or ours.stop - ours.start != theirs.stop - theirs.start:
+    ours, theirs = left.between(*middle), right.between(*middle)
+    length = ours.stop - ours.start
+    if length < AGREED or length != theirs.stop - theirs.start:
         return None
-    for name in ("starts", "stops"):
-        if not np.array_equal(getattr(left, name)[ours], getattr(right, name)[theirs]):
-            return None
-    if not np.array_equal(left.tokens.ids[ours], right.tokens.ids[theirs]):
+    pairs = (
+        (left.tokens.ids[ours], right.tokens.ids[theirs]),
+        (left.starts[ours], right.starts[theirs]),
+        (left.stops[ours], right.stops[theirs]),
+        (left.cuts[ours][1:], right.cuts[theirs][1:]),
+    )
+    if not all(np.array_equal(one, other) for one, other in pairs):
         return None
     places = np.flatnonzero(left.cuts[ours] & right.cuts[theirs])[1:]
-    if not len(places) or not np.array_equal(left.cuts[ours][1:], right.cuts[theirs][1:]):
+    if not len(places):
         return None
     chosen = int(places[len(places) // 2])
     return ours.start + chosen, theirs.start + chosen
 
 
-def settled(window: Window, overlap: int, cutting: Cutting) -> int:
-    """The number of tokens that stay as they are, whatever text follows the window."""
+def _settled(window: Window, overlap: int, cutting: Cutting) -> int:
+    """Return the number of tokens that no text behind the window can change."""
     if cutting is Cutting.NEVER:
         return 0
-    sure = window.part.end - overlap
+    safe = window.part.end - overlap
     if cutting is Cutting.AT_WORDS:
-        behind = window.starts[window.cuts & (window.starts >= sure)]
-        if not len(behind) or _widest(behind, sure, window.part.end) > overlap // 8:
+        cuts = window.starts[window.cuts & (window.starts >= safe)]
+        widest = np.diff(cuts, prepend=safe, append=window.part.end).max()
+        if not len(cuts) or widest > overlap // 8:
             return 0
-    return int(np.searchsorted(window.stops, sure, side="right"))
-
-
-def _within(window: Window, first: int, last: int) -> slice:
-    """The tokens that lie between two characters."""
-    begin = int(np.searchsorted(window.starts, first, side="left"))
-    return slice(begin, max(begin, int(np.searchsorted(window.stops, last, side="right"))))
-
-
-def _widest(places: np.ndarray[Any, Any], first: int, last: int) -> int:
-    return int(np.diff(places, prepend=first, append=last).max())
-
-
-def _text(window: Window, first: int, last: int) -> str:
-    return window.part.text[first - window.part.begin : last - window.part.begin]
+    return int(np.searchsorted(window.stops, safe, side="right"))
 
 
 def _grown(
     window: Window, at: int, more: str, tokenizer: Any, cutting: Cutting, sizes: Sizes
 ) -> Window:
-    """The window and more text in one; the tokens up to `at`, where it was joined, are still the same."""
-    part = window.part
-    size = len(part.text) + len(more)
+    """Return the window with more text; the tokens up to `at`, where it was joined, must not change."""
+    size = len(window.part.text) + len(more)
     if size > sizes.largest:
         raise UnreadableError(
             f"no place to cut its text for tokenization within {size:,} characters"
         )
-    grown = open_window(
-        Part(part.text + more, part.begin, part.bytes_before, part.words_before, part.inside),
-        tokenizer,
-        cutting,
-    )
+    part = replace(window.part, text=window.part.text + more)
+    grown = open_window(part, tokenizer, cutting)
     same = slice(0, at + AGREED if at else 0)
     for before, now in ((window.tokens.ids, grown.tokens.ids), (window.starts, grown.starts)):
         if not np.array_equal(before[same], now[same]):
@@ -421,7 +416,7 @@ def _grown(
 
 
 class _Reader:
-    """Chunks of text, so many characters at a time.
+    """Chunks of text, read as so many characters at a time.
 
     Attributes:
         ended: There is no more text.
@@ -432,7 +427,7 @@ class _Reader:
         self._fill(1)
 
     def read(self, size: int) -> str:
-        """The next `size` characters, fewer only at the end."""
+        """Return the next `size` characters, fewer only at the end."""
         self._fill(size + 1)
         text, self._held = self._held[:size], self._held[size:]
         return text

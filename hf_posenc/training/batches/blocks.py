@@ -26,10 +26,10 @@ from hf_posenc.evaluation.documents import (
     Skipped,
     TokenizedDocument,
     UnreadableError,
+    Vocabulary,
     special_prefix,
     tokenize,
 )
-from hf_posenc.evaluation.documents.document import Vocabulary
 from hf_posenc.evaluation.measuring.identity import tokenizer_hash
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.training.batches.collator import POSITIONS

@@ -21,7 +21,6 @@ from hf_posenc.evaluation.documents import (
     read_dataset,
     read_paths,
 )
-from hf_posenc.evaluation.documents import document as token_ids
 from hf_posenc.evaluation.documents import formats as token_files
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.perplexity.measurement import Run
@@ -118,10 +117,11 @@ def test_token_files(tmp_path: Path) -> None:
 
 def test_large_token_files_are_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[type] = []
+    document_of_ids = token_files.document_of_ids
 
     def spy(name: str, values: Any) -> TokenizedDocument | Skipped:
         kinds.append(type(values))
-        return token_ids.document_of_ids(name, values)
+        return document_of_ids(name, values)
 
     np.save(tmp_path / "a.npy", np.arange(100, dtype=np.uint16))
     (tmp_path / "b.bin").write_bytes(np.arange(100, dtype="<u4").tobytes())

@@ -35,7 +35,7 @@ def test_rows_that_are_no_documents(tmp_path: Path) -> None:
     good, end = read_paths([str(torn)])
     assert (good.name, end.name) == (f"{torn}:1", str(torn))
     assert isinstance(end, Skipped)
-    assert end.reason == "cut off: its gzip data end too early"
+    assert end.reason == "truncated: its gzip data ends too early"
 
 
 def test_a_parquet_file_without_rows(tmp_path: Path) -> None:
