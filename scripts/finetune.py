@@ -102,11 +102,11 @@ def finetune(given: options.Arguments) -> None:
             lengths=data.score_lengths or [lengths.original, lengths.target],
             output=output / "scores",
             limit=data.score_documents,
-            device=None if sharding.is_planned(arguments) else arguments.device,
+            device=None if sharding.will_be_sharded(arguments) else arguments.device,
             autocast=precision_of(arguments),
             tail_tokens=data.tail_tokens,
         )
-        if choice.patch is not None and not sharding.is_planned(arguments):
+        if choice.patch is not None and not sharding.will_be_sharded(arguments):
             with preparation.without_patch(model):
                 scores.measure(model)
 
@@ -118,7 +118,7 @@ def finetune(given: options.Arguments) -> None:
     if choice.loss_chunk != 0:
         training.chunk_loss(model, choice.loss_chunk)
     training.check_run(model, positions=data.positions, arguments=arguments)
-    sharding.share_weights(model, arguments)
+    sharding.partition_weights(model, arguments)
 
     settings = settings_of(
         arguments, **options.decisive(given, loaded, patch, lengths, blocks.counts)
@@ -131,7 +131,7 @@ def finetune(given: options.Arguments) -> None:
             eval_dataset=[],  # the scores are the evaluation
             data_collator=collator,
             processing_class=tokenizer,
-            callbacks=[collator, watching.StopOnNonFinite(), watching.Lines()],
+            callbacks=[collator, watching.StopOnNonFinite(), watching.ProgressLines()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)

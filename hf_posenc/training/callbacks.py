@@ -1,4 +1,4 @@
-"""A scheduler's warning: the run saves at the end of the step it is in, and stops."""
+"""Callbacks of the Trainer: saving on signals, exact resume, progress, and held-out perplexities."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ from transformers import (
 )
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.files import write_atomically
-from hf_posenc.training import ranks as together
 from hf_posenc.training.checks import launcher
-from hf_posenc.training.ranks import RandomState, from_all, without_wrapper
+from hf_posenc.training.ranks import RandomState, all_max, gather, without_wrapper
 from hf_posenc.training.scoring import Scores, label_of
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+LOSSES = "running_loss.json"
+_LINES = 30
+"""Approximate number of progress lines of a run."""
 
 
 class Interruption:
-    """Takes note of signals while it is open; further ones change nothing, as launchers and schedulers both send them.
+    """Records signals while it is open; repeated ones have no effect, as launchers and schedulers both send them.
 
-    A launcher's death counts as well: `accelerate launch` with one process does not pass a signal on, it dies of it,
-    and what it launched would go on unseen.
+    The death of the launcher counts as a signal: `accelerate launch` with one process dies of a signal without passing
+    it on, and its child process would continue unnoticed.
 
     For a bare loop; `SaveOnSignal` uses it for the Trainer.
 
     Args:
-        signals: Which ones.
+        signals: The signals to record.
     """
 
     def __init__(self, signals: Iterable[signal.Signals] = SIGNALS) -> None:
@@ -62,165 +63,120 @@ class Interruption:
         self.close()
 
     def open(self) -> None:
-        """Begins to listen, where this is the process's main thread; no other can."""
-        found = launcher()
-        self._received, self._launcher = 0, None if found is None else found[0]
+        """Install the signal handlers, if this is the process's main thread."""
+        parent = launcher()
+        self._received, self._launcher = 0, None if parent is None else parent[0]
         if threading.current_thread() is threading.main_thread() and not self._before:
-            self._before = {each: signal.signal(each, self._note) for each in self._signals}
+            self._before = {each: signal.signal(each, self._record) for each in self._signals}
 
     def close(self) -> None:
-        """What a signal did before, it does again."""
-        self.hold(False)
+        """Restore the previous signal handlers."""
+        self.block(False)
         for each, handler in self._before.items():
             signal.signal(each, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 
-    def hold(self, on: bool) -> None:
-        """Lets signals wait, until they are let through again.
+    def block(self, on: bool) -> None:
+        """Block or unblock the signals, for this process and for processes started meanwhile.
 
-        Processes that begin meanwhile never get them: a scheduler signals the workers of a dataloader as well, and the
-        death of one of them would end the run before it has saved.
+        A scheduler also signals the workers of a dataloader, and the death of a worker would end the run before it has
+        saved. So signals are blocked while workers are started.
         """
         if self._before and hasattr(signal, "pthread_sigmask"):
             how = signal.SIG_BLOCK if on else signal.SIG_UNBLOCK
             signal.pthread_sigmask(how, self._signals)
 
     def agreed(self) -> int:
-        """The number of a signal that any process has received, else 0: the same in all of them. All must call it."""
+        """Return the number of a signal that any process has received, else 0. Call it in all processes."""
         if self._launcher is not None and os.getppid() != self._launcher:
             self._received = self._received or signal.SIGTERM
-        return together.largest(self._received)
+        return all_max(self._received)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self._received = number
 
 
 class SaveOnSignal(TrainerCallback):
-    """On SIGTERM or SIGUSR1 to any process: save at the end of this step, in all processes, and stop.
+    """On SIGTERM or SIGUSR1 to any process: save at the end of the step, in all processes, and stop.
 
-    An evaluation that is due at that step, or under way, comes first, as it does without a signal: it draws random
-    numbers, so the losses after it would be others without it.
+    An evaluation that is due at that step, or running, is finished first, as without a signal: it draws random numbers,
+    which the later losses depend on.
 
     Attributes:
-        received: The number of the signal that ended the training; 0 if none did. A program ends with 128 plus this
-            number, as shells have it, so that a scheduler does not take the run for finished.
+        received: The number of the signal that ended the training, or 0. A program exits with 128 plus this number, as
+            in shells, so that a scheduler does not consider the run finished.
     """
 
     def __init__(self) -> None:
         self._interruption = Interruption()
         self.received = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         self.received = 0
         self._interruption.open()
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._interruption.hold(True)  # the Trainer makes the workers of its dataloader now
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._interruption.block(True)  # the Trainer starts the workers of its dataloader now
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._interruption.hold(False)
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._interruption.block(False)
+
+    on_prediction_step = on_step_begin
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._stop_if_asked(control)
-        self._interruption.hold(control.should_evaluate)
-
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._interruption.hold(False)
+        self._stop_if_signalled(control)
+        self._interruption.block(control.should_evaluate)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._interruption.hold(False)
+        self._interruption.block(False)
         if state.global_step > 0:
-            self._stop_if_asked(control)
+            self._stop_if_signalled(control)
 
     def on_epoch_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        # The Trainer takes every stop for the end of an epoch.
-        if self.received and not ends_epoch(state):
+        # The Trainer treats every stop as the end of an epoch.
+        if self.received and not _ends_epoch(state):
             control.should_log = control.should_evaluate = control.should_save = False
         elif not self.received:
-            self._stop_if_asked(control)
-        self._interruption.hold(control.should_evaluate)
+            self._stop_if_signalled(control)
+        self._interruption.block(control.should_evaluate)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **__: Any) -> None:
         self._interruption.close()
 
-    def _stop_if_asked(self, control: TrainerControl) -> None:
+    def _stop_if_signalled(self, control: TrainerControl) -> None:
         self.received = self._interruption.agreed()
         if self.received:
             control.should_save = control.should_training_stop = True
 
 
-def ends_epoch(state: TrainerState) -> bool:
-    """Whether the last step was the last one of its epoch, or of all: the Trainer takes both as the end."""
+def _ends_epoch(state: TrainerState) -> bool:
+    """Return whether the last step was the last of its epoch, or of all: the Trainer treats both as the end."""
     whole = state.epoch is not None and float(state.epoch).is_integer()
     return whole or state.global_step >= state.max_steps
 
 
-# What the Trainer forgets when it goes on from a checkpoint, and what it does then that it should not: a callback.
-
-
-LOSSES = "running_loss.json"
-
-
-@contextlib.contextmanager
-def configs_of_both_styles() -> Iterator[None]:
-    """Lets the Trainer continue from a checkpoint whose config has the keys of transformers 4 as well as those of 5.
-
-    The Trainer reads a checkpoint's config for nothing but the version in it, and as `PreTrainedConfig` itself. That
-    class takes `rope_scaling` with a type of yarn, longrope or llama3 for its own and asks for a context length that it
-    does not have: an AttributeError, in transformers 5.23, on every patched model that 4.57 can read too.
-    """
-    module: Any = importlib.import_module("transformers.trainer")
-    before = module.PreTrainedConfig
-    module.PreTrainedConfig = _VersionOnly
-    try:
-        yield
-    finally:
-        module.PreTrainedConfig = before
-
-
-class _VersionOnly:
-    """What the Trainer reads of a config."""
-
-    def __init__(self, version: str | None) -> None:
-        self.transformers_version = version
-
-    @classmethod
-    def from_json_file(cls, path: str) -> _VersionOnly:
-        return cls(json.loads(Path(path).read_text(encoding="utf-8")).get("transformers_version"))
-
-
 class ExactResume(TrainerCallback):
-    """Makes the log of a run that was cut anywhere the log of a run that was not.
+    """Makes the log of an interrupted run equal to that of an uninterrupted one.
 
     Read in transformers 5.15 to 5.23 (`trainer.py`), and measured: the Trainer
 
-    - forgets the losses since its last log, so that with `logging_steps` above 1 the next average is another one;
-    - trains one step too many when it goes on from the checkpoint of its last step;
-    - leaves out what is due at an epoch's end (`eval_strategy="epoch"`) when it goes on from the epoch's last step;
-    - evaluates again at the start (`eval_on_start`), and keeps to the checkpoint's intervals for logs and saves.
+    - discards the losses since its last log, so that with `logging_steps` above 1 the next average differs;
+    - trains one step too many when it resumes from the checkpoint of its last step;
+    - skips the evaluation at an epoch's end (`eval_strategy="epoch"`) when it resumes from the epoch's last step;
+    - evaluates again at the start (`eval_on_start`), and keeps the checkpoint's intervals of logs and saves.
 
-    Put it between `SaveOnSignal` and `SafeCheckpoints`: it decides on the saves of the one and writes what the other
-    marks complete.
+    Add it between `SaveOnSignal` and `SafeCheckpoints`: it decides on the saves of the former and writes files that the
+    latter marks complete.
 
     Args:
-        trainer: The Trainer that it is a callback of.
-        checkpoint: What `train()` continues from, if anything.
+        trainer: The Trainer of this callback.
+        checkpoint: The checkpoint that `train()` resumes from, if any.
     """
 
     def __init__(self, trainer: Trainer, checkpoint: Path | None) -> None:
@@ -253,7 +209,7 @@ class ExactResume(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         due_then = IntervalStrategy.EPOCH in (args.eval_strategy, args.logging_strategy)
-        if control.should_save and due_then and ends_epoch(state):
+        if control.should_save and due_then and _ends_epoch(state):
             control.should_save, self._save_at_epoch_end = False, True
 
     def on_epoch_end(
@@ -267,11 +223,11 @@ class ExactResume(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        sums = from_all(self._trainer._tr_loss.item())
+        sums = gather(self._trainer._tr_loss.item())
         if args.should_save:
-            made = {"logged_at": self._trainer._globalstep_last_logged, "sums": sums}
+            values = {"logged_at": self._trainer._globalstep_last_logged, "sums": sums}
             folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-            write_atomically(folder / LOSSES, json.dumps(made) + "\n")  # with NaN as it is
+            write_atomically(folder / LOSSES, json.dumps(values) + "\n")  # keeps NaN
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -282,7 +238,7 @@ class ExactResume(TrainerCallback):
             args.eval_on_start = self._eval_on_start
 
     def _restore(self, stored: dict[str, Any]) -> None:
-        """Goes on with the sum that each process had: a float32, which JSON holds exactly."""
+        """Restore the sum of losses of each process: a float32, which JSON stores exactly."""
         sums, trainer = stored["sums"], self._trainer
         if len(sums) != trainer.args.world_size:
             return
@@ -291,15 +247,36 @@ class ExactResume(TrainerCallback):
         trainer._total_loss_scalar -= sum(sums) / len(sums)  # `train_loss` is of this call alone
 
 
-# What a run says while it trains, and when it must not go on.
+@contextlib.contextmanager
+def configs_of_both_styles() -> Iterator[None]:
+    """Let the Trainer resume from a checkpoint whose config has keys of both transformers 4 and 5.
+
+    The Trainer reads only the version from a checkpoint's config, but through `PreTrainedConfig`. That class interprets
+    `rope_scaling` of type yarn, longrope or llama3 as its own and requires a context length that it does not have: an
+    AttributeError, in transformers 5.23, on every patched model that 4.57 can read too.
+    """
+    module: Any = importlib.import_module("transformers.trainer")
+    before = module.PreTrainedConfig
+    module.PreTrainedConfig = _VersionOnly
+    try:
+        yield
+    finally:
+        module.PreTrainedConfig = before
 
 
-_LINES = 30
-"""About how many lines a run prints, however many steps are logged."""
+class _VersionOnly:
+    """The part of a config that the Trainer reads."""
+
+    def __init__(self, version: str | None) -> None:
+        self.transformers_version = version
+
+    @classmethod
+    def from_json_file(cls, path: str) -> _VersionOnly:
+        return cls(json.loads(Path(path).read_text(encoding="utf-8")).get("transformers_version"))
 
 
 class StopOnNonFinite(TrainerCallback):
-    """Ends the training when the loss is not a number, before anything is saved from it.
+    """Ends the training when the loss or the gradient norm is not finite, before anything is saved from it.
 
     Raises:
         PosencError: From the Trainer's `train()`, in every process.
@@ -318,13 +295,13 @@ class StopOnNonFinite(TrainerCallback):
             if value is not None and not math.isfinite(float(value)):
                 raise PosencError(
                     f"The {name} is {float(value)} at step {state.global_step}; nothing was saved from it. Lower "
-                    "--learning_rate or raise --warmup_steps, and look at the text; the same command goes on from the "
+                    "--learning_rate or raise --warmup_steps, and inspect the text; the same command resumes from the "
                     "last checkpoint."
                 )
 
 
-class Lines(TrainerCallback):
-    """Prints a line about every thirtieth of the run, and one for every evaluation, in the first process."""
+class ProgressLines(TrainerCallback):
+    """Prints about thirty lines of progress per run, in the first process."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -335,7 +312,7 @@ class Lines(TrainerCallback):
     ) -> None:
         self._began, self._first = time.perf_counter(), state.global_step
         if state.is_world_process_zero and state.global_step:
-            _say(f"going on after step {state.global_step:,} of {state.max_steps:,}")
+            _print(f"resuming after step {state.global_step:,} of {state.max_steps:,}")
 
     def on_log(
         self,
@@ -346,48 +323,49 @@ class Lines(TrainerCallback):
         **_: Any,
     ) -> None:
         step, steps = state.global_step, state.max_steps
-        if not state.is_world_process_zero or "loss" not in (logs or {}):
+        if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
-        every = max(1, steps // _LINES)
-        if step % every and step not in (1, steps):
+        if step % max(1, steps // _LINES) and step not in (1, steps):
             return
-        assert logs is not None
         left = (time.perf_counter() - self._began) / max(1, step - self._first) * (steps - step)
-        _say(
+        _print(
             f"step {step:,}/{steps:,}  loss {float(logs['loss']):.4f}  lr {float(logs.get('learning_rate', 0)):.2e}  "
             f"gradient {float(logs.get('grad_norm', 0)):.2f}  {left:,.0f} s left"
         )
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     Console(highlight=False, soft_wrap=True).print(text)
-
-
-# The project's scorer in the Trainer's own evaluations.
 
 
 class PerplexityCallback(TrainerCallback):
     """Measures held-out perplexity before the first step and whenever the Trainer evaluates.
 
-    The numbers are in the Trainer's log as `eval_<protocol>_perplexity_<length>`, and so in TensorBoard and the like,
-    and among the metrics of the evaluation, where `metric_for_best_model` finds them. The training goes on as if nobody
-    had evaluated: no random number is drawn that was not put back, the Trainer's own evaluation included.
+    The Trainer's log has the numbers as `eval_<protocol>_perplexity_<length>`, and so do TensorBoard and other
+    trackers. They are also among the metrics of the evaluation, for `metric_for_best_model`. The training is
+    bit-identical to one without evaluations: the random generators are restored, also after the Trainer's own
+    evaluation.
 
-    The Trainer evaluates only with an `eval_dataset`; an empty list is enough for the perplexities alone.
+    The Trainer evaluates only with an `eval_dataset`; an empty list suffices for the perplexities alone.
 
     Args:
-        scores: What to measure.
-        trainer: The Trainer that it is a callback of.
+        scores: The perplexities to measure.
+        trainer: The Trainer of this callback.
 
     Raises:
-        PosencError: The arguments take the highest perplexity for the best.
+        PosencError: The arguments choose the highest perplexity as the best.
     """
 
     def __init__(self, scores: Scores, trainer: Trainer) -> None:
         self._scores, self._trainer = scores, trainer
         self._logged: int | None = None
         self._draws: RandomState | None = None
-        _check_best(trainer.args)
+        metric = trainer.args.metric_for_best_model or ""
+        if "_perplexity_" in metric and trainer.args.greater_is_better:
+            raise PosencError(
+                f"metric_for_best_model={metric}: the best perplexity is the lowest, and transformers takes the "
+                "highest of every metric whose name does not end in loss. Add --greater_is_better false."
+            )
 
     def on_train_begin(
         self,
@@ -398,7 +376,7 @@ class PerplexityCallback(TrainerCallback):
         **_: Any,
     ) -> None:
         if state.global_step == 0:
-            self._log(self._measured(model, state), state)
+            self._log(self._measure(model, state), state)
             self._remember(args.eval_on_start)
 
     def on_step_end(
@@ -406,10 +384,7 @@ class PerplexityCallback(TrainerCallback):
     ) -> None:
         self._remember(control.should_evaluate)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._remember(control.should_evaluate)
+    on_epoch_end = on_step_end
 
     def on_evaluate(
         self,
@@ -420,7 +395,7 @@ class PerplexityCallback(TrainerCallback):
         metrics: dict[str, Any] | None = None,
         **_: Any,
     ) -> None:
-        numbers = self._measured(model, state)
+        numbers = self._measure(model, state)
         self._log(numbers, state)
         if metrics is not None:
             metrics.update(numbers)
@@ -429,13 +404,18 @@ class PerplexityCallback(TrainerCallback):
             self._draws = None
 
     def _remember(self, evaluates: bool) -> None:
-        """Keeps the generators as they are before an evaluation, whose data loader draws a seed."""
+        """Keep the generators' state before an evaluation, whose data loader draws a seed."""
         self._draws = RandomState() if evaluates else None
 
-    def _measured(self, model: Any, state: TrainerState) -> dict[str, float]:
+    def _measure(self, model: Any, state: TrainerState) -> dict[str, float]:
         seen = state.num_input_tokens_seen or None
         result = self._scores.measure(model, state.global_step, tokens_seen=seen)
-        return metrics_of(result, label_of(without_wrapper(model), state.global_step))
+        label = label_of(without_wrapper(model), state.global_step)
+        return {
+            _metric(cell.protocol, cell.length): cell.perplexity
+            for cell in result.cells
+            if cell.method == label
+        }
 
     def _log(self, numbers: dict[str, float], state: TrainerState) -> None:
         # One evaluation of several datasets is one measurement.
@@ -444,51 +424,35 @@ class PerplexityCallback(TrainerCallback):
             self._trainer.log(dict(numbers))
 
 
-def metrics_of(result: PerplexityResult, label: str) -> dict[str, float]:
-    """The perplexities of one row under the names that the Trainer's log has for them."""
-    return {
-        f"eval_{cell.protocol}_perplexity_{cell.length}": cell.perplexity
-        for cell in result.cells
-        if cell.method == label
-    }
-
-
 def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:
-    """Whether the scores alone, without a loss of an `eval_dataset`, have what the best model is told by.
+    """Check that the scores alone, without a loss of an `eval_dataset`, include the metric for the best model.
 
     Args:
         arguments: The Trainer's.
-        scores: What is measured, if anything is.
+        scores: The perplexities that are measured, if any.
 
     Raises:
-        PosencError: There is no such number: the Trainer would end at its first evaluation.
+        PosencError: They do not: the Trainer would fail at its first evaluation.
     """
-    metric = arguments.metric_for_best_model  # "loss" where it is needed and was not given
+    metric = arguments.metric_for_best_model  # "loss" if it is required and was not given
     if metric is None or arguments.eval_strategy == "no":
         return
-    settings = None if scores is None else scores.settings
-    names = [
-        f"eval_{protocol}_perplexity_{length}"
-        for protocol in (() if settings is None else reversed(settings.protocols))
-        for length in sorted(() if settings is None else settings.lengths, reverse=True)
-    ]
-    if metric.removeprefix("eval_") in [name.removeprefix("eval_") for name in names]:
-        return
-    if not names:
+    if scores is None:
         raise PosencError(
-            "Without scores there is nothing to tell the best model by: leave --no_score out, or "
+            "Without scores there is no metric for the best model: leave --no_score out, or "
             "--load_best_model_at_end, --metric_for_best_model and reduce_lr_on_plateau."
         )
-    raise PosencError(
-        f"metric_for_best_model={metric} is not measured; there are {', '.join(names)}. Give --metric_for_best_model "
-        f"{names[0]} --greater_is_better false."
-    )
-
-
-def _check_best(arguments: TrainingArguments) -> None:
-    metric = arguments.metric_for_best_model or ""
-    if "_perplexity_" in metric and arguments.greater_is_better:
+    names = [
+        _metric(protocol, length)
+        for protocol in reversed(scores.settings.protocols)
+        for length in sorted(scores.settings.lengths, reverse=True)
+    ]
+    if f"eval_{metric.removeprefix('eval_')}" not in names:
         raise PosencError(
-            f"metric_for_best_model={metric}: the best perplexity is the lowest, and transformers takes the highest of "
-            "whatever does not end in loss. Add --greater_is_better false."
+            f"metric_for_best_model={metric} is not measured; there are {', '.join(names)}. Give "
+            f"--metric_for_best_model {names[0]} --greater_is_better false."
         )
+
+
+def _metric(protocol: str, length: int) -> str:
+    return f"eval_{protocol}_perplexity_{length}"

@@ -1,8 +1,8 @@
-"""Checkpoints that are either whole or not there.
+"""Checkpoints and results that are either complete or do not load.
 
-The Trainer writes a checkpoint in its place, file by file, each process its own; a kill in between leaves a folder that
-looks like any other and that `resume_from_checkpoint=True` would choose. Here a manifest is written last, once every
-process is done and every file is on the disk: a folder without it is what a kill left, and is cleared away.
+The Trainer writes a checkpoint in place, file by file, each process its own. A kill in between leaves a folder that
+looks complete and that `resume_from_checkpoint=True` would choose. Here a manifest is written last, once every process
+is done and every file is on the disk. A folder without a manifest is partial and is removed at the next start.
 """
 
 from __future__ import annotations
@@ -20,24 +20,49 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_posenc.errors import PosencError
 from hf_posenc.files import to_json, write_atomically
-from hf_posenc.training import ranks as together
+from hf_posenc.training.ranks import barrier
 
 MANIFEST = "complete.json"
+CONFIGS = ("config.json", "adapter_config.json")
+"""The files that loading a model begins with."""
+LOST_PEER = "another process of the run ended"
+
 _FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
+_UNFINISHED = ".saving"
+_WEIGHTS = (
+    "*model.safetensors",
+    "*model-*-of-*.safetensors",
+    "*model.safetensors.index.json",
+    "*model.bin",
+    "*model-*-of-*.bin",
+    "*model.bin.index.json",
+)
+
+
+def checkpoints(folder: Path | str) -> list[Path]:
+    """Return all checkpoints of a run, complete or partial, by step; none if the folder does not exist."""
+    paths = [path for path in Path(folder).glob("checkpoint-*") if _NAME.fullmatch(path.name)]
+    return sorted((path for path in paths if path.is_dir()), key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return the step after which a checkpoint was written, from its name."""
+    match = _NAME.fullmatch(checkpoint.name)
+    if match is None:
+        raise PosencError(f"{checkpoint} is no checkpoint: its name is not checkpoint-<step>.")
+    return int(match[1])
 
 
 def mark_complete(path: Path | str, *, processes: int = 1) -> None:
-    """Puts a checkpoint's files onto the disk, and then the manifest that says so.
-
-    Call it in one process, after every process has written its files.
+    """Flush a checkpoint to disk, then write its manifest. Call it in one process, after all have written.
 
     Args:
         path: The checkpoint's folder.
-        processes: How many processes wrote it.
+        processes: Number of processes that wrote it.
 
     Raises:
-        PosencError: The system refuses, on a full disk for instance; the checkpoint stays unmarked.
+        PosencError: The disk is full, for instance; the checkpoint stays partial.
     """
     folder = Path(path)
     flush(folder)
@@ -46,161 +71,111 @@ def mark_complete(path: Path | str, *, processes: int = 1) -> None:
         for file in sorted(folder.rglob("*"))
         if file.is_file()
     }
-    made = {"kind": "checkpoint", "format": _FORMAT, "processes": processes, "files": files}
-    write_atomically(folder / MANIFEST, to_json(made))
-    sync(folder)
-    sync(folder.parent)
+    manifest = {"kind": "checkpoint", "format": _FORMAT, "processes": processes, "files": files}
+    write_atomically(folder / MANIFEST, to_json(manifest))
+    _sync(folder)
+    _sync(folder.parent)
 
 
-def flush(folder: Path) -> None:
-    """Waits until every file below a folder is on the disk.
-
-    Raises:
-        PosencError: The disk cannot take them.
-    """
-    try:
-        for path in (folder, *folder.rglob("*")):
-            sync(path)
-    except OSError as error:
-        raise PosencError(f"{folder} cannot be written: {error.strerror or error}.") from error
-
-
-def checkpoints(folder: Path | str) -> list[Path]:
-    """Every checkpoint of a run, whole or not, by step; empty where the folder does not exist."""
-    found = [path for path in Path(folder).glob("checkpoint-*") if _NAME.fullmatch(path.name)]
-    return sorted((path for path in found if path.is_dir()), key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step after which a checkpoint was written: the number in its name."""
-    found = _NAME.fullmatch(checkpoint.name)
-    if found is None:
-        raise PosencError(f"{checkpoint} is no checkpoint: its name is not checkpoint-<step>.")
-    return int(found[1])
-
-
-def manifest_of(checkpoint: Path) -> dict[str, Any] | None:
-    """What a checkpoint's manifest says; `None` for a partial one.
+def is_complete(checkpoint: Path) -> bool:
+    """Return whether a checkpoint has a manifest.
 
     Raises:
         PosencError: A newer version of this package wrote it.
     """
-    try:
-        found = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    if found.get("format") != _FORMAT:
-        raise PosencError(
-            f"{checkpoint / MANIFEST} has format {found.get('format')!r}, but this version of hf_posenc reads format "
-            f"{_FORMAT}. Continue with the version that wrote it, or in another folder."
-        )
-    return dict(found)
+    return _manifest(checkpoint) is not None
 
 
 def complete_checkpoints(folder: Path | str) -> list[Path]:
-    """The checkpoints that were written to their end, by step.
+    """Return the complete checkpoints, by step.
 
     Raises:
         PosencError: A newer version of this package wrote one.
     """
-    return [path for path in checkpoints(folder) if manifest_of(path) is not None]
+    return [path for path in checkpoints(folder) if is_complete(path)]
 
 
 def last_complete_checkpoint(folder: Path | str) -> Path | None:
-    """The newest checkpoint that was written to its end, by step and not by time; `None` without one.
+    """Return the complete checkpoint of the highest step; `None` without one.
 
     Raises:
-        PosencError: A file of it is missing or has another size, which no kill of a run explains.
+        PosencError: One of its files is missing or has another size, which no kill of a run explains.
     """
     complete = complete_checkpoints(folder)
     if not complete:
         return None
-    check_files(complete[-1])
-    return complete[-1]
-
-
-def check_files(checkpoint: Path) -> None:
-    """Makes sure that a complete checkpoint still has what its manifest lists.
-
-    Raises:
-        PosencError: A file is missing or has another size.
-    """
-    for name, size in (manifest_of(checkpoint) or {"files": {}})["files"].items():
+    checkpoint = complete[-1]
+    for name, size in (_manifest(checkpoint) or {"files": {}})["files"].items():
         file = checkpoint / name
         if not file.is_file() or file.stat().st_size != size:
             state = "has another size" if file.is_file() else "is missing"
             raise PosencError(
-                f"{checkpoint} was complete, but {name} {state} now. Bring the file back, or remove the folder: the "
-                "run then continues from the checkpoint before it."
+                f"{checkpoint} was complete, but {name} {state} now. Restore the file, or remove the folder: the run "
+                "then resumes from the checkpoint before it."
             )
+    return checkpoint
 
 
 def clear_partial(folder: Path | str) -> list[Path]:
-    """Removes the checkpoints that were never finished, or whose removal was not; returns their paths.
-
-    Call it in one process, while no run writes to the folder.
+    """Remove partial checkpoints and return their paths. Call it in one process, while no run writes to the folder.
 
     Raises:
-        PosencError: The system refuses.
+        PosencError: A file cannot be removed.
     """
-    partial = [path for path in checkpoints(folder) if manifest_of(path) is None]
+    partial = [path for path in checkpoints(folder) if not is_complete(path)]
     for path in partial:
         discard(path)
     return partial
 
 
 def discard(checkpoint: Path) -> None:
-    """Removes a checkpoint; killed meanwhile, what is left counts as partial.
+    """Remove a checkpoint, its manifest first: after a kill, the rest counts as partial.
 
     Raises:
-        PosencError: The system refuses.
+        PosencError: A file cannot be removed.
     """
     try:
         if (checkpoint / MANIFEST).exists():
             (checkpoint / MANIFEST).unlink()
-            sync(checkpoint)
+            _sync(checkpoint)
         shutil.rmtree(checkpoint)
     except OSError as error:
         raise PosencError(f"{checkpoint} cannot be removed: {error.strerror or error}.") from error
 
 
-def rotate(folder: Path | str, limit: int | None, best: Path | None = None) -> list[Path]:
-    """Removes the oldest complete checkpoints, by step and not by time.
+def rotate(folder: Path | str, limit: int | None, best: Path | None = None) -> None:
+    """Remove the complete checkpoints of the lowest steps.
 
     Args:
         folder: The run's folder.
-        limit: How many stay; `None` or 0: all.
-        best: One that stays whatever its age, as `load_best_model_at_end` needs it.
-
-    Returns:
-        What was removed.
+        limit: Number of checkpoints to keep; `None` or 0: all.
+        best: A checkpoint that is kept whatever its step, for `load_best_model_at_end`.
 
     Raises:
-        PosencError: The system refuses.
+        PosencError: A file cannot be removed.
     """
     complete = complete_checkpoints(folder)
     if not limit or limit < 0 or not complete:
-        return []
+        return
     kept = {complete[-1].name} | ({best.name} if best is not None else set())
     old = [path for path in complete if path.name not in kept]
-    surplus = old[: max(0, len(complete) - max(limit, len(kept & {p.name for p in complete})))]
-    for path in surplus:
+    surplus = len(complete) - max(limit, len(kept & {path.name for path in complete}))
+    for path in old[: max(0, surplus)]:
         discard(path)
-    return surplus
 
 
 class SafeCheckpoints(TrainerCallback):
-    """Marks a checkpoint complete once all of it is on the disk, and only then removes older ones.
+    """Marks each checkpoint complete once it is on the disk, and only then removes older ones.
 
-    The Trainer itself removes older checkpoints while the new one is not yet whole: its own `save_total_limit` is taken
-    off for the time of the training, and kept here. Put it behind `SaveOnSignal`, whose saves it marks.
+    The Trainer itself removes older checkpoints before the new one is complete. Therefore its `save_total_limit` is
+    unset during the training and applied here. Add this callback behind `SaveOnSignal`, whose saves it marks.
 
     Args:
-        limit: How many checkpoints stay beside the best one; `None`: as `save_total_limit` says.
+        limit: Number of checkpoints to keep beside the best one; by default `save_total_limit`.
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        self._given = limit
+        self._requested_limit = limit
         self._limit: int | None = None
         self._saved: int | None = None
 
@@ -209,8 +184,8 @@ class SafeCheckpoints(TrainerCallback):
     ) -> None:
         if state.is_hyper_param_search:
             raise PosencError(
-                "SafeCheckpoints watches one folder; hyperparameter_search writes one per trial. Leave the "
-                "callback out there."
+                "SafeCheckpoints supports one folder; hyperparameter_search writes one per trial. Leave the callback "
+                "out there."
             )
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None
@@ -222,24 +197,22 @@ class SafeCheckpoints(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._once(state, control)
+        # A complete checkpoint is not written again: a kill would leave its manifest beside torn files.
+        if control.should_save and self._saved == state.global_step:
+            control.should_save = False
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
-        self._once(state, control)
+    on_epoch_end = on_step_end
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-        together.wait()  # each process has written its random state
-        if args.local_process_index == 0 and not args.should_save:
-            flush(checkpoint)  # what this machine wrote; the first one does it as it marks
-        together.wait()
-        if args.should_save:
-            mark_complete(checkpoint, processes=args.world_size)
-        together.wait()  # on every machine, where each has a disk of its own
+        complete_together(
+            checkpoint,
+            processes=args.world_size,
+            flushes=args.local_process_index == 0 and not args.should_save,
+            marks=args.should_save,
+        )
         self._saved = state.global_step
         if args.should_save:
             self._rotate(args, state)
@@ -252,17 +225,116 @@ class SafeCheckpoints(TrainerCallback):
 
     def _rotate(self, args: TrainingArguments, state: TrainerState) -> None:
         best = state.best_model_checkpoint
-        limit = self._limit if self._given is None else self._given
+        limit = self._limit if self._requested_limit is None else self._requested_limit
         rotate(args.output_dir or ".", limit, None if best is None else Path(best))
 
-    def _once(self, state: TrainerState, control: TrainerControl) -> None:
-        """A complete checkpoint is not written again: a kill would then find its manifest beside torn files."""
-        if control.should_save and self._saved == state.global_step:
-            control.should_save = False
+
+def complete_together(checkpoint: Path, *, processes: int, flushes: bool, marks: bool) -> None:
+    """Mark a checkpoint complete once all processes have written their parts. All of them call it.
+
+    Args:
+        checkpoint: The checkpoint's folder.
+        processes: Number of processes.
+        flushes: Whether this process flushes the files that its machine wrote.
+        marks: Whether this process writes the manifest: one per disk.
+
+    Raises:
+        PosencError: The disk is full, for instance.
+    """
+    barrier()
+    if flushes:
+        flush(checkpoint)
+    barrier()
+    if marks:
+        mark_complete(checkpoint, processes=processes)
+    barrier()
 
 
-def sync(path: Path) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
+def save_result(folder: Path | str, write: Callable[[str], object], *, keeper: bool = True) -> None:
+    """Save a result into a temporary folder, flush it to disk, then move it into place.
+
+    Loading begins with `config.json` or `adapter_config.json`. These are removed first and moved last. A kill in
+    between leaves a folder that does not load, never new weights with an old config or the reverse. Weights of an
+    earlier result with other names (two shards instead of one file) are removed. Checkpoints stay: the same command
+    resumes from the last one and saves again.
+
+    All processes call it, as sharded weights are gathered from all of them.
+
+    Args:
+        folder: The destination.
+        write: Saves the model, the tokenizer, ... into the folder that it is called with.
+        keeper: Whether this process moves the files: one per disk.
+
+    Raises:
+        PosencError: The disk is full, for instance. An earlier result is then still complete.
+    """
+    folder = Path(folder)
+    unfinished = folder / _UNFINISHED
+    try:
+        if keeper:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        barrier()
+        write(str(unfinished))
+        barrier()
+        if keeper:
+            flush(unfinished)
+            _move_into_place(unfinished, folder)
+        barrier()
+    except Exception as error:
+        if keeper:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(unfinished)
+        if isinstance(error, PosencError) and not isinstance(error.__cause__, OSError):
+            raise
+        raise PosencError(
+            f"The result could not be saved in {folder}: {reason_of(error)}. The checkpoints there are complete: make "
+            "room and run the same command again."
+        ) from error
+
+
+def _move_into_place(unfinished: Path, folder: Path) -> None:
+    names = sorted(path.name for path in unfinished.iterdir())
+    for name in CONFIGS:
+        (folder / name).unlink(missing_ok=True)
+    _sync(folder)
+    for path in [path for pattern in _WEIGHTS for path in folder.glob(pattern)]:
+        if path.name not in names:
+            path.unlink(missing_ok=True)
+    for name in sorted(names, key=lambda name: name in CONFIGS):
+        if name in CONFIGS:
+            _sync(folder)
+        if (folder / name).is_dir():
+            shutil.rmtree(folder / name)
+        (unfinished / name).replace(folder / name)
+    _sync(folder)
+    unfinished.rmdir()
+
+
+def reason_of(error: Exception) -> str:
+    """Return why a save failed, in one line."""
+    text = " ".join(str(error).split()).rstrip(".")
+    if "inline_container" in text:  # torch.save on a full disk
+        return "torch.save could not write a file to its end"
+    if "by peer" in text:  # gloo: "Connection closed by peer", "Connection reset by peer"
+        return LOST_PEER
+    return text[:200]
+
+
+def flush(folder: Path) -> None:
+    """Flush every file below a folder to disk.
+
+    Raises:
+        PosencError: A file cannot be written.
+    """
+    try:
+        for path in (folder, *folder.rglob("*")):
+            _sync(path)
+    except OSError as error:
+        raise PosencError(f"{folder} cannot be written: {error.strerror or error}.") from error
+
+
+def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -270,90 +342,14 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-# The result of a training, in a folder that is the old one or the new one, never a mixture.
-
-
-BESIDE = ".saving"
-ENDED = "another process of the run ended"
-CONFIGS = ("config.json", "adapter_config.json")
-"""What loading looks for first."""
-
-_WEIGHTS = (
-    "*model.safetensors",
-    "*model-*-of-*.safetensors",
-    "*model.safetensors.index.json",
-    "*model.bin",
-    "*model-*-of-*.bin",
-    "*model.bin.index.json",
-)
-
-
-def save_result(folder: Path | str, write: Callable[[str], object], *, keeper: bool = True) -> None:
-    """Lets `write` save into a folder beside, and puts what it wrote into place once all of it is on the disk.
-
-    Loading looks for `config.json` or `adapter_config.json` first. They are taken away first and put back last, so a
-    kill in between leaves a folder that does not load, and never new weights under an old config or the reverse.
-    Weights of an earlier result that the new one has no name for (two shards where there is one file now) go too. The
-    checkpoints are left alone: the same command continues from the last one and saves again.
-
-    All processes call it, as sharded weights are gathered from all of them.
-
-    Args:
-        folder: Where the result goes.
-        write: Saves the model, the tokenizer, ... into the folder that it is given.
-        keeper: Whether this process moves the files: one per disk.
-
-    Raises:
-        PosencError: The disk is full, for instance. Nothing that was in the folder is lost by then.
-    """
-    folder = Path(folder)
-    beside = folder / BESIDE
+def _manifest(checkpoint: Path) -> dict[str, Any] | None:
     try:
-        if keeper:
-            shutil.rmtree(beside, ignore_errors=True)
-            beside.mkdir(parents=True)
-        together.wait()
-        write(str(beside))
-        together.wait()
-        if keeper:
-            flush(beside)
-            _put_into_place(beside, folder)
-        together.wait()
-    except Exception as error:
-        if keeper:
-            with contextlib.suppress(OSError):
-                shutil.rmtree(beside)
-        if isinstance(error, PosencError) and not isinstance(error.__cause__, OSError):
-            raise
+        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
+        return None
+    if manifest.get("format") != _FORMAT:
         raise PosencError(
-            f"The result could not be saved in {folder}: {reason_of(error)}. The checkpoints there are whole: make "
-            "room and run the same command again."
-        ) from error
-
-
-def reason_of(error: Exception) -> str:
-    """Why a save failed, in one line."""
-    text = " ".join(str(error).split()).rstrip(".")
-    if "inline_container" in text:  # torch.save, when the disk does not take all
-        return "torch.save could not write a file to its end"
-    if "by peer" in text:  # gloo: "Connection closed by peer", "Connection reset by peer"
-        return ENDED
-    return text[:200]
-
-
-def _put_into_place(beside: Path, folder: Path) -> None:
-    made = sorted(path.name for path in beside.iterdir())
-    for name in CONFIGS:
-        (folder / name).unlink(missing_ok=True)
-    sync(folder)
-    for path in [path for pattern in _WEIGHTS for path in folder.glob(pattern)]:
-        if path.name not in made:
-            path.unlink(missing_ok=True)
-    for name in sorted(made, key=lambda name: name in CONFIGS):
-        if name in CONFIGS:
-            sync(folder)
-        if (folder / name).is_dir():
-            shutil.rmtree(folder / name)
-        (beside / name).replace(folder / name)
-    sync(folder)
-    beside.rmdir()
+            f"{checkpoint / MANIFEST} has format {manifest.get('format')!r}, but this version of hf_posenc reads "
+            f"format {_FORMAT}. Resume with the version that wrote it, or use another folder."
+        )
+    return dict(manifest)

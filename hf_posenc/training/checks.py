@@ -1,4 +1,4 @@
-"""What cannot work is refused before the first step, above all what would be dropped or do nothing in silence."""
+"""Checks before the first step: of the launch, and of everything that would silently be dropped or have no effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import TrainingArguments
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
@@ -17,10 +17,7 @@ from hf_posenc.methods import LengthDependent
 from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.chunked_loss.loss import ChunkedLoss
-from hf_posenc.training.ranks import from_all
-
-# Whether a launcher did what it was asked: accelerate trains on, silently, with fewer processes or without shards.
-
+from hf_posenc.training.ranks import gather
 
 _CONFIGS = "scripts/configs/"
 _LAUNCHERS = ("accelerate", "accelerate-launch", "torchrun")
@@ -28,30 +25,30 @@ _MODULES = (
     *("accelerate.commands.launch", "accelerate/commands/launch.py"),
     *("torch.distributed.run", "torch/distributed/run.py"),
 )
+_SAMPLE = 4096
+"""Weights of a tensor that are examined: enough to estimate a share to a percent."""
 
 
 def join_on_cpu() -> None:
-    """Lets the processes of a launcher find each other on a machine without a GPU. Call it before anything of a run.
+    """Connect the processes of a launcher on a machine without a GPU. Call it first.
 
-    accelerate looks for a GPU in each process that torchrun or a launch file with `use_cpu: true` started, and where
-    there is none, lets each train alone, unless it is told in the environment.
+    accelerate searches for a GPU in each process that torchrun or a launch file with `use_cpu: true` started. Without
+    one, each process trains alone, unless an environment variable is set.
     """
-    import torch
-
-    sharded = is_set("ACCELERATE_USE_FSDP") or is_set("ACCELERATE_USE_DEEPSPEED")
+    sharded = _is_set("ACCELERATE_USE_FSDP") or _is_set("ACCELERATE_USE_DEEPSPEED")
     if "LOCAL_RANK" in os.environ and not sharded and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
 
 def check_launch(arguments: TrainingArguments | None = None) -> None:
-    """Refuses a run that was started in a way in which it is not what was asked for. Needs no model.
+    """Refuse a launch that did not do what was requested. Needs no model.
 
     Args:
-        arguments: The Trainer's; `None` in a loop of one's own, behind its `Accelerator(...)`.
+        arguments: The Trainer's; `None` in a loop without the Trainer, after its `Accelerator(...)`.
 
     Raises:
-        PosencError: Fewer processes than were asked for, several GPUs in one process, sharding that is asked for and
-            not done, or sharding that would leave no model behind.
+        PosencError: Fewer processes than requested, several GPUs in one process, sharding that was requested and is not
+            done, or sharding that would save no model.
     """
     from accelerate import PartialState
 
@@ -69,71 +66,69 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
     if wants_fsdp(arguments):
         if kind in ("NO", "MULTI_CPU"):
             raise PosencError(
-                "FSDP was asked for, but accelerate gives it to GPUs only: on a CPU every process would hold the whole "
-                f"model, without a word. Use {_CONFIGS}two_cpu_processes.yaml."
+                "FSDP was requested, but accelerate supports it on GPUs only: on a CPU every process would silently "
+                f"hold the whole model. Use {_CONFIGS}two_cpu_processes.yaml."
             )
         _check_fsdp(arguments)
     wants_deepspeed = arguments is not None and arguments.deepspeed
-    if (is_set("ACCELERATE_USE_DEEPSPEED") or wants_deepspeed) and kind != "DEEPSPEED":
+    if (_is_set("ACCELERATE_USE_DEEPSPEED") or wants_deepspeed) and kind != "DEEPSPEED":
         raise PosencError(
-            "DeepSpeed was asked for, but accelerate leaves it out where a CPU is asked for: every process would hold "
-            "the whole model, without a word. Leave --use_cpu out; DeepSpeed takes a CPU by DS_ACCELERATOR=cpu and "
+            "DeepSpeed was requested, but accelerate leaves it out if a CPU is requested: every process would silently "
+            "hold the whole model. Leave --use_cpu out; DeepSpeed runs on a CPU with DS_ACCELERATOR=cpu and "
             "--ddp_backend gloo."
         )
-    _check_processes(state.num_processes, deepspeed=is_set("ACCELERATE_USE_DEEPSPEED"))
+    _check_processes(state.num_processes, deepspeed=_is_set("ACCELERATE_USE_DEEPSPEED"))
     if kind == "DEEPSPEED":
         _check_deepspeed(arguments)
 
 
-def is_set(name: str) -> bool:
-    """Whether `accelerate launch` has switched something on for the processes that it starts."""
-    return os.environ.get(name, "false").lower() in ("true", "1")
-
-
 def wants_fsdp(arguments: TrainingArguments | None) -> bool:
-    """Whether FSDP is asked for, by a launch file or by the arguments."""
-    return is_set("ACCELERATE_USE_FSDP") or bool(arguments is not None and arguments.fsdp)
+    """Return whether FSDP is requested, by a launch file or by the arguments."""
+    return _is_set("ACCELERATE_USE_FSDP") or bool(arguments is not None and arguments.fsdp)
 
 
 def launched_processes() -> int:
-    """How many processes the launcher of this one was asked for; 1 where that cannot be seen.
+    """Return the number of processes requested from the launcher; 1 if it is unknown.
 
-    `accelerate launch` tells a single process nothing of a larger number that it did not start, so its own command line
-    is read.
+    `accelerate launch` does not pass a larger number on to a single process, so its command line is parsed.
     """
     if "WORLD_SIZE" in os.environ:
         return int(os.environ["WORLD_SIZE"])
-    found = launcher()
-    if found is None:
+    parent = launcher()
+    if parent is None:
         return 1
     try:
         from accelerate.commands.launch import launch_command_parser, load_config_from_file
 
-        words = found[1][1:] if found[1][:1] == ["launch"] else found[1]
-        given, _ = launch_command_parser().parse_known_args(words)
-        if given.num_processes is None and (given.config_file or not given.cpu):
-            return int(load_config_from_file(given.config_file).num_processes)
-        return int(given.num_processes or 1)
-    except (Exception, SystemExit):  # another parent, another version: nothing is known
+        arguments = parent[1][1:] if parent[1][:1] == ["launch"] else parent[1]
+        options, _ = launch_command_parser().parse_known_args(arguments)
+        if options.num_processes is None and (options.config_file or not options.cpu):
+            return int(load_config_from_file(options.config_file).num_processes)
+        return int(options.num_processes or 1)
+    except (Exception, SystemExit):  # another parent, another version
         return 1
 
 
 def launcher() -> tuple[int, list[str]] | None:
-    """The launcher of accelerate or torch that started this process: its process id and its arguments."""
+    """Return process id and arguments of the launcher of accelerate or torch that started this process."""
     import psutil  # accelerate depends on it
 
     with contextlib.suppress(psutil.Error):
         parent = psutil.Process(os.getppid())
-        words = parent.cmdline()
-        for place, word in enumerate(words[:4]):
-            if Path(word).name in _LAUNCHERS or word.endswith(_MODULES):
-                return int(parent.pid), words[place + 1 :]
+        command = parent.cmdline()
+        for index, argument in enumerate(command[:4]):
+            if Path(argument).name in _LAUNCHERS or argument.endswith(_MODULES):
+                return int(parent.pid), command[index + 1 :]
     return None
 
 
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "false").lower() in ("true", "1")
+
+
 def _check_processes(running: int, *, deepspeed: bool) -> None:
-    asked = launched_processes()
-    if asked <= running:
+    requested = launched_processes()
+    if requested <= running:
         return
     if "WORLD_SIZE" in os.environ:
         cpu = (
@@ -142,29 +137,30 @@ def _check_processes(running: int, *, deepspeed: bool) -> None:
             else "--use_cpu, or ACCELERATE_USE_CPU=true in front of the command"
         )
         raise PosencError(
-            f"{asked} processes were started and do not know of each other: each would train on its own and write into "
-            f"the same folder. Where there is no GPU, use {cpu}."
+            f"{requested} processes were started without a process group: each would train alone and write into the "
+            f"same folder. Without a GPU, use {cpu}."
         )
     raise PosencError(
-        f"{asked} processes were asked for, and accelerate started one: on a CPU `--cpu --num_processes {asked}` and "
-        f"MULTI_CPU do that. Use --config_file {_CONFIGS}two_cpu_processes.yaml --num_processes {asked}."
+        f"{requested} processes were requested, and accelerate started one: on a CPU, several need `--cpu "
+        f"--num_processes {requested}` and MULTI_CPU. Use --config_file {_CONFIGS}two_cpu_processes.yaml "
+        f"--num_processes {requested}."
     )
 
 
 def _check_fsdp(arguments: TrainingArguments | None) -> None:
     from accelerate import FullyShardedDataParallelPlugin
 
-    given: dict[str, Any] = (None if arguments is None else arguments.fsdp_plugin_args) or {}
-    plugin = FullyShardedDataParallelPlugin(**given)
+    options: dict[str, Any] = (None if arguments is None else arguments.fsdp_plugin_args) or {}
+    plugin = FullyShardedDataParallelPlugin(**options)
     if plugin.fsdp_version != 2:
         raise PosencError(
-            "FSDP1 flattens weights into buffers, in which the parameters of a patch and of the head have no place of "
-            f"their own. Set fsdp_version: 2, as {_CONFIGS}fsdp2.yaml does."
+            "FSDP1 flattens weights into buffers, which leaves no separate parameters for a patch and for the head. "
+            f"Set fsdp_version: 2, as {_CONFIGS}fsdp2.yaml does."
         )
     if plugin.cpu_ram_efficient_loading:
         raise PosencError(
             "fsdp_cpu_ram_efficient_loading leaves all processes but the first without weights while the patch, the "
-            f"loss and the data are tried on the model. Set it to false, as {_CONFIGS}fsdp2.yaml does."
+            f"loss and the data are verified on the model. Set it to false, as {_CONFIGS}fsdp2.yaml does."
         )
     if "FULL" not in str(plugin.state_dict_type):
         raise PosencError(
@@ -185,47 +181,48 @@ def _check_deepspeed(arguments: TrainingArguments | None) -> None:
             "ZeRO-3 without stage3_gather_16bit_weights_on_model_save would write no model that can be loaded. Set it "
             f"to true, or zero3_save_16bit_model in a launch file, as {_CONFIGS}zero3.yaml does."
         )
-    clipped, wanted = plugin.deepspeed_config.get("gradient_clipping"), None
-    if arguments is not None:
-        wanted = arguments.max_grad_norm
-    if clipped != "auto" and (not clipped if wanted is None else (clipped or 0.0) != wanted):
+    clipping = plugin.deepspeed_config.get("gradient_clipping")
+    norm = None if arguments is None else arguments.max_grad_norm
+    if clipping != "auto" and (not clipping if norm is None else (clipping or 0.0) != norm):
         raise PosencError(
-            f"DeepSpeed clips gradients itself, and its gradient_clipping is {clipped}"
-            + ("" if wanted is None else f" where max_grad_norm is {wanted:g}")
+            f"DeepSpeed clips gradients itself, and its gradient_clipping is {clipping}"
+            + ("" if norm is None else f" while max_grad_norm is {norm:g}")
             + ". Set both to the same number."
         )
-
-
-_SAMPLE = 4096
-"""Weights of a tensor that are looked at: enough to tell a share by a percent."""
 
 
 def check_run(
     model: nn.Module, *, positions: str, arguments: TrainingArguments | None = None
 ) -> None:
-    """Refuses a run that cannot work, or would not be what it looks like. Call it in every process.
+    """Refuse a run that cannot work, or would silently compute something else. Call it in every process.
 
     Args:
         model: The model to train, patched, with its adapter, before Trainer or accelerate wrap it.
-        positions: As `PositionCollator` takes it.
-        arguments: The Trainer's; `None` in a loop of one's own, behind its `Accelerator(...)`.
+        positions: As for `PositionCollator`.
+        arguments: The Trainer's; `None` in a loop without the Trainer, after its `Accelerator(...)`.
 
     Raises:
-        PosencError: With the reason, and what works instead.
+        PosencError: With the reason, and an alternative that works.
     """
     check_launch(arguments)
     patch = get_patch(model)
     _check_lengths(model, patch, positions)
-    _check_parallel(model, patch, positions, _parallelism(arguments))
-    _check_same_everywhere(model)
+    _check_parallelism(model, patch, positions, arguments)
+    _check_equal_weights(model)
     if arguments is None:
         return
-    _check_liger(patch, arguments)
+    liger = arguments.liger_kernel_config or {}
+    if arguments.use_liger_kernel and patch is not None and liger.get("rope", True):
+        raise PosencError(
+            "Liger replaces the rotation by a kernel of its own, for all models of this family in the process. "
+            f"{' + '.join(patch.methods)} would be computed by that kernel, or not at all. Pass "
+            "--liger_kernel_config '{\"rope\": false}'."
+        )
     _check_precision(model, arguments)
     if positions == "packed" and arguments.remove_unused_columns:
         raise PosencError(
-            "remove_unused_columns=True takes document_lengths out of the data, and packed documents would see each "
-            "other. Set it to False."
+            "remove_unused_columns=True removes document_lengths from the data, and packed documents would attend to "
+            "each other. Set it to False."
         )
     if arguments.label_smoothing_factor and any(
         isinstance(value, ChunkedLoss) for part in model.modules() for value in vars(part).values()
@@ -237,97 +234,86 @@ def check_run(
         )
 
 
-def following_text(model: nn.Module, patch: Patch | None) -> dict[str, str]:
-    """The frequency tables that move with the length of a batch, by what each is: `{name: update mode}`."""
-    found = {}
-    for method in () if patch is None else patch.config.build():
-        if isinstance(method, LengthDependent):
-            found[method.name] = method.update
+def _moving_tables(model: nn.Module, patch: Patch | None) -> dict[str, str]:
+    """Return name and update mode of the frequency tables that depend on the length of a batch."""
+    moving = {
+        method.name: method.update
+        for method in (() if patch is None else patch.config.build())
+        if isinstance(method, LengthDependent)
+    }
     try:
         tables = inspect_rope(model)
-    except UnsupportedModelError:  # no rotary embedding: nothing of it moves
+    except UnsupportedModelError:  # no rotary embedding
         tables = ()
-    for table in tables:  # transformers' own, where no patch has taken their place
-        if table.rope_type in ("dynamic", "longrope") and table.rope_type not in found:
-            found[f"the model's own {table.rope_type} RoPE"] = "sequence"
-    return found
+    for table in tables:  # transformers' own, unless a patch replaced them
+        if table.rope_type in ("dynamic", "longrope") and table.rope_type not in moving:
+            moving[f"the model's own {table.rope_type} RoPE"] = "sequence"
+    return moving
 
 
 def _check_lengths(model: nn.Module, patch: Patch | None, positions: str) -> None:
-    for name, update in following_text(model, patch).items():
+    for name, update in _moving_tables(model, patch).items():
         if positions == "contiguous" or update == "row":
-            continue  # blocks of one length, or a table for each position by itself
+            continue  # blocks of one length, or one table per position
         if update == "request" and positions != "packed":
-            continue  # each row by itself
+            continue  # one table per row
         raise PosencError(
-            f"{name} scales as far as the longest text of a batch reaches (update={update!r}), and with positions="
-            f"{positions!r} that is another length in every batch and on every process: the same weights would be "
-            "trained with different frequencies at once. Use positions='contiguous', whose blocks have one length, "
-            "update='row', or a static method (yarn, ntk_by_parts, ...)."
+            f"{name} scales with the longest text of a batch (update={update!r}), and with positions={positions!r} "
+            "that length differs between batches and processes: the same weights would be trained with different "
+            "frequencies at once. Use positions='contiguous', whose blocks have one length, update='row', or a static "
+            "method (yarn, ntk_by_parts, ...)."
         )
 
 
-def _parallelism(arguments: TrainingArguments | None) -> Any:
-    """What accelerate is to split beside the data, if anything: its ParallelismConfig."""
-    given = None if arguments is None else getattr(arguments, "parallelism_config", None)
-    if given is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+def _check_parallelism(
+    model: nn.Module, patch: Patch | None, positions: str, arguments: TrainingArguments | None
+) -> None:
+    config: Any = None if arguments is None else getattr(arguments, "parallelism_config", None)
+    if config is None and _is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         from accelerate.parallelism_config import ParallelismConfig
 
-        given = ParallelismConfig()  # reads what `accelerate launch` was told
-    return given
-
-
-def _check_parallel(model: nn.Module, patch: Patch | None, positions: str, parallel: Any) -> None:
-    sizes = {
-        "Context parallelism": getattr(parallel, "cp_size", None) or 1,
-        "Sequence parallelism": getattr(parallel, "sp_size", None) or 1,
-        "Tensor parallelism": max(
-            getattr(parallel, "tp_size", None) or 1, getattr(model, "tp_size", None) or 1
-        ),
-    }
-    for name, size in sizes.items():
+        config = ParallelismConfig()  # reads the environment of `accelerate launch`
+    heads = max(getattr(config, "tp_size", None) or 1, getattr(model, "tp_size", None) or 1)
+    if heads > 1 and patch is not None and patch.layers:
+        raise _parallelism_error(
+            f"Tensor parallelism (size {heads}) distributes the heads over the processes, and a bias for each head "
+            "would be that of another head",
+            patch,
+        )
+    for name, attribute in (("Context", "cp_size"), ("Sequence", "sp_size")):
+        size = getattr(config, attribute, None) or 1
         if size < 2:
             continue
         if patch is not None and patch.layers:
-            lost = (
-                "deals the heads out to the processes, and a bias for each head would be that of another head"
-                if name.startswith("Tensor")
-                else "splits a text over the processes and computes attention itself, causal and without any mask: "
-                "biases, bands and whatever else a method does there would be dropped in silence"
+            raise _parallelism_error(
+                f"{name} parallelism (size {size}) splits a text over the processes and computes attention itself, "
+                "causal and without any mask: biases, bands and other changes of attention would be dropped in silence",
+                patch,
             )
-            raise PosencError(
-                f"{name} (size {size}) {lost}; {' + '.join(patch.methods)} computes attention. Use a frequency method "
-                "(yarn, ntk_by_parts, ...), or train without it (FSDP2, ZeRO-3, --gradient_checkpointing)."
-            )
-        if name.startswith("Tensor"):
-            continue
         if positions == "packed":
             raise PosencError(
-                f"{name} (size {size}) drops every mask, and packed documents would see each other. Use positions="
-                "'contiguous'."
+                f"{name} parallelism (size {size}) drops every mask, and packed documents would attend to each other. "
+                "Use positions='contiguous'."
             )
-        for moving in following_text(model, patch):
+        for moving in _moving_tables(model, patch):
             raise PosencError(
-                f"{name} (size {size}) shows each process a part of the text, and {moving} scales as far as the "
-                "positions that it sees: every process would take other frequencies. Use a static method (yarn, "
+                f"{name} parallelism (size {size}) passes each process a part of the text, and {moving} scales with "
+                "the positions in that part: every process would use other frequencies. Use a static method (yarn, "
                 "ntk_by_parts, ...)."
             )
 
 
-def _check_liger(patch: Patch | None, arguments: TrainingArguments) -> None:
-    options = arguments.liger_kernel_config or {}
-    if arguments.use_liger_kernel and patch is not None and options.get("rope", True):
-        raise PosencError(
-            "Liger puts a kernel of its own in the place of the rotation, for all models of this family in the "
-            f"process, and {' + '.join(patch.methods)} would be computed by that, or not at all. Pass "
-            "--liger_kernel_config '{\"rope\": false}'."
-        )
+def _parallelism_error(reason: str, patch: Patch) -> PosencError:
+    return PosencError(
+        f"{reason}; {' + '.join(patch.methods)} computes attention. Use a frequency method (yarn, ntk_by_parts, ...), "
+        "or train without it (FSDP2, ZeRO-3, --gradient_checkpointing)."
+    )
 
 
 def _check_precision(model: nn.Module, arguments: TrainingArguments) -> None:
-    """Refuses half-precision weights that steps of the learning rate would mostly leave as they are.
+    """Refuse half-precision weights that most steps would not change.
 
-    Adam's step is about the learning rate for every weight, and a weight of 0.02 in bfloat16 has its neighbours 1e-4
+    Adam's step is about the learning rate for every weight, and the neighbours of a weight of 0.02 in bfloat16 are 1e-4
     away. DeepSpeed keeps float32 copies itself, and accelerate makes them for FSDP2 with mixed precision.
     """
     adam = any(name in str(arguments.optim).lower() for name in ("adam", "lion"))
@@ -356,28 +342,27 @@ def _check_precision(model: nn.Module, arguments: TrainingArguments) -> None:
         )
 
 
-def _check_same_everywhere(model: nn.Module) -> None:
-    """Makes sure that all processes start from one model: FSDP2 takes a share from each without comparing.
+def _check_equal_weights(model: nn.Module) -> None:
+    """Check that all processes start from the same model: FSDP2 takes a shard from each without comparing.
 
-    What a patch or an adapter draws depends on the seed, and the frequencies on what the process was told.
+    The draws of a patch or an adapter depend on the seed, and frequencies on the options of the process.
     """
-    marks: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel() and not parameter.is_meta:
-            first = parameter.detach().flatten()[:64].to("cpu", torch.float32)
-            marks[name] = hashlib.sha256(first.numpy().tobytes()).hexdigest()
-    try:
+            hashes[name] = _hash(parameter.detach().flatten()[:64].to("cpu", torch.float32))
+    with contextlib.suppress(UnsupportedModelError):
         for table in inspect_rope(model):
             if not table.inv_freq.is_meta:
-                marks[table.modules[0]] = hashlib.sha256(
-                    table.inv_freq.cpu().numpy().tobytes()
-                ).hexdigest()
-    except UnsupportedModelError:
-        pass
-    for process, other in enumerate(from_all(marks)):
-        different = next((name for name in marks if other.get(name) != marks[name]), None)
-        if different is not None or len(other) != len(marks):
+                hashes[table.modules[0]] = _hash(table.inv_freq.cpu())
+    for process, other in enumerate(gather(hashes)):
+        different = next((name for name in hashes if other.get(name) != hashes[name]), None)
+        if different is not None or len(other) != len(hashes):
             raise PosencError(
                 f"Process {process} starts from another {different or 'set of parameters'} than this one. Set the same "
                 "seed in all processes before the model is patched: transformers.set_seed(0)."
             )
+
+
+def _hash(values: Tensor) -> str:
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()

@@ -15,7 +15,7 @@ from hf_posenc.patch.report import Patch
 from hf_posenc.training.card import CARD, write_card
 from hf_posenc.training.log import TrainingLog
 from hf_posenc.training.preparation import whole_weights
-from hf_posenc.training.ranks import from_first
+from hf_posenc.training.ranks import broadcast
 from hf_posenc.training.scoring import report
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def write_result(
                 write_card(folder, log, scores, verified=verified, name=name)
         except PosencError as error:
             problem = error
-    told: Any = from_first(problem)  # all processes stop, or none
+    told: Any = broadcast(problem)  # all processes stop, or none
     if told is not None:
         raise told
 

@@ -1,4 +1,9 @@
-"""The folder of a training run: who writes to it, where the run continues, what a failed save means."""
+"""The folder of a training run: its lock, its settings, the checkpoint to resume from, and failed saves.
+
+The folder's `settings.json` holds everything that determines the losses. A run that resumed with other settings would
+be neither the old run nor the new one, and its results would not show it. So the same command resumes a run, and
+another command in the same folder is refused, with the differences.
+"""
 
 from __future__ import annotations
 
@@ -20,62 +25,56 @@ from transformers import Trainer, TrainingArguments
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.files import finite, to_json, write_atomically
-from hf_posenc.training import ranks as together
 from hf_posenc.training.callbacks import ExactResume, SaveOnSignal, configs_of_both_styles
 from hf_posenc.training.checkpoints import (
     CONFIGS,
-    ENDED,
+    LOST_PEER,
     SafeCheckpoints,
     checkpoints,
     clear_partial,
     complete_checkpoints,
+    complete_together,
     discard,
-    flush,
+    is_complete,
     last_complete_checkpoint,
-    manifest_of,
-    mark_complete,
     reason_of,
     save_result,
     step_of,
 )
 from hf_posenc.training.checks import join_on_cpu
-from hf_posenc.training.ranks import from_all
+from hf_posenc.training.ranks import barrier, gather, leave_group
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-
-# The same command continues a run; another one in its folder is refused, with what differs.
-#
-# A run's folder holds `settings.json`: everything that determines its numbers. A run continued under other settings
-# would be neither the old run nor the new one, and nothing in its results would say so.
-
-
 SETTINGS = "settings.json"
 _FORMAT = 1
-# Where a run is, who watches it, how often it saves and how its batches are fetched: none of the losses depend on them.
-_NAMES = """output_dir logging_dir run_name project report_to disable_tqdm log_level log_level_replica log_on_each_node
-    logging_strategy logging_steps logging_first_step logging_nan_inf_filter include_num_input_tokens_seen
-    save_strategy save_steps save_total_limit save_on_each_node enable_jit_checkpoint resume_from_checkpoint
-    push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+_LOCK = ".lock"
+_PATIENCE = 60.0
+"""Seconds to wait for a process that still trains in the folder: after a signal it saves first."""
+# The output, the reports, the frequency of saves and the loading of batches: no loss depends on them.
+_FREE_NAMES = """output_dir logging_dir run_name project report_to disable_tqdm log_level log_level_replica
+    log_on_each_node logging_strategy logging_steps logging_first_step logging_nan_inf_filter
+    include_num_input_tokens_seen save_strategy save_steps save_total_limit save_on_each_node enable_jit_checkpoint
+    resume_from_checkpoint push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
     trackio_space_id trackio_bucket_id trackio_static_space_id skip_memory_metrics debug ddp_timeout local_rank
     dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor
     dataloader_multiprocessing_context dataloader_in_order restore_callback_states_from_checkpoint
     do_train do_eval do_predict fresh verify_export"""
-_FREE = frozenset(_NAMES.split())
+_FREE = frozenset(_FREE_NAMES.split())
 _LAUNCH = ("FSDP_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_")
 
 
 def settings_of(arguments: TrainingArguments, **more: Any) -> dict[str, Any]:
-    """Everything about a training that determines its losses, JSON-ready.
+    """Return everything that determines the losses of a training, JSON-ready.
 
     Args:
-        arguments: The Trainer's; what only says where and how often things are written is left out.
+        arguments: The Trainer's; options that only affect output and the frequency of saves are left out.
         **more: The model, its patch, the data, the positions.
     """
     from accelerate import PartialState
 
-    given = {name: value for name, value in arguments.to_dict().items() if name not in _FREE}
+    options = {name: value for name, value in arguments.to_dict().items() if name not in _FREE}
     launched = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -83,8 +82,8 @@ def settings_of(arguments: TrainingArguments, **more: Any) -> dict[str, Any]:
     }
     sharding = PartialState().distributed_type.value
     processes = {"count": arguments.world_size, "distributed_type": sharding, **launched}
-    made = {**more, "arguments": given, "processes": processes}
-    return dict(json.loads(json.dumps(finite(made), default=str)))
+    settings = {**more, "arguments": options, "processes": processes}
+    return dict(json.loads(json.dumps(finite(settings), default=str)))
 
 
 def resume_point(
@@ -95,30 +94,30 @@ def resume_point(
     fresh: bool = False,
     device: str | None = None,
 ) -> Path | None:
-    """Finds where a run continues, and removes what a kill left half written.
+    """Return the checkpoint that a run resumes from, and remove partial ones.
 
     Call it in one process per disk, while no other run writes to the folder.
 
     Args:
-        folder: The run's folder; made where it does not exist.
-        settings: Everything that determines the losses, as `settings_of` gives it.
-        explicit: A checkpoint that the user names: the run continues from it under whatever settings. Once it has
-            saved beyond it, the same command continues from its own last checkpoint.
+        folder: The run's folder; created if missing.
+        settings: Everything that determines the losses, from `settings_of`.
+        explicit: A checkpoint named by the user, from which the run resumes under any settings. Once the run has saved
+            a later one, the same command resumes from that.
         fresh: Remove checkpoints of other settings instead of refusing them.
-        device: What the run computes on; another one than before is warned of.
+        device: The device that the run computes on; a change is warned of.
 
     Returns:
-        The checkpoint; `None`: the run begins.
+        The checkpoint; `None` if the run begins.
 
     Raises:
-        PosencError: The folder holds another run, a damaged checkpoint, or cannot be written to.
+        PosencError: The folder holds another run or a damaged checkpoint, or cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    before = _read(folder)
+    before = _read_settings(folder)
     others = checkpoints(folder)
     if before is None and others and not fresh:
         raise PosencError(
-            f"{folder} holds {others[-1].name}, and no {SETTINGS} says what run it is of. Choose another --output_dir "
+            f"{folder} holds {others[-1].name}, and no {SETTINGS} identifies its run. Choose another --output_dir "
             "(--resume_from_checkpoint can name a checkpoint in this one), or remove them with --fresh."
         )
     clear_partial(folder)
@@ -133,23 +132,28 @@ def resume_point(
         complete = []
     elif changed and occupied and explicit is None:
         raise PosencError(
-            f"{folder} holds a run with other settings: {_list(changed)}. Repeat its command to continue it, choose "
+            f"{folder} holds a run with other settings: {_list(changed)}. Repeat its command to resume it, choose "
             "another --output_dir, or begin again in this one with --fresh. With --resume_from_checkpoint CHECKPOINT "
-            "it goes on from there, but not as it would have."
+            "it resumes from there, but with other losses than an uninterrupted run."
         )
     named = None if explicit is None else str(explicit)
-    continued = before is not None and not changed and before.get("continued") == named
-    if explicit is None or (complete and continued):
+    resumed = before is not None and not changed and before.get("continued") == named
+    if explicit is None or (complete and resumed):
         point = last_complete_checkpoint(folder)
         if point is not None and settings.get("arguments", {}).get("save_only_model"):
             raise PosencError(
-                f"{point} holds no optimizer (--save_only_model), so the run cannot continue from it as it was. Name "
-                "it in --resume_from_checkpoint to go on with a new one, or choose another --output_dir."
+                f"{point} holds no optimizer (--save_only_model), so the run cannot resume from it exactly. Name it in "
+                "--resume_from_checkpoint to resume with a new one, or choose another --output_dir."
             )
     else:
-        point = _explicit(explicit, folder, complete, settings)
+        point = _explicit_point(explicit, folder, complete, settings)
     if point is not None and before is not None:
-        _warn_of_environment(before, device)
+        then = {**before.get("environment", {}), "device": before.get("device")}
+        if moved := differences(then, {**environment(), "device": device}):
+            warnings.warn(
+                f"The run resumes, but its losses may differ in their last bits: {_list(moved)}.",
+                stacklevel=2,
+            )
     written = {
         "kind": "training",
         "format": _FORMAT,
@@ -162,16 +166,54 @@ def resume_point(
     return point
 
 
+def _explicit_point(
+    explicit: Path, folder: Path, complete: list[Path], settings: Mapping[str, Any]
+) -> Path:
+    if not (explicit / "trainer_state.json").is_file():
+        raise PosencError(
+            f"{explicit} is no checkpoint, or a partial one: it has no trainer_state.json."
+        )
+    ahead = [path for path in complete if step_of(path) > step_of(explicit)]
+    if explicit.resolve().parent == folder.resolve() and ahead:
+        raise PosencError(
+            f"{ahead[-1].name} lies ahead of {explicit.name}, and the run would overwrite it. Give another "
+            f"--output_dir, remove {ahead[-1].name}, or leave --resume_from_checkpoint out to resume from it."
+        )
+    origin = _read_settings(explicit.parent)
+    changed = ["they are unknown"] if origin is None else differences(origin["settings"], settings)
+    if changed:
+        warnings.warn(
+            f"{explicit.name} was written under other settings, so the run is no exact continuation: "
+            f"{_list(changed)}.",
+            stacklevel=3,
+        )
+    return explicit
+
+
+def _read_settings(folder: Path) -> dict[str, Any] | None:
+    try:
+        values = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise PosencError(f"{folder / SETTINGS} cannot be read: {error}.") from error
+    if values.get("kind") != "training" or values.get("format") != _FORMAT:
+        raise PosencError(
+            f"{folder / SETTINGS} was not written by this version's training. Choose another --output_dir."
+        )
+    return dict(values)
+
+
 def differences(before: Any, now: Any, name: str = "") -> list[str]:
-    """What differs between two JSON values, as `name: before, now`."""
+    """Return the differences between two JSON values, as `name was before, is now`."""
     if isinstance(before, dict) and isinstance(now, dict):
-        found = []
-        # Another version of transformers has other options; what both have is compared.
+        lines = []
+        # Another version of transformers has other options; the common ones are compared.
         keys = {*before} & {*now} if name == "arguments" else {*before, *now}
         for key in sorted(keys):
             path = f"{name}.{key}" if name else str(key)
-            found += differences(before.get(key), now.get(key), path)
-        return found
+            lines += differences(before.get(key), now.get(key), path)
+        return lines
     if before == now:
         return []
     return [f"{name.removeprefix('arguments.')} was {_short(before)}, is {_short(now)}"]
@@ -187,71 +229,21 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _read(folder: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError) as error:
-        raise PosencError(f"{folder / SETTINGS} cannot be read: {error}.") from error
-    if found.get("kind") != "training" or found.get("format") != _FORMAT:
-        raise PosencError(
-            f"{folder / SETTINGS} was not written by this version's training. Choose another --output_dir."
-        )
-    return dict(found)
-
-
-def _explicit(
-    explicit: Path, folder: Path, complete: list[Path], settings: Mapping[str, Any]
-) -> Path:
-    if not (explicit / "trainer_state.json").is_file():
-        raise PosencError(
-            f"{explicit} is no checkpoint, or one that was never finished: it has no trainer_state.json."
-        )
-    ahead = [path for path in complete if step_of(path) > step_of(explicit)]
-    if explicit.resolve().parent == folder.resolve() and ahead:
-        raise PosencError(
-            f"{ahead[-1].name} lies ahead of {explicit.name}, and the run would write over it. Give another "
-            f"--output_dir, remove {ahead[-1].name}, or leave --resume_from_checkpoint out to continue from it."
-        )
-    origin = _read(explicit.parent)
-    changed = ["they are unknown"] if origin is None else differences(origin["settings"], settings)
-    if changed:
-        warnings.warn(
-            f"{explicit.name} was written under other settings, so the run is no exact continuation: "
-            f"{_list(changed)}.",
-            stacklevel=2,
-        )
-    return explicit
-
-
-def _warn_of_environment(before: Mapping[str, Any], device: str | None) -> None:
-    then = {**before.get("environment", {}), "device": before.get("device")}
-    if changed := differences(then, {**environment(), "device": device}):
-        warnings.warn(
-            f"The run continues, but its losses may differ in their last bits: {_list(changed)}.",
-            stacklevel=2,
-        )
-
-
-_LOCK = ".lock"
-_PATIENCE = 60.0
-"""Seconds to wait for a process that still trains in the folder: one that was told to stop needs to save first."""
-
-
 class TrainingFolder:
-    """The folder of one run, held by it alone: a context manager around the training and the final save.
+    """The folder of one run, locked by it: a context manager around the training and the final save.
 
-    All processes of the run enter it. The same command continues where a run was killed, bit for bit; another one is
-    refused. A save that fails, on a full disk for instance, becomes one line, and loses nothing older.
+    All processes of the run enter it. The same command resumes where a run was killed, with bit-identical losses;
+    another command is refused. A failed save, on a full disk for instance, raises an error of one line and keeps
+    everything older.
 
     Args:
         arguments: The Trainer's.
-        settings: Everything that determines the losses, as `settings_guard.settings_of` gives it.
-        fresh: Remove what another command left instead of refusing it.
+        settings: Everything that determines the losses, from `settings_of`.
+        fresh: Remove the checkpoints of another command instead of refusing them.
 
     Attributes:
-        checkpoint: Where the run continues; `None` when it begins.
+        path: The folder.
+        checkpoint: The checkpoint that the run resumes from; `None` if it begins.
 
     Raises:
         PosencError: On entering, in the first process (the others exit): the folder holds another run, or another
@@ -270,15 +262,16 @@ class TrainingFolder:
         self.checkpoint: Path | None = None
 
     def __enter__(self) -> TrainingFolder:
-        problem = None
-        # One process, or one per machine where each has a disk of its own.
+        problem, named = None, self._arguments.resume_from_checkpoint
+        last = named is None or str(named).lower() == "true"
+        # One process, or one per machine if each has its own disk.
         if self._arguments.should_save:
             try:
-                self._hold()
+                self._acquire_lock()
                 self.checkpoint = resume_point(
                     self.path,
                     self._settings,
-                    explicit=_named(self._arguments.resume_from_checkpoint),
+                    explicit=None if last else Path(named),
                     fresh=self._fresh,
                     device=self._arguments.device.type,
                 )
@@ -303,10 +296,10 @@ class TrainingFolder:
                 self._lock.release()
 
     def train(self, trainer: Trainer) -> None:
-        """Trains to the end; ends the program after a signal, when everything is saved.
+        """Train to the end; exit the program after a signal, once everything is saved.
 
         Raises:
-            SystemExit: SIGTERM or SIGUSR1 came: 128 plus its number, as shells have it.
+            SystemExit: SIGTERM or SIGUSR1 was received: 128 plus its number, as in shells.
         """
         for callback in (
             self._interruption,
@@ -314,24 +307,25 @@ class TrainingFolder:
             SafeCheckpoints(),
         ):
             trainer.add_callback(callback)
-        where = None if self.checkpoint is None else str(self.checkpoint)
         with configs_of_both_styles():
-            trainer.train(resume_from_checkpoint=where)
+            trainer.train(
+                resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint)
+            )
         if self._interruption.received:
             if self._arguments.process_index == 0:
                 step = trainer.state.global_step
                 sys.stderr.write(
-                    f"Stopped by a signal after step {step:,}, and saved: the same command continues.\n"
+                    f"Stopped by a signal after step {step:,}, and saved: the same command resumes.\n"
                 )
-            together.leave()
+            leave_group()
             sys.exit(128 + self._interruption.received)
 
     def save(self, write: Callable[[str], object]) -> None:
-        """Saves the result: `write` saves into the folder that it is given. See `save_result`."""
+        """Save the result: `write` saves into the folder that it is called with. See `save_result`."""
         save_result(self.path, write, keeper=self._arguments.should_save)
 
-    def _hold(self) -> None:
-        """Takes the folder's lock; the system lets it go when the process ends, however it ends."""
+    def _acquire_lock(self) -> None:
+        """Lock the folder; the system releases the lock when the process ends, even if killed."""
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = FileLock(self.path / _LOCK)
         try:
@@ -348,49 +342,49 @@ class TrainingFolder:
             ) from None
 
     def _agree(self, problem: str | None) -> None:
-        """Makes one answer of what the processes found, each on the disk that it sees."""
+        """Agree with the other processes, each on the disk that it sees, on a problem or a checkpoint."""
+        arguments = self._arguments
         steps = [step_of(path) for path in complete_checkpoints(self.path)] if not problem else []
         point = None if self.checkpoint is None else str(self.checkpoint)
-        found = from_all((problem, point, steps))
-        self._raise_together(next((each for each, *_ in found if each), None))
-        if self._arguments.save_on_each_node and self._arguments.resume_from_checkpoint is None:
-            common = set.intersection(*(set(theirs) for *_, theirs in found))
-            for path in complete_checkpoints(self.path) if self._arguments.should_save else ():
+        states = gather((problem, point, steps))
+        self._raise_on_all(next((each for each, *_ in states if each), None))
+        if arguments.save_on_each_node and arguments.resume_from_checkpoint is None:
+            common = set.intersection(*(set(theirs) for *_, theirs in states))
+            for path in complete_checkpoints(self.path) if arguments.should_save else ():
                 if step_of(path) > max(common, default=0):
                     discard(path)  # a kill came before the other machines had marked theirs
             self.checkpoint = self.path / f"checkpoint-{max(common)}" if common else None
         else:
-            self.checkpoint = None if found[0][1] is None else Path(found[0][1])
-        seen = from_all(self.checkpoint is None or self.checkpoint.is_dir())
-        if not all(seen):
-            self._raise_together(
-                f"Process {seen.index(False)} does not see {self.checkpoint}. Give an --output_dir that all machines "
-                "share, or --save_on_each_node."
+            self.checkpoint = None if states[0][1] is None else Path(states[0][1])
+        visible = gather(self.checkpoint is None or self.checkpoint.is_dir())
+        if not all(visible):
+            self._raise_on_all(
+                f"Process {visible.index(False)} does not see {self.checkpoint}. Give an --output_dir that all "
+                "machines share, or --save_on_each_node."
             )
 
-    def _raise_together(self, problem: str | None) -> None:
+    def _raise_on_all(self, problem: str | None) -> None:
         if problem is None:
             return
         if self._lock is not None:
             self._lock.release()
+        leave_group()
         if self._arguments.process_index == 0:
-            together.leave()
             raise PosencError(problem)
-        together.leave()
-        sys.exit(2)  # the first process says it
+        sys.exit(2)  # the first process raises the error
 
     def _explain(self, error: Exception) -> None:
-        """Turns what a save was ended by into one line; other errors go on as they are."""
-        partial = [path for path in checkpoints(self.path) if manifest_of(path) is None]
+        """Replace the error of a failed save by one line; other errors are unchanged."""
+        partial = [path for path in checkpoints(self.path) if not is_complete(path)]
         if not partial:
-            if reason_of(error) == ENDED:  # the connection is what is left of the other's own error
-                raise PosencError(f"{ENDED.capitalize()}: see what it says.") from error
+            if reason_of(error) == LOST_PEER:  # the other process reported the actual error
+                raise PosencError(f"{LOST_PEER.capitalize()}: see its message.") from error
             return
         free = shutil.disk_usage(self.path).free
         complete = complete_checkpoints(self.path)
-        kept = f"{complete[-1].name} is whole" if complete else "there is no earlier one"
+        kept = f"{complete[-1].name} is complete" if complete else "there is no earlier one"
         if self._arguments.should_save:
-            with contextlib.suppress(PosencError):  # else the next start does it
+            with contextlib.suppress(PosencError):  # else the next start removes it
                 clear_partial(self.path)
         raise PosencError(
             f"{partial[-1].name} could not be saved: {reason_of(error)} ({free / 2**20:,.1f} MiB were free). "
@@ -398,16 +392,11 @@ class TrainingFolder:
         ) from error
 
 
-def _named(given: str | None) -> Path | None:
-    """What `--resume_from_checkpoint` names; the Trainer's own True stands for the last one, as leaving it out does."""
-    return None if given is None or str(given).lower() == "true" else Path(given)
-
-
-# Around a bare accelerate loop: how it starts and fails, and checkpoints that are whole or not there.
+# The frame of a bare accelerate loop.
 
 
 def command(main: Callable[[], None]) -> Callable[[], None]:
-    """Makes a script's function a command: a launcher's processes find each other, what goes wrong is one line."""
+    """Turn a script's function into a command that connects a launcher's processes and prints errors in one line."""
 
     @functools.wraps(main)
     def run() -> None:
@@ -422,17 +411,17 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, Any]) -> int:
-    """Loads the last complete checkpoint of a run into what the accelerator has prepared. All processes call it.
+    """Load the last complete checkpoint into what the accelerator has prepared, and remove partial ones.
 
-    What a kill left half written is removed.
+    All processes call it.
 
     Args:
         accelerator: With model, optimizer and loader prepared, and the scheduler registered for checkpointing.
-        folder: The run's folder, seen by every process.
+        folder: The run's folder, shared by all processes.
         settings: Everything that determines the losses, JSON-ready; the number of processes is added.
 
     Returns:
-        The number of steps that are done.
+        The number of finished steps.
 
     Raises:
         PosencError: In the first process: the folder holds a run with other settings.
@@ -441,7 +430,7 @@ def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, 
     if accelerator.is_main_process:
         processes = {"processes": accelerator.num_processes}
         resume_point(folder, {**settings, **processes}, device=accelerator.device.type)
-    together.wait()
+    barrier()
     checkpoint = last_complete_checkpoint(folder)
     if checkpoint is None:
         return 0
@@ -450,22 +439,21 @@ def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, 
 
 
 def save(accelerator: Accelerator, folder: Path | str, step: int) -> None:
-    """Writes a checkpoint, and last of all that it is complete. All processes call it.
+    """Write a checkpoint, and mark it complete last. All processes call it.
 
     Args:
         accelerator: As for `resume`.
         folder: The run's folder.
-        step: The number of steps that are done.
+        step: The number of finished steps.
 
     Raises:
-        PosencError: The disk cannot take it; older checkpoints are what they were.
+        PosencError: The disk is full, for instance; older checkpoints are unchanged.
     """
     path = Path(folder) / f"checkpoint-{step}"
     accelerator.save_state(str(path))
-    together.wait()  # each process has written its part
-    if accelerator.is_local_main_process:
-        flush(path)
-    together.wait()
-    if accelerator.is_main_process:
-        mark_complete(path, processes=accelerator.num_processes)
-    together.wait()
+    complete_together(
+        path,
+        processes=accelerator.num_processes,
+        flushes=accelerator.is_local_main_process and not accelerator.is_main_process,
+        marks=accelerator.is_main_process,
+    )

@@ -1,4 +1,4 @@
-"""From what was asked for to a patched model, and the lengths that follow from its patch."""
+"""The model of a run before its training: its patch, the lengths that follow from it, and ZeRO-3 partitioning."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_posenc.errors import PosencError, UntrainedWarning
-from hf_posenc.evaluation.measuring.candidates import Request, original_length
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Request, original_length
 from hf_posenc.model.attention import trained_parameters
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.patch.request import unwrap
@@ -21,7 +21,7 @@ from hf_posenc.saving import apply_config
 from hf_posenc.training.batches.positions import DRAWS
 from hf_posenc.training.checks import wants_fsdp
 
-UNPATCHED = "none"
+_KEEP = "Leave --patch out to train it further as it is"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Lengths:
 
     Attributes:
         original: The context that the model was trained on.
-        target: The context that it is trained for.
+        target: The context to train for.
         block: Tokens in an example.
         drawn: Whether its positions are drawn, up to the target.
     """
@@ -42,18 +42,19 @@ class Lengths:
 
 
 def apply_patch(model: nn.Module, text: str | None, target_length: int | None = None) -> None:
-    """Patches a model as `--patch` says.
+    """Patch a model as `--patch` specifies.
 
     Args:
-        model: The model, in place.
-        text: `method:option=value,...`, several joined by `+`; `"none"`, to train without one; or `None`, for a model
-            that was loaded with its patch.
-        target_length: The context to reach, in tokens, for methods that were given no scale.
+        model: The model, patched in place.
+        text: `method:option=value,...`, several joined by `+`; `"none"`, to train without a patch; or `None`, for a
+            model that was loaded with its patch.
+        target_length: The context to reach, in tokens, for methods without a given scale.
 
     Raises:
-        PosencError: No patch at all, a second one on a model that has one, or one that the model cannot take.
+        PosencError: No patch at all, a second one on a patched model, or one that the model does not support.
     """
     patch = get_patch(model)
+    saved = "" if patch is None else f"this model was saved with {str(patch).splitlines()[0]}"
     if text is None:
         if patch is None:
             raise PosencError(
@@ -63,16 +64,13 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
         return
     if text.strip().lower() == UNPATCHED:
         if patch is not None:
-            raise PosencError(
-                f"--patch none: this model was saved with {_headline(patch)}. {_KEEP}."
-            )
+            raise PosencError(f"--patch none: {saved}. {_KEEP}.")
         return
     request = Request.parse(text)
     if patch is not None:
         if not request.beside.get("replace"):
             raise PosencError(
-                f"--patch {text}: this model was saved with {_headline(patch)}. {_KEEP}, or add replace=true to put "
-                "the new one in its place."
+                f"--patch {text}: {saved}. {_KEEP}, or add replace=true to replace it."
             )
         unpatch_model(model)
         request = Request(
@@ -87,32 +85,13 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
         scale = max(1.0, target_length / original)
     method, options = request.arguments(scale)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UntrainedWarning)  # that is what the training is for
+        warnings.simplefilter("ignore", UntrainedWarning)  # they are about to be trained
         patch_model(model, method, **options)
-
-
-def check_enough(blocks: int, arguments: TrainingArguments) -> None:
-    """Whether there are blocks for a batch on every process, where a batch that is not full is left out.
-
-    Raises:
-        PosencError: There are not.
-    """
-    batch = arguments.train_batch_size * arguments.world_size
-    if arguments.dataloader_drop_last and blocks < batch:
-        raise PosencError(
-            f"The text gives {blocks:,} blocks, and a batch over all processes has {batch:,}. Give more text, a "
-            "smaller --block_length or --per_device_train_batch_size, or --dataloader_drop_last false."
-        )
-
-
-def needs_one_row(model: Any, positions: str) -> bool:
-    """Whether packed batches must be of one row: transformers' flash attention tells documents apart in no other."""
-    return positions == "packed" and "flash" in (model.config._attn_implementation or "")
 
 
 @contextlib.contextmanager
 def without_patch(model: nn.Module) -> Iterator[None]:
-    """Takes a model's patch out for the length of a block, and puts it back with what it has trained."""
+    """Remove a model's patch within the block, and restore it with its trained parameters."""
     patch = get_patch(model)
     if patch is None:
         yield
@@ -129,25 +108,22 @@ def without_patch(model: nn.Module) -> Iterator[None]:
             tensor.data.copy_(trained[name])
 
 
-_KEEP = "Leave --patch out to train it further as it is"
-
-
 def resolve_lengths(
     model: nn.Module,
     positions: str,
     target_length: int | None = None,
     block_length: int | None = None,
 ) -> Lengths:
-    """The lengths of a run.
+    """Return the lengths of a run.
 
     Args:
-        model: The model, patched where it will be.
-        positions: As `PositionCollator` takes it.
-        target_length: As given; by default what the patch reaches.
-        block_length: As given; by default the target length, and the original length where positions are drawn.
+        model: The model, patched if it will be.
+        positions: As for `PositionCollator`.
+        target_length: By default the length that the patch reaches.
+        block_length: By default the target length, or the original length if positions are drawn.
 
     Raises:
-        PosencError: There is no length to take, or a block that does not fit.
+        PosencError: No target length is known, or the block does not fit.
     """
     patch = get_patch(model)
     original = original_length(model, ())
@@ -170,27 +146,39 @@ def resolve_lengths(
     return Lengths(original, target, block, positions in DRAWS)
 
 
-def _headline(patch: object) -> str:
-    return str(patch).splitlines()[0]
+def check_enough(blocks: int, arguments: TrainingArguments) -> None:
+    """Check that the blocks fill one batch on every process, if incomplete batches are dropped.
+
+    Raises:
+        PosencError: They do not.
+    """
+    batch = arguments.train_batch_size * arguments.world_size
+    if arguments.dataloader_drop_last and blocks < batch:
+        raise PosencError(
+            f"The text gives {blocks:,} blocks, and a batch over all processes has {batch:,}. Give more text, a "
+            "smaller --block_length or --per_device_train_batch_size, or --dataloader_drop_last false."
+        )
 
 
-# DeepSpeed ZeRO-3 and a model that is to be tried before it is trained.
-#
-# Under ZeRO-3 transformers splits the weights while it loads them (`zero3_init_flag: false` does not change that),
-# and no
-# process can run the model until the Trainer has wrapped it. But a patch, the loss in chunks and the dependencies of a
-# batch are all tried on the live model first. So it is loaded whole, into the memory of the CPU, and split afterwards,
-# one parameter at a time: no device ever holds all of it.
+def needs_one_row(model: Any, positions: str) -> bool:
+    """Return whether packed batches need one row: transformers' flash attention separates documents in no other."""
+    return positions == "packed" and "flash" in (model.config._attn_implementation or "")
+
+
+# DeepSpeed ZeRO-3. transformers partitions the weights while it loads them (`zero3_init_flag: false` does not change
+# that), and no process can run the model until the Trainer has wrapped it. But a patch, the loss in chunks and the
+# dependencies of a batch are all verified on the live model first. So the model is loaded whole into CPU memory and
+# partitioned afterwards, one parameter at a time: no device ever holds all of it.
 
 
 @contextlib.contextmanager
 def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
-    """Models that are loaded in the block have all their weights in every process; nothing changes without ZeRO-3.
+    """Load models with all their weights on every process, under ZeRO-3 too; without it, nothing changes.
 
     Args:
-        arguments: The run's; made before, so that DeepSpeed is set up.
+        arguments: The Trainer's; created before, so that DeepSpeed is set up.
     """
-    if not _splits(arguments):
+    if not _is_zero3(arguments):
         yield
         return
     from transformers.integrations import deepspeed
@@ -199,24 +187,24 @@ def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
     try:
         yield
     finally:
-        given = getattr(arguments, "hf_deepspeed_config", None)
-        if given is None:  # by `accelerate launch`, not by --deepspeed
+        config = getattr(arguments, "hf_deepspeed_config", None)
+        if config is None:  # by `accelerate launch`, not by --deepspeed
             plugin: Any = arguments.deepspeed_plugin
             plugin.set_deepspeed_weakref()
         else:
-            deepspeed.set_hf_deepspeed_config(given)
+            deepspeed.set_hf_deepspeed_config(config)
 
 
-def share_weights(model: nn.Module, arguments: TrainingArguments) -> None:
-    """Splits a whole model over the processes for ZeRO-3, in place; does nothing without it.
+def partition_weights(model: nn.Module, arguments: TrainingArguments) -> None:
+    """Partition a whole model over the processes for ZeRO-3, in place; without it, do nothing.
 
-    The first process's values count. Call it last, just before `Trainer(model, ...)`.
+    All processes get the first one's values. Call it last, just before `Trainer(model, ...)`.
 
     Args:
         model: Loaded in `whole_weights`, patched, with its adapter.
-        arguments: The run's.
+        arguments: The Trainer's.
     """
-    if not _splits(arguments):
+    if not _is_zero3(arguments):
         return
     import deepspeed
     from transformers.integrations.deepspeed import deepspeed_config
@@ -230,11 +218,11 @@ def share_weights(model: nn.Module, arguments: TrainingArguments) -> None:
     deepspeed.zero.Init(module=model, config_dict_or_path=config)
 
 
-def is_planned(arguments: TrainingArguments) -> bool:
-    """Whether the Trainer will share the weights out, by FSDP or DeepSpeed: no device may hold all of them."""
+def will_be_sharded(arguments: TrainingArguments) -> bool:
+    """Return whether the Trainer will shard the weights by FSDP or DeepSpeed, so that no device may hold all."""
     return wants_fsdp(arguments) or arguments.deepspeed_plugin is not None
 
 
-def _splits(arguments: TrainingArguments) -> bool:
+def _is_zero3(arguments: TrainingArguments) -> bool:
     plugin: Any = arguments.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3

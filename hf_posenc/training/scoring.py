@@ -43,11 +43,11 @@ from hf_posenc.evaluation.perplexity.result import (
 from hf_posenc.evaluation.perplexity.runs import make_settings, result_of, special_tokens
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training.ranks import (
-    from_all,
-    from_first,
+    broadcast,
+    gather,
+    group_shard,
     is_sharded,
-    place,
-    untouched,
+    without_side_effects,
     without_wrapper,
 )
 
@@ -168,7 +168,7 @@ def known_to_all(run: Run, records: Records) -> Memory:
     """The records of a run that any process has, in every process. All must call it."""
     own = {item.key: records.get(item.key) for item in run.items}
     known = Memory()
-    for part in from_all(own):
+    for part in gather(own):
         for key, value in part.items():
             if value is not None:
                 known.append(key, value)
@@ -284,11 +284,11 @@ class Scores:
         sharded = is_sharded(model)
         if self._device is not None and not sharded and _can_move(model):
             model.to(self._device)
-        with untouched(model), self._precision(model):
+        with without_side_effects(model), self._precision(model):
             described = self._described(model, sharded)
             state = self._state(described)
             stage = Stage(label_of(model, step), step, tokens_seen or None, state)
-            before = from_first(self._rows())
+            before = broadcast(self._rows())
             if before is None or stage not in stages_of(before):
                 row = self._row(model, stage, described, sharded, progress)
                 before = with_row(before, row, stage)
@@ -306,7 +306,7 @@ class Scores:
         sharded: bool,
         progress: Progress,
     ) -> PerplexityResult:
-        here = place()
+        here = group_shard()
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
         run = Run(
             model,
@@ -335,7 +335,7 @@ class Scores:
     def _described(self, model: nn.Module, sharded: bool) -> dict[str, Any]:
         """What the result says of the model; the same in every process, though each may hold another part of it."""
         described = describe_model(name_of(model), model, self._tokenizer, self._special, self._bos)
-        hashes = from_all(described["weights_sha256"])
+        hashes = gather(described["weights_sha256"])
         described["weights_sha256"] = _digest(hashes) if sharded else hashes[0]
         if self._autocast is not None:
             described["autocast"] = str(self._autocast).removeprefix("torch.")
@@ -358,7 +358,7 @@ class Scores:
 
     def _rows(self) -> PerplexityResult | None:
         """What was measured before, of the same documents in the same way."""
-        if self.output is None or place().index:
+        if self.output is None or group_shard().index:
             return self._kept
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads((self.output / FILE).read_text(encoding="utf-8"))
@@ -368,7 +368,7 @@ class Scores:
 
     def _keep(self, result: PerplexityResult) -> None:
         self._kept = result
-        if self.output is not None and place().index == 0:
+        if self.output is not None and group_shard().index == 0:
             result.write_json(self.output / FILE)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from hf_posenc.training.callbacks import PerplexityCallback
-from hf_posenc.training.preparation import share_weights, whole_weights
-from hf_posenc.training.ranks import is_sharded, place
+from hf_posenc.training.preparation import partition_weights, whole_weights
+from hf_posenc.training.ranks import group_shard, is_sharded
 from tests.training.test_training_scoring import blocks, make_scores, patched_model
 
 STEPS = 4
@@ -34,13 +34,13 @@ def run(folder: Path, scored: bool) -> None:
     )
     with whole_weights(arguments):
         model = patched_model()
-    share_weights(model, arguments)
+    partition_weights(model, arguments)
     trainer = Trainer(model=model, args=arguments, train_dataset=blocks(), eval_dataset=[])
     if scored:
         trainer.add_callback(PerplexityCallback(make_scores(folder), trainer))
     trainer.train()
     assert is_sharded(model)
-    if place().index == 0:
+    if group_shard().index == 0:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         (folder / "losses.json").write_text(json.dumps(losses))
     trainer.save_model(str(folder / "made"))

@@ -161,7 +161,7 @@ def test_other_settings_may_begin_where_nothing_was_saved_yet(tmp_path: Path) ->
 def test_checkpoints_of_an_unknown_run_are_neither_continued_nor_removed(tmp_path: Path) -> None:
     foreign = make(tmp_path, 3, complete=False)  # as the plain Trainer leaves them
     for explicit in (None, foreign):
-        with pytest.raises(PosencError, match=f"no {SETTINGS} says what run"):
+        with pytest.raises(PosencError, match=f"no {SETTINGS} identifies its run"):
             resume_point(tmp_path, LR, explicit=explicit)
     assert foreign.exists()
     with pytest.warns(UserWarning, match="other settings.*: they are unknown"):

@@ -157,7 +157,7 @@ def test_killed_inside_a_save_it_goes_on_from_the_one_before(
                 raise KilledError
             mark_complete(path, **options)
 
-        patch.setattr("hf_posenc.training.folder.mark_complete", killed)
+        patch.setattr("hf_posenc.training.checkpoints.mark_complete", killed)
         with pytest.raises(KilledError):
             losses_of_loop(patch, arguments)
     assert (tmp_path / "checkpoint-4" / "model.safetensors").is_file()

@@ -134,7 +134,7 @@ def test_one_process_in_the_place_of_two_is_refused(
         launch.format(multi_cpu=tmp_path / "multi.yaml"), ["scripts/finetune.py", *given]
     )
     assert done.returncode != 0
-    assert "error: 2 processes were asked for, and accelerate started one" in done.stderr
+    assert "error: 2 processes were requested, and accelerate started one" in done.stderr
 
 
 @pytest.mark.slow
@@ -144,7 +144,7 @@ def test_a_launch_file_for_gpus_runs_on_a_cpu_and_sharding_is_refused_there(
     script = ["scripts/finetune.py", *command(folder, tmp_path / "run", "full", 1)]
     done = launched("--config_file scripts/configs/fsdp2.yaml", script)
     assert done.returncode != 0
-    assert "error: FSDP was asked for, but accelerate gives it to GPUs only" in done.stderr
+    assert "error: FSDP was requested, but accelerate supports it on GPUs only" in done.stderr
     for config in ("one_process", "two_processes"):
         done = launched(f"--config_file scripts/configs/{config}.yaml", [*script, "--fresh"])
         assert done.returncode == 0, done.stderr

@@ -32,11 +32,11 @@ def test_sharding_that_is_asked_for_and_not_done(
     given: TrainingArguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(PosencError, match=r"FSDP was asked for, .* GPUs"):
+    with pytest.raises(PosencError, match=r"FSDP was requested, .* GPUs"):
         check_launch(given)
     monkeypatch.delenv("ACCELERATE_USE_FSDP")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(PosencError, match="DeepSpeed was asked for"):
+    with pytest.raises(PosencError, match="DeepSpeed was requested"):
         check_launch(given)
 
 
@@ -44,12 +44,12 @@ def test_processes_that_do_not_know_of_each_other(
     given: TrainingArguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(PosencError, match="2 processes were started and do not know of each other"):
+    with pytest.raises(PosencError, match="2 processes were started without a process group"):
         check_launch(given)
     monkeypatch.delenv("WORLD_SIZE")
     check_launch(given)
     monkeypatch.setattr(launching, "launched_processes", lambda: 2)
-    with pytest.raises(PosencError, match="2 processes were asked for, and accelerate started one"):
+    with pytest.raises(PosencError, match="2 processes were requested, and accelerate started one"):
         check_launch(given)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from hf_posenc import from_pretrained
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.training.ranks import place
+from hf_posenc.training.ranks import group_shard
 from hf_posenc.training.scoring import FILE, stages_of
 from tests.support.tiny_text import byte_tokenizer, prose
 from tests.training.test_training_scoring import (
@@ -69,7 +69,7 @@ def train_together(folder: Path) -> None:
     assert all(torch.equal(weights[name], alone[1][name]) for name in weights)
     result = scores.measure(trainer.model_wrapped, STEPS)
     assert [stage.step for stage in stages_of(result)] == [0, 2, 4]  # in both processes
-    if place().index == 0:
+    if group_shard().index == 0:
         torch.save(trainer.model.state_dict(), folder / "weights.pt")  # type: ignore[union-attr]
 
 
@@ -143,7 +143,7 @@ def test_zero_3_is_scored_by_all_together_and_trains_the_same(tmp_path: Path) ->
 
 def interrupted(folder: Path) -> None:
     def stop(label: str, done: int, total: int) -> None:
-        if place().index == 1:
+        if group_shard().index == 1:
             raise InterruptedError
 
     try:
