@@ -263,7 +263,8 @@ class TrainingFolder:
 
     def __enter__(self) -> TrainingFolder:
         problem, named = None, self._arguments.resume_from_checkpoint
-        last = named is None or str(named).lower() == "true"
+        if str(named).lower() == "true":  # the last one, as by default
+            named = None
         # One process, or one per machine if each has its own disk.
         if self._arguments.should_save:
             try:
@@ -271,7 +272,7 @@ class TrainingFolder:
                 self.checkpoint = resume_point(
                     self.path,
                     self._settings,
-                    explicit=None if last else Path(named),
+                    explicit=None if named is None else Path(named),
                     fresh=self._fresh,
                     device=self._arguments.device.type,
                 )
