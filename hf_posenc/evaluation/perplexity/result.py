@@ -1,27 +1,31 @@
-"""The result of a perplexity run, with everything that is needed to tell whether two results may be compared."""
+"""The result of a perplexity run, with everything that decides whether two results are comparable."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from hf_posenc.evaluation.documents import Skipped
+from hf_posenc.evaluation.grid import (
+    Field,
+    Grid,
+    Result,
+    auto_scale_note,
+    failure_field,
+    length_head,
+    listed,
+    number,
+)
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.statistics import Cell, Record, summarize
 from hf_posenc.evaluation.perplexity.measurement import Failure, Measurement, edges
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings
-from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
-from hf_posenc.files import finite, to_csv, to_json, write_atomically
+from hf_posenc.evaluation.plots import figure
+from hf_posenc.files import finite, to_csv, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -30,34 +34,38 @@ FORMAT = 2
 COLUMNS = (
     *("method", "protocol", "length", "scale"),
     *("perplexity", "perplexity_low", "perplexity_high", "ratio", "ratio_low", "ratio_high"),
-    *(
-        "bits_per_byte",
-        "word_perplexity",
-        "nats",
-        "tokens",
-        "bytes",
-        "words",
-        "documents",
-        "status",
-    ),
+    *("bits_per_byte", "word_perplexity", "nats", "tokens", "bytes", "words", "documents"),
+    "status",
 )
 """The columns of the CSV."""
+FEW_DOCUMENTS = 5
+"""With fewer documents an interval says little."""
+SAME_RATIO = 0.0005
+"""Ratios that are closer to 1 differ by less than what is shown: 0.1 %."""
+PROTOCOL_NOTES = {
+    "prefix": "prefix averages over contexts of 1 to L tokens and hides a failure at the far end",
+    "tail": "tail scores the same tokens at every L, so context is all that changes",
+    "sliding": "sliding scores tokens with nearly L tokens before them, and other tokens at every L",
+    "disjoint": "disjoint averages over contexts of 1 to L tokens, in pieces all through the text",
+    "longppl": "longppl scores the tokens that an evaluator predicts by far context alone",
+    "stream": "stream averages over contexts of 1 to L tokens, across the ends of documents",
+}
 
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A candidate as a result knows it.
+    """A method of a result.
 
     Attributes:
-        label: As reports show it.
-        spec: As it was given to `--patch`.
+        label: Its name in reports.
+        spec: Its entry of `--patch`.
         method: Its method's name, several joined by `+`; `None` for the model as loaded.
         parts: Each method with its options.
-        beside: What `patch_model` got beside them.
-        scale: As given; `None` for none.
-        auto_scale: Whether the scale is length / original length, anew at every length.
+        beside: Further arguments of `patch_model`.
+        scale: The given scale; `None` for none.
+        auto_scale: True if the scale is length / original length, set anew at every length.
         original: The original length in tokens that a scale refers to.
-        prefix_from_one_forward: Whether one forward at the longest length gave the prefix of every length.
+        prefix_from_one_forward: True if one forward at the longest length gave the prefix of every length.
     """
 
     label: str
@@ -72,7 +80,7 @@ class MethodEntry:
 
     @classmethod
     def of(cls, candidate: Candidate, shared: bool) -> MethodEntry:
-        """What a result keeps of a candidate."""
+        """Return the entry of a candidate; `shared`: one forward gave the prefix of every length."""
         parts = () if candidate.request is None else candidate.request.parts
         return cls(
             candidate.label,
@@ -87,33 +95,35 @@ class MethodEntry:
         )
 
     def scale_at(self, length: int) -> float | None:
-        """The scale in force at a length."""
+        """Return the scale in force at a length."""
         if self.auto_scale and self.original:
             return max(1.0, length / self.original)
         return self.scale
 
 
 @dataclass(repr=False)
-class PerplexityResult:
-    """What `hf-posenc perplexity` measured.
+class PerplexityResult(Result):
+    """Perplexities measured by `hf-posenc perplexity`.
 
     Attributes:
-        model: What was measured: name, class, dtype, attention backend, tokenizer hash, ... (`describe_model`).
-        source: Where the documents came from, as it was asked for.
+        model: The measured model: name, class, dtype, attention backend, tokenizer hash, ... (`describe_model`).
+        source: The requested source of the documents.
         settings: Protocols, lengths and the other numbers.
         original: The context length that the model was trained on, in tokens, where it is known.
         candidates: The methods, in the order of the table.
-        documents: The documents that were used, each with its hashes and its number of tokens, bytes and words.
-        skipped: Those that were not, and why.
+        documents: The documents, each with its hashes and its number of tokens, bytes and words.
+        skipped: Documents that were not used, with the reason.
         records: Sums per method, protocol, length and document.
         failures: Cells without a number.
         curves: For each method's label, nats and tokens of every bucket of the longest prefix.
-        head_replay: How the scorer's probe compared with full logits.
+        head_replay: Outcome of the scorer's probe, which compares it with full logits.
         environment: Versions of the packages that computed.
-        command: What gives this result again.
-        fingerprint: Of everything that determines a number; the records lie under it.
-        cells: The numbers of the table, made from the records.
+        command: The command that reproduces this result.
+        fingerprint: Hash of everything that determines a number; the records are stored under it.
+        cells: The numbers of the table, computed from the records.
     """
+
+    kind = "perplexity"
 
     model: dict[str, Any]
     source: dict[str, Any]
@@ -145,14 +155,14 @@ class PerplexityResult:
 
     @classmethod
     def of(
-        cls, measured: Measurement, candidates: Sequence[Candidate], **known: Any
+        cls, measured: Measurement, candidates: Sequence[Candidate], **metadata: Any
     ) -> PerplexityResult:
-        """Puts a measurement together with what is known about it.
+        """Combine a measurement and its metadata.
 
         Args:
             measured: The numbers.
             candidates: The methods.
-            **known: The other fields.
+            **metadata: The other fields.
         """
         return cls(
             candidates=[MethodEntry.of(c, measured.shared_prefix[c.label]) for c in candidates],
@@ -160,21 +170,21 @@ class PerplexityResult:
             failures=measured.failures,
             curves=measured.curves,
             head_replay=measured.head_replay,
-            **known,
+            **metadata,
         )
 
     def cell(self, method: str, protocol: str, length: int) -> Cell | None:
-        """The number of a method under a protocol at a length; `None` where it could not be measured."""
+        """Return the number of a method under a protocol at a length; `None` where it could not be measured."""
         return self._by_key.get((method, protocol, length))
 
     def failure(self, method: str, protocol: str, length: int) -> str | None:
-        """Why there is no number."""
+        """Return the reason why there is no number."""
         key = (method, protocol, length)
-        found = (f.reason for f in self.failures if (f.method, f.protocol, f.length) == key)
-        return next(found, None)
+        reasons = (f.reason for f in self.failures if (f.method, f.protocol, f.length) == key)
+        return next(reasons, None)
 
     def not_finite(self) -> list[Cell]:
-        """The cells whose loss was not a finite number."""
+        """Return the cells whose loss is not a finite number."""
         return [cell for cell in self.cells if not math.isfinite(cell.nats)]
 
     def __repr__(self) -> str:
@@ -183,7 +193,7 @@ class PerplexityResult:
 
     @property
     def curve(self) -> dict[str, Any]:
-        """Losses by position in the longest prefix: where the buckets begin and end, and each method's sums."""
+        """Losses by position in the longest prefix: the edges of the buckets, and each method's sums."""
         methods = {
             label: {"nats": nats, "tokens": tokens} for label, (nats, tokens) in self.curves.items()
         }
@@ -193,11 +203,10 @@ class PerplexityResult:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON-ready values; a number that is not finite becomes `None`."""
         settings = self.settings
         values = {
             "format": FORMAT,
-            "kind": "perplexity",
+            "kind": self.kind,
             "command": self.command,
             "fingerprint": self.fingerprint,
             "model": self.model,
@@ -215,14 +224,14 @@ class PerplexityResult:
             "curve": self.curve,
             "records": [dataclasses.asdict(record) for record in self.records],
         }
-        made: dict[str, Any] = finite(values)
-        return made
+        ready: dict[str, Any] = finite(values)
+        return ready
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PerplexityResult:
-        """Reads what `to_dict` wrote; the summary is made anew from the records."""
+        """Read what `to_dict` returned; the summary is computed again from the records."""
         curves = {
-            label: ([_number(loss) for loss in curve["nats"]], list(curve["tokens"]))
+            label: ([nan_if_none(loss) for loss in curve["nats"]], list(curve["tokens"]))
             for label, curve in values["curve"]["methods"].items()
         }
         return cls(
@@ -233,16 +242,7 @@ class PerplexityResult:
             candidates=[MethodEntry(**entry) for entry in values["methods"]],
             documents=list(values["documents"]),
             skipped=[Skipped(**entry) for entry in values["skipped"]],
-            records=[
-                Record(
-                    **{
-                        **entry,
-                        "nats": _number(entry["nats"]),
-                        "weighted": _number(entry["weighted"]),
-                    }
-                )
-                for entry in values["records"]
-            ],
+            records=[record_of(entry) for entry in values["records"]],
             failures=[Failure(**entry) for entry in values["failures"]],
             curves=curves,
             head_replay=values["head_replay"],
@@ -251,32 +251,26 @@ class PerplexityResult:
             fingerprint=values["fingerprint"],
         )
 
-    def plot(self) -> Figure:
-        """Perplexity against context length, one panel per protocol; needs matplotlib."""
-        from hf_posenc.evaluation.plots import figure
+    # Files
 
-        return figure(self)
-
-    def _repr_html_(self) -> str:
-
-        return to_html(self)
-
-    def write_json(self, path: Path) -> None:
-        """Writes everything."""
-        write_atomically(path, to_json(self.to_dict()))
+    def files(self) -> dict[str, str]:
+        return {**super().files(), "perplexity.csv": self._csv()}
 
     def write_csv(self, path: Path) -> None:
-        """Writes one row per cell of the table; a cell that could not be measured has a `status` and no numbers."""
+        """Write one row per cell of the table; a cell that could not be measured has a `status` and no numbers."""
+        write_atomically(path, self._csv())
+
+    def _csv(self) -> str:
         rows = (
-            self._row(entry, protocol, length)
+            self._csv_row(entry, protocol, length)
             for entry in self.candidates
             for protocol in self.settings.protocols
             for length in self.settings.lengths
         )
-        write_atomically(path, to_csv(COLUMNS, rows))
+        return to_csv(COLUMNS, rows)
 
-    def _row(self, entry: MethodEntry, protocol: str, length: int) -> dict[str, Any]:
-        row = {
+    def _csv_row(self, entry: MethodEntry, protocol: str, length: int) -> dict[str, Any]:
+        key = {
             "method": entry.label,
             "protocol": protocol,
             "length": length,
@@ -285,278 +279,210 @@ class PerplexityResult:
         cell = self.cell(entry.label, protocol, length)
         if cell is None:
             reason = self.failure(entry.label, protocol, length)
-            return {**row, "status": reason or "nothing to score"}
+            return {**key, "status": reason or "nothing to score"}
         values = dataclasses.asdict(cell)
-        for name, interval in (("perplexity", cell.interval), ("ratio", cell.ratio_interval)):
-            values[f"{name}_low"], values[f"{name}_high"] = interval or (None, None)
-        del values["interval"], values["ratio_interval"]
-        status = "ok" if math.isfinite(cell.nats) else "not finite"
-        return {**values, **row, "status": status}
+        for name, interval in (("perplexity", "interval"), ("ratio", "ratio_interval")):
+            values[f"{name}_low"], values[f"{name}_high"] = values.pop(interval) or (None, None)
+        return {**values, **key, "status": "ok" if math.isfinite(cell.nats) else "not finite"}
+
+    # Figures
+
+    def figures(self) -> dict[str, Figure]:
+        return {"perplexity": self.plot()}
+
+    def plot(self) -> Figure:
+        """Draw perplexity against context length, one panel per protocol. Needs matplotlib."""
+        return figure(self)
+
+    # Tables
+
+    def tables(self) -> list[Grid]:
+        """Return one table per protocol."""
+        return [self.table(protocol) for protocol in self.settings.protocols]
+
+    def table(self, protocol: str) -> Grid:
+        """Return perplexity by method and length under one protocol, with ranges; the lowest of a column is marked.
+
+        An arrow marks a number that is significantly lower or higher than the baseline's.
+        """
+        settings, lengths = self.settings, self.settings.lengths
+        grid = Grid(f"Perplexity, {protocol}: {settings.definition(protocol)}")
+        grid.column("method", footer="tokens scored")
+        for length in lengths:
+            cells = [c for c in self.cells if (c.protocol, c.length) == (protocol, length)]
+            footer = f"{cells[0].tokens:,}" if cells else "-"
+            grid.column(length_head(length, self.original), numeric=True, footer=footer)
+        grid.column("bits/\nbyte", numeric=True)
+        lowest = [self.lowest(protocol, length) for length in lengths]
+        for entry in self.candidates:
+            fields = [
+                self._field(entry.label, protocol, length, least)
+                for length, least in zip(lengths, lowest, strict=True)
+            ]
+            last = self.cell(entry.label, protocol, lengths[-1])
+            grid.row(entry.label, *fields, number(last.bits_per_byte if last else None))
+        return grid
+
+    def lowest(self, protocol: str, length: int) -> float:
+        """Return the lowest perplexity under a protocol at a length; NaN where there is none."""
+        values = [c.perplexity for c in self.cells if (c.protocol, c.length) == (protocol, length)]
+        return min(filter(math.isfinite, values), default=math.nan)
+
+    def _field(self, method: str, protocol: str, length: int, lowest: float) -> Field:
+        cell = self.cell(method, protocol, length)
+        if cell is None:
+            reason = self.failure(method, protocol, length)
+            return Field("-") if reason is None else failure_field(reason)  # no token to score
+        arrow = {-1: " ↓", 0: "", 1: " ↑"}[cell.differs]
+        text = Field(number(cell.perplexity) + arrow, "best" if cell.perplexity == lowest else "")
+        if cell.interval is not None and not math.isnan(cell.perplexity):
+            low, high = cell.interval
+            text.append(f"\n{number(low, 3)}-{number(high, 3)}", "aside")
+        return text
+
+    # Notes
+
+    def notes(self) -> Iterator[str]:
+        settings, count = self.settings, len(self.documents)
+        skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
+        texts = "One stream" if settings.streams else f"{count} document{'s' * (count != 1)}"
+        ranges = f"ranges: 95 % bootstrap over documents, seed {settings.seed}"
+        yield (
+            f"{texts}{skipped}; {ranges if count > 1 else 'no ranges, which need several documents'}; "
+            f"bits/byte at {settings.lengths[-1]:,} tokens."
+        )
+        if any(cell.differs for cell in self.cells):
+            yield (
+                f"↓ ↑: significantly lower or higher than {self._baseline} (paired 95 % interval of the ratio); no "
+                "arrow: the difference may be chance."
+            )
+        if 1 < count < FEW_DOCUMENTS:
+            yield f"Fewer than {FEW_DOCUMENTS} documents: the ranges say little."
+        yield from self._gaps()
+        if "longppl" in settings.protocols and not any(c.protocol == "longppl" for c in self.cells):
+            yield "longppl: the evaluator found no key token in these texts, so there is nothing to score."
+        yield from self._short_texts()
+        yield from self._orders()
+        yield from auto_scale_note(self.candidates)
+
+    def _gaps(self) -> Iterator[str]:
+        """Note windows that are farther apart than they are long."""
+        settings = self.settings
+        slid = [name for name in settings.protocols if name in ("sliding", "stream")]
+        every = settings.bos_windows == "every" or "stream" in slid
+        special = len(self.model.get("bos", {}).get("token_ids", ())) if every else 0
+        short = [length for length in settings.lengths if length - special < settings.stride]
+        if slid and short:
+            yield (
+                f"Windows of {listed(short)} tokens lie {settings.stride:,} apart: the text between them is not read, "
+                "and all that is in them is scored; --stride sets another distance."
+            )
+
+    @property
+    def _baseline(self) -> str:
+        return self.candidates[0].label
+
+    def _last_protocol(self, length: int) -> str:
+        """The last protocol that has a number for the baseline at this length."""
+        names = self.settings.protocols
+        measured = (n for n in reversed(names) if self.cell(self._baseline, n, length))
+        return next(measured, names[-1])
+
+    def _short_texts(self) -> Iterator[str]:
+        """Note the change of perplexity within the trained length, in percent of the baseline's."""
+        lengths = self.settings.lengths
+        short = [length for length in lengths if self.original and length <= self.original]
+        if not short or len(lengths) == len(short):
+            return
+        protocol = self._last_protocol(short[-1])
+        ratios = []
+        for entry in self.candidates[1:]:
+            cell = self.cell(entry.label, protocol, short[-1])
+            if cell is not None and cell.ratio is not None and math.isfinite(cell.ratio):
+                ratios.append((entry.label, cell.ratio, cell.ratio_interval))
+        changes = [
+            f"{label} {_change(ratio, interval)}"
+            for label, ratio, interval in ratios
+            if abs(ratio - 1) >= SAME_RATIO
+        ]
+        if len(changes) < len(ratios):
+            same = "the others" if changes else "all"
+            changes.append(f"{same} as {self._baseline}")
+        if changes:
+            yield (
+                f"Short texts ({short[-1]:,} tokens, {protocol}, against {self._baseline}): {'; '.join(changes)}."
+            )
+
+    def _orders(self) -> Iterator[str]:
+        """Note that two protocols rank the methods differently, as they often do."""
+        length = self.settings.lengths[-1]
+        orders: dict[str, list[str]] = {}
+        for protocol in self.settings.protocols:
+            cells = [self.cell(entry.label, protocol, length) for entry in self.candidates]
+            ranked = sorted(
+                (c.perplexity, c.method)
+                for c in cells
+                if c is not None and math.isfinite(c.perplexity)
+            )
+            orders[protocol] = [method for _, method in ranked]
+        (first, order), *others = orders.items()
+        for protocol, other in others:
+            if order != other and set(order) == set(other):
+                one, two = next((a, b) for a, b in zip(order, other, strict=True) if a != b)
+                yield (
+                    f"The order of methods at {length:,} tokens depends on the protocol: {protocol} ranks {two} where "
+                    f"{first} ranks {one}."
+                )
+                return
+
+    def guide(self) -> Iterator[str]:
+        """Yield the number to compare with, and the meaning of each protocol."""
+        settings = self.settings
+        length = next((n for n in settings.lengths if n == self.original), settings.lengths[0])
+        protocol = self._last_protocol(length)
+        cell = self.cell(self._baseline, protocol, length)
+        value = f" ({number(cell.perplexity)})" if cell else ""
+        trained = ", the length it was trained at" if length == self.original else ""
+        baseline = "the unpatched model" if self._baseline == UNPATCHED else self._baseline
+        yield (
+            f"Baseline: {baseline} at {length:,} tokens{trained}{value}. A method holds where its perplexity "
+            f"({protocol}) stays at or below that as the context grows."
+        )
+        meanings = "; ".join(PROTOCOL_NOTES[name] for name in settings.protocols)
+        yield f"Protocol: {meanings}. Compare numbers of one protocol only."
+        if settings.preset is not None:
+            yield f"Preset {settings.preset}: {PRESETS[settings.preset].remark}"
+
+    def problems(self) -> Iterator[str]:
+        more_digits = str(self.model.get("dtype")) not in ("float32", "float64")
+        advice = "; try --dtype float32" if more_digits else ""
+        for entry in self.candidates:
+            label = entry.label
+            lengths = sorted({cell.length for cell in self.not_finite() if cell.method == label})
+            if lengths:
+                yield f"{label}: the loss is not a finite number at length {listed(lengths)}{advice}."
+            reasons: dict[str, set[int]] = {}
+            for failure in self.failures:
+                if failure.method == label:
+                    reasons.setdefault(failure.reason, set()).add(failure.length)
+            for reason, failed in reasons.items():
+                yield f"{label}: failed at length {listed(sorted(failed))}: {reason}"
 
 
-def _number(value: float | None) -> float:
+def nan_if_none(value: float | None) -> float:
+    """Return a number of a JSON file, which has no NaN."""
     return math.nan if value is None else value
 
 
-# The tables that a run prints, and what a reader must know beside them.
+def record_of(entry: Mapping[str, Any]) -> Record:
+    """Return a record of a JSON file."""
+    sums = {name: nan_if_none(entry[name]) for name in ("nats", "weighted")}
+    return Record(**{**entry, **sums})
 
 
-FEW_DOCUMENTS = 5
-SAME_RATIO = 0.0005
-"""A difference below 0.1 % is rounding of what is shown."""
-SAYS = {
-    "prefix": "prefix averages over contexts of 1 to L tokens and hides a failure at the far end",
-    "tail": "tail scores the same tokens at every L, so context is all that changes",
-    "sliding": "sliding scores tokens with nearly L tokens in front of them, and every L scores others too",
-    "disjoint": "disjoint averages over contexts of 1 to L tokens, in pieces all through the text",
-    "longppl": "longppl scores the tokens that an evaluator predicts by far context alone",
-    "stream": "stream averages over contexts of 1 to L tokens, across the ends of documents",
-}
-
-
-def number(value: float | None, digits: int = 4) -> str:
-    """So many significant digits; powers of ten from 10,000."""
-    if value is None:
-        return "-"
-    if not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf"
-    if value >= 9999.5:
-        return f"{value:.1e}".replace("e+0", "e").replace("e+", "e")
-    return f"{value:.0f}" if value >= 10 ** (digits - 1) else f"{value:#.{digits}g}".rstrip(".")
-
-
-def table(result: PerplexityResult, protocol: str) -> Table:
-    """Perplexity by method and length under one protocol, each with its range; the lowest of a column in bold.
-
-    An arrow says where a number is lower or higher than the baseline's by more than chance.
-    """
-    lengths, settings = result.settings.lengths, result.settings
-    made = Table(
-        title=f"Perplexity, {protocol}: {settings.definition(protocol)}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        show_footer=True,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    made.add_column(
-        "method", footer="tokens scored", overflow="fold"
-    )  # what gives way on a narrow terminal
-    for length in lengths:
-        counts = {c.tokens for c in result.cells if (c.protocol, c.length) == (protocol, length)}
-        footer = f"{counts.pop():,}" if counts else "-"
-        made.add_column(heading(length, result.original), footer, justify="right", no_wrap=True)
-    made.add_column("bits/\nbyte", justify="right", no_wrap=True)
-    lowest = {length: _lowest(result, protocol, length) for length in lengths}
-    for candidate in result.candidates:
-        cells = [result.cell(candidate.label, protocol, length) for length in lengths]
-        shown = [
-            _cell_text(cell, lowest[length])
-            if cell
-            else _failure_text(result, candidate.label, protocol, length)
-            for cell, length in zip(cells, lengths, strict=True)
-        ]
-        made.add_row(
-            candidate.label, *shown, number(cells[-1].bits_per_byte if cells[-1] else None)
-        )
-    return made
-
-
-def heading(length: int, original: int | None) -> str:
-    """A length above its column, and below it how many times the trained length that is."""
-    return f"{length:,}\nx{length / original:.3g}" if original else f"{length:,}"
-
-
-def failed(reason: str | None) -> Text:
-    """A field without a number."""
-    return Text("OOM" if reason == OUT_OF_MEMORY else "failed", style="red")
-
-
-def _lowest(result: PerplexityResult, protocol: str, length: int) -> float:
-    values = [c.perplexity for c in result.cells if (c.protocol, c.length) == (protocol, length)]
-    return min((value for value in values if math.isfinite(value)), default=math.nan)
-
-
-def _cell_text(cell: Cell, lowest: float) -> Text:
-    arrow = {-1: " ↓", 0: "", 1: " ↑"}[cell.differs]
-    text = Text(number(cell.perplexity) + arrow, style="bold" if cell.perplexity == lowest else "")
-    if cell.interval is not None and not math.isnan(cell.perplexity):
-        low, high = cell.interval
-        text.append(f"\n{number(low, 3)}-{number(high, 3)}", style="dim not bold")
-    return text
-
-
-def _failure_text(result: PerplexityResult, method: str, protocol: str, length: int) -> Text:
-    reason = result.failure(method, protocol, length)
-    return Text("-") if reason is None else failed(reason)  # none: no token to score
-
-
-def notes(result: PerplexityResult) -> Iterator[str]:
-    """What a reader must know beside the table: documents, scales, and what could not be measured."""
-    settings, count = result.settings, len(result.documents)
-    skipped = f", {len(result.skipped)} skipped" if result.skipped else ""
-    what = "One stream" if settings.streams else f"{count} document{'s' * (count != 1)}"
-    ranges = f"ranges: 95 % bootstrap over documents, seed {settings.seed}"
-    yield (
-        f"{what}{skipped}; {ranges if count > 1 else 'no ranges, which need several documents'}; "
-        f"bits/byte at {settings.lengths[-1]:,} tokens."
-    )
-    baseline = result.candidates[0].label
-    if any(cell.differs for cell in result.cells):
-        yield (
-            f"↓ ↑: lower or higher than {baseline} by more than chance (paired 95 % interval of the ratio); no arrow: "
-            "it may be chance."
-        )
-    if 1 < count < FEW_DOCUMENTS:
-        yield f"Fewer than {FEW_DOCUMENTS} documents: the ranges say little."
-    yield from _gaps(result)
-    if "longppl" in settings.protocols and not any(c.protocol == "longppl" for c in result.cells):
-        yield "longppl: the evaluator found no key token in these texts, so there is nothing to score."
-    yield from _short_texts(result)
-    yield from _orders(result)
-    auto = next((candidate for candidate in result.candidates if candidate.auto_scale), None)
-    if auto is not None:
-        yield f"(auto): scale = length / {auto.original:,}, the original length, set anew at every length."
-
-
-def _gaps(result: PerplexityResult) -> Iterator[str]:
-    """Windows that are farther apart than they are long leave text unread between them."""
-    settings = result.settings
-    slid = [name for name in settings.protocols if name in ("sliding", "stream")]
-    every = settings.bos_windows == "every" or "stream" in slid
-    special = len(result.model.get("bos", {}).get("token_ids", ())) if every else 0
-    short = [length for length in settings.lengths if length - special < settings.stride]
-    if slid and short:
-        yield (
-            f"Windows of {_listed(short)} tokens lie {settings.stride:,} apart: the text between them is not read, and "
-            "all that is in them is scored; --stride sets another distance."
-        )
-
-
-def _telling(result: PerplexityResult, length: int) -> str:
-    """The last protocol that has a number for the baseline at this length."""
-    label, names = result.candidates[0].label, result.settings.protocols
-    return next((name for name in reversed(names) if result.cell(label, name, length)), names[-1])
-
-
-def _short_texts(result: PerplexityResult) -> Iterator[str]:
-    """What texts within the trained length pay, in percent of the baseline's perplexity."""
-    baseline = result.candidates[0].label
-    short = [n for n in result.settings.lengths if result.original and n <= result.original]
-    if not short or len(result.settings.lengths) == len(short):
-        return
-    protocol = _telling(result, short[-1])
-    cells = [result.cell(entry.label, protocol, short[-1]) for entry in result.candidates[1:]]
-    ratios = [
-        (cell, cell.ratio)
-        for cell in cells
-        if cell is not None and cell.ratio is not None and math.isfinite(cell.ratio)
-    ]
-    said = [
-        f"{cell.method} {_percent(cell)}" for cell, ratio in ratios if abs(ratio - 1) >= SAME_RATIO
-    ]
-    if len(said) < len(ratios):
-        said.append(f"the others as {baseline}" if said else f"all as {baseline}")
-    if said:
-        yield f"Short texts ({short[-1]:,} tokens, {protocol}, against {baseline}): {'; '.join(said)}."
-
-
-def _percent(cell: Cell) -> str:
-    assert cell.ratio is not None
-    text = f"{(cell.ratio - 1) * 100:+.1f} %"
-    if cell.ratio_interval is not None:
-        low, high = ((bound - 1) * 100 for bound in cell.ratio_interval)
+def _change(ratio: float, interval: tuple[float, float] | None) -> str:
+    text = f"{(ratio - 1) * 100:+.1f} %"
+    if interval is not None:
+        low, high = ((bound - 1) * 100 for bound in interval)
         text += f" ({low:+.1f} to {high:+.1f})"
     return text
-
-
-def _orders(result: PerplexityResult) -> Iterator[str]:
-    """Whether the protocols put the methods in the same order; they often do not."""
-    length = result.settings.lengths[-1]
-    orders: dict[str, list[str]] = {}
-    for protocol in result.settings.protocols:
-        cells = [result.cell(entry.label, protocol, length) for entry in result.candidates]
-        ranked = sorted(
-            (c.perplexity, c.method) for c in cells if c is not None and math.isfinite(c.perplexity)
-        )
-        orders[protocol] = [method for _, method in ranked]
-    (first, order), *others = orders.items()
-    for protocol, other in others:
-        if order != other and set(order) == set(other):
-            swapped = next((a, b) for a, b in zip(order, other, strict=True) if a != b)
-            yield (
-                f"The order of methods at {length:,} tokens depends on the protocol: {first} has {swapped[0]} in a "
-                f"place that {protocol} gives to {swapped[1]}."
-            )
-            return
-
-
-def to_html(result: PerplexityResult) -> str:
-    """The tables and notes, for a notebook."""
-    return as_html(
-        (table(result, protocol) for protocol in result.settings.protocols), notes(result)
-    )
-
-
-def as_html(tables: Iterable[Table], lines: Iterable[str], width: int = 160) -> str:
-    """Tables and the sentences below them as HTML.
-
-    Args:
-        tables: As the terminal shows them.
-        lines: Sentences.
-        width: Of the tables, in characters.
-    """
-    # In a notebook rich would display what it records, and the result then stood there twice.
-    console = Console(
-        file=io.StringIO(), record=True, width=width, highlight=False, force_jupyter=False
-    )
-    for made in tables:
-        console.print(made)
-    for line in lines:
-        console.print(line, markup=False)
-    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")
-
-
-def problems(result: PerplexityResult) -> Iterator[str]:
-    """One line for every method that gave something else than numbers; with any of them a run has failed."""
-    for candidate in result.candidates:
-        label = candidate.label
-        lengths = sorted({cell.length for cell in result.not_finite() if cell.method == label})
-        if lengths:
-            yield f"{label}: the loss is not a finite number at length {_listed(lengths)}{_advice(result)}."
-        reasons: dict[str, set[int]] = {}
-        for failure in result.failures:
-            if failure.method == label:
-                reasons.setdefault(failure.reason, set()).add(failure.length)
-        for reason, where in reasons.items():
-            yield f"{label}: failed at length {_listed(sorted(where))}: {reason}"
-
-
-def _advice(result: PerplexityResult) -> str:
-    """More digits help only where there were few."""
-    enough = str(result.model.get("dtype")) in ("float32", "float64")
-    return "" if enough else "; try --dtype float32"
-
-
-def reading_guide(result: PerplexityResult) -> Iterator[str]:
-    """Two lines: what to compare with, and what the protocols say."""
-    settings = result.settings
-    baseline = result.candidates[0].label
-    length = next((n for n in settings.lengths if n == result.original), settings.lengths[0])
-    protocol = _telling(result, length)
-    cell = result.cell(baseline, protocol, length)
-    value = f" ({number(cell.perplexity)})" if cell else ""
-    trained = ", the length it was trained at" if length == result.original else ""
-    what = "the unpatched model" if baseline == UNPATCHED else baseline
-    yield (
-        f"Baseline: {what} at {length:,} tokens{trained}{value}. A method holds where its perplexity ({protocol}) "
-        "stays at or below that as the context grows."
-    )
-    shown = "; ".join(SAYS[name] for name in settings.protocols)
-    yield f"Protocol: {shown}. Compare numbers of one protocol only."
-    if settings.preset is not None:
-        yield f"Preset {settings.preset}: {PRESETS[settings.preset].remark}"
-
-
-def _listed(lengths: list[int]) -> str:
-    return ", ".join(f"{length:,}" for length in lengths)
