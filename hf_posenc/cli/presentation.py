@@ -108,7 +108,6 @@ def finish(
         PosencError: The files cannot be written, or another process has the same share.
         typer.Exit: Status 1 where a number is missing, after everything that was measured has been written.
     """
-    from hf_posenc.evaluation.perplexity import result as report
     from hf_posenc.evaluation.perplexity.runs import (
         open_store,
         result_of,
@@ -127,10 +126,11 @@ def finish(
         result = result_of(run, store, **known)
         assert result is not None
         write_timings(run, store, output / "timings.json")
-    show(result)
+    show_model(result.model)
+    show_tables(result)
     show_published(result, tables)
-    write(result, output, with_plot)
-    exit_on(report.problems(result))
+    say_written(result.write(output, plots=with_plot), output)
+    exit_on(result.problems())
 
 
 def show_model(model: Mapping[str, Any]) -> None:
@@ -172,18 +172,6 @@ def show_tables(result: Result) -> None:
         console.print(line, markup=False)
 
 
-def show(result: PerplexityResult) -> None:
-    """Prints the tables and what a reader must know beside them."""
-    from hf_posenc.evaluation.perplexity import result as report
-
-    show_model(result.model)
-    console = out()
-    for protocol in result.settings.protocols:
-        console.print(report.table(result, protocol))
-    for line in (*report.notes(result), "", *report.reading_guide(result), ""):
-        console.print(line, markup=False)
-
-
 def show_published(result: PerplexityResult, tables: Sequence[PublishedTable]) -> None:
     """Prints published tables beside the result."""
     from hf_posenc.evaluation.published import beside, remarks
@@ -193,23 +181,6 @@ def show_published(result: PerplexityResult, tables: Sequence[PublishedTable]) -
         console.print(beside(table, result))
         for line in remarks(table):
             console.print(line, markup=False)
-
-
-def write(result: PerplexityResult, output: Path, with_plot: bool) -> None:
-    """Writes the result's files, each whole or not at all.
-
-    Raises:
-        PosencError: They cannot be written.
-    """
-    from hf_posenc.evaluation.plots import write_plot
-
-    result.write_json(output / "perplexity.json")
-    result.write_csv(output / "perplexity.csv")
-    written = ["perplexity.json", "perplexity.csv"]
-    if with_plot:
-        write_plot(result, output / "perplexity.png", output / "perplexity.svg")
-        written += ["perplexity.png", "perplexity.svg"]
-    say_written(written, output)
 
 
 def say_written(names: Sequence[str], output: Path) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.evaluation.bench.result import table_lines
-from hf_posenc.evaluation.perplexity.result import PerplexityResult, notes, table
+from hf_posenc.evaluation.grid import to_markdown
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import available, figure, write_figure
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.methods import available_methods, get_method
@@ -128,9 +128,9 @@ def measured(scores: PerplexityResult | None, plots: Sequence[tuple[str, str]]) 
         yield f"On held-out documents, {conclusion(shown)}."
         for protocol in shown.settings.protocols:
             yield from ("", f"{protocol}: {shown.settings.definition(protocol)}.", "")
-            yield from table_lines(table(shown, protocol))
+            yield to_markdown(shown.table(protocol))
         yield ""
-        yield from (f"- {line}" for line in notes(shown))
+        yield from (f"- {line}" for line in shown.notes())
         yield (
             "- Perplexity averages over words most of which need no far text; what a model finds far away is another "
             "question (`hf-posenc retrieval`)."

@@ -16,6 +16,7 @@ from rich.table import Table
 from torch import nn
 
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
+from hf_posenc.evaluation.grid import number, to_rich
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Request, original_length
 from hf_posenc.evaluation.measuring.identity import (
     describe_model,
@@ -33,13 +34,7 @@ from hf_posenc.evaluation.measuring.store import (
     fingerprint_of,
 )
 from hf_posenc.evaluation.perplexity.measurement import Progress, Run
-from hf_posenc.evaluation.perplexity.result import (
-    PerplexityResult,
-    notes,
-    number,
-    reading_guide,
-    table,
-)
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.perplexity.runs import make_settings, result_of, special_tokens
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training.ranks import (
@@ -456,7 +451,7 @@ def report(scores: PerplexityResult) -> Iterator[Table | str]:
     """The tables before and after, and what a reader must know beside them, in the order in which they are printed."""
     shown = before_and_after(scores)
     for protocol in shown.settings.protocols:
-        yield table(shown, protocol)
-    yield from notes(shown)
-    yield from reading_guide(shown)
+        yield to_rich(shown.table(protocol))
+    yield from shown.notes()
+    yield from shown.guide()
     yield conclusion(shown)

@@ -14,16 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.evaluation.bench.speed import SpeedResult
-from hf_posenc.evaluation.grid import percent, percent_range
+from hf_posenc.evaluation.grid import length_head, number, percent, percent_range
 from hf_posenc.evaluation.measuring.statistics import Cell
-from hf_posenc.evaluation.perplexity import result as perplexity_report
 from hf_posenc.evaluation.perplexity.result import (
     FEW_DOCUMENTS,
     PerplexityResult,
     as_html,
     failed,
-    heading,
-    number,
 )
 from hf_posenc.evaluation.published import PublishedTable, beside, get, remarks
 from hf_posenc.evaluation.retrieval import RetrievalResult
@@ -283,7 +280,7 @@ def table(result: BenchResult) -> Table:
     made = _empty(f"Benchmark, suite {result.suite}: perplexity by method and context length")
     made.add_column("method", overflow="fold")  # what gives way on a narrow terminal
     for length in lengths:
-        made.add_column(heading(length, measured.original), justify="right", no_wrap=True)
+        made.add_column(length_head(length, measured.original), justify="right", no_wrap=True)
     for name in _beside_headings(result):
         made.add_column(name, justify="right", no_wrap=True)
     for place, protocol in enumerate(settings.protocols):
@@ -351,12 +348,12 @@ def notes(result: BenchResult) -> Iterator[str]:
     yield from _about_speed(result)
     for wanted in result.compare:
         yield from remarks(get(wanted))
-    yield from perplexity_report.reading_guide(measured)
+    yield from measured.guide()
 
 
 def problems(result: BenchResult) -> Iterator[str]:
     """One line for everything that has no number; with any of them a run has failed."""
-    yield from perplexity_report.problems(result.perplexity)
+    yield from result.perplexity.problems()
     if result.retrieval is not None:
         yield from result.retrieval.problems()
     if result.speed is not None:

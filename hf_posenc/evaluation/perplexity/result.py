@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.grid import (
@@ -18,8 +23,8 @@ from hf_posenc.evaluation.grid import (
     failure_field,
     length_head,
     listed,
-    number,
 )
+from hf_posenc.evaluation.grid import number as number
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.statistics import Cell, Record, summarize
 from hf_posenc.evaluation.perplexity.measurement import Failure, Measurement, edges
@@ -486,3 +491,23 @@ def _change(ratio: float, interval: tuple[float, float] | None) -> str:
         low, high = ((bound - 1) * 100 for bound in interval)
         text += f" ({low:+.1f} to {high:+.1f})"
     return text
+
+
+# Rendering by rich for results that do not build grids yet.
+
+
+def failed(reason: str | None) -> Text:
+    """Return the field of a number that could not be measured."""
+    return Text(failure_field(reason).text, style="red")
+
+
+def as_html(tables: Iterable[Table], lines: Iterable[str], width: int = 160) -> str:
+    """Render tables and lines as HTML."""
+    console = Console(
+        file=io.StringIO(), record=True, width=width, highlight=False, force_jupyter=False
+    )
+    for table in tables:
+        console.print(table)
+    for line in lines:
+        console.print(line, markup=False)
+    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

@@ -16,15 +16,14 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
+from hf_posenc.evaluation.grid import Column, Grid, number, to_notebook, to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.statistics import Record
-from hf_posenc.evaluation.perplexity import result as report
 from hf_posenc.evaluation.perplexity.measurement import Failure, Measurement
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
@@ -82,7 +81,7 @@ CURVES = {
 
 def shown(result: PerplexityResult, protocol: str = "tail", width: int = 120) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(report.table(result, protocol))
+    console.print(to_rich(result.table(protocol)))
     file: Any = console.file
     return str(file.getvalue())
 
@@ -112,9 +111,9 @@ def test_the_table_has_every_number_its_range_and_the_tokens() -> None:
 
 
 def test_the_lowest_number_of_a_column_is_bold() -> None:
-    made = report.table(example(CURVES), "tail")
-    cells = [list(column.cells) for column in made.columns]
-    bold = [[str(getattr(cell, "style", "")) == "bold" for cell in column] for column in cells[1:4]]
+    grid = example(CURVES).table("tail")
+    fields = zip(*(row.fields[1:4] for row in grid.rows), strict=True)
+    bold = [[field.spans[0].mark == "best" for field in column] for column in fields]
     assert bold == [[True, True, False], [False, True, False], [False, True, False]]
 
 
@@ -142,7 +141,7 @@ def test_short_texts_stand_beside_the_long_ones() -> None:
         "yarn": (10.0, 11.0, 12.0),
         "yarn:scale=4": (12.0, 12.0, 12.0),
     }
-    notes = " ".join(report.notes(example(curves)))
+    notes = " ".join(example(curves).notes())
     assert (
         "Short texts (256 tokens, tail, against none): yarn (scale 4) +20.0 % (+20.0 to +20.0); "
         in notes
@@ -152,7 +151,7 @@ def test_short_texts_stand_beside_the_long_ones() -> None:
 
 def test_the_order_of_methods_is_said_to_depend_on_the_protocol() -> None:
     result = example(CURVES)
-    assert "depends on the protocol" not in " ".join(report.notes(result))
+    assert "depends on the protocol" not in " ".join(result.notes())
     swapped = [
         dataclasses.replace(
             record, weighted=record.weighted * (2 if record.method == "yarn (auto)" else 1)
@@ -161,10 +160,10 @@ def test_the_order_of_methods_is_said_to_depend_on_the_protocol() -> None:
         else record
         for record in result.records
     ]
-    notes = " ".join(report.notes(dataclasses.replace(result, records=swapped)))
+    notes = " ".join(dataclasses.replace(result, records=swapped).notes())
     assert (
-        "The order of methods at 1,024 tokens depends on the protocol: prefix has pi (scale 4) in a place that "
-        "tail gives to yarn (auto)."
+        "The order of methods at 1,024 tokens depends on the protocol: tail ranks yarn (auto) where prefix ranks "
+        "pi (scale 4)."
     ) in notes
 
 
@@ -193,7 +192,7 @@ def test_a_result_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     ],
 )
 def test_numbers_have_four_digits(value: float | None, text: str) -> None:
-    assert report.number(value) == text
+    assert number(value) == text
 
 
 def test_missing_numbers_are_shown_and_explained() -> None:
@@ -207,20 +206,20 @@ def test_missing_numbers_are_shown_and_explained() -> None:
     assert "OOM" in text
     assert "failed" in text
     assert "nan" in text
-    assert list(report.problems(result)) == [
+    assert list(result.problems()) == [
         "none: failed at length 1,024: out of memory",
         "yarn (auto): failed at length 512: IndexError: index out of range",
         "pi (scale 4): the loss is not a finite number at length 512, 1,024; try --dtype float32.",
     ]
-    assert not list(report.problems(example(CURVES)))
+    assert not list(example(CURVES).problems())
 
 
 def test_a_model_that_gives_nothing_finite_is_equal_to_nothing() -> None:
     result = example({"none": (math.nan,) * 3, "pi:scale=4": (math.nan,) * 3})
     result = dataclasses.replace(result, model={"name": "tiny", "dtype": "float32"})
     assert "nan-nan" not in shown(result)
-    assert "Short texts" not in " ".join(report.notes(result))
-    assert "--dtype" not in " ".join(report.problems(result))  # it is float32 already
+    assert "Short texts" not in " ".join(result.notes())
+    assert "--dtype" not in " ".join(result.problems())  # it is float32 already
 
 
 def test_without_key_tokens_the_text_says_so_and_speaks_of_the_other_protocols() -> None:
@@ -228,28 +227,26 @@ def test_without_key_tokens_the_text_says_so_and_speaks_of_the_other_protocols()
     protocols = ("prefix", "tail", "longppl")
     settings = dataclasses.replace(result.settings, protocols=protocols, evaluator={"name": "self"})
     result = dataclasses.replace(result, settings=settings)
-    notes = " ".join(report.notes(result))
+    notes = " ".join(result.notes())
     assert "no key token" in notes
     assert "Short texts (256 tokens, tail" in notes
-    assert "trained at (10.00). A method holds where its perplexity (tail)" in next(
-        report.reading_guide(result)
-    )
+    assert "trained at (10.00). A method holds where its perplexity (tail)" in next(result.guide())
 
 
 def test_one_stream_has_no_ranges() -> None:
     result = example(CURVES, documents=1)
     settings = dataclasses.replace(result.settings, protocols=("stream",), stride=128)
-    notes = " ".join(report.notes(dataclasses.replace(result, settings=settings)))
+    notes = " ".join(dataclasses.replace(result, settings=settings).notes())
     assert "One stream, 1 skipped; no ranges" in notes
     assert "Fewer than" not in notes
     assert "is not read" not in notes
-    assert "1 document, 1 skipped; no ranges" in " ".join(report.notes(result))
+    assert "1 document, 1 skipped; no ranges" in " ".join(result.notes())
 
 
 def test_windows_with_gaps_between_them_are_named() -> None:
     result = example(CURVES)
     settings = dataclasses.replace(result.settings, protocols=("sliding",), stride=512)
-    notes = " ".join(report.notes(dataclasses.replace(result, settings=settings)))
+    notes = " ".join(dataclasses.replace(result, settings=settings).notes())
     assert "Windows of 256 tokens lie 512 apart: the text between them is not read" in notes
 
 
@@ -258,10 +255,10 @@ def test_special_tokens_in_front_of_a_window_widen_the_gap() -> None:
     settings = dataclasses.replace(result.settings, protocols=("sliding",), stride=256)
     for model, told in (({}, False), ({"bos": {"token_ids": [0]}}, True)):
         same = dataclasses.replace(result, settings=settings, model=model)
-        assert ("the text between them is not read" in " ".join(report.notes(same))) is told
+        assert ("the text between them is not read" in " ".join(same.notes())) is told
     settings = dataclasses.replace(settings, bos_windows="first")
     first = dataclasses.replace(result, settings=settings, model={"bos": {"token_ids": [0]}})
-    assert "is not read" not in " ".join(report.notes(first))
+    assert "is not read" not in " ".join(first.notes())
 
 
 def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:
@@ -272,12 +269,12 @@ def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:
 
 
 def test_notes_and_guide() -> None:
-    notes = " ".join(report.notes(example(CURVES, documents=4)))
+    notes = " ".join(example(CURVES, documents=4).notes())
     assert "4 documents, 1 skipped" in notes
     assert "Fewer than 5 documents" in notes
     assert "(auto): scale = length / 256" in notes
-    assert "Fewer" not in " ".join(report.notes(example(CURVES)))
-    baseline, protocol = report.reading_guide(example(CURVES))
+    assert "Fewer" not in " ".join(example(CURVES).notes())
+    baseline, protocol = example(CURVES).guide()
     assert baseline.startswith(
         "Baseline: the unpatched model at 256 tokens, the length it was trained at (14.55)."
     )
@@ -443,7 +440,7 @@ def test_a_notebook_shows_a_result_once(monkeypatch: pytest.MonkeyPatch) -> None
     shown: list[Any] = []
     monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
     monkeypatch.setattr("rich.jupyter.display", lambda *given: shown.append(given))
-    page = report.as_html([Table("one table")], ["one line"])
+    page = to_notebook([Grid("one table", [Column("a column")])], ["one line"])
     assert "one table" in page
     assert page.count("one line") == 1
     assert not shown
