@@ -17,22 +17,26 @@ import json
 import math
 import platform
 import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_posenc.embedded import HELD_OUT, held_out_documents
-from hf_posenc.embedded.card import model_card
-from hf_posenc.embedded.corpus import environment, select
-from hf_posenc.embedded.tokens import END_OF_TEXT, Batches, token_stream, train_tokenizer
+from hf_posenc.embedded.corpus import Corpus, environment, select
+from hf_posenc.errors import PosencError
+
+END_OF_TEXT = "<|endoftext|>"  # id 0: between documents; bos, eos and pad at once
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,85 @@ PRESETS = {
         checkpoint_every=6, evaluate_every=10, windows=4,
     ),
 }  # fmt: skip
+
+
+def train_tokenizer(corpus: Corpus, vocab_size: int, characters: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer: no normalization, no unknown token, so that decoding restores the text.
+
+    Args:
+        corpus: the text to train it on.
+        vocab_size: entries, the 256 bytes and the special token among them.
+        characters: about how much of the corpus to read; every k-th file is.
+
+    Returns:
+        The tokenizer. Encoding adds no special token.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    stride = max(1, sum(len(text) for *_, text in corpus.files) // characters)
+    tokenizer.train_from_iterator((text for *_, text in corpus.files[::stride]), trainer)
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **special, clean_up_tokenization_spaces=False
+    )
+
+
+def token_stream(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> npt.NDArray[np.uint16]:
+    """Return the token ids of the whole corpus, shape (n,), with an end-of-text token after every file."""
+    encode = tokenizer.backend_tokenizer.encode
+    end = tokenizer.eos_token_id
+    return np.concatenate([np.array([*encode(t).ids, end], np.uint16) for *_, t in corpus.files])
+
+
+@dataclass(frozen=True, eq=False)
+class Batches:
+    """The batches of a run, each a function of its step and of the seed alone.
+
+    The stream is cut into blocks at an offset that differs from epoch to epoch, and the blocks of an
+    epoch are read in a seeded random order.
+
+    Args:
+        tokens: the stream, shape (n,).
+        context: tokens per sequence; a sequence carries one more, as the last target.
+        size: sequences per batch.
+        seed: of offsets and orders.
+
+    Raises:
+        PosencError: the stream is too short for one batch.
+    """
+
+    tokens: npt.NDArray[np.uint16]
+    context: int
+    size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.blocks < self.size:
+            raise PosencError(
+                f"The corpus has {len(self.tokens)} tokens, too few for one batch of {self.size} x "
+                f"{self.context}. Install more packages, or raise the limit per source."
+            )
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in one epoch; the offset and the last target are kept free."""
+        return (len(self.tokens) - 1 - self.context) // self.context
+
+    def __getitem__(self, step: int) -> npt.NDArray[np.int64]:
+        """Return the sequences of one step, shape (size, context + 1)."""
+        epoch, position = divmod(step, self.blocks // self.size)
+        rng = np.random.default_rng((self.seed, epoch))
+        offset = rng.integers(self.context)
+        order = rng.permutation(self.blocks)[position * self.size : (position + 1) * self.size]
+        starts = offset + order * self.context
+        return np.stack([self.tokens[s : s + self.context + 1] for s in starts]).astype(np.int64)
 
 
 def prepare(settings: Settings, work: Path) -> tuple[Batches, PreTrainedTokenizerFast]:
@@ -354,6 +437,47 @@ def export(
     }
     _write(output / "training_log.json", json.dumps(log, indent=1))
     _write(output / "README.md", model_card(log))
+
+
+def model_card(log: Mapping[str, Any]) -> str:
+    """Return the text of README.md; every number in it is from `training_log.json`."""
+    settings, corpus, held_out = log["settings"], log["corpus"], log["held_out"]
+    results = held_out["results"]
+    cores = f"{log['threads']} CPU thread{'s' * (log['threads'] > 1)}"
+    template = Path(__file__).with_name("tiny_llama_card.md").read_text(encoding="utf-8")
+    return template.format(
+        **log,
+        head_dim=settings["hidden"] // settings["heads"],
+        megabytes=log["weight_bytes"] / 1e6,
+        scored=held_out["target"] * held_out["windows"],
+        perplexity_rows=_rows(
+            (f"{row['length']:,}", f"{row['perplexity']:.2f}", f"{row['bits_per_byte']:.3f}")
+            for row in results
+        ),
+        longest=results[-1]["length"],
+        ratio=results[-1]["perplexity"] / results[0]["perplexity"],
+        corpus_bytes=corpus["bytes"] / 1e6,
+        per_source=settings["bytes_per_source"] / 1e6,
+        left_out_rows=_rows((rule, f"{count:,}") for rule, count in corpus["left_out"].items()),
+        held_out_names=", ".join(f"`{name}`" for name in corpus["held_out"]),
+        source_rows=_rows(
+            (row["name"], row["version"], row["licence"], row["files"], f"{row['bytes'] / 1e6:.2f}")
+            for row in corpus["sources"]
+        ),
+        epochs=log["tokens"] / corpus["tokens"],
+        minutes=log["seconds"] / 60,
+        processor=cores if log["device"] == "cpu" else "one GPU",
+        version_names=", ".join(f"{name} {version}" for name, version in log["versions"].items()),
+        curve_rows=_rows(
+            (f"{row['step']:,}", f"{row['loss']:.3f}", f"{row['held_out_perplexity']:.2f}")
+            for row in log["curve"]
+            if "held_out_perplexity" in row
+        ),
+    )
+
+
+def _rows(rows: Iterable[Sequence[object]]) -> str:
+    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def _write(file: Path, text: str) -> None:

@@ -1,10 +1,10 @@
-"""The embedded model and text: a tiny Llama and the long documents that it never saw.
+"""Embedded model and text: a tiny Llama and long documents that it was not trained on.
 
-Both are offline. The checkpoint is package data, made by `scripts/train_tiny_llama.py`; its model card
-is the `README.md` beside it. The documents are standard-library modules of the Python that runs, kept
-out of the training corpus by name and by content (`hf_posenc.embedded.corpus`).
+Both work offline. The checkpoint is package data, written by `scripts/train_tiny_llama.py`; its model card is
+the `README.md` beside it. The documents are standard-library modules of the running Python, kept out of the
+training corpus by name and by content (`hf_posenc.embedded.corpus`).
 
-Nothing heavy is imported here: no torch, no transformers.
+This module imports nothing heavy: no torch, no transformers.
 """
 
 from __future__ import annotations
@@ -20,35 +20,33 @@ HELD_OUT = (
     "zipfile", "datetime", "difflib", "mailbox", "ipaddress", "enum", "pickle", "pickletools",
     "pdb", "optparse", "dataclasses", "threading", "shutil", "configparser", "statistics", "pathlib",
 )  # fmt: skip
-"""Standard-library modules that are evaluation documents, in the order in which they are read."""
+"""Standard-library modules that serve as evaluation documents, in the order in which they are read."""
 
 _MOVED = {"datetime": "_pydatetime"}  # since 3.12 datetime.py only re-exports this one
 
 
 def model_path() -> Path:
-    """Folder of the embedded checkpoint: configuration, weights, tokenizer, model card, training log."""
+    """Return the folder of the embedded checkpoint: configuration, weights, tokenizer, model card, training log."""
     return Path(__file__).resolve().parent / "tiny_llama"
 
 
 def held_out_files(name: str, stdlib: Path | None = None) -> tuple[Path, ...]:
-    """The source files of one held-out module, sorted.
+    """Return the source files of one held-out module, sorted.
 
     A module that is a single file in one Python can be a package in the next (zipfile since 3.12,
-    pathlib since 3.13), and one that moved is found under its new name.
+    pathlib since 3.13). A module that moved is read under its new name. The modules are read as files and not
+    imported, so that a file of the same name in the working directory changes nothing.
 
     Args:
-        name: a name of `HELD_OUT`.
-        stdlib: the standard library's folder; by default that of the running Python. Read as files,
-            not imported, so that a file of the same name in the working directory changes nothing.
+        name: A name of `HELD_OUT`.
+        stdlib: The standard library's folder; by default that of the running Python.
 
     Returns:
-        One file, or every `.py` file of the package; empty where this Python does not have the module
+        One file, or every `.py` file of the package; nothing if this Python does not have the module
         (turtle is missing from some builds).
     """
     folder = Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
-    for form in (_MOVED.get(name), name):
-        if form is None:
-            continue
+    for form in (_MOVED.get(name, name), name):
         if (folder / form).is_dir():
             files = (folder / form).rglob("*.py")
             return tuple(sorted(files, key=lambda file: file.relative_to(folder).as_posix()))
@@ -58,10 +56,10 @@ def held_out_files(name: str, stdlib: Path | None = None) -> tuple[Path, ...]:
 
 
 def held_out_documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
-    """The evaluation documents, from the user's own Python.
+    """Yield the evaluation documents, from the user's own Python.
 
     Args:
-        stdlib: as in `held_out_files`.
+        stdlib: As in `held_out_files`.
 
     Yields:
         `(name, text)` for every module of `HELD_OUT` that this Python has, in that order. A package is

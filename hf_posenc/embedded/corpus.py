@@ -1,23 +1,25 @@
-"""The training corpus of the embedded model: Python source of the running environment.
+"""Training corpus of the embedded model: Python source of the running environment.
 
-Only files come out of here, chosen by rules that a reader can check:
+Files are selected by rules that a reader can check:
 
-1. the standard library, and every installed distribution with a permissive licence in its metadata;
-2. no tests, no vendored copies (they carry other licences), no generated tables;
-3. no held-out module, and no file that shares more than `HELD_OUT_SHARE` of its distinctive lines with
-   them (backports, forks, type-checker plugins that quote them);
-4. no duplicates: a file is left out when more than `DUPLICATE_SHARE` of its distinctive lines were in
-   the files before it, which covers exact copies as well as near ones;
-5. no more than a given number of bytes of one distribution, so that none sets the tone; the standard
-   library, which the held-out modules are from, is taken whole.
+1. The corpus contains the standard library, and every installed distribution with a permissive licence in its
+   metadata.
+2. It contains no tests, no vendored copies (which have other licences) and no generated tables.
+3. It contains no held-out module, and no file that shares more than `HELD_OUT_SHARE` of its distinctive lines
+   with them (backports, forks, type-checker plugins that quote them).
+4. It contains no duplicates: a file is left out if more than `DUPLICATE_SHARE` of its distinctive lines are in
+   the files before it, which covers exact copies as well as near ones.
+5. It contains a limited number of bytes of each distribution, so that none dominates. The standard library,
+   which the held-out modules are from, is included whole.
 
-The order is fixed: standard library first, then distributions by name, files by path. Within the limit
-of rule 5, which files of a distribution are taken depends only on a hash of their path.
+The order is fixed: standard library first, then distributions by name, files by path. Under the limit of rule 5,
+a hash of their paths decides which files of a distribution are included.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import platform
 import re
 import sysconfig
@@ -29,13 +31,11 @@ from pathlib import Path
 
 from hf_posenc.embedded import HELD_OUT, held_out_documents, held_out_files
 
-__all__ = ["Corpus", "Source", "distinctive_lines", "environment", "select"]
-
 HELD_OUT_SHARE = 0.10
 DUPLICATE_SHARE = 0.50
 MIN_BYTES, MAX_BYTES = 512, 400_000
 STDLIB = "python"  # the source that holds the standard library
-MIN_LINE = 24  # characters: a shorter line ("return self", "else:") says nothing about its origin
+MIN_LINE = 24  # characters; a shorter line ("return self", "else:") may come from anywhere
 
 _SKIPPED_FOLDERS = {
     *("test", "tests", "testing", "idle_test", "__pycache__"),
@@ -55,14 +55,14 @@ _IMPORT = re.compile(r"(from\s+\S+\s+)?import\s")
 
 @dataclass(frozen=True)
 class Source:
-    """One distribution (or the standard library) that may give files to the corpus.
+    """One distribution, or the standard library, whose files may enter the corpus.
 
-    Args:
-        name: the distribution's name.
-        version: its version.
-        licence: what its metadata say, shortened to one line.
-        root: folder that `files` are relative to.
-        files: relative paths of its `.py` files.
+    Attributes:
+        name: The distribution's name.
+        version: Its version.
+        licence: The licence of its metadata, on one line.
+        root: Folder that `files` are relative to.
+        files: Relative paths of its `.py` files.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Source:
 
 @dataclass
 class Corpus:
-    """What `select` chose.
+    """The selected files.
 
-    Args:
+    Attributes:
         files: `(source name, relative path, text)` in corpus order.
-        composition: one row per source that gave at least one file: name, version, licence, files, bytes.
-        left_out: how many files each rule left out.
+        composition: One row per source with at least one file: name, version, licence, files, bytes.
+        left_out: Number of files that each rule left out.
     """
 
     files: list[tuple[str, str, str]] = field(default_factory=list)
@@ -88,20 +88,23 @@ class Corpus:
 
 
 def environment(exclude: Iterable[str] = ("hf-posenc",)) -> Iterator[Source]:
-    """The standard library and the installed distributions with a permissive licence, by name.
+    """Yield the standard library and the installed distributions with a permissive licence, in corpus order.
+
+    Distributions without a licence in their metadata are left out.
 
     Args:
-        exclude: distributions to leave out.
-
-    Yields:
-        Sources in corpus order. Distributions that say nothing of their licence are left out.
+        exclude: Distributions to leave out.
     """
     stdlib = Path(sysconfig.get_path("stdlib"))
     files = sorted(file.relative_to(stdlib).as_posix() for file in stdlib.rglob("*.py"))
     yield Source(STDLIB, platform.python_version(), "PSF-2.0", stdlib, tuple(files))
-    found = {_normal(d.metadata["Name"]): d for d in metadata.distributions() if d.metadata["Name"]}
-    for name in sorted(found.keys() - {_normal(name) for name in exclude}):
-        distribution = found[name]
+    installed = {
+        _normal(name): distribution
+        for distribution in metadata.distributions()
+        if (name := distribution.metadata["Name"])
+    }
+    for name in sorted(installed.keys() - {_normal(name) for name in exclude}):
+        distribution = installed[name]
         licence = _licence(distribution)
         paths = sorted(path.as_posix() for path in distribution.files or () if path.suffix == ".py")
         if not paths or not _PERMISSIVE.search(licence) or _RESTRICTIVE.search(licence):
@@ -118,16 +121,13 @@ def select(
     stdlib: Path | None = None,
     max_sources: int | None = None,
 ) -> Corpus:
-    """Choose the corpus by the rules at the top of this module.
+    """Select the corpus by the rules at the top of this module.
 
     Args:
-        sources: where files may come from, in corpus order.
-        bytes_per_source: limit of rule 5.
-        stdlib: the standard library whose held-out modules are kept out; by default the running one.
-        max_sources: look at no more than this many sources.
-
-    Returns:
-        The files with their texts, the composition, and how many files each rule left out.
+        sources: Sources of the files, in corpus order.
+        bytes_per_source: Limit of rule 5.
+        stdlib: The standard library whose held-out modules are kept out; by default the running one.
+        max_sources: Number of sources that are read.
     """
     held_out_paths = {file.resolve() for name in HELD_OUT for file in held_out_files(name, stdlib)}
     held_out_lines: set[bytes] = set()
@@ -135,9 +135,7 @@ def select(
         held_out_lines |= distinctive_lines(text)
     seen: set[bytes] = set()
     corpus = Corpus(left_out=dict.fromkeys(_RULES, 0))
-    for index, source in enumerate(sources):
-        if index == max_sources:
-            break
+    for source in itertools.islice(sources, max_sources):
         chosen: list[tuple[str, str, str]] = []
         taken = 0
         for path in sorted(source.files, key=lambda path: _digest(f"{source.name}/{path}")):
@@ -147,12 +145,13 @@ def select(
             text = _read(source.root / path)
             lines = distinctive_lines(text)
             reason = _reason(path, text)
-            if reason is None and (source.root / path).resolve() in held_out_paths:
-                reason = "held out"
-            if reason is None and _share(lines, held_out_lines) > HELD_OUT_SHARE:
-                reason = "shares lines with a held-out module"
-            if reason is None and _share(lines, seen) > DUPLICATE_SHARE:
-                reason = "duplicate"
+            if reason is None:
+                if (source.root / path).resolve() in held_out_paths:
+                    reason = "held out"
+                elif _share(lines, held_out_lines) > HELD_OUT_SHARE:
+                    reason = "shares lines with a held-out module"
+                elif _share(lines, seen) > DUPLICATE_SHARE:
+                    reason = "duplicate"
             if reason is not None:
                 corpus.left_out[reason] += 1
                 continue
@@ -174,7 +173,7 @@ def select(
 
 
 def distinctive_lines(text: str) -> set[bytes]:
-    """Hashes of the lines that say where a text comes from: long enough, and not an import."""
+    """Return the hashes of the lines that identify the origin of a text: long enough, and not an import."""
     lines = {line.strip() for line in text.splitlines()}
     return {_digest(line) for line in lines if len(line) >= MIN_LINE and not _IMPORT.match(line)}
 
@@ -192,7 +191,7 @@ _RULES = (
 
 
 def _reason(path: str, text: str) -> str | None:
-    """The rule that leaves out a file for what it is by itself, or None."""
+    """Return the rule that leaves out a file whatever else is in the corpus, or None."""
     *folders, name = path.split("/")
     if _SKIPPED_FOLDERS.intersection(folders) or _TEST_FILE.fullmatch(name):
         return "test or vendored"
@@ -204,7 +203,7 @@ def _reason(path: str, text: str) -> str | None:
 
 
 def _generated(text: str) -> bool:
-    """Whether a file is a table and not prose or code: it says so, or its statistics do."""
+    """Return whether a file is a generated table, by a comment at its head or by its statistics."""
     head = text[:1000]
     if _GENERATED.search(head):
         return True
@@ -240,13 +239,13 @@ def _normal(name: str) -> str:
 
 
 def _licence(distribution: metadata.Distribution) -> str:
-    """The licence in a distribution's metadata: the expression, else its classifiers, else the field."""
-    about = distribution.metadata
+    """Return the licence of a distribution: the expression in its metadata, else its classifiers, else the field."""
+    fields = distribution.metadata
     classifiers = [
         line.split(" :: ")[-1]
-        for line in about.get_all("Classifier") or ()
+        for line in fields.get_all("Classifier") or ()
         if line.startswith("License ::")
     ]
-    expression = "".join(about.get_all("License-Expression") or ())
-    lines = "".join(about.get_all("License") or ()).strip().splitlines()
+    expression = "".join(fields.get_all("License-Expression") or ())
+    lines = "".join(fields.get_all("License") or ()).strip().splitlines()
     return expression or ", ".join(classifiers) or "".join(lines[:1])[:60]
