@@ -1,8 +1,7 @@
-"""What is known of model families: the loader of `patches/`.
+"""Facts about model families that inspection cannot find, loaded from `patches/`.
 
-`hf_posenc` finds rotary tables by inspection. A family needs an adapter for what inspection cannot
-see, and to be named: naming a model type in `patches/` is a promise that the test matrix holds for
-it.
+`hf_posenc` finds rotary tables by inspection. A family needs an adapter for its quirks, and to be named: a model type
+named in `patches/` is a promise that the test matrix holds for it.
 """
 
 from __future__ import annotations
@@ -12,14 +11,88 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.model.legacy import ROPE_TYPES, LegacyKeys
+
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+"""The rope types that transformers 4.57 computes (`ROPE_INIT_FUNCTIONS`)."""
+
+# Keys outside `rope_scaling` there.
+_OUTSIDE = frozenset({"rope_type", "rope_theta", "partial_rotary_factor"})
+
+
+@dataclass(frozen=True)
+class LegacyKeys:
+    """The config attributes from which transformers 4.57, and older servers, read one model type's rotary embedding.
+
+    All methods take `rope_parameters` as transformers 5 has it: flat, or nested by layer type.
+
+    Attributes:
+        names: Other names than `rope_theta`, `partial_rotary_factor` and `rope_local_base_freq`, where it has such.
+        rope_types: The rope types that it computes for this model type.
+        fields: The keys that `rope_scaling` must have, no more and no fewer; `None`: any.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    fields: tuple[str, ...] | None = None
+
+    def expresses(self, rope_parameters: Mapping[str, Any]) -> bool:
+        """True if transformers 4.57 computes the rotation of `values(rope_parameters)`."""
+        full = _full(rope_parameters)
+        return bool(self.values(rope_parameters)) and full["rope_type"] in self.rope_types
+
+    def values(self, rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the same in the config attributes of transformers 4.57; empty where it has no words for it.
+
+        Also for a model type for which it does not compute them: most of those then refuse the config, and would
+        compute something else in silence without.
+        """
+        full = _full(rope_parameters)
+        if "rope_theta" not in full or full["rope_type"] not in ROPE_TYPES:
+            return {}
+        legacy = {"rope_theta": full["rope_theta"]}
+        beside = set(full) - _OUTSIDE if self.fields is None else ()
+        if full["rope_type"] != "default" or beside:
+            legacy["rope_scaling"] = self._scaling(full)
+        if full["rope_type"] == "longrope" and full["short_factor"] != full["long_factor"]:
+            # There the switch from the one list to the other is at this attribute, else at max_position_embeddings.
+            original = full["original_max_position_embeddings"]
+            legacy["original_max_position_embeddings"] = original
+        if "partial_rotary_factor" in full:
+            legacy["partial_rotary_factor"] = full["partial_rotary_factor"]
+        named = {self.names.get(key, key): value for key, value in legacy.items()}
+        sliding = rope_parameters.get("sliding_attention")
+        if sliding:
+            name = self.names.get("rope_local_base_freq", "rope_local_base_freq")
+            if named.setdefault(name, sliding["rope_theta"]) != sliding["rope_theta"]:
+                return {}  # one theta for all layers (OLMo 3)
+        return named
+
+    def variants(self, rope_parameters: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield what to write beside `rope_parameters`, best first: transformers 5 does not accept every one."""
+        values = self.values(rope_parameters)
+        yield values
+        if self.fields is not None and "rope_scaling" in values:
+            yield {**values, "rope_scaling": dict(_full(rope_parameters))}  # refused by 4.57
+        yield {}
+
+    def _scaling(self, full: Mapping[str, Any]) -> dict[str, Any]:
+        if self.fields is None or full["rope_type"] not in self.rope_types:
+            return dict(full)
+        with_type = {"type": full["rope_type"], **full}
+        return {key: with_type[key] for key in self.fields}
+
+
+def _full(rope_parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entry of the layers with full attention: the only one that 4.57 can scale."""
+    entry: Mapping[str, Any] | None = rope_parameters.get("full_attention", rope_parameters)
+    return entry or {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +123,7 @@ class ArchAdapter:
     refused_if: Mapping[str, str] = field(default_factory=dict)
 
     def legacy(self, config: Any) -> LegacyKeys:
-        """How transformers 4.57 reads the rotary embedding of a model type."""
+        """Return the attributes in which transformers 4.57 reads a config's rotary embedding."""
         name = config.model_type
         return LegacyKeys(
             names=self.legacy_keys,
@@ -59,51 +132,48 @@ class ArchAdapter:
         )
 
     def check(self, config: Any) -> None:
-        """Refuses a model that the family is known not to support.
+        """Refuse a model that the family is known not to support.
 
         Raises:
             UnsupportedModelError: With the reason.
         """
-        reason = next(
-            (why for key, why in self.refused_if.items() if getattr(config, key, False)), None
-        )
-        if reason is not None:
-            raise UnsupportedModelError(f"{config.model_type} cannot be patched: {reason}")
+        for key, reason in self.refused_if.items():
+            if getattr(config, key, False):
+                raise UnsupportedModelError(f"{config.model_type} cannot be patched: {reason}")
 
 
 _DISCOVERED = ArchAdapter(family="found by inspection", model_types=())
 
 
 def get_adapter(model_type: str) -> ArchAdapter:
-    """The adapter that names this model type; one without quirks where none does (inspection then decides)."""
+    """Return the adapter that names this model type, or one without quirks (inspection then decides)."""
     return _adapters().get(model_type, _DISCOVERED)
 
 
 def available_architectures() -> tuple[str, ...]:
-    """The model types that `patches/` names, sorted: those that the test matrix covers."""
+    """Return the model types that `patches/` names, sorted: those that the test matrix covers."""
     return tuple(sorted(_adapters()))
 
 
 def patches_folder() -> Path:
-    """The folder of the adapters and recipes, installed or in a checkout."""
-    module = _patches()
-    assert module.__file__ is not None
-    return Path(module.__file__).parent
+    """Return the folder of the adapters and recipes, installed or in a checkout."""
+    file = _patches().__file__
+    assert file is not None
+    return Path(file).parent
 
 
 @functools.cache
 def _adapters() -> Mapping[str, ArchAdapter]:
     package = _patches()
-    found: dict[str, ArchAdapter] = {}
+    adapters: dict[str, ArchAdapter] = {}
     for info in pkgutil.iter_modules(package.__path__):
         if not info.ispkg:
-            adapter: ArchAdapter = importlib.import_module(
-                f"{package.__name__}.{info.name}"
-            ).ADAPTER
+            module = importlib.import_module(f"{package.__name__}.{info.name}")
+            adapter: ArchAdapter = module.ADAPTER
             for model_type in adapter.model_types:
-                if found.setdefault(model_type, adapter) is not adapter:
+                if adapters.setdefault(model_type, adapter) is not adapter:
                     raise RuntimeError(f"Two files in patches/ name the model type {model_type!r}.")
-    return found
+    return adapters
 
 
 def _patches() -> ModuleType:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from hf_posenc.adapters import patches_folder
 from hf_posenc.errors import PosencError, UntrainedWarning, unknown
 from hf_posenc.methods import available_methods
-from hf_posenc.model.attention import PARAMETERS, trained_parameters
+from hf_posenc.model.parameters import PARAMETERS, trained_parameters
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.patching import get_patch, patch_model
-from hf_posenc.patch.request import unwrap
 
 # The published patches that ship with the package.
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, VerificationError
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.patch.request import unwrap
 from hf_posenc.saving import from_pretrained
 
 # The largest difference of a logit, relative to the largest logit: rounding of another version's kernels.

@@ -15,14 +15,19 @@ from hf_posenc.adapters import ArchAdapter
 from hf_posenc.engines.formulas import Table, of_transformers
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import Method, RopeScaling, get_method, seam_of
-from hf_posenc.model.discovery import RotaryTable, original_length
+from hf_posenc.model.discovery import (
+    RotaryTable,
+    SinCosTable,
+    adapter_of,
+    original_length,
+    tables_of,
+)
 from hf_posenc.model.rotary import PosencRotary
-from hf_posenc.model.sincos import SinCosTable
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.export import BLOCK, PatchedTable, config_parts, lengths_of, rope_forms
 from hf_posenc.patch.patching import get_patch, patch_model
 from hf_posenc.patch.report import Patch
-from hf_posenc.patch.request import MethodLike, adapter_of, tables_of
+from hf_posenc.patch.request import MethodLike
 from hf_posenc.saving import apply_config, take_patch
 
 _BY_LENGTH = ("dynamic", "longrope")
@@ -238,7 +243,7 @@ def _read(path: str, base: str, stored: Any, config: Any, model: Any) -> Source:
     patch = get_patch(model)
     wrappers = {id(m.base): m for m in model.modules() if isinstance(m, PosencRotary)}
     tables: dict[str, SourceTable] = {}
-    for table in tables_of(model, adapter_of(model)):
+    for table in tables_of(model):
         if isinstance(table, SinCosTable):
             continue  # in the weights, which are not here
         wrapper = wrappers.get(id(table.module))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -111,10 +112,13 @@ class RotaryBands(Method):
 
     def far(self, original: int, keys: int | None = None) -> Band:
         """Return the band of the other pairs, with all keys or only the first ones."""
+        window, resolved = self.near_window(original), copy.copy(self)
+        # Computed once for the band, and not in every forward.
+        object.__setattr__(resolved, "near_window", lambda original: window)
         return Band(
-            query_position=lambda m: self.query_position(m, original),
-            key_position=lambda n: self.key_position(n, original),
-            least=self.near_window(original),
+            query_position=lambda m: resolved.query_position(m, original),
+            key_position=lambda n: resolved.key_position(n, original),
+            least=window,
             keys=keys,
         )
 

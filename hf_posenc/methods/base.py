@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -101,6 +101,31 @@ class Method:
             raise PosencError(
                 f"{self.name}: {option.name} is {option.metadata['values']}, not {value!r}."
             )
+
+    @property
+    def reads_rotation(self) -> bool:
+        """True if the engine must know how a layer rotates to compute the method there."""
+        return True
+
+    def check_beside(self, others: Sequence[Method]) -> None:
+        """Check that the method has a meaning together with others, on other seams.
+
+        Raises:
+            PosencError: It has none.
+        """
+
+    def parameters_for(
+        self, heads: int, key_heads: int, head_dim: int, original: int
+    ) -> dict[str, Tensor]:
+        """Return the parameters to train in one attention layer, at their initial values; none by default.
+
+        Args:
+            heads: Query heads.
+            key_heads: Key heads.
+            head_dim: Width of a head, in features.
+            original: The original context length L, in tokens.
+        """
+        return {}
 
     @classmethod
     def knobs(cls) -> dict[str, Any]:

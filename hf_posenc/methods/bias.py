@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.methods.base import Method, switch
+from hf_posenc.errors import PosencError
+from hf_posenc.methods.base import Method, seam_of, switch
 
 Weights = Mapping[str, Tensor]
 """The parameters of a method by name, as `initial` returns them, trained or not."""
@@ -24,6 +25,18 @@ class _Bias(Method):
     follows_text: ClassVar[bool] = True
 
     keep_rope: bool = field(default=False, metadata=switch())
+
+    @property
+    def reads_rotation(self) -> bool:
+        return False
+
+    def check_beside(self, others: Sequence[Method]) -> None:
+        turning = [other.name for other in others if seam_of(other) in ("rotary", "attention")]
+        if turning and not self.keep_rope:
+            raise PosencError(
+                f"{self.name} drops the rotation that {', '.join(turning)} changes. Pass keep_rope=True to "
+                f"{self.name} to have both."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +55,11 @@ class DistanceBias(_Bias):
     """
 
     of_query: ClassVar[bool] = False
+
+    def parameters_for(
+        self, heads: int, key_heads: int, head_dim: int, original: int
+    ) -> dict[str, Tensor]:
+        return self.initial(heads, original)
 
     def initial(self, heads: int, original: int) -> dict[str, Tensor]:
         """Return the parameters to train, float32, at the paper's own initial values; none by default.
@@ -96,6 +114,22 @@ class RelativeKeys(_Bias):
     """
 
     trainable: ClassVar[bool] = True
+
+    @property
+    def reads_rotation(self) -> bool:
+        return self.keep_rope  # the embeddings meet the query as it was before the rotation
+
+    def check_beside(self, others: Sequence[Method]) -> None:
+        super().check_beside(others)
+        if self.keep_rope and any(seam_of(other) != "rotary" for other in others):
+            raise PosencError(
+                f"{self.name} is defined beside the model's own rotation or none, not beside another method's."
+            )
+
+    def parameters_for(
+        self, heads: int, key_heads: int, head_dim: int, original: int
+    ) -> dict[str, Tensor]:
+        return self.initial(heads, head_dim, original)
 
     def initial(self, heads: int, head_dim: int, original: int) -> dict[str, Tensor]:
         """Return the parameters to train, float32; at their initial values they add nothing to the scores.

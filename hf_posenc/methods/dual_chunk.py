@@ -73,7 +73,7 @@ class DualChunk(RotaryBands):
             return (m % chunk + chunk).clamp(max=last)
 
         def far(m: Tensor) -> Tensor:
-            return self.query_position(m, original)
+            return torch.full_like(m, last)
 
         return (
             Band(query_position=within, key_position=within, below=1, chunk=chunk),

@@ -29,6 +29,10 @@ class LogN(Method):
     seam: ClassVar[str] = "query"
     follows_text: ClassVar[bool] = True
 
+    @property
+    def reads_rotation(self) -> bool:
+        return False
+
     def query_factor(self, m: Tensor, original: int) -> Tensor:
         """Return the factor on the query at m, of m's shape; see `log_n_factor`."""
         return log_n_factor(m, original)

@@ -28,6 +28,11 @@ class RopeBias(Method):
     follows_text: ClassVar[bool] = True
     trainable: ClassVar[bool] = True
 
+    def parameters_for(
+        self, heads: int, key_heads: int, head_dim: int, original: int
+    ) -> dict[str, Tensor]:
+        return self.initial(heads, key_heads, head_dim)
+
     def initial(self, heads: int, key_heads: int, head_dim: int) -> dict[str, Tensor]:
         """Return the parameters to train, float32, zeros: a of shape (heads, head_dim), b (key_heads, head_dim).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,87 +26,13 @@ from hf_posenc.model.masks import (
     described,
     posenc_mask,
 )
+from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.repositioned import (
     ENGINE,
     RepositionedRotary,
     carried_positions,
     text_positions,
 )
-
-# What a method trains, as a child of the attention module that it belongs to.
-
-
-PARAMETERS = "posenc"
-"""The child of an attention module that holds what a method trains."""
-
-
-class MethodParameters(nn.Module):
-    """Named float32 parameters that a cast of the model to half precision does not round, read as a mapping.
-
-    Not an `nn.ParameterDict`, which PEFT cannot train beside an adapter (`modules_to_save`).
-
-    Args:
-        values: Their initial values, by name.
-    """
-
-    def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
-        super().__init__()
-        for name, value in (values or {}).items():
-            self.register_parameter(name, nn.Parameter(value.float()))
-
-    def forward(self, _: Any = None) -> MethodParameters:
-        """Itself: called, a wrapper around it gives the parameters of the adapter that is active."""
-        return self
-
-    def __getitem__(self, name: str) -> nn.Parameter:
-        return self.get_parameter(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parameters
-
-    def keys(self) -> list[str]:
-        """The names."""
-        return list(self._parameters)
-
-    def items(self) -> list[tuple[str, nn.Parameter]]:
-        """The names and the parameters."""
-        return [(name, self[name]) for name in self]
-
-    def _apply(self, fn: Any, recurse: bool = True) -> MethodParameters:
-        def moved(tensor: Tensor) -> Tensor:
-            target: Tensor = fn(tensor)
-            return tensor.to(target.device) if target.dtype != torch.float32 else target
-
-        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
-        return self
-
-
-def parameters_in_force(attention: nn.Module) -> MethodParameters | None:
-    """What a method trains in one attention module: the module's own, or those of PEFT's active adapter."""
-    held: Any = getattr(attention, PARAMETERS, None)
-    if held is None or isinstance(held, MethodParameters):
-        return held
-    found: MethodParameters = held(None)
-    return found
-
-
-def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Everything in a model that a method trains, by its name in the model's state dict without adapters."""
-    return {
-        f"{path}.{PARAMETERS}.{name}".lstrip("."): parameter
-        for path, module in model.named_modules()
-        if (held := module._modules.get(PARAMETERS)) is not None
-        and any(isinstance(part, MethodParameters) for part in held.modules())
-        and (found := parameters_in_force(module)) is not None
-        for name, parameter in found.items()
-    }
-
 
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""

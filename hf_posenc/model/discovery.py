@@ -1,4 +1,4 @@
-"""Finds the rotary tables of a live model and reads what they say, with no model family known by name."""
+"""The rotary tables of a live model, found by inspection with no model family known by name."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.adapters import ArchAdapter, get_adapter
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.model.rotary import FREQUENCIES, RotaryWrapper, attribute, table_labels, unwrapped
+from hf_posenc.model.rotary import (
+    FREQUENCIES,
+    RotaryWrapper,
+    attribute,
+    native_rotary,
+    table_labels,
+)
 from hf_posenc.rope import RopeSpec
 
 # rope_type values whose table is plain `theta ** (-2i/d)`, `proportional` with zeros at its end
@@ -26,6 +33,10 @@ _LENGTH_KEYS = (
 )
 _EXACT = 2e-6  # two ways of evaluating theta ** (-2i/d) in float32
 _ROUNDED = 1e-2  # a table that was cast to bfloat16
+_LOCAL = ("sliding", "chunked", "local")
+_LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
+# The base that models with precomputed tables have in their code; `read_spec` checks it against the table.
+_SINCOS_PARAMETERS = {"rope_theta": 10_000.0}
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,7 +48,7 @@ class RotaryTable:
         label: The layer type that the table belongs to; `""` where one table serves all layers.
         module: The rotary module (the original one, where the model is patched).
         config: The config that the module was built from.
-        rope_type: What scaling the live module has, in transformers' word.
+        rope_type: The scaling of the live module, in transformers' word.
         parameters: The entry of `config.rope_parameters` for this table, copied.
     """
 
@@ -50,15 +61,20 @@ class RotaryTable:
 
     @property
     def scaled(self) -> bool:
-        """Whether the checkpoint itself is already scaled."""
+        """True if the checkpoint itself is already scaled."""
         return self.rope_type not in UNSCALED or self.parameters.get("factor", 1.0) not in (
             None,
             1,
             1.0,
         )
 
+    @property
+    def local(self) -> bool:
+        """True for the table of sliding-window or chunked layers."""
+        return self.label.startswith(_LOCAL)
+
     def live(self) -> tuple[Tensor, float]:
-        """The module's own table, shape (d/2,), and its factor on cos and sin."""
+        """Return the module's own table, shape (d/2,), and its factor on cos and sin."""
         inv_freq: Tensor = getattr(self.module, attribute(self.label, FREQUENCIES))
         if inv_freq.is_meta:
             inv_freq = getattr(self._rebuilt(), attribute(self.label, FREQUENCIES))
@@ -68,7 +84,7 @@ class RotaryTable:
         return inv_freq, 1.0 if factor is None else float(factor)
 
     def _rebuilt(self) -> nn.Module:
-        """The module as its class makes it from the config, for a model on the meta device."""
+        """The module as its class builds it from the config, for a model on the meta device."""
         make: Any = type(self.module)
         try:
             with torch.device("cpu"):
@@ -81,18 +97,146 @@ class RotaryTable:
         return module
 
 
+@dataclass(frozen=True, eq=False)
+class SinCosTable(RotaryTable):
+    """A precomputed table `[sin | cos]` of shape (positions, d), in older models: a buffer or an embedding's weight.
+
+    Attributes:
+        attribute: The tensor's name in `module`.
+    """
+
+    attribute: str
+
+    def live(self) -> tuple[Tensor, float]:
+        """Return the frequencies and the factor, read from the row of position 1."""
+        sin, cos = self.tensor()[1].detach().double().chunk(2)
+        return torch.atan2(sin, cos).float(), float(torch.hypot(sin, cos).mean())
+
+    def tensor(self) -> Tensor:
+        """Return the table itself."""
+        tensor: Tensor = getattr(self.module, self.attribute)
+        return tensor
+
+    def swap(self, tensor: Tensor) -> None:
+        """Replace the table; device and dtype stay."""
+        tensor = tensor.to(self.tensor().device, self.tensor().dtype)
+        if isinstance(self.tensor(), nn.Parameter):
+            tensor = nn.Parameter(tensor, requires_grad=False)
+        setattr(self.module, self.attribute, tensor)
+        if isinstance(self.module, nn.Embedding):
+            self.module.num_embeddings = tensor.shape[0]
+
+
+# Discovery
+
+
+def adapter_of(model: nn.Module) -> ArchAdapter:
+    """Return the adapter of a model's text decoder.
+
+    Raises:
+        UnsupportedModelError: Not a transformers model, or a family that cannot be patched.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no transformers config. patch_model takes a transformers "
+            "model (PreTrainedModel), or one wrapped by PEFT, DDP or torch.compile."
+        )
+    text = config.get_text_config(decoder=True)
+    adapter = get_adapter(text.model_type)
+    adapter.check(text)
+    return adapter
+
+
+def tables_of(model: nn.Module) -> tuple[RotaryTable, ...]:
+    """Return every rotary table of a model's text decoder, whatever form it has.
+
+    Args:
+        model: A transformers model without wrappers (`unwrap`).
+
+    Raises:
+        UnsupportedModelError: The model has none, or cannot be patched.
+    """
+    name = adapter_of(model).sincos_table
+    tables = rotary_tables(model) if name is None else tuple(_sincos_tables(model, name))
+    if not tables:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. This "
+            "version patches models with RoPE and no others."
+        )
+    return tables
+
+
 def rotary_tables(model: nn.Module) -> tuple[RotaryTable, ...]:
-    """Every rotary table of the text decoder, in the order of the modules; empty where there is none."""
-    found = [
-        RotaryTable(name, label, module, config, *_described(module, config, label))
+    """Return every `inv_freq` table of the text decoder, in the order of the modules; empty where there is none."""
+    return tuple(
+        RotaryTable(name, label, module, config, *_scaling_of(module, config, label))
         for name, module, config in _text_rotaries(model)
         for label in table_labels(module)
-    ]
-    return tuple(found)
+    )
+
+
+def _sincos_tables(model: nn.Module, attribute: str) -> Iterator[SinCosTable]:
+    """Every table that modules of a model hold under this name."""
+    config: Any = getattr(model, "config", None)
+    described = (config, "default", _SINCOS_PARAMETERS)
+    for name, module in model.named_modules():
+        held = getattr(module, attribute, None)
+        if isinstance(held, nn.Embedding):
+            path = f"{name}.{attribute}".lstrip(".")
+            yield SinCosTable(path, "", held, *described, "weight")
+        elif isinstance(held, Tensor):
+            yield SinCosTable(name, "", module, *described, attribute)
+
+
+def _text_rotaries(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
+    """Path, module and config of every rotary module of the text decoder, without wrappers.
+
+    Modules whose config is the text decoder's own, where there are any (a protein encoder reads text too).
+    Otherwise all, if one config covers the whole model (BLT has one more for each of its parts).
+    """
+    rotaries = list(_rotaries_of_text(model))
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True)
+    own = [entry for entry in rotaries if getattr(entry[2], "model_type", None) == text.model_type]
+    return own or (rotaries if text is config else [])
+
+
+def _rotaries_of_text(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    owners: dict[str, Any] = {}  # the transformers models inside, by path
+    wrapped: list[str] = []
+    for name, module in model.named_modules():
+        if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
+            owners[name] = module
+        if any(name.startswith(f"{outer}.") for outer in wrapped):
+            continue
+        if isinstance(module, RotaryWrapper):
+            wrapped.append(name)
+            module = native_rotary(module)
+        if not table_labels(module):
+            continue
+        around = [path for path in owners if not path or name.startswith(f"{path}.")]
+        owner = owners[max(around, key=len)] if around else None
+        if "text" in getattr(owner, "input_modalities", "text"):
+            config = vars(module).get("config")
+            yield name, module, config or (owner and owner.config.get_text_config())
+
+
+def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mapping[str, Any]]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if label and isinstance(parameters.get(label), Mapping):
+        parameters = parameters[label]
+    rope_type = getattr(module, "rope_type", None)
+    if isinstance(rope_type, Mapping):
+        rope_type = rope_type.get(label)
+    return rope_type or "default", dict(parameters)
+
+
+# The frequencies and the length that a method starts from
 
 
 def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
-    """What a method starts from.
+    """Return the frequencies that a method starts from.
 
     Args:
         table: The table to read.
@@ -102,31 +246,30 @@ def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
     Raises:
         UnsupportedModelError: A table that is not `theta ** (-2i/d)` for any theta.
     """
-    known = table.live()[0].detach().to("cpu", torch.float32).clone()
-    dim = 2 * len(known)
+    live = table.live()[0].detach().to("cpu", torch.float32).clone()
+    dim = 2 * len(live)
     theta = table.parameters.get("rope_theta") or getattr(table.config, "rope_theta", None)
     if compose:
-        return RopeSpec(dim, _required(theta, table), original, known)
-    rotated = len(known)
+        return RopeSpec(dim, _required(theta, table), original, live)
+    rotated = len(live)
     if table.rope_type == "proportional":
         rotated = int(float(table.parameters.get("partial_rotary_factor") or 1.0) * dim // 2)
     if table.scaled:
         spec = RopeSpec(dim, _required(theta, table), original)
-        return spec if rotated == len(known) else replace(spec, frequencies=_plain(spec, rotated))
+        return spec if rotated == len(live) else replace(spec, frequencies=_plain(spec, rotated))
 
-    by_speed = known.argsort(descending=True, stable=True)
-    order = None if bool((by_speed == torch.arange(len(known))).all()) else by_speed.argsort()
-    known = known[by_speed]
-    for base in (theta, _geometric_base(known[:rotated], dim)):
+    by_speed = live.argsort(descending=True, stable=True)
+    order = None if bool((by_speed == torch.arange(len(live))).all()) else by_speed.argsort()
+    live = live[by_speed]
+    for base in (theta, _geometric_base(live[:rotated], dim)):
         if base is None:
             continue
         spec = RopeSpec(dim, float(base), original, order=order)
         plain = _plain(spec, rotated)
-        if torch.allclose(known.double(), plain, rtol=_ROUNDED, atol=0):
-            exact = torch.allclose(known.double(), plain, rtol=_EXACT, atol=0)
-            return replace(
-                spec, frequencies=known if exact else plain
-            )  # exact: the very bits of the model
+        if torch.allclose(live.double(), plain, rtol=_ROUNDED, atol=0):
+            exact = torch.allclose(live.double(), plain, rtol=_EXACT, atol=0)
+            # exact: the very bits of the model
+            return replace(spec, frequencies=live if exact else plain)
     raise UnsupportedModelError(
         f"{table.name} ({type(table.module).__name__}) holds frequencies that are not theta ** (-2i/d) "
         "for any theta, so no method says what they should become. Use compose=True to scale them as they are."
@@ -134,9 +277,9 @@ def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
 
 
 def original_length(table: RotaryTable, *, compose: bool) -> int:
-    """The context length `L` that a method starts from, in tokens.
+    """Return the context length `L` that a method starts from, in tokens.
 
-    The rule: for `compose`, what the scaled checkpoint reaches (`max_position_embeddings`). Else
+    The rule: for `compose`, the length that the scaled checkpoint reaches (`max_position_embeddings`). Else
     the first of `config.original_max_position_embeddings` (Phi-3), the same key of
     `rope_parameters`, and `max_position_embeddings`.
 
@@ -157,49 +300,6 @@ def original_length(table: RotaryTable, *, compose: bool) -> int:
     )
 
 
-def _text_rotaries(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
-    """Path, module and config of every rotary module of the text decoder, wrappers unwrapped.
-
-    Those whose config is the text decoder's own, where there are such (a protein encoder reads text
-    too); else all, if one config covers the whole model (BLT has one more for each of its parts).
-    """
-    found = list(_rotaries_of_text(model))
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True)
-    own = [entry for entry in found if getattr(entry[2], "model_type", None) == text.model_type]
-    return own or (found if text is config else [])
-
-
-def _rotaries_of_text(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
-    owners: dict[str, Any] = {}  # the transformers models inside, by path
-    wrapped: list[str] = []
-    for name, module in model.named_modules():
-        if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
-            owners[name] = module
-        if any(name.startswith(f"{outer}.") for outer in wrapped):
-            continue
-        if isinstance(module, RotaryWrapper):
-            wrapped.append(name)
-            module = unwrapped(module)
-        if not table_labels(module):
-            continue
-        around = [path for path in owners if not path or name.startswith(f"{path}.")]
-        owner = owners[max(around, key=len)] if around else None
-        if "text" in getattr(owner, "input_modalities", "text"):
-            config = vars(module).get("config")
-            yield name, module, config or (owner and owner.config.get_text_config())
-
-
-def _described(module: nn.Module, config: Any, label: str) -> tuple[str, Mapping[str, Any]]:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if label and isinstance(parameters.get(label), Mapping):
-        parameters = parameters[label]
-    rope_type = getattr(module, "rope_type", None)
-    if isinstance(rope_type, Mapping):
-        rope_type = rope_type.get(label)
-    return rope_type or "default", dict(parameters)
-
-
 def _required(theta: Any, table: RotaryTable) -> float:
     if theta is None:
         raise UnsupportedModelError(
@@ -216,24 +316,20 @@ def _plain(spec: RopeSpec, rotated: int) -> Tensor:
 
 
 def _geometric_base(rotated: Tensor, dim: int) -> float | None:
-    """The base of a geometric table, read off its last rotated pair; `None` where it has none."""
+    """The base of a geometric table, computed from its last rotated pair; `None` where it has none."""
     last = len(rotated) - 1
     if last < 1 or not 0 < float(rotated[last]) < 1:
         return None
     return math.exp(-math.log(float(rotated[last])) * dim / (2 * last))
 
 
-# Which rotary tables a choice of layers means.
-
-
-_LOCAL = ("sliding", "chunked", "local")
-_LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
+# The tables of a choice of layers
 
 
 def select(
     tables: Sequence[RotaryTable], layers: str | Sequence[int], *, whole: bool
 ) -> tuple[RotaryTable, ...]:
-    """The tables that serve the chosen layers.
+    """Return the tables that serve the chosen layers.
 
     Args:
         tables: Every table of the model.
@@ -248,7 +344,7 @@ def select(
     if layers == "all":
         return tuple(tables)
     if layers == "full":
-        chosen = tuple(table for table in tables if not table.label.startswith(_LOCAL))
+        chosen = tuple(table for table in tables if not table.local)
         if not chosen:
             raise UnsupportedModelError(
                 f"Only the layers of type {', '.join(table.label for table in tables)} of this model "
@@ -261,22 +357,24 @@ def select(
         or not all(isinstance(layer, int) for layer in layers)
     ):
         raise PosencError(f'layers is "full", "all" or a list of layer indices, not {layers!r}.')
-    wanted = set(layers)
-    groups = {index: _layers_of(table) for index, table in enumerate(tables)}
-    if not whole and wanted and wanted <= set().union(*groups.values()):
-        return tuple(tables[index] for index, served in groups.items() if served & wanted)
-    chosen = tuple(tables[index] for index, served in groups.items() if served and served <= wanted)
-    covered = set().union(*(_layers_of(table) for table in chosen)) if chosen else set()
-    if not wanted or covered != wanted:
+    requested = set(layers)
+    groups = [_layers_of(table) for table in tables]
+    if not whole and requested and requested <= set().union(*groups):
+        return tuple(t for t, served in zip(tables, groups, strict=True) if served & requested)
+    inside = [bool(served) and served <= requested for served in groups]
+    covered = {
+        layer for served, keep in zip(groups, inside, strict=True) if keep for layer in served
+    }
+    if not requested or covered != requested:
         listing = "; ".join(
-            f"{table.label or table.name}: {_span(groups[index])}"
-            for index, table in enumerate(tables)
+            f"{table.label or table.name}: {', '.join(map(str, sorted(served))) or 'unknown'}"
+            for table, served in zip(tables, groups, strict=True)
         )
         raise PosencError(
-            f"layers={sorted(wanted)} cuts through a rotary table. The tables of this model serve these "
+            f"layers={sorted(requested)} cuts through a rotary table. The tables of this model serve these "
             f"layers: {listing}. Choose all layers of one or more tables."
         )
-    return chosen
+    return tuple(table for table, keep in zip(tables, inside, strict=True) if keep)
 
 
 def _layers_of(table: RotaryTable) -> frozenset[int]:
@@ -290,18 +388,14 @@ def _layers_of(table: RotaryTable) -> frozenset[int]:
     return frozenset(layer for layer in count if layer < len(types) and types[layer] == table.label)
 
 
-def _span(layers: frozenset[int]) -> str:
-    return ", ".join(map(str, sorted(layers))) or "unknown"
-
-
 def attends_locally(module: nn.Module, config: Any) -> bool:
-    """Whether an attention module is of a sliding-window or chunked layer in a model that has others too."""
+    """True for an attention module with a window or chunks in a model that has other layers too."""
     kinds = {*(getattr(config, "layer_types", None) or [])}
     return len(kinds) > 1 and layer_type(module, config).startswith(_LOCAL)
 
 
 def layer_type(module: nn.Module, config: Any) -> str:
-    """The type of the layer that an attention module is of, as the config names it; `""` where it does not."""
+    """Return the layer type of an attention module, as the config names it; `""` where it does not."""
     kinds = getattr(config, "layer_types", None) or []
     index = layer_index("", module)
     own = getattr(module, "layer_type", None)
@@ -309,9 +403,9 @@ def layer_type(module: nn.Module, config: Any) -> str:
 
 
 def layer_index(name: str, module: nn.Module) -> int | None:
-    """Which layer an attention module belongs to."""
+    """Return the number of the layer that an attention module belongs to."""
     own = getattr(module, "layer_idx", None)
     if isinstance(own, int):
         return own
-    found = _LAYER_INDEX.search(f"{name}.")
-    return int(found[1]) if found else None
+    match = _LAYER_INDEX.search(f"{name}.")
+    return int(match[1]) if match else None

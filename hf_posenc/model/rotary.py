@@ -46,8 +46,8 @@ class RotaryWrapper(nn.Module):
             return getattr(self.base, name)
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
-    """The model's own rotary module."""
+def native_rotary(module: nn.Module) -> nn.Module:
+    """Return the model's own rotary module, without wrappers."""
     while isinstance(module, RotaryWrapper):
         module = module.base
     return module

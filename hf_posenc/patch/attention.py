@@ -28,9 +28,7 @@ from hf_posenc.methods import (
 )
 from hf_posenc.model.attention import (
     LAYER,
-    PARAMETERS,
     Layer,
-    MethodParameters,
     catch_positions,
     register,
 )
@@ -41,12 +39,12 @@ from hf_posenc.model.discovery import (
     attends_locally,
     layer_index,
     read_spec,
-    rotary_tables,
 )
+from hf_posenc.model.parameters import PARAMETERS, MethodParameters
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary
-from hf_posenc.model.rotary import RotaryWrapper, unwrapped
+from hf_posenc.model.rotary import RotaryWrapper, native_rotary
 from hf_posenc.patch.export import config_parts, quiet
-from hf_posenc.patch.state import AttentionSeam
+from hf_posenc.patch.state import AttentionSeam, State
 from hf_posenc.patch.trial import Found, calibrated, run, verify
 
 # From methods to what each attention layer does.
@@ -57,9 +55,7 @@ def give_encodings(
     tables: Sequence[RotaryTable],
     wrappers: dict[int, RepositionedRotary],
     methods: Sequence[Method],
-    original: int,
-    layers: str | Sequence[int],
-    compose: bool,
+    state: State,
 ) -> None:
     """Gives every layer its encoding, and tells the rotary modules where keys are cached.
 
@@ -68,14 +64,13 @@ def give_encodings(
         tables: The rotary tables of the chosen layers.
         wrappers: The repositioned rotary modules, by `id` of the model's own.
         methods: On different seams.
-        original: The original context length L, in tokens.
-        layers: The choice of layers.
-        compose: On a checkpoint that is scaled already: start from its scaled frequencies.
+        state: The patch: its original context length, layers and `compose`.
 
     Raises:
         PosencError: Methods that have no meaning together.
         UnsupportedModelError: No chosen layer rotates.
     """
+    original, layers, compose = state.original, state.config.layers, state.config.compose
     base = _encoding(methods, original)
     chosen_tables = {(id(table.module), table.label) for table in tables}
     chosen = [entry for entry in found if _is_chosen(entry, chosen_tables, layers)]
@@ -108,7 +103,7 @@ def give_encodings(
             layer = replace(layer, encoding=replace(layer.encoding, cached_by=base))
         setattr(entry.module, LAYER, layer)
     for wrapper in wrappers.values():
-        labels = {table.label for table in tables if table.module is unwrapped(wrapper)}
+        labels = {table.label for table in tables if table.module is native_rotary(wrapper)}
         wrapper.labels = frozenset(labels)
         wrapper.encoding = base if labels else None
 
@@ -179,22 +174,19 @@ def _parameters(
 
 def install_attention(
     model: nn.Module,
+    state: State,
+    every: Sequence[RotaryTable],
     tables: Sequence[RotaryTable],
     methods: Sequence[Method],
-    *,
-    original: int,
-    layers: str | Sequence[int],
-    compose: bool,
 ) -> AttentionSeam:
     """Repositions the rotary modules, calibrates every attention layer and gives it its encoding.
 
     Args:
         model: The transformers model, with frequency methods already in place.
-        tables: The rotary tables of the chosen layers.
-        methods: Those that land in attention, on different seams.
-        original: The original context length L, in tokens.
-        layers: The choice of layers.
-        compose: On a checkpoint that is scaled already: start from its scaled frequencies.
+        state: The patch: its original context length, layers and `compose`.
+        every: All rotary tables of the text decoder.
+        tables: Those of the chosen layers.
+        methods: The methods that compute attention, on different seams.
 
     Raises:
         UnsupportedModelError: A model whose attention cannot be computed so, with the reason.
@@ -215,13 +207,12 @@ def install_attention(
     seam = AttentionSeam(owner_path, _implementations(owner.config))
     try:
         _choose_engine(owner, seam)
-        every = rotary_tables(model)
         wrappers = _reposition(model, owner, every)
         with trial(model):
             found = calibrated(model, owner, ids, every, wrappers, methods)
             verify(subject, ids, expected, found, wrappers)
-            give_encodings(found, tables, wrappers, methods, original, layers, compose)
-            _watch_caches(owner, found, original)
+            give_encodings(found, tables, wrappers, methods, state)
+            _watch_caches(owner, found, state.original)
             run(subject, ids)  # it runs
     except BaseException:
         remove_attention(model, seam)

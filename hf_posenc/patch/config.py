@@ -1,10 +1,10 @@
-"""A patch as data: `PatchConfig` and its JSON, and the short form of the command line."""
+"""A patch as data: `PatchConfig`, its JSON, and the short form of the command line."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,12 +12,12 @@ from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods import Method, get_method
 
 FORMAT = 1
-# What `patch_model` takes beside a method's own knobs.
+# The arguments of `patch_model` beside a method's own knobs.
 _BESIDE = dict.fromkeys(
     ("target_length", "original_max_position_embeddings", "layers", "compose", "replace")
 )
 Layers = str | tuple[int, ...]
-"""Which layers: `"full"` (full attention), `"all"`, or layer indices."""
+"""A choice of layers: `"full"` (full attention), `"all"`, or layer indices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class PatchConfig:
         scale: Target context as a multiple of the original one; `None` for methods without a scale.
         original_max_position_embeddings: The original context length, in tokens; `None`: read from
             the model.
-        layers: Which layers are patched.
+        layers: The patched layers.
         compose: On an already scaled checkpoint, start from its scaled table.
         replace: On an already scaled checkpoint, start from its `rope_theta`.
         others: Further methods on other seams: the name of each, and its options, the scale among them.
@@ -45,19 +45,43 @@ class PatchConfig:
     replace: bool = False
     others: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
+    @classmethod
+    def of(
+        cls,
+        methods: Sequence[Method],
+        *,
+        original: int,
+        layers: str | Sequence[int],
+        compose: bool,
+        replace: bool,
+    ) -> PatchConfig:
+        """Describe methods with their model's original context length in tokens; otherwise as for `patch_model`."""
+        first, *others = methods
+        options = first.options()
+        options.pop("scale", None)
+        return cls(
+            method=first.name,
+            options=options,
+            scale=getattr(first, "scale", None),
+            original_max_position_embeddings=original,
+            layers=layers if isinstance(layers, str) else tuple(layers),
+            compose=compose,
+            replace=replace,
+            others=tuple((other.name, other.options()) for other in others),
+        )
+
     def build(self) -> tuple[Method, ...]:
-        """The method objects, each on a seam of its own.
+        """Return the method objects, each on a seam of its own.
 
         Raises:
             PosencError: An unknown method or option, or a value out of range.
         """
         scale = {} if self.scale is None else {"scale": self.scale}
-        first = get_method(self.method).from_options(**scale, **self.options)
-        more = (get_method(name).from_options(**options) for name, options in self.others)
-        return (first, *more)
+        named = ((self.method, {**scale, **self.options}), *self.others)
+        return tuple(get_method(name).from_options(**options) for name, options in named)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form."""
+        """Return the JSON form."""
         values = {"format": FORMAT, **dataclasses.asdict(self)}
         values["options"] = _plain(self.options)
         del values["others"]
@@ -70,7 +94,7 @@ class PatchConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PatchConfig:
-        """Reads the JSON form; keys that a recipe adds (`recipe`, ...) are left alone.
+        """Read the JSON form; keys that a recipe adds (`recipe`, ...) are ignored.
 
         Raises:
             PosencError: A newer format, no method, or an unknown method or option.
@@ -80,26 +104,25 @@ class PatchConfig:
                 f"This patch has format {values.get('format')!r}, but this version of hf_posenc reads format {FORMAT}. "
                 "Install a newer hf_posenc, or save the patch again with this one."
             )
-        known = {field.name for field in dataclasses.fields(cls)}
-        given = {key: value for key, value in values.items() if key in known}
-        if "method" not in given:
+        fields = {field.name for field in dataclasses.fields(cls)}
+        own = {key: value for key, value in values.items() if key in fields}
+        if "method" not in own:
             raise PosencError('A patch names its "method".')
-        if isinstance(given.get("layers"), list):
-            given["layers"] = tuple(given["layers"])
-        given["others"] = tuple(
-            (other["method"], other["options"]) for other in given.get("others", ())
-        )
-        config = cls(**given)
+        if isinstance(own.get("layers"), list):
+            own["layers"] = tuple(own["layers"])
+        others = own.get("others", ())
+        own["others"] = tuple((other["method"], other["options"]) for other in others)
+        config = cls(**own)
         config.build()
         return config
 
     def to_json(self) -> str:
-        """The JSON text."""
+        """Return the JSON text."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> PatchConfig:
-        """Reads the JSON text.
+        """Read the JSON text.
 
         Raises:
             PosencError: Text that is not JSON, or not a patch.
@@ -114,7 +137,7 @@ class PatchConfig:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Reads the short form `"yarn:scale=8,beta_fast=16"`.
+    """Read the short form `"yarn:scale=8,beta_fast=16"`.
 
     Returns:
         The method's canonical name, and its options: numbers, booleans, `None` or strings.

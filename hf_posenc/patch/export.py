@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.adapters import LegacyKeys
 from hf_posenc.methods import RopeScaling
 from hf_posenc.model.discovery import RotaryTable
-from hf_posenc.model.legacy import LegacyKeys
 from hf_posenc.model.rotary import PosencRotary, computes, probed_length, rotary_output
 from hf_posenc.rope import RopeSpec
 

@@ -1,4 +1,4 @@
-"""Puts a frequency method into the rotary modules of a model, and makes sure of it."""
+"""Installing a frequency method: in the rotary modules of a model, or in precomputed tables of sines and cosines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_posenc.adapters import ArchAdapter
 from hf_posenc.errors import UnsupportedModelError, VerificationError
 from hf_posenc.methods import RopeScaling, YaRN
 from hf_posenc.methods.yarn import mscale
-from hf_posenc.model.discovery import RotaryTable, read_spec, rotary_tables
+from hf_posenc.model.discovery import RotaryTable, SinCosTable, adapter_of, read_spec
 from hf_posenc.model.rotary import (
     PosencRotary,
     computes,
@@ -21,27 +21,24 @@ from hf_posenc.model.rotary import (
     probed_length,
     rotary_output,
 )
-from hf_posenc.model.sincos import SinCosTable, sincos_table
 from hf_posenc.patch import export
-from hf_posenc.patch.state import State, put_in_place, write_config
+from hf_posenc.patch.state import State, replace_modules, write_config
+from hf_posenc.rope import RopeSpec
 
 
 def install_rotary(
-    model: nn.Module,
-    state: State,
-    adapter: ArchAdapter,
-    tables: Sequence[RotaryTable],
-    method: RopeScaling,
+    model: nn.Module, state: State, tables: Sequence[RotaryTable], method: RopeScaling
 ) -> None:
-    """Wraps the rotary modules, lets config and attention follow, and reads back what is in force.
+    """Wrap the rotary modules, let config and attention follow, and read back what is in force.
 
     Raises:
-        UnsupportedModelError: A rotary module that does not compute what can be checked.
+        UnsupportedModelError: A rotary module whose output cannot be checked.
         VerificationError: The patched model does not give the patched rotation.
     """
+    adapter = adapter_of(model)
     wrappers = _wrappers(tables, method, state, adapter)
-    _follow_config(model, state, adapter, wrappers, method)
-    put_in_place(model, {id(wrapper.base): wrapper for wrapper in wrappers})
+    _follow_config(model, state, adapter, tables, wrappers, method)
+    replace_modules(model, {id(wrapper.base): wrapper for wrapper in wrappers.values()})
     _rescale_attention(model, state, tables[0], method)
     for table in tables:
         module = model.get_submodule(table.name)
@@ -54,29 +51,29 @@ def install_rotary(
 
 def _wrappers(
     tables: Sequence[RotaryTable], method: RopeScaling, state: State, adapter: ArchAdapter
-) -> list[PosencRotary]:
+) -> dict[int, PosencRotary]:
+    """A wrapper for each rotary module, by the module's `id`."""
     compose = state.config.compose
     by_module: dict[int, list[RotaryTable]] = {}
     for table in tables:
         by_module.setdefault(id(table.module), []).append(table)
-    wrappers = []
-    for group in by_module.values():
+    wrappers = {}
+    for key, group in by_module.items():
         specs = {table.label: read_spec(table, state.original, compose=compose) for table in group}
         factors = {table.label: table.live()[1] for table in group if compose}
-        wrapper = PosencRotary(group[0].module, method, specs, factors)
+        wrappers[key] = PosencRotary(group[0].module, method, specs, factors)
         for table in group:
-            _check_forward(wrapper, table, adapter)
-        wrappers.append(wrapper)
+            _check_forward(wrappers[key], table, adapter)
     return wrappers
 
 
 def _check_forward(wrapper: PosencRotary, table: RotaryTable, adapter: ArchAdapter) -> None:
-    """Makes sure that a wrapper's output is the patched rotation, whatever the base's forward does."""
+    """Verify that a wrapper's output is the patched rotation, whatever the base's forward does."""
     if _gives(wrapper, table.label, adapter):
         return
     output, _ = _probed(wrapper, table.label)
     if is_half_split(output, wrapper.specs[table.label].dim // 2):
-        wrapper.use_half_split_forward()  # its own makes a table anew (Phi-3.5-MoE)
+        wrapper.use_half_split_forward()  # its own computes a table anew (Phi-3.5-MoE)
         if _gives(wrapper, table.label, adapter):
             return
     raise UnsupportedModelError(
@@ -86,7 +83,7 @@ def _check_forward(wrapper: PosencRotary, table: RotaryTable, adapter: ArchAdapt
 
 
 def _gives(wrapper: PosencRotary, label: str, adapter: ArchAdapter) -> bool:
-    """Whether a wrapper gives the patched rotation."""
+    """True if a wrapper's output is the patched rotation."""
     output, length = _probed(wrapper, label)
     inv_freq, factor = wrapper.table(label, length)
     gain = getattr(wrapper.base, adapter.log_gain, None) if adapter.log_gain else None
@@ -96,7 +93,7 @@ def _gives(wrapper: PosencRotary, label: str, adapter: ArchAdapter) -> bool:
 
 
 def _probed(wrapper: PosencRotary, label: str) -> tuple[tuple[Tensor, Tensor] | None, int]:
-    """What a wrapper gives on its own device, and for a text of which length."""
+    """The output of a wrapper on its own device, and the length of the probe in tokens."""
     length = probed_length(wrapper.specs[label].original_max_position_embeddings)
     return rotary_output(wrapper, label, wrapper.device, length=length), length
 
@@ -105,20 +102,20 @@ def _follow_config(
     model: nn.Module,
     state: State,
     adapter: ArchAdapter,
-    wrappers: Sequence[PosencRotary],
+    tables: Sequence[RotaryTable],
+    wrappers: dict[int, PosencRotary],
     method: RopeScaling,
 ) -> None:
-    wrapped = {id(wrapper.base): wrapper for wrapper in wrappers}
-    by_config: dict[int, tuple[Any, list[export.PatchedTable]]] = {}
-    for table in rotary_tables(model):
-        wrapper = wrapped.get(id(table.module))
-        if wrapper is not None and table.label in wrapper.specs and table.config is not None:
-            tables = by_config.setdefault(id(table.config), (table.config, []))[1]
-            tables.append(export.PatchedTable(table, wrapper))
-    edits = [
-        (config, export.plan_edit(config, patched, method, state.extended, adapter.legacy(config)))
-        for config, patched in by_config.values()
-    ]
+    by_config: dict[int, list[export.PatchedTable]] = {}
+    for table in tables:
+        if table.config is not None:
+            patched = export.PatchedTable(table, wrappers[id(table.module)])
+            by_config.setdefault(id(table.config), []).append(patched)
+    edits = []
+    for group in by_config.values():
+        config = group[0].table.config
+        edit = export.plan_edit(config, group, method, state.extended, adapter.legacy(config))
+        edits.append((config, edit))
     forms = {edit.form for _, edit in edits}
     state.export = forms.pop() if len(forms) == 1 else None
     write_config(model, state, [(config, edit.values) for config, edit in edits])
@@ -127,7 +124,7 @@ def _follow_config(
 def _rescale_attention(
     model: nn.Module, state: State, table: RotaryTable, method: RopeScaling
 ) -> None:
-    """Follows YaRN's `mscale_all_dim`, whose square DeepSeek's attention has in its `scaling`."""
+    """Follow YaRN's `mscale_all_dim`, whose square DeepSeek's attention has in its `scaling`."""
     weight = table.parameters.get("mscale_all_dim") if table.scaled else None
     old = (
         float(mscale(float(table.parameters.get("factor") or 1), float(weight))) if weight else 1.0
@@ -137,8 +134,8 @@ def _rescale_attention(
         new *= float(mscale(method.scale, method.mscale_all_dim))
     if new == old:
         return
-    having = {type(module) for module in model.modules() if "scaling" in vars(module)}
-    affected = tuple(kind for kind in having if _scales_by_mscale(kind))
+    candidates = {type(module) for module in model.modules() if "scaling" in vars(module)}
+    affected = tuple(kind for kind in candidates if _scales_by_mscale(kind))
     for path, module in model.named_modules():
         if isinstance(module, affected):
             scaling: float = vars(module)["scaling"]
@@ -147,23 +144,17 @@ def _rescale_attention(
 
 
 def _scales_by_mscale(kind: type[nn.Module]) -> bool:
-    """Whether a class takes YaRN's second temperature into account when it is built.
-
-    Which do depends on the family and on the version of transformers; only the code says.
-    """
+    """True if a class applies YaRN's second temperature when it is built: only its source shows that."""
     try:
         return "mscale" in inspect.getsource(kind.__init__)
     except (OSError, TypeError):  # no source to read
         return False
 
 
-# Puts a frequency method into precomputed tables of sines and cosines, and makes sure of it.
-
-
 def install_sincos(
     model: nn.Module, state: State, tables: Sequence[SinCosTable], method: RopeScaling
 ) -> None:
-    """Swaps precomputed sin-cos tables for scaled ones of the extended length.
+    """Replace precomputed sin-cos tables by scaled ones of the extended length.
 
     Raises:
         UnsupportedModelError: A method whose frequencies depend on the length of the text.
@@ -171,22 +162,24 @@ def install_sincos(
     """
     spec = read_spec(tables[0], state.original, compose=False)
     positions = max(state.extended or 0, tables[0].tensor().shape[0])
-    scaled = sincos_table(method, spec, positions)
+    scaled = _sincos(method, spec, positions)
     inv_freq, factor = method.inv_freq(spec).float(), float(method.cos_sin_factor(spec))
     if torch.equal(inv_freq, tables[0].live()[0].cpu()) and factor == 1.0:
         scaled[: tables[0].tensor().shape[0]] = tables[0].tensor()  # the very bits of the model
     for table in tables:
         state.tensors[table.name, table.attribute] = table.tensor()
         table.swap(scaled)
-        found, found_factor = table.live()
+        live, live_factor = table.live()
         if not (
-            torch.allclose(found.cpu(), inv_freq, rtol=1e-2, atol=1e-6)
-            and abs(found_factor - factor) < 1e-2
+            torch.allclose(live.cpu(), inv_freq, rtol=1e-2, atol=1e-6)
+            and abs(live_factor - factor) < 1e-2
         ):
             raise VerificationError(
                 f"{table.name} does not hold the patched table; it was restored."
             )
-    values = {} if state.extended is None else {"max_position_embeddings": positions}
+    values: dict[str, Any] = (
+        {} if state.extended is None else {"max_position_embeddings": positions}
+    )
     if any(isinstance(table.module, nn.Embedding) for table in tables):
         # The table is among the weights (RoFormer), so any loader finds it: no block that asks for
         # a second patch.
@@ -194,3 +187,14 @@ def install_sincos(
         state.configs.append((tables[0].config, export.write(tables[0].config, values)))
     else:
         write_config(model, state, [(tables[0].config, values)])
+
+
+def _sincos(method: RopeScaling, spec: RopeSpec, positions: int) -> Tensor:
+    """The table of a static method, shape (positions, d), float32, computed in float64."""
+    if method.length_dependent:
+        raise UnsupportedModelError(
+            f"{method.name} changes its frequencies with the length of the text, but this model reads them "
+            "from a table made once. Use a static method (yarn, ntk_by_parts, ntk, pi, ...)."
+        )
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * method.inv_freq(spec)
+    return (torch.cat((angles.sin(), angles.cos()), dim=-1) * method.cos_sin_factor(spec)).float()

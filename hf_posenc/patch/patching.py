@@ -1,4 +1,4 @@
-"""`patch_model` and its companions."""
+"""`patch_model` and its companions: request, discovery, installation, read-back, undo."""
 
 from __future__ import annotations
 
@@ -10,99 +10,31 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hf_posenc.adapters import ArchAdapter
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
 from hf_posenc.methods import RopeScaling, seam_of
-from hf_posenc.model.discovery import RotaryTable, original_length, select
+from hf_posenc.model.discovery import (
+    RotaryTable,
+    SinCosTable,
+    original_length,
+    select,
+    tables_of,
+)
 from hf_posenc.model.repositioned import RepositionedRotary
-from hf_posenc.model.rotary import PosencRotary, unwrapped
-from hf_posenc.model.sincos import SinCosTable
+from hf_posenc.model.rotary import PosencRotary, native_rotary
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import Layers, PatchConfig
 from hf_posenc.patch.frequencies import install_rotary, install_sincos
 from hf_posenc.patch.report import EffectiveTable, Patch
-from hf_posenc.patch.request import (
-    MethodLike,
-    adapter_of,
-    changes_frequencies,
-    check_scaled,
-    check_wrappers,
-    resolve_methods,
-    tables_of,
-    unwrap,
+from hf_posenc.patch.request import MethodLike, Request
+from hf_posenc.patch.state import (
+    STATE,
+    State,
+    own_config,
+    replace_modules,
+    state_of,
+    write_config,
 )
-from hf_posenc.patch.state import STATE, State, own_config, put_in_place, write_config
-
-# Puts a patch into a model, makes sure of it, and takes it out again.
-
-
-def install(
-    model: nn.Module, state: State, adapter: ArchAdapter, tables: Sequence[RotaryTable]
-) -> None:
-    """Puts every method of a patch where it lands: frequencies first, since attention rotates by them.
-
-    Raises:
-        UnsupportedModelError: A model in which a method cannot land, with the reason.
-        VerificationError: The patched model does not compute what was asked for.
-    """
-    config = state.config
-    scaling = next((m for m in state.methods if seam_of(m) == "rotary"), None)
-    others = [method for method in state.methods if method is not scaling]
-    sincos = [table for table in tables if isinstance(table, SinCosTable)]
-    if sincos and others:
-        raise UnsupportedModelError(
-            f"{others[0].name} computes attention itself, but {type(model).__name__} rotates and attends "
-            f"in code of its own. {FREQUENCY_METHODS_WORK}"
-        )
-    dropping = next((m.name for m in others if not getattr(m, "keep_rope", True)), None)
-    if scaling is not None and dropping is not None:
-        raise PosencError(
-            f"{dropping} drops the rotation that {scaling.name} changes. Pass keep_rope=True to {dropping} "
-            "to have both."
-        )
-    if isinstance(scaling, RopeScaling):
-        if sincos:
-            install_sincos(model, state, sincos, scaling)
-        else:
-            install_rotary(model, state, adapter, tables, scaling)
-    if others:
-        from hf_posenc.patch.attention import install_attention  # needs transformers at once
-
-        state.attention = install_attention(
-            model,
-            tables,
-            others,
-            original=state.original,
-            layers=config.layers,
-            compose=config.compose,
-        )
-        state.export = None
-        if scaling is None:
-            write_config(model, state, [])
-
-
-def undo(model: nn.Module, state: State) -> None:
-    """Takes a patch out, whole or half done: modules, tensors, attributes and config as before."""
-    if state.attention is not None:
-        from hf_posenc.patch.attention import remove_attention
-
-        remove_attention(model, state.attention)
-    put_in_place(
-        model,
-        {id(module): module.base for module in model.modules() if isinstance(module, PosencRotary)},
-    )
-    for (path, attribute), tensor in state.tensors.items():
-        module = model.get_submodule(path)
-        SinCosTable(path, "", module, None, "default", {}, attribute).swap(tensor)
-    for path, scaling in state.scalings.items():
-        vars(model.get_submodule(path))["scaling"] = scaling
-    for config, before in reversed(state.configs):
-        export.restore(config, before)
-    delattr(model, STATE)
-
-
-__all__ = ["STATE", "State", "install", "own_config", "undo"]
-
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -119,9 +51,9 @@ def patch_model(
     replace: bool = False,
     **options: Any,
 ) -> ModelT:
-    """Changes how a live model encodes position, in place and reversibly.
+    """Change how a live model encodes position, in place and reversibly.
 
-    The call ends by reading back what is in force; where anything fails, the model is left as it
+    The call ends by reading back the frequencies in force; where anything fails, the model is left as it
     was.
 
     Args:
@@ -145,66 +77,141 @@ def patch_model(
 
     Raises:
         UnsupportedModelError: A model that cannot be patched, with the reason.
-        VerificationError: The model does not compute what was asked for; it was restored.
+        VerificationError: The model does not compute the requested patch; it was restored.
         PosencError: Any other request that cannot be met.
     """
-    inner: Any = unwrap(model)
-    if getattr(inner, STATE, None) is not None:
+    state = state_of(model)
+    if state is not None:
         raise PosencError(
-            f"This model is already patched with {getattr(inner, STATE).config.method}. Call "
-            "unpatch_model(model) first."
+            f"This model is already patched with {state.config.method}. Call unpatch_model(model) first."
         )
     if compose and replace:
         raise PosencError(
             "compose=True and replace=True exclude each other: scale what is there, or drop it first."
         )
+    inner: Any = unwrap(model)
+    request = Request.parse(method, scale=scale, target_length=target_length, options=options)
+    whole = request.changes_frequencies  # else attention starts from the frequencies in force
     with torch.device("cpu"):  # inside `with torch.device("meta")` too, tables and probes are real
-        adapter = adapter_of(inner)
-        as_is = not changes_frequencies(method)  # attention then goes on from what is there
-        tables = select(tables_of(inner, adapter), layers, whole=not as_is)
-        if as_is and replace:
+        every = tables_of(inner)
+        tables = select(every, layers, whole=whole)
+        if whole:
+            _check_scaled(tables, compose=compose, replace=replace)
+        elif replace:
             raise PosencError(
                 "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
                 "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out."
             )
-        compose = compose or (as_is and any(table.scaled for table in tables))
-        check_scaled(tables, compose=compose, replace=replace, attention_only=as_is)
+        else:
+            compose = compose or any(table.scaled for table in tables)
         original = original_max_position_embeddings
         if original is None:
             original = original_length(tables[0], compose=compose)
-        methods, reach = resolve_methods(
-            method, scale=scale, target_length=target_length, original=original, options=options
-        )
+        methods, reach = request.resolve(original)
         if any(seam_of(part) != "rotary" for part in methods):
-            check_wrappers(model)
-        config = PatchConfig(
-            method=methods[0].name,
-            options={
-                knob: value for knob, value in methods[0].options().items() if knob != "scale"
-            },
-            scale=getattr(methods[0], "scale", None),
-            original_max_position_embeddings=original,
-            layers=layers if isinstance(layers, str) else tuple(layers),
-            compose=compose,
-            replace=replace,
-            others=tuple((other.name, other.options()) for other in methods[1:]),
+            _refuse_prompts(model)
+        config = PatchConfig.of(
+            methods, original=original, layers=layers, compose=compose, replace=replace
         )
         state = State(config, original, reach, methods)
         setattr(inner, STATE, state)
         try:
-            own_config(model)
-            tables = select(
-                tables_of(inner, adapter), layers, whole=not as_is
-            )  # with the model's own configs
-            install(inner, state, adapter, tables)
+            copies = own_config(model)
+            every = tuple(
+                replaced(table, config=copies.get(id(table.config), table.config))
+                for table in every
+            )
+            _install(inner, state, every, select(every, layers, whole=whole))
         except BaseException:
-            undo(inner, state)
+            _undo(inner, state)
             raise
     return model
 
 
+def _check_scaled(tables: Sequence[RotaryTable], *, compose: bool, replace: bool) -> None:
+    """Refuse a checkpoint that is scaled already, unless the request names one of the two ways on."""
+    for table in tables:
+        if not table.scaled or replace:
+            continue
+        if not compose:
+            shown = {k: v for k, v in table.parameters.items() if not isinstance(v, list | dict)}
+            summary = (f"{k}={v}" for k, v in shown.items() if k not in ("rope_type", "type"))
+            raise PosencError(
+                f"This checkpoint is already scaled: {table.name} has rope_type="
+                f"{table.rope_type!r} ({', '.join(summary)}). Pass replace=True to start from its "
+                "rope_theta and original length, or compose=True to scale the frequencies in force "
+                "once more."
+            )
+        if table.rope_type in ("dynamic", "longrope"):
+            raise PosencError(
+                f"compose=True needs one table, but {table.name} has rope_type={table.rope_type!r}, "
+                "whose table depends on the length. Pass replace=True."
+            )
+
+
+def _refuse_prompts(model: Any) -> None:
+    """Refuse a model whose cache PEFT fills with keys that have no position: prefix tuning and its like."""
+    for config in (getattr(model, "peft_config", None) or {}).values():
+        if getattr(config, "is_prompt_learning", False):
+            raise UnsupportedModelError(
+                f"{config.peft_type} puts learned keys or tokens before the text, which have no position. Patch "
+                "the model without that adapter."
+            )
+
+
+def _install(
+    model: nn.Module, state: State, every: Sequence[RotaryTable], tables: Sequence[RotaryTable]
+) -> None:
+    """Install every method: frequencies first, since attention rotates by them.
+
+    Args:
+        model: The transformers model.
+        state: Its state, in which every change is noted.
+        every: All rotary tables of the text decoder.
+        tables: Those of the chosen layers.
+    """
+    sincos = [table for table in tables if isinstance(table, SinCosTable)]
+    others = [method for method in state.methods if seam_of(method) != "rotary"]
+    if sincos and others:
+        raise UnsupportedModelError(
+            f"{others[0].name} computes attention itself, but {type(model).__name__} rotates and attends "
+            f"in code of its own. {FREQUENCY_METHODS_WORK}"
+        )
+    for method in state.methods:
+        if isinstance(method, RopeScaling) and method not in others:
+            if sincos:
+                install_sincos(model, state, sincos, method)
+            else:
+                install_rotary(model, state, tables, method)
+    if others:
+        from hf_posenc.patch.attention import install_attention  # imports transformers
+
+        state.attention = install_attention(model, state, every, tables, others)
+        state.export = None
+        if len(others) == len(state.methods):
+            write_config(model, state, [])
+
+
+def _undo(model: nn.Module, state: State) -> None:
+    """Undo a patch, whole or half done: modules, tensors, attributes and config as before."""
+    if state.attention is not None:
+        from hf_posenc.patch.attention import remove_attention
+
+        remove_attention(model, state.attention)
+    wrappers = [module for module in model.modules() if isinstance(module, PosencRotary)]
+    replace_modules(model, {id(wrapper): wrapper.base for wrapper in wrappers})
+    for (path, attribute), tensor in state.tensors.items():
+        module = model.get_submodule(path)
+        SinCosTable(path, "", module, None, "default", {}, attribute).swap(tensor)
+    for path, scaling in state.scalings.items():
+        vars(model.get_submodule(path))["scaling"] = scaling
+    for config, before in reversed(state.configs):
+        export.restore(config, before)
+    delattr(model, STATE)
+
+
 def unpatch_model(model: ModelT) -> ModelT:
-    """Takes a patch back: modules, attributes and config are what they were, bit for bit.
+    """Undo a patch: modules, attributes and config are as before, bit for bit.
 
     Args:
         model: A model that `patch_model` has patched.
@@ -215,17 +222,16 @@ def unpatch_model(model: ModelT) -> ModelT:
     Raises:
         PosencError: The model is not patched.
     """
-    inner = unwrap(model)
-    state: State | None = getattr(inner, STATE, None)
+    state = state_of(model)
     if state is None:
         raise PosencError("This model is not patched; there is nothing to undo.")
-    undo(inner, state)
+    _undo(unwrap(model), state)
     return model
 
 
 @contextlib.contextmanager
 def patched(model: ModelT, method: MethodLike, **kwargs: Any) -> Iterator[ModelT]:
-    """Patches a model for the length of a `with` block; undone on exit, also by an exception.
+    """Patch a model for the length of a `with` block; undone on exit, also by an exception.
 
     Args:
         model: As for `patch_model`.
@@ -236,24 +242,23 @@ def patched(model: ModelT, method: MethodLike, **kwargs: Any) -> Iterator[ModelT
     try:
         yield model
     finally:
-        if getattr(unwrap(model), STATE, None) is not None:  # else it was unpatched in the block
+        if state_of(model) is not None:  # else it was unpatched in the block
             unpatch_model(model)
 
 
 def get_patch(model: nn.Module) -> Patch | None:
-    """What is in force in a model, read back from its modules; `None` where it is not patched."""
-    inner = unwrap(model)
-    state: State | None = getattr(inner, STATE, None)
+    """Return the patch in force, read back from the model's modules; `None` where it is not patched."""
+    state = state_of(model)
     if state is None:
         return None
     layers: tuple[str, ...] = ()
     if state.attention is not None:
         from hf_posenc.patch.attention import patched_layers
 
-        layers = tuple(name for name, _ in patched_layers(inner))
+        layers = tuple(name for name, _ in patched_layers(unwrap(model)))
     return Patch(
         state.config,
-        inspect_rope(inner),
+        inspect_rope(model),
         state.original,
         state.extended,
         state.export,
@@ -263,24 +268,23 @@ def get_patch(model: nn.Module) -> Patch | None:
 
 
 def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
-    """Every rotary table of a model's text decoder as it is in force, patched or not.
+    """Return every rotary table of a model's text decoder as it is in force, patched or not.
 
     Equal tables are listed once; length-dependent ones as for a text within the original length.
 
     Raises:
         UnsupportedModelError: A model without rotary embedding.
     """
-    inner = unwrap(model)
-    state: State | None = getattr(inner, STATE, None)
+    inner, state = unwrap(model), state_of(model)
     wrappers = {id(m.base): m for m in inner.modules() if isinstance(m, PosencRotary)}
     dropped = {
-        (id(unwrapped(rotary)), label)
+        (id(native_rotary(rotary)), label)
         for rotary in inner.modules()
         if isinstance(rotary, RepositionedRotary) and rotary.drops_rotation
         for label in rotary.labels
     }
-    found: list[EffectiveTable] = []
-    for table in tables_of(inner, adapter_of(inner)):
+    effective: list[EffectiveTable] = []
+    for table in tables_of(inner):
         wrapper = wrappers.get(id(table.module))
         (inv_freq, factor), kind = table.live(), table.rope_type
         theta = table.parameters.get("rope_theta")
@@ -294,10 +298,10 @@ def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
             inv_freq, kind = torch.zeros_like(inv_freq), "dropped"
         label = table.label or None
         entry = EffectiveTable(label, (table.name,), kind, theta, inv_freq.detach(), factor)
-        for index, other in enumerate(found):
+        for index, other in enumerate(effective):
             if entry.same_as(other):
-                found[index] = replaced(other, modules=(*other.modules, table.name))
+                effective[index] = replaced(other, modules=(*other.modules, table.name))
                 break
         else:
-            found.append(entry)
-    return tuple(found)
+            effective.append(entry)
+    return tuple(effective)

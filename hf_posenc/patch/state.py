@@ -1,4 +1,4 @@
-"""What undoes a patch."""
+"""The state of a patched model: everything that undoes the patch, kept in the model itself."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_posenc.methods import Method
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 
 STATE = "_hf_posenc"
-
 """The attribute of a patched model that holds its `State`."""
 
 
 @dataclass(frozen=True)
 class AttentionSeam:
-    """What was changed in the attention of a model.
+    """The changes in the attention of a model.
 
     Attributes:
         owner: The path of the transformers model that holds the text decoder.
@@ -32,7 +32,7 @@ class AttentionSeam:
 
     @property
     def replaced(self) -> str:
-        """The attention implementation in whose place the engine computes."""
+        """The attention implementation that the engine replaces."""
         return str(self.before[""])
 
 
@@ -41,15 +41,15 @@ class State:
     """What undoes a patch; kept in the model, so that a deepcopied one carries its own.
 
     Attributes:
-        config: What was asked for, with everything resolved.
+        config: The request, with everything resolved.
         original: The original context length, in tokens.
         extended: The context length that the patch reaches; `None` where it follows the text.
         methods: The methods, the first of which is `config.method`.
         export: How plain transformers computes the patch (`export.ConfigEdit.form`).
-        configs: Every config that was written to, with what it said before.
+        configs: Every config that was written to, with its values from before.
         scalings: The attention modules whose `scaling` was changed, by path, with the old value.
         tensors: The sin-cos tables that were swapped, by path and attribute.
-        attention: What was changed in attention.
+        attention: The changes in attention.
     """
 
     config: PatchConfig
@@ -63,33 +63,39 @@ class State:
     attention: AttentionSeam | None = None
 
 
-def own_config(model: nn.Module) -> None:
-    """Gives a model, wrappers around it included, configs of its own.
+def state_of(model: nn.Module) -> State | None:
+    """Return the state of a patched model, wrapped or not; `None` where it is not patched."""
+    return getattr(unwrap(model), STATE, None)
+
+
+def own_config(model: nn.Module) -> Mapping[int, Any]:
+    """Give a model, wrappers around it included, configs of its own.
 
     Two models built from one config object share it, and only one of them is to be patched.
+
+    Returns:
+        The copies, by `id` of the originals.
     """
-    memo: dict[int, Any] = {}
+    copies: dict[int, Any] = {}
     for module in model.modules():
         config = vars(module).get("config")
         if hasattr(config, "get_text_config"):
-            vars(module)["config"] = copy.deepcopy(config, memo)
+            vars(module)["config"] = copy.deepcopy(config, copies)
+    return copies
 
 
-def put_in_place(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:
-    """Puts modules in the place of others (by `id`), at every path where the model holds them."""
+def replace_modules(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:
+    """Replace modules (by `id`) at every path where the model holds them."""
     for path, module in list(model.named_modules(remove_duplicate=False)):
         if id(module) in replacements:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, replacements[id(module)])
 
 
-# Lets a model's configs follow a patch.
-
-
 def write_config(
     model: nn.Module, state: State, edits: Sequence[tuple[Any, Mapping[str, Any]]]
 ) -> None:
-    """Writes to configs, and into the outermost one the block that `from_pretrained` reads."""
+    """Write to configs, and to the outermost one the block that `from_pretrained` reads."""
     outer: Any = model.config
     paths = {id(part): path for path, part in export.config_parts(outer)}
     before = {}

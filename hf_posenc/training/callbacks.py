@@ -27,8 +27,9 @@ from transformers import (
 
 from hf_posenc.errors import PosencError
 from hf_posenc.files import write_atomically
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.training.checks import launcher
-from hf_posenc.training.ranks import RandomState, all_max, gather, without_wrapper
+from hf_posenc.training.ranks import RandomState, all_max, gather
 from hf_posenc.training.scoring import Scores, label_of
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -410,7 +411,7 @@ class PerplexityCallback(TrainerCallback):
     def _measure(self, model: Any, state: TrainerState) -> dict[str, float]:
         seen = state.num_input_tokens_seen or None
         result = self._scores.measure(model, state.global_step, tokens_seen=seen)
-        label = label_of(without_wrapper(model), state.global_step)
+        label = label_of(unwrap(model, adapters=False), state.global_step)
         return {
             _metric(cell.protocol, cell.length): cell.perplexity
             for cell in result.cells

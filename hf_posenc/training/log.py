@@ -29,6 +29,7 @@ from hf_posenc.evaluation.plots.style import (
     value_axis,
 )
 from hf_posenc.files import finite
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training.scoring import precision_of, stages_of
 
@@ -178,10 +179,9 @@ class TrainingLog:
 
 
 def _sizes(model: nn.Module) -> dict[str, Any]:
-    inner: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
     parameters = list(model.parameters())
     return {
-        "class": type(inner).__name__,
+        "class": type(unwrap(model)).__name__,
         "parameters": sum(global_shape(each).numel() for each in parameters),
         "trained": sum(global_shape(each).numel() for each in parameters if each.requires_grad),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),

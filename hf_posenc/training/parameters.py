@@ -13,10 +13,10 @@ from torch import nn
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods import available_methods, get_method
-from hf_posenc.model.attention import PARAMETERS, trained_parameters
-from hf_posenc.model.sincos import SinCosTable
+from hf_posenc.model.discovery import SinCosTable, tables_of
+from hf_posenc.model.parameters import PARAMETERS, trained_parameters
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.patch.request import adapter_of, tables_of, unwrap
 from hf_posenc.saving import patch_to_save
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _decoder(model: nn.Module) -> nn.Module:
     """The innermost transformers model around the rotary modules: the text decoder, without a vision tower."""
     from transformers import PreTrainedModel
 
-    table = tables_of(model, adapter_of(model))[0]
+    table = tables_of(model)[0]
     around = [
         module
         for path, module in model.named_modules()
@@ -296,9 +296,7 @@ def _every_weight(model: nn.Module) -> set[int]:
             "The weights of this model are quantized and cannot be trained themselves. Take train='lora', or load it "
             "without quantization."
         )
-    tables = [
-        table for table in tables_of(model, adapter_of(model)) if isinstance(table, SinCosTable)
-    ]
+    tables = [table for table in tables_of(model) if isinstance(table, SinCosTable)]
     constant = {id(table.tensor()) for table in tables}  # RoFormer keeps its sines as a weight
     return {id(p) for p in model.parameters() if p.is_floating_point() and id(p) not in constant}
 

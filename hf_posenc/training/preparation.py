@@ -14,9 +14,9 @@ from transformers import TrainingArguments
 
 from hf_posenc.errors import PosencError, UntrainedWarning
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Request, original_length
-from hf_posenc.model.attention import trained_parameters
+from hf_posenc.model.parameters import trained_parameters
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
-from hf_posenc.patch.request import unwrap
 from hf_posenc.saving import apply_config
 from hf_posenc.training.batches.positions import DRAWS
 from hf_posenc.training.checks import wants_fsdp

@@ -90,24 +90,6 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
-def without_wrapper(model: nn.Module) -> nn.Module:
-    """Return the model inside DDP, DataParallel, DeepSpeed's engine and `torch.compile`; PEFT's wrapper stays.
-
-    The forwards of these wrappers synchronize with other ranks, or compile anew for every length. Sharding is done by
-    the model's own modules and stays.
-    """
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and (
-            isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel)
-            or type(model).__name__ == "DeepSpeedEngine"
-        ):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
-
-
 class RandomState:
     """The present state of the random generators of Python, NumPy and PyTorch (CPU and current GPU)."""
 

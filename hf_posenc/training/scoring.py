@@ -36,6 +36,7 @@ from hf_posenc.evaluation.measuring.store import (
 from hf_posenc.evaluation.perplexity.measurement import Progress, Run
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.perplexity.runs import make_settings, result_of, special_tokens
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training.ranks import (
     broadcast,
@@ -43,7 +44,6 @@ from hf_posenc.training.ranks import (
     group_shard,
     is_sharded,
     without_side_effects,
-    without_wrapper,
 )
 
 if TYPE_CHECKING:
@@ -275,7 +275,7 @@ class Scores:
         Raises:
             PosencError: The model cannot be scored, or the folder not be written to.
         """
-        model = without_wrapper(model)
+        model = unwrap(model, adapters=False)
         sharded = is_sharded(model)
         if self._device is not None and not sharded and _can_move(model):
             model.to(self._device)

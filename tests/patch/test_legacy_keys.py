@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from hf_posenc import get_patch, patch_model, unpatch_model
-from hf_posenc.adapters import get_adapter
-from hf_posenc.model.legacy import LegacyKeys
+from hf_posenc.adapters import LegacyKeys, get_adapter
 from tests.support import zoo
 
 LISTS = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}

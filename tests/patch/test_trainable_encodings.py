@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_posenc import available_methods, from_pretrained, get_method, get_patch, patch_model
-from hf_posenc.model.attention import trained_parameters
+from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")

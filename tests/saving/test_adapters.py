@@ -25,7 +25,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.cli import main
-from hf_posenc.model.attention import trained_parameters
+from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters, lora_config
 from tests.support import zoo
 from tests.training.test_training_parameters import is_tied, stepped

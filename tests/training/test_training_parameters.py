@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import PosencError, get_method, get_patch, patch_model
-from hf_posenc.model.attention import trained_parameters
+from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import Trained, choose_parameters, lora_config, short_names
 from tests.support import zoo
 

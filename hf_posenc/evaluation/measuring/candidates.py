@@ -18,8 +18,8 @@ from hf_posenc.methods import LengthDependent, Method, get_method
 from hf_posenc.model.discovery import rotary_tables
 from hf_posenc.model.rotary import moves_with_length
 from hf_posenc.patch.config import PatchConfig, parse_method
-from hf_posenc.patch.patching import STATE, State, get_patch, patched
-from hf_posenc.patch.request import unwrap
+from hf_posenc.patch.patching import get_patch, patched
+from hf_posenc.patch.state import state_of
 
 # What `--patch` may say: `method:option=value,...`, or several of these joined by `+`.
 
@@ -348,7 +348,7 @@ def _moves(model: nn.Module) -> bool:
 
     Asked of the live modules and not of the config: a checkpoint may be dynamic, or LongRoPE, by itself.
     """
-    state: State | None = getattr(unwrap(model), STATE, None)
+    state = state_of(model)
     methods = () if state is None else state.methods
     if any(isinstance(method, LengthDependent) and method.update != "row" for method in methods):
         return True

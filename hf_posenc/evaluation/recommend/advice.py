@@ -36,9 +36,9 @@ from hf_posenc.evaluation.recommend.options import (
     rotary_limits,
 )
 from hf_posenc.methods import METHODS
-from hf_posenc.model.discovery import RotaryTable, original_length, read_spec, select
+from hf_posenc.model.discovery import RotaryTable, original_length, read_spec, select, tables_of
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch, patched
-from hf_posenc.patch.request import adapter_of, tables_of, unwrap
 
 _PER_LENGTH = ("dynamic", "longrope")  # a table that depends on the length cannot be composed
 _PROBE_TOKENS = 4
@@ -194,7 +194,7 @@ def recommend(
             "This model is patched. Advice is for the checkpoint itself: unpatch_model(model) first, or name the "
             "checkpoint that it was saved from."
         )
-    table = select(tables_of(inner, adapter_of(inner)), "full", whole=True)[0]
+    table = select(tables_of(inner), "full", whole=True)[0]
     carried = _carried(table, original)
     beside = _beside(table, carried, original)
     compose = bool(beside.get("compose"))

@@ -22,8 +22,8 @@ from transformers import Cache, DynamicCache
 
 from hf_posenc.errors import one_line
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.patch.patching import STATE
-from hf_posenc.patch.request import unwrap
+from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.patch.state import state_of
 
 # A text in pieces: where they begin and end, and what carries the past from one to the next.
 
@@ -141,7 +141,7 @@ class Prefill:
         """
         if len(Pieces(size).bounds(tokens)) < 2:
             return None
-        state = getattr(unwrap(self._model), STATE, None)
+        state = state_of(self._model)
         if state is not self._state:
             self._state, self._known, self.refused = state, {}, None
         if self.refused is not None:

@@ -20,8 +20,8 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.candidates import Candidate, Part, Request
 from hf_posenc.evaluation.tuning.trials import spec_of
 from hf_posenc.methods import RopeScaling, get_method
-from hf_posenc.model.discovery import original_length, read_spec, select
-from hf_posenc.patch.request import adapter_of, tables_of, unwrap
+from hf_posenc.model.discovery import original_length, read_spec, select, tables_of
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.rope import RopeSpec
 
 # What a search varies: a divisor for every pair of features, and the factor on cos and sin.
@@ -84,8 +84,7 @@ def rope_of(model: nn.Module, *, replace: bool) -> RopeSpec:
         UnsupportedModelError: A model without rotary embedding.
         PosencError: Tables of different sizes, which one list of divisors does not fit.
     """
-    inner = unwrap(model)
-    tables = select(tables_of(inner, adapter_of(inner)), "full", whole=True)
+    tables = select(tables_of(unwrap(model)), "full", whole=True)
     specs = [read_spec(t, original_length(t, compose=False), compose=False) for t in tables]
     if len({spec.dim for spec in specs}) > 1:
         raise PosencError(

@@ -26,6 +26,7 @@ from hf_posenc.evaluation.scoring.decoder import (
     without_cache,
 )
 from hf_posenc.evaluation.scoring.head_replay import evaluation_mode
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.training.batches.collator import IGNORED
 from hf_posenc.training.chunked_loss.head import (
     Arguments,
@@ -67,7 +68,7 @@ def chunk_loss(model: nn.Module, chunk: int | None = None) -> ChunkedLoss:
     """
     if chunk is not None and chunk < 1:
         raise PosencError(f"A chunk has at least 1 token, not {chunk}.")
-    inner = _language_model(model)
+    inner = unwrap(model, sharding=True)
     chunk = chunk or default_chunk(inner)
     before = vars(inner).get(_HANDLE)
     if not isinstance(before, ChunkedLoss):
@@ -354,16 +355,7 @@ def _is_close(actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype
     return torch.allclose(actual, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 
-# A model's forward: found inside wrappers, replaced on one model, called with names.
-
-
-def _language_model(model: Any) -> nn.Module:
-    """Return the model of transformers inside wrappers of torch and peft."""
-    from accelerate.utils import extract_model_from_parallel
-
-    inner: Any = extract_model_from_parallel(model)
-    base: nn.Module = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
-    return base
+# A model's forward: replaced on one model, called with names.
 
 
 def _method(model: nn.Module, attribute: str) -> Callable[..., Any]:

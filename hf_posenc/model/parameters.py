@@ -1,0 +1,80 @@
+"""The parameters that a method trains, as a child of the attention module that they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PARAMETERS = "posenc"
+"""The child of an attention module that holds the parameters of a method."""
+
+
+class MethodParameters(nn.Module):
+    """Named float32 parameters that a cast of the model to half precision does not round, read as a mapping.
+
+    Not an `nn.ParameterDict`, which PEFT cannot train beside an adapter (`modules_to_save`).
+
+    Args:
+        values: Their initial values, by name.
+    """
+
+    def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
+        super().__init__()
+        for name, value in (values or {}).items():
+            self.register_parameter(name, nn.Parameter(value.float()))
+
+    def forward(self, _: Any = None) -> MethodParameters:
+        """Return the module itself: called, PEFT's wrapper gives the parameters of the active adapter."""
+        return self
+
+    def __getitem__(self, name: str) -> nn.Parameter:
+        return self.get_parameter(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parameters
+
+    def keys(self) -> list[str]:
+        """Return the names."""
+        return list(self._parameters)
+
+    def items(self) -> list[tuple[str, nn.Parameter]]:
+        """Return the names and the parameters."""
+        return [(name, self[name]) for name in self]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> MethodParameters:
+        def moved(tensor: Tensor) -> Tensor:
+            target: Tensor = fn(tensor)
+            return tensor.to(target.device) if target.dtype != torch.float32 else target
+
+        super()._apply(moved, recurse)  # type: ignore[no-untyped-call]
+        return self
+
+
+def parameters_in_force(attention: nn.Module) -> MethodParameters | None:
+    """Return the parameters of one attention module: its own, or those of PEFT's active adapter."""
+    held: Any = getattr(attention, PARAMETERS, None)
+    if held is None or isinstance(held, MethodParameters):
+        return held
+    active: MethodParameters = held(None)
+    return active
+
+
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return every parameter of a method, by its name in the model's state dict without adapters."""
+    return {
+        f"{path}.{PARAMETERS}.{name}".lstrip("."): parameter
+        for path, module in model.named_modules()
+        if (held := module._modules.get(PARAMETERS)) is not None
+        and any(isinstance(part, MethodParameters) for part in held.modules())
+        and (active := parameters_in_force(module)) is not None
+        for name, parameter in active.items()
+    }
