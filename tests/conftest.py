@@ -1,4 +1,4 @@
-"""What every test shares: no network, one thread, and GPU tests only where there is a GPU."""
+"""Settings of all tests: no network, one thread, and GPU tests only where there is a GPU."""
 
 from __future__ import annotations
 

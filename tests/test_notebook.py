@@ -34,7 +34,7 @@ def _code(notebook: Any) -> list[Any]:
 
 
 def _kinds(cell: Any) -> list[str]:
-    """What a cell puts out: the name of a stream, or the type that a notebook shows."""
+    """Outputs of a cell: the name of a stream, or the type that a notebook displays."""
     kinds = []
     for output in cell["outputs"]:
         shown = ("image/png", "text/html", "text/plain")

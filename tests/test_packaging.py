@@ -1,4 +1,4 @@
-"""What is shipped, and whether pyproject.toml, constraints.txt, README.md and the tree still tell the same story."""
+"""Packaging: pyproject.toml, constraints.txt, README.md and the tree agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What attention-path methods compute in a Llama, and that every way to run a text computes the same.
+"""Methods inside attention in a Llama: every way to run a text gives the same numbers.
 
 `tests/support/attention_llama.py` has the cases and the float64 reference.
 """

@@ -1,4 +1,4 @@
-"""What holds for all methods beside the frequency ones: names, options, refusals, pages; and log n."""
+"""Properties of all methods except frequency methods: names, options, refusals, pages; and log n."""
 
 from __future__ import annotations
 

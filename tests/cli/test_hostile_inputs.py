@@ -47,7 +47,7 @@ def damaged(data: bytes) -> bytes:
 
 
 class Evil:
-    """What must never be unpickled."""
+    """An object that must never be unpickled."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
         return os.mkdir, ("unpickled",)

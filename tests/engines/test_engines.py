@@ -1,4 +1,4 @@
-"""What other engines make of a saved model: their tables, what they are told, what they cannot have."""
+"""Other engines and a saved model: their tables, their flags, and unsupported methods."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_equals_transformers(
 
 @pytest.mark.parametrize("name", FREQUENCY)
 def test_native_parameters_say_the_same(name: str) -> None:
-    """What a method writes into ``rope_parameters`` makes transformers compute the same table."""
+    """The ``rope_parameters`` of a method give the same table in transformers."""
     method = example(name)
     rope = RopeSpec(64, 10_000.0, 2048)
     parameters = method.rope_parameters(rope)

@@ -94,7 +94,7 @@ WAYS = {"cached": cached, "left-padded": left_padded}
 
 
 def native_error(model: PreTrainedModel, way: str, ids: Tensor, full: Tensor) -> float | None:
-    """How far the unpatched model is off; `None` where it cannot run a text so."""
+    """Return the error of the unpatched model; `None` if it cannot run a text this way."""
     try:
         return zoo.relative_difference(WAYS[way](model, ids), full)
     except Exception:

@@ -1,4 +1,4 @@
-"""What patch_model promises for methods that land in attention: reversible, atomic, this instance only; it travels."""
+"""patch_model with methods inside attention: reversible, atomic, this instance only, portable."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model() -> PreTrainedModel:
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
-    """What unpatching has to restore."""
+    """The state that unpatching has to restore."""
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
         hooks = {key: list(value) for key, value in vars(module).items() if key.endswith("_hooks")}
@@ -177,7 +177,7 @@ def test_peft_before_and_after(model: PreTrainedModel, name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_saved_and_loaded(model: PreTrainedModel, name: str, tmp_path: Path) -> None:
-    """What was trained included."""
+    """Trained parameters are included."""
     before = zoo.logits(model, IDS)
     expected = zoo.logits(apply(model, name), IDS)
     model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""What only a GPU shows: tables that follow the model between devices, and compiled decoding with CUDA graphs.
+"""Patches on a GPU: tables that follow the model between devices, and compiled decoding with CUDA graphs.
 
 The attention path: `tests/attention/test_gpu_attention.py`.
 """

@@ -1,4 +1,4 @@
-"""What patch_model promises beyond the right numbers: reversible, atomic, this instance only, never a silent no-op."""
+"""Promises of patch_model beyond the numbers: reversible, atomic, this instance only, never a silent no-op."""
 
 from __future__ import annotations
 
@@ -341,7 +341,7 @@ class TestPrecision:
 
 
 class TestHazards:
-    """What other code does to models."""
+    """Operations of other code on models."""
 
     def test_deepcopies_are_independent(self, model: PreTrainedModel) -> None:
         before = logits(model)
@@ -516,7 +516,7 @@ class TestDynamicAndCache:
 
 
 class TestPatch:
-    """What get_patch says is read back from the model."""
+    """get_patch reads the model."""
 
     def test_reads_the_live_tables(self, model: PreTrainedModel) -> None:
         patch_model(model, "yarn", scale=4)

@@ -1,4 +1,4 @@
-"""What transformers 4.57 really loads, against what is said of it.
+"""Loading in transformers 4.57, compared with the documented behaviour.
 
 `pip install --target FOLDER --no-deps transformers==4.57.1 "huggingface_hub<1" "tokenizers<0.23"` makes the folder
 that `HF_POSENC_TRANSFORMERS4` names.

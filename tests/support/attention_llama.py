@@ -103,7 +103,7 @@ TRAINABLE = tuple(
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What the method trains, by full name."""
+    """Trained parameters of the method, by full name."""
     return {name: value for name, value in model.named_parameters() if ".posenc." in name}
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the attention-path methods share: building them, reading their positions."""
+"""Shared by the tests of methods inside attention: building them, reading their positions."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def lm_infinite(m: int, n: int, window: int, sinks: int) -> float | None:
 
 
 def attention_sinks(m: int, n: int, window: int, sinks: int) -> float | None:
-    """What StreamingLLM's cache holds when the token at m has come in, and where in it n stands."""
+    """Return the cache position of n in StreamingLLM after the token at m."""
     text = list(range(m + 1))
     cache = text if len(text) <= sinks + window else text[:sinks] + text[-window:]
     return cache.index(m) - cache.index(n) if n in cache else None

@@ -1,4 +1,4 @@
-"""What the tests of documents share: files packed in every way, and limits that make everything large."""
+"""Shared by the tests of documents: files packed in every way, and limits that make everything large."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from hf_posenc.engines.llama_cpp import converted
 
 
 def converted_file(path: Path, config: Mapping[str, Any], architecture: str = "llama") -> Path:
-    """What the converter makes of a config that it has words for."""
+    """Write the file that the converter makes from a config that it supports."""
     gguf = pytest.importorskip("gguf")
     kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
     keys, tensors = converted(config, 16)

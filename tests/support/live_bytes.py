@@ -65,7 +65,7 @@ def build(model_type: str, **sizes: Any) -> Any:
 
 
 def within(cost: Cost, peak: int, most: float = 1.25) -> bool:
-    """Whether an estimate is right, and rather too high than too low."""
+    """Check an estimate: close, and too high rather than too low."""
     ratio = cost.beside_weights / peak
     assert 0.9 < ratio < most, f"{ratio:.3f}: {cost} for {peak:,} bytes"
     return True

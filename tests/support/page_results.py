@@ -33,7 +33,7 @@ def result(
     failures: Sequence[dict[str, Any]] = (),
     **more: Any,
 ) -> dict[str, Any]:
-    """What `perplexity.json` holds: perplexities by method and length, documents scattered around them."""
+    """Build a `perplexity.json`: perplexities by method and length, with documents scattered around them."""
     failed = {(f["method"], f["protocol"], f["length"]) for f in failures}
     records = []
     for place, (method, curve) in enumerate(curves.items()):

@@ -1,4 +1,4 @@
-"""What other projects compute as perplexity, restated window by window: references for the presets.
+"""Perplexity as other projects compute it, restated window by window: references for the presets.
 
 Each function does the arithmetic of the program that it names, its quirks included, and nothing faster. Where that
 program takes the loss that transformers returns for `labels=`, so does this: float32, the mean over the labels that are

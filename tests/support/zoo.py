@@ -208,12 +208,12 @@ def length_of(config: PretrainedConfig) -> int | None:
 
 
 def longest(model: PreTrainedModel) -> int:
-    """How many tokens the unpatched model takes: few where it looks positions up in a table."""
+    """Return the longest text of the unpatched model: short if positions are read from a table."""
     return ORIGINAL_LENGTH if model.config.model_type in TABLE_TYPES else 1 << 20
 
 
 def is_plain(model: PreTrainedModel) -> bool:
-    """Whether the model comes with ordinary, unscaled RoPE."""
+    """Return whether the model has ordinary, unscaled RoPE."""
     ropes = [part.rope_parameters for part in rope_configs(model.config)]
     entries = [e for rope in ropes for e in (rope, *rope.values()) if isinstance(e, Mapping)]
     return all(e.get("rope_type", "default") in ("default", "proportional") for e in entries)
@@ -230,7 +230,7 @@ def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
 
 
 def _required_inputs(config: Any, input_ids: Tensor) -> dict[str, Tensor]:
-    """What a forward on text takes: the tokens, and what three families insist on beside them."""
+    """Return the inputs of a forward on text: the tokens, and what three families require besides."""
     batch, length = input_ids.shape
     if config.model_type == "idefics":  # an image: one that no token looks at
         image = torch.zeros(batch, 1, 5, 64)

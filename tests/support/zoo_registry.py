@@ -1,4 +1,4 @@
-"""Which architectures rotate: read from transformers' registry and modelling sources, never listed by hand."""
+"""Architectures with a rotation, read from transformers' registry and modelling sources."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def field_names(config_class: type[PretrainedConfig]) -> set[str]:
 
 
 def _rotates(model_type: str, class_name: str) -> bool:
-    """Whether the modelling source of ``model_type`` rotates queries and keys in its text part."""
+    """Return whether the modelling source of ``model_type`` rotates queries and keys in its text part."""
     config_class = config_class_of(model_type)
     source = source_of(modelling_module(config_class))
     if f"class {class_name}(" not in source:  # the model class is another family's

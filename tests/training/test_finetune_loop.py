@@ -36,7 +36,7 @@ of which has 2."""
 
 
 class KilledError(Exception):
-    """Where a process would be gone."""
+    """Stands for a killed process."""
 
 
 @pytest.fixture(scope="module")

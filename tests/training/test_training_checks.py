@@ -1,4 +1,4 @@
-"""What cannot work is refused at the start with the reason, and what can work is let through."""
+"""Impossible runs are refused at the start with the reason; possible ones are not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN = zoo.build("llama")
 
 @pytest.fixture(autouse=True)
 def _own_processes() -> Iterator[None]:
-    """What one test's TrainingArguments set up is no other's."""
+    """Reset the global state that TrainingArguments set up."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,4 +1,4 @@
-"""What is trained: all weights, a LoRA with embeddings and norms, or the encoding alone."""
+"""Trained parameters: all weights, a LoRA with embeddings and norms, or the encoding alone."""
 
 from __future__ import annotations
 

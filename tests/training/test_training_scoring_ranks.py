@@ -41,7 +41,7 @@ def stored(folder: Path) -> PerplexityResult:
 
 
 def lines(folder: Path) -> dict[str, int]:
-    """How many records each process has written."""
+    """Count the records that each process has written."""
     return {
         path.stem: len(path.read_text().splitlines())
         for path in folder.glob("records/*/shard-*.jsonl")

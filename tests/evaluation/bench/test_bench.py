@@ -156,7 +156,7 @@ def hungry(model: Any, most: int) -> None:
 
 @pytest.fixture
 def quick_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is freed when memory runs out is nothing here, and looking for it takes a second each time."""
+    """Skip garbage collection after an injected lack of memory: it frees nothing here and takes a second."""
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
 

@@ -67,7 +67,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def output(folder: Path) -> str:
-    """What the processes printed."""
+    """Output of the processes."""
     return "\n".join(
         path.read_text() for path in sorted(folder.parent.glob(f"{folder.name}-*.out"))
     )

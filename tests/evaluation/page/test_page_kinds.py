@@ -22,7 +22,7 @@ DEPTHS = (0.0, 0.5, 1.0)
 def retrieval(
     right: dict[str, Sequence[float]], *, samples: int = 4, **more: Any
 ) -> dict[str, Any]:
-    """What `retrieval.json` holds, with these shares of right answers by depth, the same at both lengths."""
+    """Build a `retrieval.json` with these accuracies by depth, the same at both lengths."""
     records = []
     for method, shares in right.items():
         for length in (256, 512):

@@ -1,4 +1,4 @@
-"""Which windows are run, and which of their tokens count."""
+"""Windows of each protocol, and the tokens that count in them."""
 
 from __future__ import annotations
 

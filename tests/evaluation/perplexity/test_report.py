@@ -1,4 +1,4 @@
-"""What a run shows and writes."""
+"""Tables, notes and files of a run."""
 
 from __future__ import annotations
 

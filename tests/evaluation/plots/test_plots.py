@@ -23,7 +23,7 @@ LENGTHS = (128, 256, 512)
 
 @dataclasses.dataclass
 class Shown:
-    """What a figure takes, and nothing else."""
+    """The attributes that a figure needs, and nothing else."""
 
     candidates: list[Any]
     cells: Mapping[tuple[str, int], Any]

@@ -331,7 +331,7 @@ def test_the_cache_of_windows_and_grouped_heads() -> None:
 @pytest.mark.parametrize("scaling", ["default", "dynamic"])
 @pytest.mark.parametrize("tokens", [10, 50])
 def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
-    """What a model of both kinds of layers keeps, measured in its own cache."""
+    """Measure the cache of a model with both kinds of layers."""
     config = MistralConfig(
         vocab_size=99,
         hidden_size=32,

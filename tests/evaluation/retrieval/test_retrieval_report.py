@@ -1,4 +1,4 @@
-"""What a run prints and draws, and the command."""
+"""Tables and figures of a retrieval run, and its command."""
 
 from __future__ import annotations
 

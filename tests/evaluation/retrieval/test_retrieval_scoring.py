@@ -1,4 +1,4 @@
-"""Whether an answer is right, and its rank: against raw logits, with the cache and without."""
+"""Correctness and rank of an answer, against raw logits, with and without the cache."""
 
 from __future__ import annotations
 

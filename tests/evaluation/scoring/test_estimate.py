@@ -27,7 +27,7 @@ from tests.support.zoo_registry import quiet as quietly
 
 
 def grouped(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """What `FlopCounterMode` does not know: rows (n, in) times the matrices (experts, in, out) of their experts."""
+    """Operations missing from `FlopCounterMode`: rows (n, in) times the matrices (experts, in, out) of experts."""
     return int(2 * a[0] * a[1] * b[-1])
 
 

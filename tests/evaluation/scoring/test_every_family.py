@@ -207,7 +207,7 @@ def test_what_reads_ahead_is_refused(model_type: str) -> None:
 
 
 def is_encoder(model_type: str) -> bool:
-    """Whether the type is one, unless its config makes a decoder of it."""
+    """Return whether the type is one, unless its config makes it a decoder."""
     if model_type in {
         *NOT_BUILT,
         "trocr",

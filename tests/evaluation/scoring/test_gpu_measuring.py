@@ -1,4 +1,4 @@
-"""What only a GPU shows of measuring: its numbers, its memory, and what happens when that runs out."""
+"""Measuring on a GPU: numbers, memory, and recovery when memory runs out."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def rows_of(batch: Any) -> Batch:
 
 
 def trained(folder: Path, resume: Path | None = None, **options: Any) -> list[Batch]:
-    """What the model was given, step by step."""
+    """Inputs of the model, step by step."""
     arguments: Any = {
         "output_dir": str(folder),
         "per_device_train_batch_size": BATCH,

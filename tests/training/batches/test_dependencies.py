@@ -1,4 +1,4 @@
-"""Which token's logits depend on which, found by changing one token at a time in the model as it is trained."""
+"""Dependencies between tokens, measured by changing one token at a time in the training model."""
 
 from __future__ import annotations
 
