@@ -14,20 +14,24 @@ from hf_posenc.cli import options as inp
 from hf_posenc.cli import options as opt
 from hf_posenc.cli.console import err, out, print_error, print_warning
 from hf_posenc.cli.loading import Remembers, command_line, open_session
-from hf_posenc.cli.presentation import announce, progress_bar, reading, say_written, show_model
+from hf_posenc.cli.presentation import (
+    announce,
+    progress_bar,
+    reading,
+    say_written,
+    show_model,
+    show_tables,
+)
 from hf_posenc.errors import PosencError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from rich.table import Table
-
     from hf_posenc.cli.loading import Session
     from hf_posenc.evaluation.documents import Entry, Skipped, TokenCache, TokenizedDocument
     from hf_posenc.evaluation.measuring.store import Shard
-    from hf_posenc.evaluation.tuning.meter import Meter, TailSettings
-    from hf_posenc.evaluation.tuning.search import SearchResult
-    from hf_posenc.evaluation.tuning.sweep import SweepResult
+    from hf_posenc.evaluation.tuning.objective import Meter, TailSettings
+    from hf_posenc.evaluation.tuning.results import TuningResult
 
 
 # What `sweep` and `search` share: documents for a target length, the records, and what is shown and written.
@@ -98,7 +102,7 @@ def tail_settings(original: int | None, target: str | None, **given: Any) -> Tai
         PosencError: The original length is not known, or numbers do not go together.
     """
     from hf_posenc.evaluation.perplexity.protocols import parse_length
-    from hf_posenc.evaluation.tuning.meter import TailSettings
+    from hf_posenc.evaluation.tuning.objective import TailSettings
 
     if original is None:
         raise PosencError(
@@ -184,7 +188,7 @@ def metering(
     Gives the meter, and a list of one number: the tokens that the bar ends at, which the caller sets.
     """
     from hf_posenc.evaluation.measuring.store import Memory, Store
-    from hf_posenc.evaluation.tuning.meter import Meter
+    from hf_posenc.evaluation.tuning.objective import Meter
 
     decisive = {
         "kind": "tail",
@@ -222,49 +226,23 @@ def metering(
             yield meter, total
 
 
-def finish(
-    result: SweepResult | SearchResult,
-    table: Table,
-    lines: Iterable[str],
-    problems: Iterable[str],
-    output: Path,
-    with_plot: bool,
-) -> None:
-    """Prints the table and what it says, and writes result, recipe and plot.
+def finish(result: TuningResult, output: Path, with_plot: bool) -> None:
+    """Print a result and write result, recipe and plot.
 
     Raises:
         PosencError: A file cannot be written.
-        typer.Exit: Status 1 where there is no recipe, after everything that was measured has been written.
+        typer.Exit: Status 1 if there is no recipe, after everything has been written.
     """
-    from hf_posenc.evaluation.plots import write_figure
-    from hf_posenc.evaluation.tuning.trials import recipe_text
-    from hf_posenc.files import to_json, write_atomically
-
-    kind = result.to_dict()["kind"]
     show_model(result.about["model"])
-    console = out()
-    console.print(table)
-    for line in (*lines, ""):
-        console.print(line, markup=False)
-    written = [f"{kind}.json"]
-    write_atomically(output / written[0], to_json(result.to_dict()))
-    recipe = output / f"{kind}_recipe.json"
-    if result.recipe is not None:
-        write_atomically(recipe, recipe_text(result.recipe))
-        written.append(recipe.name)
-    if with_plot:
-        names = [f"{kind}.png", f"{kind}.svg"]
-        write_figure(result.plot(), *(output / name for name in names))
-        written += names
-    say_written(written, output)
-    for line in problems:
+    show_tables(result)
+    say_written(result.write(output, plots=with_plot), output)
+    for line in result.problems():
         print_warning(line)
     if result.recipe is None:
         print_error("There is no winner, and so no recipe.")
         raise typer.Exit(1)
-    console.print(
-        f"Use it: hf_posenc.load_patch(model, {str(recipe)!r})", markup=False, soft_wrap=True
-    )
+    recipe = str(output / f"{result.kind}_recipe.json")
+    out().print(f"Use it: hf_posenc.load_patch(model, {recipe!r})", markup=False, soft_wrap=True)
 
 
 # `hf-posenc search`: a factor for every pair of features, as LongRoPE searches them.
@@ -355,8 +333,6 @@ def search(
     load_patch. A search that was interrupted goes on where it was when the same command is given again.
     """
     from hf_posenc.evaluation.measuring.store import current_shard
-    from hf_posenc.evaluation.tuning import search as search_report
-    from hf_posenc.evaluation.tuning import sweep as report
     from hf_posenc.evaluation.tuning.evolution import rope_of
     from hf_posenc.evaluation.tuning.search import SearchSettings, work
     from hf_posenc.evaluation.tuning.search import search as run_search
@@ -404,9 +380,7 @@ def search(
         result = run_search(meter, settings, own, about=inputs.about, skipped=inputs.skipped)
     if place.index:
         return
-    problems = report.problems(result.rows)
-    table, lines = search_report.search_table(result), search_report.search_lines(result)
-    finish(result, table, lines, problems, output, with_plot)
+    finish(result, output, with_plot)
 
 
 DEFAULT_PATCHES = (
@@ -483,10 +457,8 @@ def sweep(
     """
     from hf_posenc.evaluation.measuring.candidates import original_length
     from hf_posenc.evaluation.measuring.store import current_shard
-    from hf_posenc.evaluation.tuning import sweep as report
+    from hf_posenc.evaluation.tuning.sweep import crossed, parse_scales, tried, work
     from hf_posenc.evaluation.tuning.sweep import sweep as run_sweep
-    from hf_posenc.evaluation.tuning.sweep import work
-    from hf_posenc.evaluation.tuning.trials import crossed, parse_scales, tried
 
     place = current_shard(shard)
     specs, wanted = patch or DEFAULT_PATCHES, None if scales is None else parse_scales(scales)
@@ -544,9 +516,7 @@ def sweep(
         )
     if place.index:
         return
-    problems = report.problems(result.rows)
-    table, lines = report.sweep_table(result), report.sweep_lines(result)
-    finish(result, table, lines, problems, output, with_plot)
+    finish(result, output, with_plot)
     if result.winner is not None:
         out().print(f"Or: {result.trial(result.winner).call}", markup=False, soft_wrap=True)
 

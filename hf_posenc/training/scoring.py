@@ -18,7 +18,6 @@ from torch import nn
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
 from hf_posenc.evaluation.grid import number, to_rich
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Request, original_length
-from hf_posenc.evaluation.measuring.execute import Progress, execute, silent
 from hf_posenc.evaluation.measuring.identity import (
     describe_model,
     environment,
@@ -34,7 +33,7 @@ from hf_posenc.evaluation.measuring.store import (
     Store,
     fingerprint_of,
 )
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
+from hf_posenc.evaluation.perplexity.measurement import Progress, Run
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.perplexity.runs import make_settings, result_of, special_tokens
 from hf_posenc.model.unwrapping import unwrap
@@ -159,12 +158,8 @@ class Both:
         self._store.append(key, value)
         self._known.append(key, value)
 
-    def refresh(self) -> None:
-        """Read what other processes have stored."""
-        self._known.refresh()
 
-
-def known_to_all(run: PerplexityRun, records: Records) -> Memory:
+def known_to_all(run: Run, records: Records) -> Memory:
     """The records of a run that any process has, in every process. All must call it."""
     own = {item.key: records.get(item.key) for item in run.items}
     known = Memory()
@@ -261,7 +256,7 @@ class Scores:
         *,
         tokens_seen: int | None = None,
         last: bool = False,
-        progress: Progress = silent,
+        progress: Progress = lambda label, done, total: None,
     ) -> PerplexityResult:
         """Measures a model as it is now, patched or not, wrapped or sharded, and leaves no trace in it.
 
@@ -308,22 +303,17 @@ class Scores:
     ) -> PerplexityResult:
         here = group_shard()
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
-        run = PerplexityRun(
+        run = Run(
             model,
             self.documents,
             [candidate],
             self.settings,
             special=self._special,
+            strict=sharded and here.count > 1,
         )
         with self._store(here, sharded) as store:
             known = known_to_all(run, store)
-            execute(
-                run,
-                Both(known, store),
-                ALONE if sharded else here,
-                progress,
-                strict=sharded and here.count > 1,
-            )
+            run.measure(Both(known, store), ALONE if sharded else here, progress)
         result = result_of(
             run,
             known_to_all(run, known),

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
-from hf_posenc.evaluation.tuning.board import Loss
-from hf_posenc.evaluation.tuning.meter import Meter, TailSettings
+from hf_posenc.evaluation.tuning.objective import Loss, Meter, TailSettings
+from hf_posenc.evaluation.tuning.results import Trial
 from hf_posenc.evaluation.tuning.sweep import SweepResult
-from hf_posenc.evaluation.tuning.trials import Trial
 from tests.support import zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
@@ -74,7 +73,15 @@ def planted(
     ]
     count = len(losses["none"])
     documents: list[dict[str, Any]] = [{"name": f"d{index}"} for index in range(count)]
-    return SweepResult(ABOUT, chosen, first_documents, trials, documents, [], made)
+    return SweepResult(
+        about=ABOUT,
+        settings=chosen,
+        trials=trials,
+        documents=documents,
+        skipped=[],
+        losses=made,
+        first_documents=first_documents,
+    )
 
 
 def _control(label: str) -> bool:

@@ -1,9 +1,11 @@
-"""The figures of a sweep and of a search. They need matplotlib."""
+"""Figures of a sweep and of a search. Needs matplotlib."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hf_posenc.evaluation.plots.style import (
     BASELINE,
@@ -18,68 +20,94 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from hf_posenc.evaluation.tuning.board import Row
-    from hf_posenc.evaluation.tuning.search import SearchResult
-    from hf_posenc.evaluation.tuning.sweep import SweepResult
+
+@dataclass(frozen=True)
+class Point:
+    """Perplexity of one method.
+
+    Attributes:
+        name: The name on the axis.
+        value: The perplexity.
+        interval: Its 95 % interval; `None`: none.
+        best: Whether it is the winner.
+        complete: Whether it was measured on all documents; otherwise the point is open.
+    """
+
+    name: str
+    value: float
+    interval: tuple[float, float] | None
+    best: bool
+    complete: bool
 
 
-def sweep_figure(result: SweepResult) -> Figure:
-    """Every method that gave a number, the best on top; filled where it was measured on all documents."""
+def sweep_figure(points: Sequence[Point], controls: Mapping[str, float], target: int) -> Figure:
+    """Draw a point for every method, the best on top, and a vertical line for every control.
+
+    Args:
+        points: The methods.
+        controls: The perplexities of the controls, by label.
+        target: The target length, in tokens.
+    """
     require()
     import matplotlib as mpl
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullLocator
 
-    rows = [row for row in result.rows if row.failed is None and math.isfinite(row.perplexity)]
-    methods = [row for row in rows if not row.control]
     with mpl.rc_context(STYLE):
-        drawn = Figure(figsize=(6.4, 1.3 + 0.22 * len(methods)), layout="constrained")
+        drawn = Figure(figsize=(6.4, 1.3 + 0.22 * len(points)), layout="constrained")
         panel = drawn.subplots()
         panel.set_xscale("log")
-        last = result.rungs[-1].documents
-        for place, row in enumerate(methods):
-            _dot(panel, place, row, best=row.label == result.winner, filled=row.documents == last)
-        panel.set_yticks(range(len(methods)), [_name(row, last) for row in methods])
-        panel.set_ylim(len(methods) - 0.4, -0.6)
-        for above, row in enumerate(row for row in rows if row.control):
-            _control(panel, row, above)  # one name above the other, however near they are
+        for height, point in enumerate(points):
+            colour = COLOURS[1] if point.best else COLOURS[0]
+            if point.interval is not None:
+                heights = (height, height)
+                panel.plot(
+                    point.interval, heights, color=colour, linewidth=1.1, alpha=0.6, zorder=2
+                )
+            face = colour if point.complete else "white"
+            marker = panel.plot(point.value, height, "o", color=colour, markersize=5, zorder=3)
+            marker[0].set_markerfacecolor(face)
+        panel.set_yticks(range(len(points)), [point.name for point in points])
+        panel.set_ylim(len(points) - 0.4, -0.6)
+        for index, (label, value) in enumerate(controls.items()):
+            _control(panel, label, value, 2 + 9 * index)  # names above each other, however near
         ticks = value_ticks(*panel.get_xlim())
         panel.set_xticks(ticks, [f"{value:g}" for value in ticks])
         panel.xaxis.set_minor_locator(NullLocator())
-        panel.set_xlabel(f"tail perplexity at {result.settings.target:,} tokens")
+        panel.set_xlabel(f"tail perplexity at {target:,} tokens")
     return drawn
 
 
-def _dot(panel: Axes, place: int, row: Row, *, best: bool, filled: bool) -> None:
-    colour = COLOURS[1] if best else COLOURS[0]
-    if row.interval is not None:
-        panel.plot(row.interval, (place, place), color=colour, linewidth=1.1, alpha=0.6, zorder=2)
-    face = colour if filled else "white"
-    panel.plot(
-        row.perplexity, place, "o", color=colour, markerfacecolor=face, markersize=5, zorder=3
-    )
-
-
-def _name(row: Row, last: int) -> str:
-    return row.label if row.documents == last else f"{row.label}, {row.documents} documents"
-
-
-def _control(panel: Axes, row: Row, above: int) -> None:
-    colour = BASELINE if row.label == "none" else CONTROL_COLOUR
-    panel.axvline(row.perplexity, color=colour, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
-    look: dict[str, Any] = {"color": colour, "fontsize": 7, "ha": "center", "va": "bottom"}
+def _control(panel: Axes, label: str, value: float, above: int) -> None:
+    colour = BASELINE if label == "none" else CONTROL_COLOUR
+    panel.axvline(value, color=colour, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     panel.annotate(
-        row.label,
-        (row.perplexity, 1),
+        label,
+        (value, 1),
         xycoords=("data", "axes fraction"),
-        xytext=(0, 2 + 9 * above),
+        xytext=(0, above),
         textcoords="offset points",
-        **look,
+        color=colour,
+        fontsize=7,
+        ha="center",
+        va="bottom",
     )
 
 
-def search_figure(result: SearchResult) -> Figure:
-    """Left the path: every evaluation, and the best so far. Right the factors, of the best and of the starts."""
+def search_figure(
+    perplexities: Sequence[float],
+    starts: Mapping[str, Sequence[float]],
+    best: Sequence[float] | None,
+    target: int,
+) -> Figure:
+    """Draw the path of a search on the left, and the factors of the starts and of the best on the right.
+
+    Args:
+        perplexities: Perplexity of every evaluation, in order; NaN where there is none.
+        starts: The factors that the search began with, by method.
+        best: The factors found; `None`: none.
+        target: The target length, in tokens.
+    """
     require()
     import matplotlib as mpl
     from matplotlib.figure import Figure
@@ -87,42 +115,38 @@ def search_figure(result: SearchResult) -> Figure:
     with mpl.rc_context(STYLE):
         drawn = Figure(figsize=(8.2, 3.3), layout="constrained")
         path, factors = drawn.subplots(1, 2)
-        _path(path, result)
-        _factors(factors, result)
+        _path(path, perplexities, target)
+        colours = (COLOURS[0], COLOURS[2], COLOURS[3], *COLOURS[4:])
+        for index, (name, values) in enumerate(starts.items()):
+            colour = colours[index % len(COLOURS)]
+            factors.plot(values, color=colour, linewidth=1.1, label=name)
+        if best is not None:
+            factors.plot(
+                best, color=COLOURS[1], label="search", marker="o", markersize=3, linewidth=1.4
+            )
+        factors.set_xlabel("pair of features, from the fastest")
+        factors.set_ylabel("divisor of its frequency")
+        factors.legend(frameon=False, fontsize=7.5)
     return drawn
 
 
-def _path(panel: Axes, result: SearchResult) -> None:
-    scores = [math.exp(step.score) if step.score < 700 else math.nan for step in result.steps]
+def _path(panel: Axes, perplexities: Sequence[float], target: int) -> None:
     best: list[float] = []
-    for score in scores:
-        best.append(min(score, best[-1]) if best and not math.isnan(best[-1]) else score)
-    count = range(1, len(scores) + 1)
-    panel.plot(count, scores, ".", color=COLOURS[0], markersize=3, alpha=0.5)
+    for value in perplexities:
+        best.append(min(value, best[-1]) if best and not math.isnan(best[-1]) else value)
+    count = range(1, len(perplexities) + 1)
+    panel.plot(count, perplexities, ".", color=COLOURS[0], markersize=3, alpha=0.5)
     panel.plot(count, best, color=COLOURS[1], linewidth=1.3)
     panel.set_ylim(*_limits(best))
     panel.set_xlabel("evaluations")
-    panel.set_ylabel(f"tail perplexity at {result.settings.target:,} tokens")
+    panel.set_ylabel(f"tail perplexity at {target:,} tokens")
     panel.set_title("search documents", loc="left")
 
 
-def _limits(best: list[float]) -> tuple[float, float]:
-    """From the best found to about as far above the best start: mutations that fail by far are cut off."""
+def _limits(best: Sequence[float]) -> tuple[float, float]:
+    """Return limits from the best found to somewhat above the best start; far worse mutations are cut off."""
     low = min((value for value in best if not math.isnan(value)), default=1.0)
     starts = [value for value in best[:3] if not math.isnan(value)]
     high = min(starts, default=low)
     room = max(high - low, 0.02 * low)
     return low - 0.3 * room, high + room
-
-
-def _factors(panel: Axes, result: SearchResult) -> None:
-    lines = [step for step in result.steps if step.kind not in ("mutation", "crossover")]
-    for place, step in enumerate(lines):
-        colour = (COLOURS[0], COLOURS[2], COLOURS[3], *COLOURS[4:])[place % len(COLOURS)]
-        panel.plot(step.genome.factors, color=colour, linewidth=1.1, label=step.kind)
-    if result.best is not None:
-        look: dict[str, Any] = {"marker": "o", "markersize": 3, "linewidth": 1.4}
-        panel.plot(result.best.genome.factors, color=COLOURS[1], label="search", **look)
-    panel.set_xlabel("pair of features, from the fastest")
-    panel.set_ylabel("divisor of its frequency")
-    panel.legend(frameon=False, fontsize=7.5)

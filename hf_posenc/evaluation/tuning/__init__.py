@@ -1,4 +1,4 @@
-"""Which method, at which scale, for these documents: successive halving, and a search of factors of its own."""
+"""Sweep of methods times scales by successive halving, and search of a factor for every pair of features."""
 
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import SweepResult

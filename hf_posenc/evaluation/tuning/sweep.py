@@ -1,45 +1,142 @@
-"""Runs a sweep."""
+"""Sweep of methods times scales by successive halving (Jamieson and Talwalkar 2016, arXiv 1502.07943, section 2).
+
+All methods are compared on a few documents, the better half of them on twice as many, and so on.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
+from torch import nn
 
-from hf_posenc.evaluation.documents import Skipped
-from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS, failed, number
-from hf_posenc.evaluation.tuning.board import (
-    Board,
-    Comparison,
-    Intervals,
-    Loss,
-    Losses,
-    Row,
-    perplexity,
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.grid import Grid, number
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Part, Request
+from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
+from hf_posenc.evaluation.plots.tuning import Point, sweep_figure
+from hf_posenc.evaluation.tuning.objective import Board, Loss, Meter, Row, TailSettings
+from hf_posenc.evaluation.tuning.results import (
+    CONTROLS,
+    TuningResult,
+    against,
+    on_short,
+    spec_of,
 )
-from hf_posenc.evaluation.tuning.meter import Item, Meter, TailSettings
-from hf_posenc.evaluation.tuning.trials import Trial, recipe_of
-from hf_posenc.files import finite
+from hf_posenc.methods import get_method
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-
-# Successive halving: many on few documents, the better half on twice as many, and so on.
-#
-# Jamieson and Talwalkar 2016, arXiv 1502.07943, section 2.
-
+    from hf_posenc.evaluation.documents import Skipped
 
 FIRST = 5
 LEAST = 2
-"""Two at least reach the last rung, so that the best is compared with something on every document."""
+"""Least number of methods in the last round, so that the best one is compared on every document."""
+
+
+def crossed(specs: Sequence[str], scales: Sequence[float]) -> list[tuple[Candidate, bool]]:
+    """Cross methods with scales; a method without a scale, or with a given one, is listed once.
+
+    Args:
+        specs: Values of `--patch`.
+        scales: Target contexts as multiples of the original one.
+
+    Returns:
+        The candidates, each with whether it is a control; the controls first.
+
+    Raises:
+        PosencError: An unknown method or option, an entry twice, a scale that a method refuses, or nothing but
+            controls.
+    """
+    requested = [candidate for spec in specs for candidate in at_scales(spec, scales)]
+    labels = [candidate.label for candidate in requested]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise PosencError(f"--patch {twice} is given twice.")
+    competing = [candidate for candidate in requested if candidate.request is not None]
+    if not competing:
+        raise PosencError(
+            "There is nothing to compare: --patch none is always measured. Name a method, such as --patch yarn."
+        )
+    controls = [
+        Candidate.parse(spec) for spec in CONTROLS if spec == UNPATCHED or spec not in labels
+    ]
+    return [*((c, True) for c in controls), *((c, False) for c in competing)]
+
+
+def parse_scales(text: str) -> tuple[float, ...]:
+    """Read `2,4,8`.
+
+    Raises:
+        PosencError: Anything but different numbers above 1.
+    """
+    try:
+        scales = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        scales = ()
+    if not scales or not all(1 < scale < math.inf for scale in scales):
+        raise PosencError(f"--scales {text}: give numbers above 1, such as 2,4,8.")
+    if len(set(scales)) < len(scales):
+        raise PosencError(f"--scales {text}: a scale is given twice.")
+    return scales
+
+
+def at_scales(spec: str, scales: Sequence[float]) -> list[Candidate]:
+    """Return the candidates of one value of `--patch`."""
+    candidate = Candidate.parse(spec)
+    request = candidate.request
+    if request is None or "target_length" in request.beside:
+        return [candidate]
+    takers = [index for index, part in enumerate(request.parts) if part.auto]
+    takers = takers or [i for i, part in enumerate(request.parts) if _has_default_scale(part)]
+    if not takers:
+        return [candidate]
+    return [_scaled(request, takers, scale) for scale in scales]
+
+
+def _has_default_scale(part: Part) -> bool:
+    """Return whether a method that works without a scale was given none (`dynamic_ntk`)."""
+    default = get_method(part.method).knobs().get("scale")
+    return isinstance(default, int | float) and "scale" not in part.options
+
+
+def _scaled(request: Request, takers: Sequence[int], scale: float) -> Candidate:
+    parts = tuple(
+        dataclasses.replace(part, options={"scale": scale, **part.options}, auto=False)
+        if index in takers
+        else part
+        for index, part in enumerate(request.parts)
+    )
+    for part in parts:
+        part.build(1.0)  # raises if the method refuses the scale
+    scaled = Request(parts, request.beside)
+    return Candidate(spec_of(scaled), scaled.label, scaled)
+
+
+def tried(
+    model: nn.Module, candidates: Sequence[tuple[Candidate, bool]]
+) -> list[tuple[Candidate, bool]]:
+    """Check the candidates on a model; a refused one is kept unchecked, and becomes a cell without a number.
+
+    Raises:
+        PosencError: The model refuses every method.
+    """
+    checked, errors, accepted = [], [], 0
+    for candidate, control in candidates:
+        try:
+            checked.append((candidate.checked(model), control))
+            accepted += not control
+        except PosencError as error:
+            checked.append((candidate, control))
+            errors += [] if control else [error]
+    if errors and not accepted:
+        raise errors[0]
+    return checked
 
 
 @dataclass(frozen=True)
@@ -47,9 +144,9 @@ class Rung:
     """One round.
 
     Attributes:
-        documents: How many documents, counted from the first, it compared on.
-        entered: The labels of those compared, in their own order.
-        kept: Who went on, the best first; in the last round all that gave numbers.
+        documents: Number of documents, counted from the first.
+        entered: The labels of the methods compared, in their own order.
+        kept: The methods of the next round, the best first; in the last round all that gave numbers.
     """
 
     documents: int
@@ -58,7 +155,7 @@ class Rung:
 
 
 def rung_sizes(documents: int, first: int = FIRST) -> list[int]:
-    """Numbers of documents: `first`, then twice as many each time, at last all."""
+    """Return the number of documents of each round: `first`, then twice as many each time, finally all."""
     sizes = []
     size = first
     while size < documents:
@@ -68,8 +165,17 @@ def rung_sizes(documents: int, first: int = FIRST) -> list[int]:
 
 
 def kept_of(entered: int) -> int:
-    """How many of so many go on."""
+    """Return the number of methods that a round keeps."""
     return min(entered, max(LEAST, -(-entered // 2)))
+
+
+def planned(racers: int, sizes: Sequence[int]) -> list[int]:
+    """Return the number of methods in each round, if none fails."""
+    counts = []
+    for _ in sizes:
+        counts.append(racers)
+        racers = kept_of(racers)
+    return counts
 
 
 def run_rungs(
@@ -78,17 +184,16 @@ def run_rungs(
     rank: Callable[[Sequence[str], Sequence[int]], list[str]],
     measure: Callable[[Sequence[str], Sequence[int]], None] = lambda entered, documents: None,
 ) -> list[Rung]:
-    """Plays all rounds. With every measurement there, it is a function of the measurements.
+    """Run all rounds: a deterministic function of the measurements.
 
     Args:
-        racers: The labels of those that compete.
+        racers: The labels of the methods that compete.
         sizes: Number of documents of each round.
-        rank: Orders these by what was measured on these documents, the best first; those that gave no numbers are
-            left out.
-        measure: Makes sure that these have been measured on these documents.
+        rank: Ranks methods by their losses on some documents, and leaves out those without numbers.
+        measure: Measures whatever is missing of these methods on these documents.
 
     Returns:
-        The rounds; none after one that nobody survived.
+        The rounds, up to one that no method survived.
     """
     rungs: list[Rung] = []
     entered = tuple(racers)
@@ -105,179 +210,143 @@ def run_rungs(
     return rungs
 
 
-def planned(racers: int, sizes: Sequence[int]) -> list[int]:
-    """How many compete in each round, if none fails."""
-    counts = []
-    for _ in sizes:
-        counts.append(racers)
-        racers = kept_of(racers)
-    return counts
-
-
-# The result of a sweep: everything measured, the rounds, the winner, and what is left undecided.
-
-
-FORMAT = 1
-
-
-@dataclass(repr=False)
-class SweepResult:
-    """What `hf-posenc sweep` measured. All but the losses and what was asked for is worked out from them.
+@dataclass(repr=False, kw_only=True)
+class SweepResult(TuningResult):
+    """Result of `hf-posenc sweep`; rounds, winner and rows follow from the losses.
 
     Attributes:
-        about: The model, the source of the documents, the versions, the command: what does not enter any sum.
-        settings: Lengths, tail, bound, seed.
         first_documents: Documents of the first round.
-        trials: The lines: the controls first.
-        documents: The documents, as `TokenizedDocument.to_dict` says them.
-        skipped: Those that were not used, and why.
-        losses: By label, length and the document's index.
-        recipe: The winner as `load_patch` reads it; `None` where there is no winner.
         rungs: The rounds.
-        winner: The label of the winner; `None` where no method gave numbers within the bound.
-        rows: A line for every trial: the controls, the winner, the others by the round that they reached, then by how
-            they stood in it.
+        winner: The label of the winner; `None` if no method gave numbers within the bound.
+        rows: A row for every method: the controls, the winner, the others by the round that they reached, then by
+            their rank in it.
     """
 
-    about: dict[str, Any]
-    settings: TailSettings
-    first_documents: int
-    trials: Sequence[Trial]
-    documents: Sequence[dict[str, Any]]
-    skipped: Sequence[dict[str, Any]]
-    losses: Losses
-    recipe: dict[str, Any] | None = None
+    kind: ClassVar[str] = "sweep"
+    recipe_source: ClassVar[str] = "hf-posenc sweep: methods times scales by successive halving"
+
+    first_documents: int = FIRST
     rungs: list[Rung] = field(init=False)
     winner: str | None = field(init=False)
-    rows: list[Row] = field(init=False)
 
     def __repr__(self) -> str:
         return f"SweepResult({len(self.trials)} methods, {len(self.documents)} documents; best: {self.winner})"
 
     def __post_init__(self) -> None:
+        board = self.board
         racers = [trial.label for trial in self.trials if not trial.control]
         sizes = rung_sizes(len(self.documents), self.first_documents)
-        self.rungs = run_rungs(racers, sizes, self.board.ranking(self.settings.max_regression))
-        self.winner = self._winner()
-        self.rows = self._rows()
-
-    @property
-    def board(self) -> Board:
-        """The losses with what is asked of them."""
-        settings = self.settings
-        intervals = Intervals(settings.seed, settings.resamples)
-        return Board(
-            self.losses, settings.original, settings.target, self.trials[0].label, intervals
-        )
-
-    def row(self, label: str) -> Row:
-        """The line of a method."""
-        return next(row for row in self.rows if row.label == label)
-
-    def trial(self, label: str) -> Trial:
-        """What a line measures."""
-        return next(trial for trial in self.trials if trial.label == label)
-
-    def undecided(self) -> list[Row]:
-        """The methods that the winner is not told apart from, the nearest first: the paired interval holds 1."""
-        rows = [row for row in self.rows if not row.control and row.to_best is not None]
-        open_ = [
-            (row.to_best.ratio, row) for row in rows if row.to_best and not row.to_best.decided
-        ]
-        return [row for _, row in sorted(open_, key=lambda pair: pair[0])]
-
-    def _winner(self) -> str | None:
+        self.rungs = run_rungs(racers, sizes, board.rank)
         last = self.rungs[-1]
-        bound = self.settings.max_regression
-        if last.kept and self.board.within(last.kept[0], range(last.documents), bound):
-            return last.kept[0]
-        return None
-
-    def _rows(self) -> list[Row]:
-        board, count = self.board, self.rungs[-1].documents
-        controls = [trial.label for trial in self.trials if trial.control]
-        rows = [board.row(label, range(count), self.winner, control=True) for label in controls]
+        within = last.kept and board.within_bound(last.kept[0], range(last.documents))
+        self.winner = last.kept[0] if within else None
+        self.rows = [
+            board.row(trial.label, range(last.documents), self.winner, control=True)
+            for trial in self.trials
+            if trial.control
+        ]
         seen: set[str] = set()
         for rung in reversed(self.rungs):
             documents = range(rung.documents)
             entered = [label for label in rung.entered if label not in seen]
-            ranked = board.ranking(self.settings.max_regression)(entered, documents)
+            ranked = board.rank(entered, documents)
             order = [*ranked, *(label for label in entered if label not in ranked)]
-            rows += [board.row(label, documents, self.winner, control=False) for label in order]
+            self.rows += [board.row(x, documents, self.winner, control=False) for x in order]
             seen.update(entered)
-        return rows
+
+    def undecided(self) -> list[Row]:
+        """Return the methods that do not differ significantly from the winner, the nearest first."""
+        rows = [
+            (row.to_best.ratio, row)
+            for row in self.rows
+            if not row.control and row.to_best is not None and not row.to_best.significant
+        ]
+        return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON-ready values; a number that is not finite becomes `None`."""
-        values = {
-            "format": FORMAT,
-            "kind": "sweep",
-            **self.about,
-            "settings": {**self.settings.to_dict(), "first_documents": self.first_documents},
-            "protocol": self.settings.protocol.definition("tail"),
-            "documents": list(self.documents),
-            "skipped": list(self.skipped),
-            "methods": [dataclasses.asdict(trial) for trial in self.trials],
-            "rungs": [dataclasses.asdict(rung) for rung in self.rungs],
-            "summary": [dataclasses.asdict(row) for row in self.rows],
-            "winner": self.winner,
-            "undecided": [row.label for row in self.undecided()],
-            "recipe": self.recipe,
-            "records": records_of(self.losses),
-        }
-        ready: dict[str, Any] = finite(values)
-        return ready
+        """Return everything as JSON-ready values; a number that is not finite becomes `None`."""
+        return self._values(
+            {"first_documents": self.first_documents},
+            *("documents", "skipped", "methods", "rungs", "summary"),
+            *("winner", "undecided", "recipe", "records"),
+            rungs=[dataclasses.asdict(rung) for rung in self.rungs],
+            winner=self.winner,
+            undecided=[row.label for row in self.undecided()],
+        )
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SweepResult:
-        """Reads what `to_dict` wrote."""
-        settings = dict(values["settings"])
-        first = settings.pop("first_documents")
-        return cls(
-            about=about_of(values),
-            settings=TailSettings.from_dict(settings),
-            first_documents=first,
-            trials=[Trial(**trial) for trial in values["methods"]],
-            documents=values["documents"],
-            skipped=values["skipped"],
-            losses=losses_of(values["records"]),
-            recipe=values["recipe"],
-        )
+        """Read the values of `to_dict`."""
+        common, own = cls._fields(values)
+        return cls(**common, **own)
+
+    def figures(self) -> dict[str, Figure]:
+        return {self.kind: self.plot()}
 
     def plot(self) -> Figure:
-        """Every method with its interval, the controls as lines, as a matplotlib figure."""
-        from hf_posenc.evaluation.plots.tuning import sweep_figure
+        """Draw every method with its interval, and the controls as lines. Needs matplotlib."""
+        last = self.rungs[-1].documents
+        rows = [row for row in self.rows if row.failed is None and math.isfinite(row.perplexity)]
+        points = [
+            Point(
+                row.label if row.documents == last else f"{row.label}, {row.documents} documents",
+                row.perplexity,
+                row.interval,
+                best=row.label == self.winner,
+                complete=row.documents == last,
+            )
+            for row in rows
+            if not row.control
+        ]
+        controls = {row.label: row.perplexity for row in rows if row.control}
+        return sweep_figure(points, controls, self.settings.target)
 
-        return sweep_figure(self)
+    def tables(self) -> list[Grid]:
+        return [self._grid("Sweep", self.winner)]
 
-    def _repr_html_(self) -> str:
-        from hf_posenc.evaluation.perplexity.result import as_html
+    def notes(self) -> Iterator[str]:
+        settings = self.settings
+        rounds = "; ".join(
+            f"{len(rung.entered)} on {rung.documents} document{'s' * (rung.documents > 1)}"
+            for rung in self.rungs
+        )
+        yield (
+            f"Rounds: {rounds}. Ranges and ratios: 95 % bootstrap over documents, paired, seed {settings.seed}; a "
+            "method that left early is compared on the documents that it has read."
+        )
+        if self.rungs[-1].documents < FEW_DOCUMENTS:
+            yield f"Fewer than {FEW_DOCUMENTS} documents: the ranges mean little."
+        if self.winner is None:
+            yield self._no_winner()
+            return
+        best = self.row(self.winner)
+        yield (
+            f"Best: {best.label}, {number(best.perplexity)} at {settings.target:,} tokens"
+            f"{on_short(best, settings)}. It was chosen on these documents, which flatters it a little."
+        )
+        undecided = [row.label for row in self.undecided()]
+        if undecided:
+            yield f"Not significantly different from it on these documents: {', '.join(undecided)}."
+        elif len(self.rungs[0].entered) > 1:
+            yield "It is significantly different from every other method."
+        for row in (row for row in self.rows if row.control):
+            yield against(row, settings)
 
-        return as_html([sweep_table(self)], sweep_lines(self))
-
-
-ABOUT = ("model", "source", "environment", "command")
-
-
-def about_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a result says of itself that enters no sum."""
-    return {name: values[name] for name in ABOUT}
-
-
-def records_of(losses: Losses) -> list[dict[str, Any]]:
-    """The losses as a list."""
-    return [
-        {"method": label, "length": length, "document": document, **loss.to_dict()}
-        for (label, length, document), loss in losses.items()
-    ]
-
-
-def losses_of(records: Sequence[Mapping[str, Any]]) -> dict[tuple[str, int, int], Loss]:
-    """The losses from their list."""
-    return {(r["method"], r["length"], r["document"]): Loss.from_dict(r) for r in records}
-
-
-SOURCE = "hf-posenc sweep: methods times scales by successive halving"
+    def _no_winner(self) -> str:
+        bound, settings = self.settings.max_regression, self.settings
+        shorts = [
+            (row.short.ratio, row.label)
+            for row in self.rows
+            if not row.control and row.short is not None and row.failed is None
+        ]
+        if bound is None or not shorts:
+            return "No method gave a number: there is no winner."
+        ratio, label = min(shorts)
+        return (
+            f"No method stays within +{100 * bound:.1f} % at {settings.original:,} tokens; the nearest is {label} with "
+            f"{100 * (ratio - 1):+.1f} %. There is no winner: allow more, or try a method that leaves short texts "
+            "alone, such as dynamic_yarn."
+        )
 
 
 def sweep(
@@ -289,65 +358,44 @@ def sweep(
     skipped: Sequence[Skipped] = (),
     first_documents: int = FIRST,
 ) -> SweepResult:
-    """Measures round by round. What the store holds is not measured again, so that a run may be killed at any time.
+    """Measure round by round. Stored measurements are not repeated: a run may be killed and resumed at any time.
 
     Args:
         meter: The model, the documents and the store.
-        candidates: What `crossed` gave: each with whether it is a control.
+        candidates: The candidates of `crossed`: each with whether it is a control.
         settings: The objective.
-        about: The model (with its `name`), the source of the documents, the versions.
+        about: The model (with its `name`), the source of the documents, the versions, the command.
         skipped: Documents that were not used.
         first_documents: Documents of the first round.
     """
-    lengths = meter.settings.lengths
     by_label = {candidate.label: candidate for candidate, _ in candidates}
     controls = [candidate.label for candidate, control in candidates if control]
-    names = list(by_label)
     losses: dict[tuple[str, int, int], Loss] = {}
-    intervals = Intervals(settings.seed, settings.resamples)
-    board = Board(losses, settings.original, settings.target, names[0], intervals)
+    board = Board(losses, settings, candidates[0][0].label)
 
     def measure(entered: Sequence[str], documents: Sequence[int]) -> None:
-        wanted = [*controls, *entered]
-        meter.measure([Item(by_label[label], d) for label in wanted for d in documents], lengths)
-        for label, length, document in itertools.product(wanted, lengths, documents):
+        labels = [*controls, *entered]
+        meter.measure([by_label[label] for label in labels], documents, settings.lengths)
+        for label, length, document in itertools.product(labels, settings.lengths, documents):
             losses[label, length, document] = meter.loss(by_label[label], length, document)
 
-    racers = [label for label in names if label not in controls]
-    sizes = rung_sizes(len(meter.documents), first_documents)
-    run_rungs(racers, sizes, board.ranking(settings.max_regression), measure)
-    result = SweepResult(
-        about=about,
-        settings=settings,
-        first_documents=first_documents,
-        trials=[Trial.of(candidate, control=control) for candidate, control in candidates],
-        documents=[document.to_dict() for document in meter.documents],
-        skipped=[{"name": s.name, "reason": s.reason} for s in skipped],
-        losses=dict(
-            sorted(losses.items(), key=lambda item: (names.index(item[0][0]), *item[0][1:]))
-        ),
+    racers = [label for label in by_label if label not in controls]
+    run_rungs(racers, rung_sizes(len(meter.documents), first_documents), board.rank, measure)
+    result = SweepResult.measured(
+        meter, settings, candidates, losses, about, skipped, first_documents=first_documents
     )
     if result.winner is not None:
-        result.recipe = recipe_of(
-            meter.model,
-            by_label[result.winner],
-            name="sweep",
-            checkpoint=about["model"]["name"],
-            source=SOURCE,
-            description=described(result, result.winner),
-        )
+        result.write_recipe(meter, by_label[result.winner], _described(result, result.winner))
     return result
 
 
-def described(result: SweepResult, label: str) -> str:
-    """One sentence for the recipe: what was measured of the winner."""
+def _described(result: SweepResult, label: str) -> str:
+    """One sentence for the recipe: the winner's measured perplexity."""
     row, settings = result.row(label), result.settings
     short = (
         "" if row.short is None else f"; {row.short.ratio - 1:+.1%} at {settings.original:,} tokens"
     )
-    plain = perplexity(
-        result.board.of(result.trials[0].label, settings.target, range(row.documents))
-    )
+    plain = result.board.perplexity(result.trials[0].label, range(row.documents))
     return (
         f"{label}: tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} documents, "
         f"unpatched {plain:.5g}{short}."
@@ -357,7 +405,7 @@ def described(result: SweepResult, label: str) -> str:
 def work(
     meter: Meter, candidates: Sequence[tuple[Candidate, bool]], first_documents: int
 ) -> tuple[int, int]:
-    """Tokens that a sweep forwards if no method fails, and those of measuring everything on every document."""
+    """Return the tokens that a sweep forwards if no method fails, and those of every method on every document."""
     lengths = meter.settings.lengths
     costs = [meter.cost(document, lengths) for document in range(len(meter.documents))]
     racers = sum(not control for _, control in candidates)
@@ -368,161 +416,3 @@ def work(
         halved += (count + controls) * sum(costs[done:size])
         done = size
     return halved, len(candidates) * sum(costs)
-
-
-# What a sweep prints.
-
-
-METHOD_WIDTH, VERDICT_WIDTH = 12, 9
-"""Columns that a method's name and the last word have at least; what is longer goes on in the next line."""
-
-
-def rows_table(rows: Iterable[Row], settings: TailSettings, best: str | None, title: str) -> Table:
-    """Tail perplexity at the target length, the price on short texts, and how each method stands to the best."""
-    made = Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    made.add_column("method", overflow="fold", min_width=METHOD_WIDTH)
-    made.add_column("docu-\nments", justify="right", no_wrap=True)
-    made.add_column(f"tail at\n{settings.target:,}", justify="right", no_wrap=True)
-    made.add_column(f"at {settings.original:,}, by\nunpatched", justify="right", no_wrap=True)
-    made.add_column("by the\nbest", justify="right", no_wrap=True)
-    made.add_column("", overflow="fold", min_width=VERDICT_WIDTH)
-    for row in rows:
-        style = "bold" if row.label == best else "dim" if row.control else ""
-        made.add_row(
-            Text(row.label),
-            f"{row.documents:,}",
-            _perplexity(row),
-            _percent(row.short),
-            _ratio(row.to_best),
-            verdict(row, settings, best),
-            style=style,
-        )
-    return made
-
-
-def sweep_table(result: SweepResult) -> Table:
-    """The whole sweep as one table."""
-    definition = result.settings.protocol.definition("tail")
-    return rows_table(result.rows, result.settings, result.winner, f"Sweep, tail: {definition}")
-
-
-def verdict(row: Row, settings: TailSettings, best: str | None) -> Text:
-    """How a line stands to the best, in a word; "undecided" where the paired interval holds no difference."""
-    if row.failed is not None:
-        return failed(row.failed)
-    if row.label == best:
-        return Text("best")
-    past = settings.max_regression is not None and row.short is not None
-    if past and row.short is not None and row.short.ratio > 1 + (settings.max_regression or 0):
-        return Text("past the bound" + (", control" if row.control else ""))
-    if row.to_best is None:
-        return Text("control" if row.control else "")
-    word = "worse" if row.to_best.ratio > 1 else "better"
-    return Text(
-        (word if row.to_best.decided else "undecided") + (", control" if row.control else "")
-    )
-
-
-def sweep_lines(result: SweepResult) -> Iterator[str]:
-    """The outcome in sentences: the rounds, the winner, what is undecided, how the controls stand."""
-    settings = result.settings
-    rounds = "; ".join(
-        f"{len(rung.entered)} on {rung.documents} document{'s' * (rung.documents > 1)}"
-        for rung in result.rungs
-    )
-    yield (
-        f"Rounds: {rounds}. Ranges and ratios: 95 % bootstrap over documents, paired, seed {settings.seed}; a "
-        "method that left early is compared on the documents that it has read."
-    )
-    if result.rungs[-1].documents < FEW_DOCUMENTS:
-        yield f"Fewer than {FEW_DOCUMENTS} documents: the ranges say little."
-    if result.winner is None:
-        yield _no_winner(result)
-        return
-    best = result.row(result.winner)
-    yield (
-        f"Best: {best.label}, {number(best.perplexity)} at {settings.target:,} tokens"
-        f"{on_short(best, settings)}. It was chosen on these documents, which flatters it a little."
-    )
-    open_ = [row.label for row in result.undecided()]
-    if open_:
-        yield f"Not told apart from it by these documents: {', '.join(open_)}."
-    elif len(result.rungs[0].entered) > 1:
-        yield "It is told apart from every other method."
-    for row in (row for row in result.rows if row.control):
-        yield against(row, settings)
-
-
-def problems(rows: Iterable[Row]) -> Iterator[str]:
-    """One line for every method that gave no number."""
-    for row in rows:
-        if row.failed is not None:
-            yield f"{row.label}: failed: {row.failed}"
-
-
-def _no_winner(result: SweepResult) -> str:
-    bound, settings = result.settings.max_regression, result.settings
-    shorts = [
-        (row.short.ratio, row.label)
-        for row in result.rows
-        if not row.control and row.short is not None and row.failed is None
-    ]
-    if bound is None or not shorts:
-        return "No method gave a number: there is no winner."
-    ratio, label = min(shorts)
-    return (
-        f"No method stays within +{100 * bound:.1f} % at {settings.original:,} tokens; the nearest is {label} with "
-        f"{100 * (ratio - 1):+.1f} %. There is no winner: allow more, or try a method that leaves short texts "
-        "alone, such as dynamic_yarn."
-    )
-
-
-def on_short(row: Row, settings: TailSettings) -> str:
-    """The price on short texts, as the end of a sentence."""
-    return "" if row.short is None else f", {_percent(row.short)} at {settings.original:,}"
-
-
-def against(control: Row, settings: TailSettings) -> str:
-    """How the best stands to a control, as a sentence."""
-    if control.to_best is None:
-        return f"{control.label} gave no number to compare with."
-    what = {
-        "none": "the unpatched model",
-        "sliding_window": f"sliding_window, which reads only the last {settings.original:,} tokens",
-    }.get(control.label, control.label)
-    if not control.to_best.decided:
-        return f"It is not told apart from {what}."
-    if control.to_best.ratio > 1:
-        return f"It is better than {what}."
-    return f"It is worse than {what}: on these documents, nothing here makes more of the longer context."
-
-
-def _perplexity(row: Row) -> Text:
-    if row.failed is not None:
-        return Text("-")
-    text = Text(number(row.perplexity))
-    if row.interval is not None:
-        text.append(
-            f"\n{number(row.interval[0], 3)}-{number(row.interval[1], 3)}", style="dim not bold"
-        )
-    return text
-
-
-def _percent(short: Comparison | None) -> str:
-    return "" if short is None else f"{100 * (short.ratio - 1):+.1f} %"
-
-
-def _ratio(comparison: Comparison | None) -> Text:
-    if comparison is None:
-        return Text("")
-    text = Text(number(comparison.ratio))
-    if comparison.interval is not None:
-        low, high = comparison.interval
-        text.append(f"\n{number(low, 4)}-{number(high, 4)}", style="dim")
-    return text

@@ -15,22 +15,24 @@ from rich.console import Console
 
 import hf_posenc
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.grid import number, to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import Store
-from hf_posenc.evaluation.perplexity.result import number
-from hf_posenc.evaluation.tuning import sweep as report
-from hf_posenc.evaluation.tuning.meter import Meter, TailSettings
+from hf_posenc.evaluation.tuning.objective import Meter, TailSettings
+from hf_posenc.evaluation.tuning.results import Trial, recipe_text, verdict
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import (
     SweepResult,
+    crossed,
     kept_of,
+    parse_scales,
     planned,
     run_rungs,
     rung_sizes,
     sweep,
+    tried,
     work,
 )
-from hf_posenc.evaluation.tuning.trials import Trial, crossed, parse_scales, recipe_text, tried
 from hf_posenc.methods import LogN, YaRN
 from tests.support import zoo
 from tests.support.sweep_cases import ABOUT, SETTINGS, meter_of, planted, reference, texts, tiny
@@ -235,7 +237,7 @@ def test_a_difference_is_called_one_only_where_the_paired_interval_says_so() -> 
     assert [row.label for row in result.undecided()] == ["near"]
     worse = result.row("worse").to_best
     assert worse is not None
-    assert worse.decided
+    assert worse.significant
     assert worse.ratio == pytest.approx(math.exp(0.1))
     assert worse.interval == pytest.approx((math.exp(0.1), math.exp(0.1)))
     # unpaired, the two could not be told apart at all
@@ -243,9 +245,9 @@ def test_a_difference_is_called_one_only_where_the_paired_interval_says_so() -> 
     assert intervals[0] is not None
     assert intervals[1] is not None
     assert intervals[0][1] > intervals[1][0]
-    said = " ".join(report.sweep_lines(result))
-    assert "Not told apart from it by these documents: near." in said
-    words = [str(report.verdict(row, result.settings, "best")) for row in result.rows]
+    said = " ".join(result.notes())
+    assert "Not significantly different from it on these documents: near." in said
+    words = [verdict(row, result.settings, "best").text for row in result.rows]
     assert words == ["worse, control", "best", "undecided", "worse"]
 
 
@@ -255,7 +257,7 @@ def test_a_terminal_of_80_columns_shows_names_and_verdicts() -> None:
     lines = {"control": [v + 2 for v in reversed(flat)], long: [v + 0.1 for v in flat]}
     result = planted({"none": flat, "yarn (scale 4)": flat, **lines}, first_documents=6)
     console = Console(file=io.StringIO(), width=80)
-    console.print(report.sweep_table(result))
+    console.print(to_rich(result.tables()[0]))
     shown = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in shown
     assert "yarn (scale" in shown
@@ -268,13 +270,13 @@ def test_one_document_decides_nothing() -> None:
     result = planted({"none": [5.0], "a": [3.0], "b": [4.0]})
     assert result.winner == "a"
     assert [row.label for row in result.undecided()] == ["b"]
-    assert "Fewer than 5 documents" in " ".join(report.sweep_lines(result))
+    assert "Fewer than 5 documents" in " ".join(result.notes())
 
 
 def test_a_control_cannot_win_and_is_said_to_be_better() -> None:
     result = planted({"none": [5.0] * 6, "control": [1.0] * 6, "a": [3.0] * 6, "b": [4.0] * 6})
     assert result.winner == "a"
-    said = " ".join(report.sweep_lines(result))
+    said = " ".join(result.notes())
     assert "It is worse than control" in said
     assert "It is better than the unpatched model." in said
 
@@ -286,10 +288,10 @@ def test_the_bound_on_short_texts() -> None:
     assert planted(losses, short, max_regression=0.02).winner == "both"
     nobody = planted(losses, short, max_regression=0.005)
     assert nobody.winner is None
-    said = " ".join(report.sweep_lines(nobody))
+    said = " ".join(nobody.notes())
     assert "the nearest is both with +1.0 %" in said
     row = nobody.row("long")
-    assert str(report.verdict(row, nobody.settings, None)) == "past the bound"
+    assert verdict(row, nobody.settings, None).text == "past the bound"
 
 
 def test_failures_are_cells() -> None:
@@ -305,8 +307,8 @@ def test_failures_are_cells() -> None:
     assert result.winner == "a"
     assert result.row("dies").failed == "out of memory"
     assert result.row("late").failed == "out of memory"
-    assert str(report.verdict(result.row("dies"), result.settings, "a")) == "OOM"
-    assert list(report.problems(result.rows)) == [
+    assert verdict(result.row("dies"), result.settings, "a").text == "OOM"
+    assert list(result.problems()) == [
         "late: failed: out of memory",
         "dies: failed: out of memory",
     ]
@@ -316,7 +318,7 @@ def test_failures_are_cells() -> None:
     everywhere = planted({"none": [NAN] * 4, "a": [3.0] * 4, "b": [4.0] * 4})
     assert everywhere.winner == "a"
     assert everywhere.row("a").to_best is None
-    assert "none gave no number to compare with." in list(report.sweep_lines(everywhere))
+    assert "none gave no number to compare with." in list(everywhere.notes())
 
 
 def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(

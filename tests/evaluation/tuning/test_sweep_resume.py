@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.cli.tuning import register
-from hf_posenc.evaluation.tuning.meter import Meter
+from hf_posenc.evaluation.tuning.objective import Meter
 from tests.support import zoo
 from tests.support.tiny_text import prose, tiny_checkpoint
 

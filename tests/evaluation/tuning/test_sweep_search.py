@@ -12,8 +12,6 @@ import pytest
 
 import hf_posenc
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.tuning import search as search_report
-from hf_posenc.evaluation.tuning.board import Loss
 from hf_posenc.evaluation.tuning.evolution import (
     Batch,
     Genome,
@@ -23,7 +21,8 @@ from hf_posenc.evaluation.tuning.evolution import (
     rope_of,
     starts,
 )
-from hf_posenc.evaluation.tuning.meter import Meter, TailSettings
+from hf_posenc.evaluation.tuning.objective import Loss, Meter, TailSettings
+from hf_posenc.evaluation.tuning.results import Trial, recipe_text
 from hf_posenc.evaluation.tuning.search import (
     SearchResult,
     SearchSettings,
@@ -32,7 +31,6 @@ from hf_posenc.evaluation.tuning.search import (
     split,
     work,
 )
-from hf_posenc.evaluation.tuning.trials import recipe_text
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
 from tests.support.sweep_cases import ABOUT, SETTINGS, meter_of, reference, texts, tiny
@@ -257,11 +255,18 @@ def test_the_bound_holds_for_the_best() -> None:
     assert not [step for step in free.steps if not math.isfinite(step.score)]
     impossible = dataclasses.replace(SETTINGS, max_regression=0.0)
     nobody = SearchResult(
-        ABOUT, impossible, {}, [Step("pi", Genome((1.0,), 1.0), math.inf)], free.trials[:-1],
-        free.documents, free.searched, [], {k: v for k, v in free.losses.items() if k[0] != "search"},
-    )  # fmt: skip
+        about=ABOUT,
+        settings=impossible,
+        trials=free.trials[:-1],
+        documents=free.documents,
+        skipped=[],
+        losses={k: v for k, v in free.losses.items() if k[0] != "search"},
+        search={},
+        steps=[Step("pi", Genome((1.0,), 1.0), math.inf)],
+        searched=free.searched,
+    )
     assert nobody.best is None
-    assert "there is no recipe" in " ".join(search_report.search_lines(nobody))
+    assert "there is no recipe" in " ".join(nobody.notes())
     assert SearchResult.from_dict(nobody.to_dict()).to_dict() == nobody.to_dict()
 
 
@@ -289,8 +294,6 @@ def test_the_outcome_is_judged_by_the_interval() -> None:
             for length in (64, 160)
             for index, value in enumerate(values)
         }
-        from hf_posenc.evaluation.tuning.trials import Trial
-
         trials = [
             Trial("none", "none", None, None, True, None),
             Trial("yarn (scale 4)", "", "yarn", 4.0, False, None),
@@ -300,9 +303,17 @@ def test_the_outcome_is_judged_by_the_interval() -> None:
         steps = [Step("yarn", genome, 2.0), Step("mutation", genome, 1.9)]
         documents: list[dict[str, Any]] = [{"name": str(index)} for index in range(6)]
         result = SearchResult(
-            ABOUT, TailSettings(64, 160), {}, steps, trials, documents, [], [], losses
+            about=ABOUT,
+            settings=TailSettings(64, 160),
+            trials=trials,
+            documents=documents,
+            skipped=[],
+            losses=losses,
+            search={},
+            steps=steps,
+            searched=[],
         )
-        said = list(search_report.search_lines(result))
+        said = list(result.notes())
         assert said[-1] == "It is better than the unpatched model."
         return said[-2]
 
@@ -315,4 +326,6 @@ def test_the_outcome_is_judged_by_the_interval() -> None:
         "worse than yarn (scale 4): keep that."
     )
     mixed = [v + d for v, d in zip(yarn, (0.1, -0.1, 0.1, -0.1, 0.1, -0.1), strict=True)]
-    assert judged(mixed, yarn).endswith("not told apart from yarn (scale 4): keep that.")
+    assert judged(mixed, yarn).endswith(
+        "not significantly different from yarn (scale 4): keep that."
+    )

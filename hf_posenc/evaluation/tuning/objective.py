@@ -1,0 +1,446 @@
+"""Objective of a sweep or a search: tail perplexity at a target length, its measurement, and comparisons of methods."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import TokenizedDocument
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.identity import check_vocabulary
+from hf_posenc.evaluation.measuring.statistics import (
+    INTERVAL,
+    RESAMPLES,
+    Bootstrap,
+    exp_or_inf,
+    side_of_one,
+)
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard, Store, missing
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.windows import Window, plan
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.memory import reason_of
+
+
+@dataclass(frozen=True)
+class TailSettings:
+    """Tail perplexity at a target length, beside that of the same tokens at the original length.
+
+    Attributes:
+        original: The context length that the model was trained on, in tokens.
+        target: The target length, in tokens, special tokens included.
+        tail_tokens: The K of `tail`, the same tokens at both lengths; 0: 1,024, but at most half of the original.
+        windows_per_document: Tails scored in each document, evenly spaced.
+        max_regression: Largest increase of the perplexity at the original length, as a fraction; `None`: any.
+        chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
+        prefill: Tokens that the model runs at a time, over a key-value cache; `None`: all at once.
+        seed: Seed of everything random.
+        resamples: Number of bootstrap resamples.
+
+    Raises:
+        PosencError: Lengths or numbers that exclude each other.
+    """
+
+    original: int
+    target: int
+    tail_tokens: int = 0
+    windows_per_document: int = 1
+    max_regression: float | None = None
+    chunk: int | None = None
+    prefill: int | None = None
+    seed: int = 0
+    resamples: int = RESAMPLES
+
+    def __post_init__(self) -> None:
+        if self.target <= self.original:
+            raise PosencError(
+                f"--target-length {self.target}: the model was trained at {self.original} tokens already. Give a "
+                "longer one."
+            )
+        if self.max_regression is not None and not self.max_regression >= 0:
+            raise PosencError(
+                f"--max-regression is a fraction of at least 0, such as 0.02, not {self.max_regression}."
+            )
+        if self.windows_per_document < 1:
+            raise PosencError(
+                f"windows_per_document is at least 1, not {self.windows_per_document}."
+            )
+        object.__setattr__(self, "tail_tokens", self.protocol.tail_tokens)  # checks the others too
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The original and the target length."""
+        return self.original, self.target
+
+    @property
+    def protocol(self) -> Settings:
+        """The settings of the protocol `tail`."""
+        windows = None if self.windows_per_document == 1 else self.windows_per_document
+        return Settings(
+            lengths=self.lengths,
+            protocols=("tail",),
+            tail_tokens=self.tail_tokens,
+            windows_per_document=windows,
+            chunk=self.chunk,
+            prefill=self.prefill,
+            seed=self.seed,
+            resamples=self.resamples,
+        )
+
+    @property
+    def scale(self) -> float:
+        """The target as a multiple of the original length."""
+        return self.target / self.original
+
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """Settings that determine the loss of a candidate on a document at a length, for the store's fingerprint."""
+        names = ("original", "target", "tail_tokens", "windows_per_document", "chunk", "prefill")
+        return {"protocol": "tail", **{name: getattr(self, name) for name in names}}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """Loss of the tail tokens of one document, read at one length.
+
+    Attributes:
+        nats: Sum of their negative log-likelihoods; NaN if one was not finite, or if there is no number.
+        tokens: Their number.
+        failed: The reason why there is no number.
+    """
+
+    nats: float
+    tokens: int
+    failed: str | None = None
+
+    @classmethod
+    def failure(cls, reason: str) -> Loss:
+        """Return the loss of a measurement that failed."""
+        return cls(math.nan, 0, reason)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        if self.failed is not None:
+            return {"failed": self.failed}
+        return {"nats": self.nats if math.isfinite(self.nats) else None, "tokens": self.tokens}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Loss:
+        """Read the values of `to_dict`."""
+        if "failed" in values:
+            return cls.failure(str(values["failed"]))
+        nats = values["nats"]
+        return cls(math.nan if nats is None else float(nats), int(values["tokens"]))
+
+
+def log_perplexity(losses: Sequence[Loss]) -> float:
+    """Return total nats by total tokens; NaN if any document gave no number."""
+    tokens = sum(loss.tokens for loss in losses)
+    return math.fsum(loss.nats for loss in losses) / tokens if tokens else math.nan
+
+
+def failure_of(losses: Sequence[Loss]) -> str | None:
+    """Return the reason why there is no perplexity; `None` if there is one."""
+    reason = next((loss.failed for loss in losses if loss.failed is not None), None)
+    if reason is None and not math.isfinite(log_perplexity(losses)):
+        return "the loss is not a finite number"
+    return reason
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Ratio of two perplexities over the same documents.
+
+    Attributes:
+        ratio: The first divided by the second.
+        interval: 95 % paired bootstrap interval over documents; `None` with fewer than two documents.
+    """
+
+    ratio: float
+    interval: tuple[float, float] | None
+
+    @property
+    def significant(self) -> bool:
+        """Whether the interval excludes 1. Without an interval nothing is significant."""
+        return side_of_one(self.interval) != 0
+
+
+Losses = Mapping[tuple[str, int, int], Loss]
+"""Losses by label, length and the document's index."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Row of the table: a method over some documents.
+
+    Attributes:
+        label: The method.
+        control: Whether it is a control.
+        documents: Number of documents that it was measured on.
+        perplexity: At the target length; NaN if it failed.
+        interval: Its 95 % bootstrap interval over documents.
+        short: Its perplexity at the original length by that of the model as loaded, same tokens and documents: 1.02 is
+            a regression of 2 %. `None` if one of them failed.
+        to_best: Its perplexity at the target length by that of the best method, over the documents of this row.
+        failed: The reason why there is no number.
+    """
+
+    label: str
+    control: bool
+    documents: int
+    perplexity: float
+    interval: tuple[float, float] | None
+    short: Comparison | None
+    to_best: Comparison | None
+    failed: str | None
+
+
+@dataclass(frozen=True)
+class Board:
+    """Comparisons of everything measured so far.
+
+    Attributes:
+        losses: Everything measured.
+        settings: The objective.
+        baseline: The label of the model as loaded.
+    """
+
+    losses: Losses
+    settings: TailSettings
+    baseline: str
+
+    def of(self, label: str, length: int, documents: Sequence[int]) -> list[Loss]:
+        """Return the losses of a method at a length on some documents."""
+        return [self.losses[label, length, document] for document in documents]
+
+    def perplexity(self, label: str, documents: Sequence[int]) -> float:
+        """Return the tail perplexity at the target length."""
+        return exp_or_inf(log_perplexity(self.of(label, self.settings.target, documents)))
+
+    def interval(self, losses: Sequence[Loss]) -> tuple[float, float] | None:
+        """Return the 95 % bootstrap interval of the perplexity over documents; `None` if there is none."""
+        if len(losses) < 2 or failure_of(losses) is not None:
+            return None
+        return _ends(self._resampled(losses))
+
+    def compare(self, losses: Sequence[Loss], others: Sequence[Loss]) -> Comparison | None:
+        """Return the paired ratio over the same documents; `None` if one side has no number."""
+        if failure_of(losses) is not None or failure_of(others) is not None:
+            return None
+        ratio = exp_or_inf(log_perplexity(losses) - log_perplexity(others))
+        if len(losses) < 2:
+            return Comparison(ratio, None)
+        return Comparison(ratio, _ends(self._resampled(losses) - self._resampled(others)))
+
+    def short(self, label: str, documents: Sequence[int]) -> Comparison | None:
+        """Return the regression on short texts, as a ratio."""
+        own, plain = (
+            self.of(name, self.settings.original, documents) for name in (label, self.baseline)
+        )
+        return self.compare(own, plain)
+
+    def within_bound(self, label: str, documents: Sequence[int]) -> bool:
+        """Return whether the regression on short texts is at most `max_regression`."""
+        if self.settings.max_regression is None:
+            return True
+        short = self.short(label, documents)
+        return short is not None and short.ratio <= 1 + self.settings.max_regression
+
+    def rank(self, labels: Sequence[str], documents: Sequence[int]) -> list[str]:
+        """Rank the methods that gave numbers on some documents, the best first.
+
+        Methods past the bound follow those within it, the nearest to the bound first: few documents then do not
+        exclude a method that more of them would admit.
+        """
+        target = self.settings.target
+
+        def key(label: str) -> tuple[float, float]:
+            objective = log_perplexity(self.of(label, target, documents))
+            if self.within_bound(label, documents):
+                return 0.0, objective
+            short = self.short(label, documents)
+            return (math.inf if short is None else short.ratio), objective
+
+        working = [x for x in labels if failure_of(self.of(x, target, documents)) is None]
+        return sorted(working, key=key)  # stable: the first named wins a tie
+
+    def row(self, label: str, documents: Sequence[int], best: str | None, *, control: bool) -> Row:
+        """Return the row of a method over some documents."""
+        losses = self.of(label, self.settings.target, documents)
+        to_best = None
+        if best is not None and best != label:
+            to_best = self.compare(losses, self.of(best, self.settings.target, documents))
+        return Row(
+            label=label,
+            control=control,
+            documents=len(documents),
+            perplexity=self.perplexity(label, documents),
+            interval=self.interval(losses),
+            short=None if label == self.baseline else self.short(label, documents),
+            to_best=to_best,
+            failed=failure_of(losses),
+        )
+
+    def _resampled(self, losses: Sequence[Loss]) -> np.ndarray[Any, Any]:
+        """Log perplexities of the resamples, shape (resamples,)."""
+        bootstrap = _bootstrap(len(losses), self.settings.seed, self.settings.resamples)
+        return bootstrap.means([loss.nats for loss in losses], [loss.tokens for loss in losses])
+
+
+_bootstrap = functools.lru_cache(maxsize=2)(Bootstrap)
+
+
+def _ends(logs: np.ndarray[Any, Any]) -> tuple[float, float]:
+    low, high = np.quantile(logs, INTERVAL)
+    return exp_or_inf(float(low)), exp_or_inf(float(high))
+
+
+POLL = 0.5
+"""Seconds between two checks for the records of other processes."""
+
+Progress = Callable[[str, int], None]
+"""Called with a candidate's label and the tokens just forwarded, or found measured."""
+
+
+@dataclass
+class Meter:
+    """Measures the tails of documents, and keeps what was measured in a store.
+
+    Attributes:
+        model: A causal language model.
+        documents: All documents of the run, each at least as long as the longest length.
+        settings: Lengths and the tail; the protocol is `tail`.
+        store: The records; its settings name everything that determines a number, except candidate, length and
+            document, which are the key.
+        special: Token ids in front of every window.
+        shard: The shard of this process.
+        progress: Called after every item.
+        waiting: Called once with the number of records that other processes have still to write.
+
+    Raises:
+        PosencError: The model is not a causal language model, or the tokens are another model's.
+    """
+
+    model: nn.Module
+    documents: Sequence[TokenizedDocument]
+    settings: Settings
+    store: Records = field(default_factory=Memory)
+    special: Sequence[int] = ()
+    shard: Shard = ALONE
+    progress: Progress = lambda label, tokens: None
+    waiting: Callable[[int], None] = lambda count: None
+    _scorer: FrugalScorer = field(init=False)
+    _hashes: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        check_vocabulary(self.model, max(document.largest() for document in self.documents))
+        probe = torch.tensor([*self.special, *self.documents[0].tokens(0, 16).tolist()])
+        with evaluation_mode(self.model):
+            self._scorer = FrugalScorer(
+                TokenScorer(
+                    self.model, probe, chunk=self.settings.chunk, prefill=self.settings.prefill
+                )
+            )
+        self._hashes = [document.to_dict()["tokens_sha256"] for document in self.documents]
+
+    def loss(self, candidate: Candidate, length: int, document: int) -> Loss:
+        """Return what was measured; only after `measure` with the same."""
+        value = self.store.get(self._key(candidate, length, document))
+        assert value is not None
+        return Loss.from_dict(value)
+
+    def measure(
+        self, candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Measure this process's share of what is missing; then wait for the others' shares."""
+        pairs = list(itertools.product(candidates, documents))
+        with evaluation_mode(self.model):
+            for _, group in itertools.groupby(self.shard.mine(pairs), key=lambda pair: pair[0].key):
+                self._measure_one(list(group), lengths)
+        self._wait([self._key(c, n, d) for c, d in pairs for n in lengths])
+
+    def cost(self, document: int, lengths: Sequence[int]) -> int:
+        """Return the tokens that one candidate forwards on a document."""
+        return sum(window.forwarded for window in self._windows(document, lengths))
+
+    def _measure_one(self, items: Sequence[tuple[Candidate, int]], lengths: Sequence[int]) -> None:
+        candidate = items[0][0]
+        todo = [
+            (document, length)
+            for _, document in items
+            for length in lengths
+            if self.store.get(self._key(candidate, length, document)) is None
+        ]
+        if todo:
+            with contextlib.ExitStack() as stack:
+                refused = None
+                self._scorer.pieces = not candidate.length_dependent
+                try:
+                    longest = self.settings.lengths[-1]
+                    stack.enter_context(candidate.applied(self.model, longest))
+                except Exception as error:  # this architecture does not support it
+                    refused = reason_of(error)
+                self._fill(candidate, todo, refused)
+        for _, document in items:
+            self.progress(candidate.label, self.cost(document, lengths))
+
+    def _fill(
+        self, candidate: Candidate, todo: Sequence[tuple[int, int]], refused: str | None
+    ) -> None:
+        failed = {length: refused for _, length in todo if refused is not None}
+        for document, length in todo:
+            if length not in failed:
+                try:
+                    loss = self._score(candidate, document, length)
+                except Exception as error:  # a family may fail in its own way past its length
+                    failed[length] = reason_of(error)
+            if length in failed:  # the next document of this length would fail too
+                loss = Loss.failure(failed[length])
+            self.store.append(self._key(candidate, length, document), loss.to_dict())
+
+    def _score(self, candidate: Candidate, document: int, length: int) -> Loss:
+        nats, tokens = 0.0, 0
+        for window in self._windows(document, [length]):
+            front = torch.tensor(list(self.special[: window.special]), dtype=torch.int64)
+            body = self.documents[document].tokens(window.begin, window.end)
+            ids = torch.cat([front, body])
+            if candidate.request is None and candidate.moves:
+                # resets transformers' own dynamic RoPE, which keeps a state
+                self._scorer([ids[:2]], 1)
+            losses = self._scorer([ids], window.first_scored)[0]
+            nats += float(losses.sum())
+            tokens += len(losses)
+        return Loss(nats, tokens)
+
+    def _windows(self, document: int, lengths: Sequence[int]) -> list[Window]:
+        size = len(self.documents[document].ids)
+        return plan(
+            size, self.settings, special=len(self.special), shared_prefix=False, lengths=lengths
+        )
+
+    def _key(self, candidate: Candidate, length: int, document: int) -> Key:
+        return ("tail", candidate.key, length, self._hashes[document])
+
+    def _wait(self, keys: Sequence[Key]) -> None:
+        """Wait until other processes have written their shares of a round: the next one depends on all of them."""
+        if not isinstance(self.store, Store):
+            return
+        self.store.refresh()
+        left = missing(self.store, keys)
+        if left:
+            self.waiting(len(left))
+        while left:
+            time.sleep(POLL)
+            self.store.refresh()
+            left = missing(self.store, left)

@@ -1,0 +1,337 @@
+"""Results of sweep and search: methods, losses, rows, the table and the recipe that `hf_posenc.load_patch` reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Request
+from hf_posenc.evaluation.tuning.objective import (
+    Board,
+    Comparison,
+    Loss,
+    Losses,
+    Meter,
+    Row,
+    TailSettings,
+)
+from hf_posenc.files import finite
+from hf_posenc.methods import get_method
+from hf_posenc.patch.patching import get_patch
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from hf_posenc.evaluation.documents import Skipped
+
+FORMAT = 1
+CONTROLS = (UNPATCHED, "sliding_window")
+"""The model as loaded, and plain attention to the last original-context tokens, which no length breaks."""
+
+METHOD_WIDTH, VERDICT_WIDTH = 12, 9
+"""Least widths of the columns of names and verdicts; longer text is wrapped."""
+
+_ABOUT = ("model", "source", "environment", "command")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Method of a sweep or a search.
+
+    Attributes:
+        label: As the table shows it.
+        spec: The value of `--patch` that measures it again.
+        method: The method's name, several joined by `+`; `None` for the model as loaded.
+        scale: Its scale, if it has one.
+        control: It is measured beside the others on every document, and cannot win.
+        call: The Python that patches a model with it; `None` for the model as loaded.
+    """
+
+    label: str
+    spec: str
+    method: str | None
+    scale: float | None
+    control: bool
+    call: str | None
+
+    @classmethod
+    def of(cls, candidate: Candidate, *, control: bool = False) -> Trial:
+        """Describe a candidate whose scale is set."""
+        request = candidate.request
+        call = None if request is None else call_of(request)
+        scale = candidate.scale
+        return cls(candidate.label, candidate.spec, candidate.method, scale, control, call)
+
+
+def spec_of(request: Request) -> str:
+    """Return a request in the short form of `--patch`; lists, which the short form lacks, as JSON."""
+    first, *more = request.parts
+    parts = [
+        (first.method, {**first.options, **request.beside}),
+        *((part.method, part.options) for part in more),
+    ]
+    return "+".join(
+        f"{method}{':' if options else ''}"
+        + ",".join(f"{name}={_text(value)}" for name, value in options.items())
+        for method, options in parts
+    )
+
+
+def call_of(request: Request) -> str:
+    """Return the Python code that patches `model` with a request."""
+    if len(request.parts) == 1:
+        part = request.parts[0]
+        return _call("patch_model", "model", repr(part.method), **part.options, **request.beside)
+    methods = (_call(get_method(p.method).__name__, **p.options) for p in request.parts)
+    return _call("patch_model", "model", f"[{', '.join(methods)}]", **request.beside)
+
+
+def _call(name: str, *values: str, **options: Any) -> str:
+    return f"{name}({', '.join([*values, *(f'{k}={v!r}' for k, v in options.items())])})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return json.dumps(value)
+
+
+def recipe_text(recipe: dict[str, Any]) -> str:
+    """Return the JSON text of a recipe, in the format of the recipes in the package."""
+    return json.dumps(recipe, indent=2, allow_nan=False) + "\n"
+
+
+@dataclass(repr=False, kw_only=True)
+class TuningResult(Result):
+    """Losses of methods, and the rows and the recipe that follow from them.
+
+    Attributes:
+        about: The model, the source of the documents, the versions, the command.
+        settings: Lengths, tail, bound, seed.
+        trials: The methods: the controls first.
+        documents: The documents, as `TokenizedDocument.to_dict` returns them.
+        skipped: Documents that were not used, and why.
+        losses: By label, length and the document's index.
+        recipe: The best method as `load_patch` reads it; `None` if there is none.
+        rows: The rows of the table.
+    """
+
+    recipe_source: ClassVar[str]
+
+    about: dict[str, Any]
+    settings: TailSettings
+    trials: Sequence[Trial]
+    documents: Sequence[dict[str, Any]]
+    skipped: Sequence[dict[str, Any]]
+    losses: Losses
+    recipe: dict[str, Any] | None = None
+    rows: list[Row] = field(init=False)
+
+    @classmethod
+    def measured(
+        cls,
+        meter: Meter,
+        settings: TailSettings,
+        candidates: Sequence[tuple[Candidate, bool]],
+        losses: Losses,
+        about: dict[str, Any],
+        skipped: Sequence[Skipped],
+        **own: Any,
+    ) -> Self:
+        """Return the result of a run.
+
+        Args:
+            meter: The model and the documents.
+            settings: The objective.
+            candidates: Everything measured, each with whether it is a control.
+            losses: Their losses.
+            about: The model (with its `name`), the source of the documents, the versions, the command.
+            skipped: Documents that were not used.
+            **own: Fields of the subclass.
+        """
+        labels = [candidate.label for candidate, _ in candidates]
+        return cls(
+            about=about,
+            settings=settings,
+            trials=[Trial.of(candidate, control=control) for candidate, control in candidates],
+            documents=[document.to_dict() for document in meter.documents],
+            skipped=[{"name": s.name, "reason": s.reason} for s in skipped],
+            losses=dict(
+                sorted(losses.items(), key=lambda item: (labels.index(item[0][0]), *item[0][1:]))
+            ),
+            **own,
+        )
+
+    @property
+    def board(self) -> Board:
+        """The comparisons of the losses."""
+        return Board(self.losses, self.settings, self.trials[0].label)
+
+    def row(self, label: str) -> Row:
+        """Return the row of a method."""
+        return next(row for row in self.rows if row.label == label)
+
+    def trial(self, label: str) -> Trial:
+        """Return the method of a label."""
+        return next(trial for trial in self.trials if trial.label == label)
+
+    def write_recipe(self, meter: Meter, candidate: Candidate, description: str) -> None:
+        """Set `recipe`: the patch as `save_patch` writes it, with its name and origin.
+
+        Args:
+            meter: The model that it was measured on, unpatched.
+            candidate: A method whose scale is set.
+            description: One sentence with its measured perplexity.
+        """
+        with candidate.applied(meter.model, 1):
+            patch = get_patch(meter.model)
+        assert patch is not None
+        config: Any = meter.model.config
+        about = {
+            "name": self.kind,
+            "model_types": [config.model_type],
+            "checkpoint": self.about["model"]["name"],
+            "source": self.recipe_source,
+            "description": description,
+        }
+        self.recipe = {**patch.config.to_dict(), "recipe": about}
+
+    def _values(self, settings: Mapping[str, Any], *order: str, **own: Any) -> dict[str, Any]:
+        """Return JSON-ready values: the common ones and those of the subclass.
+
+        Args:
+            settings: The subclass's own settings.
+            *order: The names of the values from `documents` on, in the order of the file.
+            **own: The subclass's own values.
+        """
+        values = {
+            "documents": list(self.documents),
+            "skipped": list(self.skipped),
+            "methods": [dataclasses.asdict(trial) for trial in self.trials],
+            "summary": [dataclasses.asdict(row) for row in self.rows],
+            "recipe": self.recipe,
+            "records": [
+                {"method": label, "length": length, "document": document, **loss.to_dict()}
+                for (label, length, document), loss in self.losses.items()
+            ],
+            **own,
+        }
+        ready: dict[str, Any] = finite(
+            {
+                "format": FORMAT,
+                "kind": self.kind,
+                **self.about,
+                "settings": {**dataclasses.asdict(self.settings), **settings},
+                "protocol": self.settings.protocol.definition("tail"),
+                **{name: values[name] for name in order},
+            }
+        )
+        return ready
+
+    @classmethod
+    def _fields(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read the common fields, and the subclass's own settings, from the values of `to_dict`."""
+        names = {entry.name for entry in dataclasses.fields(TailSettings)}
+        settings = values["settings"]
+        common = {
+            "about": {name: values[name] for name in _ABOUT},
+            "settings": TailSettings(**{k: v for k, v in settings.items() if k in names}),
+            "trials": [Trial(**trial) for trial in values["methods"]],
+            "documents": values["documents"],
+            "skipped": values["skipped"],
+            "losses": {
+                (record["method"], record["length"], record["document"]): Loss.from_dict(record)
+                for record in values["records"]
+            },
+            "recipe": values["recipe"],
+        }
+        return common, {k: v for k, v in settings.items() if k not in names}
+
+    def files(self) -> dict[str, str]:
+        files = super().files()
+        if self.recipe is not None:
+            files[f"{self.kind}_recipe.json"] = recipe_text(self.recipe)
+        return files
+
+    def problems(self) -> Iterator[str]:
+        for row in self.rows:
+            if row.failed is not None:
+                yield f"{row.label}: failed: {row.failed}"
+
+    def _grid(self, title: str, best: str | None) -> Grid:
+        """Tail perplexities at the target length, the price on short texts, and comparisons to the best method."""
+        settings = self.settings
+        grid = Grid(f"{title}, tail: {settings.protocol.definition('tail')}")
+        grid.column("method", least=METHOD_WIDTH)
+        grid.column("docu-\nments", numeric=True)
+        grid.column(f"tail at\n{settings.target:,}", numeric=True)
+        grid.column(f"at {settings.original:,}, by\nunpatched", numeric=True)
+        grid.column("by the\nbest", numeric=True)
+        grid.column("", least=VERDICT_WIDTH)
+        for row in self.rows:
+            grid.row(
+                row.label,
+                f"{row.documents:,}",
+                Field("-") if row.failed is not None else _field(row.perplexity, row.interval, 3),
+                _percent(row.short),
+                _field(row.to_best.ratio, row.to_best.interval, 4) if row.to_best else "",
+                verdict(row, settings, best),
+                mark="best" if row.label == best else "control" if row.control else "",
+            )
+        return grid
+
+
+def verdict(row: Row, settings: TailSettings, best: str | None) -> Field:
+    """Return the comparison of a row to the best method in a word; "undecided" if it is not significant."""
+    if row.failed is not None:
+        return failure_field(row.failed)
+    if row.label == best:
+        return Field("best")
+    bound = settings.max_regression
+    if bound is not None and row.short is not None and row.short.ratio > 1 + bound:
+        word = "past the bound"
+    elif row.to_best is None:
+        return Field("control" if row.control else "")
+    elif row.to_best.significant:
+        word = "worse" if row.to_best.ratio > 1 else "better"
+    else:
+        word = "undecided"
+    return Field(word + (", control" if row.control else ""))
+
+
+def on_short(row: Row, settings: TailSettings) -> str:
+    """Return the price on short texts, as the end of a sentence."""
+    return "" if row.short is None else f", {_percent(row.short)} at {settings.original:,}"
+
+
+def against(control: Row, settings: TailSettings) -> str:
+    """Compare the best method to a control, as a sentence."""
+    if control.to_best is None:
+        return f"{control.label} gave no number to compare with."
+    name = {
+        "none": "the unpatched model",
+        "sliding_window": f"sliding_window, which reads only the last {settings.original:,} tokens",
+    }.get(control.label, control.label)
+    if not control.to_best.significant:
+        return f"It is not significantly different from {name}."
+    if control.to_best.ratio > 1:
+        return f"It is better than {name}."
+    return f"It is worse than {name}: on these documents, no method here benefits from the longer context."
+
+
+def _percent(short: Comparison | None) -> str:
+    return "" if short is None else f"{100 * (short.ratio - 1):+.1f} %"
+
+
+def _field(value: float, interval: tuple[float, float] | None, digits: int) -> Field:
+    field = Field(number(value), value=value)
+    if interval is not None:
+        low, high = (number(end, digits) for end in interval)
+        field.append(f"\n{low}-{high}", "aside")
+    return field
