@@ -58,15 +58,14 @@ REFUSED = f"""Messages of `patch_model`, with `{attention_coverage.ANY_NAME}` fo
 
 COLUMNS = ("model type", "rotary", "tables", "methods", *attention_coverage.GROUPS, "saved as")
 
-OPTIONS: dict[str, dict[str, Any]] = {"abf": {"rope_theta": 40e6}}
-
 
 def options_for(method: str, pairs: int) -> dict[str, Any]:
     """Options with which a frequency method has an effect and leaves attention to the model."""
-    options = dict(OPTIONS.get(method, {"scale": 4.0} if get_method(method).takes_scale() else {}))
-    if method == "longrope":
-        options |= {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs}
-    return options | ({"update": "sequence"} if get_method(method).length_dependent else {})
+    own: dict[str, dict[str, Any]] = {
+        "abf": {"rope_theta": 40e6},
+        "longrope": {"short_factor": [1.0] * pairs, "long_factor": [4.0] * pairs},
+    }
+    return zoo.frequency_options(method, pairs=pairs) | own.get(method, {})
 
 
 def row(model_type: str, refusals: attention_coverage.Refusals | None = None) -> tuple[str, ...]:

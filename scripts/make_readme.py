@@ -17,10 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli.catalog import kinds
+from hf_posenc.embedded import model_path
+from hf_posenc.engines import ENGINES, survey
 from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.bench.result import table as bench_table
 from hf_posenc.evaluation.bench.result import table_lines
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
+from hf_posenc.methods import METHODS
 from scripts.finetuned_page import example, short, ways
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -94,6 +97,26 @@ def methods() -> str:
             names = ", ".join(f"`{name}`" for name in (m.name, *m.aliases))
             rows.append([names, m.summary, m.needs, m.source])
     return _table(["method", "what it does", "needs", "source"], rows)
+
+
+def index() -> str:
+    """A row per method, with a link to its section."""
+    rows = [
+        [f"[`{m.name}`](#{m.name})", m.summary, m.needs, ", ".join(f"`{a}`" for a in m.aliases)]
+        for m in METHODS
+    ]
+    return _table(["method", "in one line", "needs", "alias"], rows)
+
+
+def shipping() -> str:
+    """The frequency methods by engine: how each is expressed there, on the embedded Llama."""
+    found = [survey(model_path(), engine) for engine in ENGINES]
+    rows = [
+        [method.name, *(row.form or "-" for row in engines)]
+        for method, *engines in zip(METHODS, *found, strict=True)
+        if method.kind == "frequencies"
+    ]
+    return _table(["method", *ENGINES], rows)
 
 
 def attention() -> str:
@@ -257,6 +280,8 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "attention_summary": attention_summary,
     },
     ROOT / "docs" / "bench.md": {"bench": bench},
+    ROOT / "docs" / "methods.md": {"index": index},
+    ROOT / "docs" / "shipping.md": {"shipping": shipping},
     ROOT / "docs" / "finetuning.md": {"example": example, "ways": ways},
     ROOT / "docs" / "patching.md": {"attention": attention},
     ROOT / "docs" / "updates.md": {"updates": updates},

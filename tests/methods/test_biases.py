@@ -15,18 +15,10 @@ from hf_posenc.methods import T5, ALiBi
 from tests.support import attention_references as naive
 from tests.support.attention_methods import BIASES, distance_bias
 
-BIAS_KNOBS: dict[str, list[dict[str, Any]]] = {
-    "alibi": [{}, {"scale": 4.0}],
-    "kerple_log": [{}],
-    "kerple_power": [{}],
-    "sandwich": [{}, {"dim": 6}],
-    "t5": [{}, {"buckets": 8, "max_distance": 20}],
-    "fire": [{"threshold": 5.0}, {"hidden": 3, "c": 0.7}],
-}
-
 
 @pytest.mark.parametrize(
-    ("name", "knobs"), [(name, knobs) for name in BIASES for knobs in BIAS_KNOBS[name]]
+    ("name", "knobs"),
+    [(name, knobs) for name in BIASES for knobs in naive.BIAS_KNOBS.get(name, [{}])],
 )
 @pytest.mark.parametrize("heads", [1, 4, 6])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -24,14 +24,10 @@ from hf_posenc.errors import PosencError
 from hf_posenc.methods import RopeScaling, available_methods, bucket_length, get_method
 from hf_posenc.rope import RopeSpec
 from tests.support.references import DYNAMIC, KNOBS, REFERENCES, REQUIRED, default
+from tests.support.zoo import frequency_methods, promising
 
-FREQUENCY = tuple(m.name for m in methods.METHODS if issubclass(m, RopeScaling))
+FREQUENCY = frequency_methods()
 """The methods that this file is about; those on other seams: tests/methods/test_rotary_bands.py and its like."""
-
-
-def promising(*contracts: str) -> list[str]:
-    """The methods that declare all of these contracts, which are attributes of their classes."""
-    return [n for n in FREQUENCY if all(getattr(get_method(n), c) for c in contracts)]
 
 
 def test_who_declines_a_contract() -> None:

@@ -21,24 +21,12 @@ from tests.support.attention_methods import (
     turn,
 )
 
-windows = st.integers(1, 40)
-KNOBS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
-    "rerope": {"window": windows},
-    "leaky_rerope": {"window": windows, "k": st.floats(1.0, 32.0)},
-    "self_extend": {"window": windows, "group": st.integers(1, 9)},
-    "dual_chunk": {"chunk": st.integers(1, 30), "window": st.integers(1, 20)},
-    "string": {"shift": windows, "window": windows},
-    "lm_infinite": {"window": windows, "sinks": st.integers(1, 6)},
-    "attention_sinks": {"window": windows, "sinks": st.integers(1, 6)},
-    "sliding_window": {"window": windows},
-}
-
 
 @pytest.mark.parametrize("name", BANDS)
 @given(data=st.data())
 @settings(max_examples=40)
 def test_positions_equal_the_paper(name: str, data: st.DataObject) -> None:
-    knobs = {knob: data.draw(values, knob) for knob, values in KNOBS[name].items()}
+    knobs = {knob: data.draw(values, knob) for knob, values in naive.BANDS[name].knobs.items()}
     if name == "string":
         knobs["window"] = min(knobs["window"], knobs["shift"])
     length, original = data.draw(st.integers(1, 60), "length"), data.draw(st.integers(50, 80), "L")
@@ -173,11 +161,20 @@ def test_no_position_is_new_at_any_length(name: str, bound: int) -> None:
     assert reached[~reached.isnan()].min() == 0
 
 
-@pytest.mark.parametrize("name", sorted(set(BANDS) - {"dual_chunk", "string"}))
+ORDERED = [name for name in BANDS if bands(name).keeps_order]
+
+
+def test_who_declines_the_order() -> None:
+    assert {"dual_chunk", "string"}.isdisjoint(ORDERED)
+    windows = {"lm_infinite", "attention_sinks", "sliding_window"}
+    assert {"rerope", "leaky_rerope", "self_extend", *windows} <= {*ORDERED}
+
+
+@pytest.mark.parametrize("name", ORDERED)
 @given(data=st.data())
 @settings(max_examples=20)
 def test_farther_keys_never_lie_nearer(name: str, data: st.DataObject) -> None:
-    knobs = {knob: data.draw(values, knob) for knob, values in KNOBS[name].items()}
+    knobs = {knob: data.draw(values, knob) for knob, values in naive.BANDS[name].knobs.items()}
     for row in position_map(bands(name, **knobs), 50, 64):
         read = row[~row.isnan()]
         assert torch.all(read[:-1] >= read[1:])
@@ -195,8 +192,11 @@ def test_keys_are_cached_where_the_last_band_has_them(name: str) -> None:
         assert torch.equal(cached, n)
     if name in ("rerope", "lm_infinite"):
         assert not cached.any()
-    shared = [torch.equal(band.key_position(n), cached) for band in method.bands(64)]
-    assert all(shared) is (name in ("dual_chunk", "string", "attention_sinks", "sliding_window"))
+    shared = all(torch.equal(band.key_position(n), cached) for band in method.bands(64))
+    if name in ("dual_chunk", "string", "attention_sinks", "sliding_window"):
+        assert shared
+    if name in ("rerope", "leaky_rerope", "self_extend", "lm_infinite"):
+        assert not shared
 
 
 @pytest.mark.parametrize("name", BANDS)
@@ -209,15 +209,7 @@ def test_large_positions_stay_exact(name: str, far_away: int) -> None:
             if not band.contains(m, torch.tensor(n)):
                 continue
             got = float(band.query_position(m) - band.key_position(torch.tensor(n)))
-            filled = {"window": method.near_window(4096), **method.options()}
-            if name == "dual_chunk":
-                filled = {"chunk": 3072, "window": 1024}
-            elif name == "string":
-                filled = {"shift": 1365, "window": 128}
-            elif name == "self_extend":
-                filled["group"] = 8
-            elif name in ("lm_infinite", "attention_sinks"):
-                filled["sinks"] = method.knobs()["sinks"]
+            filled = {**naive.BANDS[name].defaults(4096), **method.options()}
             if name == "attention_sinks":  # the naive one would build a list of the whole text
                 want: float | None = far_away - n if n > 3 else 4095 - n
             else:
@@ -231,8 +223,11 @@ def test_rotating_to_the_positions_gives_the_relative_scores(name: str) -> None:
     torch.manual_seed(0)
     length, frequencies = 40, [1.0, 0.3, 0.05]
     q, k = torch.randn(2, length, 6, dtype=torch.float64)
-    method = bands(name, **({"sinks": 2} if "sinks" in get_method(name).knobs() else {}))
-    want = naive.position_map(name, length, **_in_force(method, 16))
+    method, knobs = bands(name), naive.BANDS[name].defaults(16)
+    if "sinks" in knobs:
+        method = bands(name, sinks=2)
+        knobs |= {"sinks": 2, "window": method.near_window(16)}
+    want = naive.position_map(name, length, **knobs)
     m, n = torch.arange(length)[:, None], torch.arange(length)[None]
     for band in method.bands(16):
         turned_q = turn(q, band.query_position(m[:, 0]), frequencies)
@@ -243,17 +238,3 @@ def test_rotating_to_the_positions_gives_the_relative_scores(name: str) -> None:
         for i, j in pairs[:: max(1, len(pairs) // 40)]:
             expected = naive.rope_score(q[i], k[j], float(want[i, j]), frequencies)
             assert float(scores[i, j]) == pytest.approx(expected, abs=1e-9)
-
-
-def _in_force(method: RotaryBands, original: int) -> dict[str, Any]:
-    name = method.name
-    knobs = {"window": method.near_window(original)}
-    extra: dict[str, dict[str, Any]] = {
-        "leaky_rerope": {"k": 16.0},
-        "self_extend": {"group": 8},
-        "dual_chunk": {"chunk": 12, "window": 4},
-        "string": {"shift": 5, "window": 4},
-        "lm_infinite": {"sinks": 2},
-        "attention_sinks": {"sinks": 2},
-    }
-    return knobs | extra.get(name, {})

@@ -87,20 +87,11 @@ NO_NATIVE = {
 TOLERANCE = {"hrm_text": 1e-2}  # recurrent, 32 calls of attention in a row: amplifies rounding
 
 ACTING: dict[str, dict[str, Any]] = {
-    "pi": {"scale": 5.0},  # not 4, the scale that some types come with
-    "ntk": {"scale": 5.0},
-    "dynamic_pi": {"update": "sequence"},
+    # not 4, the scale that some types come with
+    **{name: zoo.frequency_options(name, scale=5.0) for name in zoo.frequency_methods()},
     "dynamic_ntk": {"update": "sequence"},
-    "partial_ntk": {"scale": 5.0},
-    "ntk_by_parts": {"scale": 5.0},
-    "yarn": {"scale": 5.0},
-    "dynamic_partial_ntk": {"update": "sequence"},
-    "dynamic_yarn": {"update": "sequence"},
-    "ntk_mixed": {"scale": 5.0},
-    "llama3": {"scale": 5.0},
     "longrope": {},
     "abf": {"rope_theta": 40_000_000.0},
-    "nope": {},
 }
 """Every method with options under which it does something."""
 

@@ -31,15 +31,8 @@ LENGTH = 96  # half as many again as the tiny models' 64
 
 # Every method with options that change something at LENGTH tokens of a model with 8 pairs.
 OPTIONS: dict[str, dict[str, Any]] = {
-    **{name: {"scale": 4.0} for name in zoo.frequency_methods() if get_method(name).takes_scale()},
-    **{
-        name: {"update": "sequence"}
-        for name in ("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn")
-    },
-    "dynamic_ntk": {"scale": 4.0, "update": "sequence"},
-    "nope": {},
+    **{name: zoo.frequency_options(name) for name in zoo.frequency_methods()},
     "longrope": {"scale": 4.0, "short_factor": [1.5] * 8, "long_factor": [3.0] * 8},
-    "abf": {"rope_theta": 500_000.0},
 }
 
 
@@ -71,7 +64,11 @@ def test_patch_changes_the_output_and_unpatch_restores_every_bit(
 
 
 @pytest.mark.parametrize(
-    "method", [name for name in zoo.frequency_methods() if get_method(name).takes_scale()]
+    "method",
+    [
+        *(n for n in zoo.promising("identity_at_scale_one") if get_method(n).takes_scale()),
+        "longrope",  # with neutral lists
+    ],
 )
 def test_scale_one_is_the_unpatched_model_bit_for_bit(model: PreTrainedModel, method: str) -> None:
     options = {"short_factor": [1.0] * 8, "long_factor": [1.0] * 8} if method == "longrope" else {}

@@ -1,7 +1,8 @@
 """A Llama in float64, written from its formulas, with attention scores from the papers: the naive L x L reference.
 
-Nothing of the package is used. `CASES` names every method of the attention path with knobs that matter on short
-texts; `reference` evaluates a patched model's own weights, and the parameters its method trains, the slow way.
+Nothing of the package is used but `trainable` of its classes. `CASES` names every method of the attention path with
+knobs that matter on short texts; `reference` evaluates a patched model's own weights, and the parameters its method
+trains, the slow way.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.methods import get_method
 from tests.support import attention_references as naive
 from tests.support import references
 
@@ -59,21 +61,12 @@ _LISTS = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
 _ROW = {"update": "row", "bucket": 8}
 
 CASES: dict[str, Case] = {
-    "rerope": _bands("rerope", window=8),
+    **{name: _bands(name, **bands.short) for name, bands in naive.BANDS.items()},
+    **{name: Case(name, bias={}) for name in naive.BIAS},
     "rerope_log_n": Case(
         "rerope", {"window": 8, "log_n": True}, relative={"window": 8}, log_n=True
     ),
-    "leaky_rerope": _bands("leaky_rerope", window=8, k=4.0),
-    "self_extend": _bands("self_extend", window=8, group=3),
-    "dual_chunk": _bands("dual_chunk", chunk=10, window=6),
-    "string": _bands("string", shift=11, window=4),
-    "lm_infinite": _bands("lm_infinite", window=7, sinks=3),
-    "attention_sinks": _bands("attention_sinks", window=7, sinks=3),
-    "sliding_window": _bands("sliding_window", window=8),
-    "alibi": Case("alibi", bias={}),
     "alibi_keep_rope": Case("alibi", {"keep_rope": True, "scale": 2.0}, bias={"scale": 2.0}),
-    "kerple_log": Case("kerple_log", bias={}),
-    "kerple_power": Case("kerple_power", bias={}),
     "sandwich": Case("sandwich", {"dim": 16}, bias={"dim": 16}),
     "t5": Case("t5", {"buckets": 8, "max_distance": 24}, bias={"buckets": 8, "max_distance": 24}),
     "t5_keep_rope": Case("t5", {"keep_rope": True}, bias={}),
@@ -94,12 +87,7 @@ CASES: dict[str, Case] = {
     ),
 }
 
-TRAINABLE = tuple(
-    name
-    for name, case in CASES.items()
-    if case.method
-    in ("kerple_log", "kerple_power", "t5", "fire", "shaw", "transformer_xl", "rope_bias")
-)
+TRAINABLE = tuple(name for name, case in CASES.items() if get_method(case.method).trainable)
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:

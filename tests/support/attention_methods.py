@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.methods import METHODS, DistanceBias, RotaryBands, get_method
+from hf_posenc.methods import METHODS, DistanceBias, RelativeKeys, RotaryBands, get_method
 from tests.support import attention_references as naive
 
 BANDS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands))
 BIASES = tuple(m.name for m in METHODS if issubclass(m, DistanceBias))
 SEAMS = {
     "attention": {*BANDS, "xpos", "rope_bias"},
-    "bias": {*BIASES, "shaw", "transformer_xl"},
+    "bias": {*BIASES, *(m.name for m in METHODS if issubclass(m, RelativeKeys))},
     "query": {"log_n"},
 }
 OTHERS = tuple(m.name for m in METHODS if m.seam != "rotary")

@@ -1,16 +1,19 @@
 """The attention-path methods written once more, naively, from the papers: float64, pair by pair.
 
 Nothing here is shared with the package. A relative position is a function of one query at m and one
-key at n <= m, `None` where the pair is masked; a bias the same with a number for every head.
+key at n <= m, `None` where the pair is masked; a bias is the same with a number for every head.
+A new method adds its function to `BANDS`, with the knobs that the tests give it, or to `BIAS`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 Relative = Callable[..., "float | None"]
@@ -62,14 +65,80 @@ def sliding_window(m: int, n: int, window: int) -> float | None:
     return m - n if m - n < window else None
 
 
-RELATIVE: dict[str, Relative] = {
-    f.__name__: f
-    for f in (
-        *(rerope, leaky_rerope, self_extend, dual_chunk, string),
-        *(lm_infinite, attention_sinks, sliding_window),
-    )
+@dataclass(frozen=True)
+class Bands:
+    """A rotary band method in the tests.
+
+    Attributes:
+        relative: The relative position of one pair, with every knob given.
+        knobs: Values of each knob for property tests.
+        defaults: From the original context length to the knobs in force by default.
+        short: Knobs that matter in models of 16 trained tokens.
+    """
+
+    relative: Relative
+    knobs: Mapping[str, st.SearchStrategy[Any]]
+    defaults: Callable[[int], dict[str, Any]]
+    short: Mapping[str, Any]
+
+
+_WINDOW = st.integers(1, 40)
+BANDS: dict[str, Bands] = {
+    "rerope": Bands(
+        rerope,
+        {"window": _WINDOW},
+        lambda original: {"window": original // 2},
+        {"window": 8},
+    ),
+    "leaky_rerope": Bands(
+        leaky_rerope,
+        {"window": _WINDOW, "k": st.floats(1.0, 32.0)},
+        lambda original: {"window": original // 2, "k": 16.0},
+        {"window": 8, "k": 4.0},
+    ),
+    "self_extend": Bands(
+        self_extend,
+        {"window": _WINDOW, "group": st.integers(1, 9)},
+        lambda original: {"window": original // 2, "group": 8},
+        {"window": 8, "group": 3},
+    ),
+    "dual_chunk": Bands(
+        dual_chunk,
+        {"chunk": st.integers(1, 30), "window": st.integers(1, 20)},
+        lambda original: {"chunk": 3 * original // 4, "window": original - 3 * original // 4},
+        {"chunk": 10, "window": 6},
+    ),
+    "string": Bands(
+        string,
+        {"shift": _WINDOW, "window": _WINDOW},
+        lambda original: {
+            "shift": round(original / 3),
+            "window": min(128, round(original / 3) - 1),
+        },
+        {"shift": 11, "window": 4},
+    ),
+    "lm_infinite": Bands(
+        lm_infinite,
+        {"window": _WINDOW, "sinks": st.integers(1, 6)},
+        lambda original: {"window": original, "sinks": 10},
+        {"window": 7, "sinks": 3},
+    ),
+    "attention_sinks": Bands(
+        attention_sinks,
+        {"window": _WINDOW, "sinks": st.integers(1, 6)},
+        lambda original: {"window": original - 4, "sinks": 4},
+        {"window": 7, "sinks": 3},
+    ),
+    "sliding_window": Bands(
+        sliding_window,
+        {"window": _WINDOW},
+        lambda original: {"window": original},
+        {"window": 8},
+    ),
 }
-"""By the method's name, with every knob given."""
+"""By the method's name."""
+
+RELATIVE = {name: bands.relative for name, bands in BANDS.items()}
 
 
 def position_map(name: str, length: int, **knobs: Any) -> Tensor:
@@ -162,6 +231,14 @@ BIAS: dict[str, Callable[..., list[float]]] = {
     f.__name__: f for f in (alibi, kerple_log, kerple_power, sandwich, t5, fire)
 }
 """By the method's name; the knobs and the parameters as plain numbers."""
+
+BIAS_KNOBS: dict[str, list[dict[str, Any]]] = {
+    "alibi": [{}, {"scale": 4.0}],
+    "sandwich": [{}, {"dim": 6}],
+    "t5": [{}, {"buckets": 8, "max_distance": 20}],
+    "fire": [{"threshold": 5.0}, {"hidden": 3, "c": 0.7}],
+}
+"""Knobs to try of a bias; the defaults alone of those that are not here."""
 
 
 def bias_matrix(name: str, length: int, heads: int, **values: Any) -> Tensor:

@@ -30,6 +30,7 @@ from transformers.models.auto import modeling_auto
 
 from hf_posenc import available_methods, get_method
 from hf_posenc.methods import RopeScaling
+from tests.support.references import REQUIRED
 from tests.support.zoo_registry import (
     NOT_BUILT,
     TABLE_TYPES,
@@ -198,6 +199,19 @@ def load(model_class: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
 def frequency_methods() -> tuple[str, ...]:
     """The methods that change rotary frequencies; the others compute attention themselves."""
     return tuple(n for n in available_methods() if issubclass(get_method(n), RopeScaling))
+
+
+def promising(*contracts: str) -> list[str]:
+    """The frequency methods that declare all of these contracts, which are attributes of their classes."""
+    return [n for n in frequency_methods() if all(getattr(get_method(n), c) for c in contracts)]
+
+
+def frequency_options(name: str, *, pairs: int = 8, scale: float = 4.0) -> dict[str, Any]:
+    """Options under which a frequency method changes something and leaves attention to the model."""
+    method = get_method(name)
+    options: dict[str, Any] = {"scale": scale} if method.takes_scale() else {}
+    options |= REQUIRED[name](pairs) if name in REQUIRED else {}
+    return options | ({"update": "sequence"} if method.knobs().get("update") == "row" else {})
 
 
 def length_of(config: PretrainedConfig) -> int | None:

@@ -13,8 +13,15 @@ from hf_posenc.evaluation.measuring.candidates import Candidate, Request
 from hf_posenc.evaluation.perplexity.result import MethodEntry
 from hf_posenc.methods import METHODS, LengthDependent, LogN, ReRoPE, YaRN
 from tests.support import zoo
+from tests.support.references import REQUIRED
 
-NEEDS_MORE = {"abf": "rope_theta=5e+5", "longrope": None}  # lists have no short form
+NEEDS_MORE: dict[str, str | None] = {
+    **{
+        name: ",".join(f"{knob}={value}" for knob, value in required(8).items())
+        for name, required in REQUIRED.items()
+    },
+    "longrope": None,  # lists have no short form
+}
 
 
 @pytest.mark.parametrize(
