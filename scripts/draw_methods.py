@@ -1,4 +1,4 @@
-"""Draws the pictures of docs/methods.md from the methods themselves: docs/methods/*.png.
+"""Draw the pictures of docs/methods.md from the methods themselves: docs/methods/*.png.
 
     python scripts/draw_methods.py                 # all of them
     python scripts/draw_methods.py rerope alibi    # some
@@ -23,12 +23,14 @@ from torch import Tensor
 
 from hf_posenc.evaluation.plots import COLOURS, STYLE
 from hf_posenc.methods import (
+    ABF,
     FIRE,
     METHODS,
     T5,
     DistanceBias,
     LogN,
     RopeBias,
+    RopeScaling,
     RotaryBands,
     Shaw,
     TransformerXL,
@@ -51,7 +53,6 @@ SHOWN: dict[str, dict[str, Any]] = {
     "attention_sinks": {"window": 60, "sinks": 4},
     "sliding_window": {"window": 64},
 }
-STATIC = ("pi", "ntk", "partial_ntk", "ntk_by_parts", "ntk_mixed", "llama3", "abf")
 
 
 def position_map(method: RotaryBands) -> Tensor:
@@ -66,7 +67,7 @@ def position_map(method: RotaryBands) -> Tensor:
 
 
 def bands(figure: Figure, name: str) -> None:
-    """Left the map of relative positions, right what the last query sees."""
+    """Plot the map of relative positions, and beside it the distances of the last query."""
     method = get_method(name).from_options(**SHOWN.get(name, {}))
     assert isinstance(method, RotaryBands)
     relative = position_map(method)
@@ -94,29 +95,24 @@ def bands(figure: Figure, name: str) -> None:
 
 
 def biases(figure: Figure, name: str) -> None:
-    """The bias against the distance, a line for every head."""
+    """Plot the bias against the distance, a line for every head."""
     method = get_method(name).from_options()
     assert isinstance(method, DistanceBias)
     distance = torch.arange(REACH, dtype=torch.float64)
+    torch.manual_seed(0)
+    parameters = {k: v.double() for k, v in method.initial(HEADS, ORIGINAL).items()}
     # Trained values differ: evenly spread over the range of the initial ones.
     spread = (torch.arange(HEADS, dtype=torch.float64) + 0.5) / HEADS
-    parameters = {
-        key: most * (spread if key == "r1" else spread.flip(0))
-        for key, most in _initial_range(name).items()
-    }
-    values = method.bias(distance, HEADS, parameters)
+    ranges = {"kerple_log": {"r1": 2.0, "r2": 1.0}, "kerple_power": {"r1": 1.0, "r2": 2.0}}
+    for key, most in ranges.get(name, {}).items():
+        parameters[key] = most * (spread if key == "r1" else spread.flip(0))
+    values = method.bias(distance, HEADS, parameters, torch.tensor(REACH))
     panel = figure.subplots()
     for head, line in enumerate(values):
         panel.plot(distance, line, color=_shade(head, HEADS), label=f"head {head}")
     lowest = max(-40.0, 1.05 * float(values.min()))
     panel.set(xlabel="distance m - n", ylabel="added to the score", ylim=(lowest, -lowest / 40))
     figure.legend(frameon=False, fontsize=7.5, loc="outside right center")
-
-
-def _initial_range(name: str) -> dict[str, float]:
-    return {"kerple_log": {"r1": 2.0, "r2": 1.0}, "kerple_power": {"r1": 1.0, "r2": 2.0}}.get(
-        name, {}
-    )
 
 
 def t5(figure: Figure) -> None:
@@ -132,7 +128,7 @@ def t5(figure: Figure) -> None:
 
 
 def fire(figure: Figure) -> None:
-    """What the network reads: its identity on a positive input shows it."""
+    """The input of the network, shown by a network that is the identity on positive numbers."""
     method, one = FIRE(hidden=1), torch.ones(1, 1, dtype=torch.float64)
     parameters = {
         "c": torch.tensor(method.c).double(),
@@ -186,7 +182,7 @@ def xpos(figure: Figure) -> None:
 
 
 def rope_bias(figure: Figure) -> None:
-    """`a R b` with all of a and b one: what the biases alone add to a score."""
+    """`a R b` with all of a and b one: the part of a score that the biases alone add."""
     dim, distance = 64, torch.arange(REACH, dtype=torch.float64)
     start = RopeBias().initial(1, 1, dim)
     a, b = (start[name].double()[0] + 1 for name in ("a", "b"))
@@ -210,22 +206,27 @@ def log_n(figure: Figure) -> None:
 
 
 def frequencies(figure: Figure) -> None:
-    """What each static method divides a pair's frequency by, at a scale of 8."""
+    """Plot the divisor of each pair's frequency at a scale of 8, by static method; equal lines once."""
     rope, panel = RopeSpec(128, 1e4, 4096), figure.subplots()
-    for index, name in enumerate(STATIC):
-        method = get_method(name)
-        made: Any = method.from_options(**({"rope_theta": 8e4} if name == "abf" else {"scale": 8}))
-        panel.plot(
-            rope.default_inv_freq() / made.inv_freq(rope),
-            color=COLOURS[index % len(COLOURS)],
-            label="abf, 80,000" if name == "abf" else name,
-        )
+    tables: dict[str, Tensor] = {}
+    for kind in METHODS:
+        if not issubclass(kind, RopeScaling) or kind.length_dependent:
+            continue
+        if not kind.only_lowers_frequencies:
+            continue
+        options: dict[str, Any] = {"rope_theta": 8e4} if kind is ABF else {"scale": 8}
+        table = kind(**options).inv_freq(rope)
+        if not any(torch.equal(table, other) for other in tables.values()):  # yarn, ntk_by_parts
+            tables["abf, 80,000" if kind is ABF else kind.name] = table
+    for index, (label, table) in enumerate(tables.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        panel.plot(rope.default_inv_freq() / table, color=colour, label=label)
     panel.set(xlabel="pair of features, the fastest first", ylabel="frequency divided by")
     figure.legend(frameon=False, fontsize=7.5, loc="outside right center")
 
 
 def _shade(index: int, count: int) -> tuple[float, float, float]:
-    """From the field's blue to light, for lines in an order."""
+    """Return a shade of blue, lighter for later lines."""
     blue, share = (0.0, 0.447, 0.698), 0.75 * index / (count - 1)
     red, green, high = (value + (1 - value) * share for value in blue)
     return red, green, high
@@ -236,13 +237,13 @@ Draw = Callable[[Figure], None]
 PICTURES: dict[str, Draw] = {
     "frequencies": frequencies,
     **{name: partial(bands, name=name) for name in MAPS},
-    **{n: partial(biases, name=n) for n in ("alibi", "kerple_log", "kerple_power", "sandwich")},
+    **{m.name: partial(biases, name=m.name) for m in METHODS if issubclass(m, DistanceBias)},
     **{f.__name__: f for f in (log_n, t5, fire, shaw, transformer_xl, xpos, rope_bias)},
 }
 
 
 def draw(names: list[str], folder: Path) -> list[Path]:
-    """Writes `NAME.png` for every name."""
+    """Write `NAME.png` for every name."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     with rc_context(STYLE):
@@ -255,7 +256,7 @@ def draw(names: list[str], folder: Path) -> list[Path]:
 
 
 def main() -> None:
-    """Draws what the command line names."""
+    """Draw the pictures that the command line names."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
     parser.add_argument("--folder", type=Path, default=FOLDER)
