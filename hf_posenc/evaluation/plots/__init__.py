@@ -1,7 +1,7 @@
 """Figures of measurements, for papers, notebooks and the report. Needs matplotlib (`pip install hf-posenc[plot]`).
 
-Every function takes a result object and gives a matplotlib `Figure`, so the same picture stands in a file, in a
-notebook and in the HTML page.
+Every function takes a result, or plain data of one, and returns a matplotlib `Figure`. Files, notebooks and the HTML
+page show the same figures.
 """
 
 from hf_posenc.evaluation.plots.perplexity import (
@@ -9,11 +9,18 @@ from hf_posenc.evaluation.plots.perplexity import (
     figure,
     position_figure,
     ratio_figure,
-    save,
-    write_figure,
     write_plot,
 )
-from hf_posenc.evaluation.plots.style import COLOURS, CONTROL, STYLE, available, require, spread
+from hf_posenc.evaluation.plots.style import (
+    COLOURS,
+    CONTROL,
+    STYLE,
+    available,
+    require,
+    save,
+    spread,
+    write_figure,
+)
 
 __all__ = [
     "COLOURS",

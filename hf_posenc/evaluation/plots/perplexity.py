@@ -1,4 +1,4 @@
-"""Perplexity against context length, as a figure for a paper."""
+"""Figures of perplexity: against context length, as a ratio to the baseline, and by position in the text."""
 
 from __future__ import annotations
 
@@ -11,22 +11,18 @@ from typing import TYPE_CHECKING, Any
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.plots.style import (
     BASELINE,
-    LABEL_SIZE,
-    LINE,
     MAX_BANDS,
-    STYLE,
     Measured,
     Point,
     length_axis,
+    line_panels,
     looks,
     mark_trained,
-    name_lines,
-    require,
     thinned,
     tick,
     value_axis,
+    write_figure,
 )
-from hf_posenc.files import replace_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -35,40 +31,30 @@ if TYPE_CHECKING:
 TITLES = {"prefix": "prefix (first L tokens)", "tail": "tail (same last {tail} tokens)"}
 MARKED = {"markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.5, "linewidth": 1.3}
 MAX_MARKERS = 16
-"""Longer lines have no markers: they would touch."""
+"""Longer lines have no markers, which would touch."""
 
 
 def figure(result: Measured, protocols: Sequence[str] | None = None) -> Figure:
-    """One panel per protocol with a shared vertical axis; each line's name stands at its end in the last one.
+    """Draw one panel per protocol with a shared vertical axis; the last one has the names of the lines.
 
     Args:
-        result: What was measured.
-        protocols: Some of its protocols only.
+        result: The perplexities.
+        protocols: The protocols to draw; by default all.
 
     Raises:
         PosencError: matplotlib is not installed.
     """
-    require()
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     shown = result.settings.protocols if protocols is None else protocols
-    height = 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72
-    size = (3.3 * len(shown) + 1.5, max(3.1, height))
-    with mpl.rc_context(STYLE):
-        drawn = Figure(figsize=size, layout="constrained")
-        panels = drawn.subplots(1, len(shown), sharey=True, squeeze=False)[0]
+    with line_panels(result, 3.3 * len(shown) + 1.5, len(shown), sharey=True) as (drawn, panels):
         for panel, protocol in zip(panels, shown, strict=True):
             perplexity_panel(panel, result, protocol)
         panels[0].set_ylabel("perplexity")
         value_axis(panels[0])
-        labels = {candidate.label for candidate in result.candidates}
-        name_lines(panels[-1], labels, (size[1] - 1.0) * 72)
     return drawn
 
 
 def perplexity_panel(panel: Axes, result: Measured, protocol: str) -> None:
-    """Perplexity against length under one protocol, with the trained length marked."""
+    """Draw perplexity against length under one protocol, with the trained length marked."""
     lengths = result.settings.lengths
     panel.set_yscale("log")
     title = TITLES.get(protocol, protocol)
@@ -80,7 +66,7 @@ def perplexity_panel(panel: Axes, result: Measured, protocol: str) -> None:
 
 
 def marked(look: dict[str, Any], points: int) -> dict[str, Any]:
-    """A line's look, with markers where it has few points."""
+    """Add markers to a line's look if it has few points."""
     shown = {**look, **MARKED, "zorder": 3}
     return shown if points <= MAX_MARKERS else {**shown, "marker": ""}
 
@@ -104,70 +90,49 @@ def _line(panel: Axes, result: Measured, protocol: str, label: str, look: dict[s
         )
 
 
-# What a method changes: its perplexity, and its ratio to the baseline on the same documents, with paired intervals.
-
-
 STAGGER = 0.35
-"""Over which share of the way between two lengths the methods' intervals stand side by side, at most."""
+"""Largest share of the distance between two lengths over which the methods' intervals are spread."""
 CLOSE = 0.012
-"""How far apart they stand, at most, as a share of the axis."""
+"""Largest distance of two intervals, as a share of the axis."""
 
 
 def difference_figure(result: Measured, protocol: str = "tail") -> Figure:
-    """Perplexity on the left; on the right its ratio to the first method's, with paired 95 % intervals.
+    """Draw perplexity on the left; on the right its ratio to the first method's, with paired 95 % intervals.
 
-    An interval that leaves out 1 shows a difference; two overlapping intervals of perplexity show nothing about it.
+    An interval that excludes 1 shows a difference. Overlap of two intervals of perplexity is no evidence about it.
 
     Args:
-        result: What was measured.
-        protocol: Which of its protocols.
+        result: The perplexities.
+        protocol: One of its protocols.
 
     Raises:
         PosencError: matplotlib is not installed.
     """
-    require()
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    height = max(3.1, 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72)
-    with mpl.rc_context(STYLE):
-        drawn = Figure(figsize=(8.1, height), layout="constrained")
-        left, right = drawn.subplots(1, 2)
+    with line_panels(result, 8.1, 2) as (drawn, (left, right)):
         perplexity_panel(left, result, protocol)
         left.set_ylabel("perplexity")
         value_axis(left)
         ratio_panel(right, result, protocol)
-        labels = {candidate.label for candidate in result.candidates}
-        name_lines(right, labels, (height - 1.0) * 72)
     return drawn
 
 
 def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
-    """The right half of `difference_figure` by itself.
+    """Draw the right half of `difference_figure`.
 
     Args:
-        result: What was measured.
-        protocol: Which of its protocols.
+        result: The perplexities.
+        protocol: One of its protocols.
 
     Raises:
         PosencError: matplotlib is not installed.
     """
-    require()
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    height = max(3.1, 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72)
-    with mpl.rc_context(STYLE):
-        drawn = Figure(figsize=(4.8, height), layout="constrained")
-        panel = drawn.subplots()
+    with line_panels(result, 4.8) as (drawn, (panel,)):
         ratio_panel(panel, result, protocol)
-        labels = {candidate.label for candidate in result.candidates}
-        name_lines(panel, labels, (height - 1.0) * 72)
     return drawn
 
 
 def ratio_panel(panel: Axes, result: Measured, protocol: str) -> None:
-    """The ratio to the baseline against length, an interval at every point, and a line at 1."""
+    """Draw the ratio to the baseline against length, with an interval at every point and a line at 1."""
     lengths = result.settings.lengths
     panel.set_title(f"{protocol}, as a multiple of the baseline", loc="left")
     panel.set_yscale("log")
@@ -212,45 +177,33 @@ def _drawable(value: float | None) -> bool:
     return value is not None and math.isfinite(value) and value > 0
 
 
-# Perplexity against the position in the text: where exactly a method gives out.
-
-
 SPAN = 2**0.125
-"""From one point to the next at least an eighth of an octave."""
+"""Least ratio of two positions: an eighth of an octave."""
 _LARGEST = 700.0  # nats; the exponential of more is no float
 
 
 def position_figure(result: Measured) -> Figure:
-    """Perplexity of the tokens between two positions of the text, over all documents; a line at the trained length.
+    """Draw the perplexity of tokens by their position in the text, over all documents, with the trained length marked.
 
-    Every token is read with all that is in front of it, in windows of the longest length.
+    Every token is read with all tokens before it, in windows of the longest length.
 
     Args:
-        result: What was measured; its `curve` has the sums.
+        result: The perplexities; its `curve` has the sums.
 
     Raises:
         PosencError: There is no curve (it comes from `prefix` windows), or matplotlib is not installed.
     """
-    require()
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     if not result.curve or not result.curve["methods"]:
         raise PosencError(
             "This result has no curve by position: it is measured with --protocol prefix."
         )
-    height = max(3.1, 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72)
-    with mpl.rc_context(STYLE):
-        drawn = Figure(figsize=(4.8, height), layout="constrained")
-        panel = drawn.subplots()
+    with line_panels(result, 4.8) as (drawn, (panel,)):
         position_panel(panel, result, result.curve)
-        labels = {candidate.label for candidate in result.candidates}
-        name_lines(panel, labels, (height - 1.0) * 72)
     return drawn
 
 
 def position_panel(panel: Axes, result: Measured, curve: Mapping[str, Any]) -> None:
-    """The lines of `position_figure`."""
+    """Draw the lines of `position_figure`."""
     from matplotlib.ticker import NullLocator
 
     edges: Sequence[int] = curve["edges"]
@@ -276,10 +229,10 @@ def position_panel(panel: Axes, result: Measured, curve: Mapping[str, Any]) -> N
 
 
 def position_points(curve: Mapping[str, Any], label: str) -> list[tuple[float, float]]:
-    """Where a line goes: positions and the perplexity of the tokens around them.
+    """Return positions and the perplexity of the tokens around them.
 
-    Neighbouring buckets are pooled until they span a factor of `SPAN`: equal steps on the log axis, where buckets of
-    equal size would crowd to the right and show the noise of few tokens. What is not finite leaves a gap.
+    Neighbouring buckets are pooled until they span a factor of `SPAN`, which gives equal steps on the log axis. Buckets
+    of equal size would crowd to the right and show the noise of few tokens. Values that are not finite leave a gap.
 
     Args:
         curve: Edges, and sums per method and bucket.
@@ -308,40 +261,10 @@ def position_points(curve: Mapping[str, Any], label: str) -> list[tuple[float, f
     return points
 
 
-# Figures as files.
-
-
 def write_plot(result: Measured, *paths: Path) -> None:
-    """Draws the result once and writes it to every path, in the format of its suffix.
+    """Draw `figure` once and write it to every path, in the format of its suffix.
 
     Raises:
         PosencError: matplotlib is not installed, or a file cannot be written.
     """
-    require()
     write_figure(figure(result), *paths)
-
-
-def write_figure(drawn: Figure, *paths: Path) -> None:
-    """Writes a figure to every path, in the format of its suffix; each file is whole or as it was before.
-
-    Raises:
-        PosencError: A file cannot be written.
-    """
-    for path in paths:
-        replace_atomically(path, lambda temporary: save(drawn, temporary))
-
-
-def save(drawn: Figure, path: Path | Any, format: str | None = None) -> None:
-    """Writes a figure so that the same figure gives the same file: no date, no random names.
-
-    Args:
-        drawn: The figure.
-        path: A path, or an open file.
-        format: `"svg"`, `"png"`, ...; by default the path's suffix.
-    """
-    import matplotlib as mpl
-
-    kind = format or Path(path).suffix.removeprefix(".")
-    metadata = {"Date": None} if kind == "svg" else None
-    with mpl.rc_context(STYLE):
-        drawn.savefig(path, format=kind, dpi=200, bbox_inches="tight", metadata=metadata)

@@ -1,19 +1,23 @@
-"""How figures look: colours, markers and dashes by method, and what a result must have to be drawn."""
+"""Common parts of the figures: colours by method, axes of lengths and values, names of lines, files."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_posenc.errors import PosencError
+from hf_posenc.files import replace_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by every common kind of colour blindness; a violet and an olive instead of
-# their pale yellow.
+# Okabe and Ito's colours, distinct under every common kind of colour blindness; a violet and an olive replace their
+# pale yellow.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#999933")
 BASELINE = "#222222"
 CONTROL_COLOUR = "#888888"
@@ -23,8 +27,12 @@ CONTROL = "sliding_window"
 MARKERS = "osD^vP*X<>"
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)))
 LABEL_SIZE = 7.5
+LINE = 1.25  # distance of two labels, as a multiple of their size
+MAX_LABEL = 36  # characters
+MIN_TICKS, MAX_TICKS = 3, 8
+_STEPS = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
 MAX_BANDS = 4
-"""Up to so many lines are drawn with their intervals; more hide each other."""
+"""Lines up to this number are drawn with their intervals; more would hide each other."""
 
 STYLE: Any = {
     "font.size": 9,
@@ -33,7 +41,7 @@ STYLE: Any = {
     "axes.spines.right": False,
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "hf_posenc",  # the same result gives the same file
-    "text.parse_math": False,  # a name is no formula, whatever it contains
+    "text.parse_math": False,  # names are not formulas
     "axes.grid": True,
     "grid.color": GRID,
     "grid.linewidth": 0.6,
@@ -41,7 +49,7 @@ STYLE: Any = {
 
 
 class Named(Protocol):
-    """A method of a result: `label`, as reports show it, and `method`, its name; `None` for the model as loaded."""
+    """A method of a result: its `label` in reports, and its name `method`; `None` for the model as loaded."""
 
     @property
     def label(self) -> str: ...
@@ -50,7 +58,7 @@ class Named(Protocol):
 
 
 class Point(Protocol):
-    """One number of a table, as `hf_posenc.evaluation.measuring.statistics.Cell`."""
+    """One number of a table, such as `hf_posenc.evaluation.measuring.statistics.Cell`."""
 
     @property
     def length(self) -> int: ...
@@ -65,7 +73,7 @@ class Point(Protocol):
 
 
 class Axis(Protocol):
-    """What the axes of a figure are made from, as `hf_posenc.evaluation.perplexity.protocols.Settings`."""
+    """Settings behind the axes, such as `hf_posenc.evaluation.perplexity.protocols.Settings`."""
 
     @property
     def lengths(self) -> tuple[int, ...]: ...
@@ -76,7 +84,7 @@ class Axis(Protocol):
 
 
 class Measured(Protocol):
-    """What can be drawn: a `PerplexityResult`, or several of them put together."""
+    """Perplexities that can be drawn: a `PerplexityResult`, or several of them merged."""
 
     @property
     def settings(self) -> Axis: ...
@@ -90,12 +98,12 @@ class Measured(Protocol):
 
 
 def available() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def require() -> None:
-    """Makes sure of matplotlib.
+    """Check that matplotlib is installed.
 
     Raises:
         PosencError: It is not installed.
@@ -105,9 +113,9 @@ def require() -> None:
 
 
 def looks(candidates: Sequence[Named]) -> list[dict[str, Any]]:
-    """How each line is drawn: a colour per method, dashes where it comes again or is dynamic, the control grey."""
+    """Return the look of each line: a colour per method, dashes for its further and dynamic forms, the control grey."""
     seen: dict[str, int] = {}
-    drawn = []
+    styles = []
     for index, candidate in enumerate(candidates):
         look: dict[str, Any] = {"color": BASELINE, "linestyle": "-"}
         if candidate.method == CONTROL:
@@ -118,22 +126,40 @@ def looks(candidates: Sequence[Named]) -> list[dict[str, Any]]:
             place = list(seen).index(name)
             look["color"] = COLOURS[place % len(COLOURS)]
             look["linestyle"] = DASHES[(place // len(COLOURS) + again) % len(DASHES)]
-        drawn.append({**look, "marker": MARKERS[index % len(MARKERS)]})
-    return drawn
+        styles.append({**look, "marker": MARKERS[index % len(MARKERS)]})
+    return styles
 
 
-# What the figures share: the axis of lengths, the mark at the trained length, ticks, names at the ends of lines.
+@contextlib.contextmanager
+def line_panels(
+    result: Measured, width: float, columns: int = 1, **options: Any
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Make a figure of panels side by side; when they are drawn, name the lines at the last one.
 
+    Args:
+        result: The source of the lines.
+        width: Width of the figure, in inches.
+        columns: Number of panels.
+        **options: Further arguments of `Figure.subplots`.
 
-LINE = 1.25  # from one label to the next, as a multiple of their size
-MAX_TICKS = 8
-MIN_TICKS = 3
-MAX_LABEL = 36  # characters
-_STEPS = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
+    Raises:
+        PosencError: matplotlib is not installed.
+    """
+    require()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    height = max(3.1, 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72)
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        panels = list(figure.subplots(1, columns, squeeze=False, **options)[0])
+        yield figure, panels
+        labels = {candidate.label for candidate in result.candidates}
+        name_lines(panels[-1], labels, (height - 1.0) * 72)
 
 
 def length_axis(panel: Axes, lengths: Sequence[int]) -> None:
-    """A base-2 axis of tokens with a tick at each length; where there are many, at those far enough apart."""
+    """Make the x axis a base-2 axis of tokens, with ticks at the lengths, or at some of many."""
     from matplotlib.ticker import NullLocator
 
     panel.set_xscale("log", base=2)
@@ -144,7 +170,7 @@ def length_axis(panel: Axes, lengths: Sequence[int]) -> None:
 
 
 def thinned(lengths: Sequence[int]) -> list[int]:
-    """At most `MAX_TICKS` or so of the lengths, from the longest down, evenly on a log axis."""
+    """Return about `MAX_TICKS` of the lengths at most, from the longest down, evenly on a log axis."""
     if len(lengths) <= MAX_TICKS:
         return list(lengths)
     gap = math.log2(lengths[-1] / lengths[0]) / MAX_TICKS
@@ -156,7 +182,7 @@ def thinned(lengths: Sequence[int]) -> list[int]:
 
 
 def mark_trained(panel: Axes, original: int | None, *, below: bool = False) -> None:
-    """A dashed line at the length that the model was trained on, where the axis has it; its name on top, or below."""
+    """Draw a dashed line at the trained length, if it is on the axis, with its name at the top or bottom."""
     low, high = panel.get_xlim()
     if not original or not low <= original <= high:
         return
@@ -174,7 +200,7 @@ def mark_trained(panel: Axes, original: int | None, *, below: bool = False) -> N
 
 
 def value_axis(panel: Axes) -> None:
-    """A log axis with round numbers."""
+    """Make the y axis a log axis with round numbers."""
     from matplotlib.ticker import NullLocator
 
     panel.set_yscale("log")
@@ -184,9 +210,9 @@ def value_axis(panel: Axes) -> None:
 
 
 def value_ticks(low: float, high: float) -> list[float]:
-    """Round numbers on a log axis: the finest set of steps that gives at most `MAX_TICKS` of them.
+    """Return round numbers on a log axis: the finest set of steps that gives at most `MAX_TICKS` of them.
 
-    Where even the finest gives fewer than `MIN_TICKS`, the ends are close, and the numbers are equally far apart.
+    If even the finest gives fewer than `MIN_TICKS`, the ends are close, and the numbers are equally far apart.
     """
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     ticks: list[float] = []
@@ -199,7 +225,7 @@ def value_ticks(low: float, high: float) -> list[float]:
 
 
 def _even_ticks(low: float, high: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten: the smallest that gives at most `MAX_TICKS`."""
+    """Multiples of 1, 2 or 5 times a power of ten: of the smallest that gives at most `MAX_TICKS`."""
     power = 10.0 ** (math.floor(math.log10(high - low)) - 1)
     step = next(n * power for n in (1, 2, 5, 10, 20, 50) if (high - low) / (n * power) < MAX_TICKS)
     first, last = math.ceil(low / step), math.floor(high / step)
@@ -207,17 +233,17 @@ def _even_ticks(low: float, high: float) -> list[float]:
 
 
 def tick(length: int) -> str:
-    """A length as its axis shows it: 4k for 4,096."""
+    """Format a length for an axis: 4k for 4,096."""
     return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
 
 
 def name_lines(panel: Axes, labels: Collection[str], height: float) -> None:
-    """Writes the name of each line beside its end, moved apart where ends are close.
+    """Write the name of each line beside its end, moved apart where ends are close.
 
     Args:
         panel: The last panel, its lines drawn on a log axis.
         labels: The lines to name.
-        height: About how high the panel is, in points.
+        height: Approximate height of the panel, in points.
     """
     low, high = (math.log(limit) for limit in panel.get_ylim())
     lines: list[Any] = [line for line in panel.get_lines() if line.get_label() in labels]
@@ -238,7 +264,7 @@ def name_lines(panel: Axes, labels: Collection[str], height: float) -> None:
             color=line.get_color(),
             arrowprops={
                 "arrowstyle": "-",
-                "relpos": (0, 0.5),  # from where the name begins, not across it
+                "relpos": (0, 0.5),  # begins at the left edge of the name
                 "color": line.get_color(),
                 "linewidth": 0.5,
                 "shrinkA": 1,
@@ -249,17 +275,17 @@ def name_lines(panel: Axes, labels: Collection[str], height: float) -> None:
 
 
 def shortened(label: str) -> str:
-    """A name that leaves room for the drawing."""
+    """Shorten a name to `MAX_LABEL` characters."""
     return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 1]}…"
 
 
 def spread(places: list[float], gap: float) -> list[float]:
-    """Moves places apart as little as it takes for `gap` between neighbours, their order kept.
+    """Move places apart as little as possible so that neighbours are at least `gap` apart, in the same order.
 
-    Places that are too close become a block around their mean; blocks that then touch become one.
+    Places that are too close become a block around their mean; blocks that touch are merged.
     """
     order = sorted(range(len(places)), key=lambda index: places[index])
-    blocks: list[tuple[float, list[int]]] = []  # the middle of each, and who is in it
+    blocks: list[tuple[float, list[int]]] = []  # middle and members of each
     for index in order:
         middle, members = places[index], [index]
         while blocks and middle - blocks[-1][0] < gap * (len(members) + len(blocks[-1][1])) / 2:
@@ -271,3 +297,32 @@ def spread(places: list[float], gap: float) -> list[float]:
         for rank, member in enumerate(members):
             moved[member] = middle + (rank - (len(members) - 1) / 2) * gap
     return moved
+
+
+# Files.
+
+
+def write_figure(drawn: Figure, *paths: Path) -> None:
+    """Write a figure to every path, in the format of its suffix; each file is whole or as it was before.
+
+    Raises:
+        PosencError: A file cannot be written.
+    """
+    for path in paths:
+        replace_atomically(path, lambda temporary: save(drawn, temporary))
+
+
+def save(drawn: Figure, path: Path | Any, format: str | None = None) -> None:
+    """Write a figure deterministically: without a date or random names.
+
+    Args:
+        drawn: The figure.
+        path: A path, or an open file.
+        format: `"svg"`, `"png"`, ...; by default the path's suffix.
+    """
+    import matplotlib as mpl
+
+    kind = format or Path(path).suffix.removeprefix(".")
+    metadata = {"Date": None} if kind == "svg" else None
+    with mpl.rc_context(STYLE):
+        drawn.savefig(path, format=kind, dpi=200, bbox_inches="tight", metadata=metadata)
