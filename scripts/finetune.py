@@ -25,10 +25,9 @@ from hf_posenc.evaluation.measuring.identity import weights_hash
 from hf_posenc.training import arguments as options
 from hf_posenc.training import callbacks as watching
 from hf_posenc.training import checks as launching
-from hf_posenc.training import finishing, preparation
+from hf_posenc.training import preparation, result
 from hf_posenc.training import preparation as sharding
 from hf_posenc.training.callbacks import check_best
-from hf_posenc.training.finishing import Hub
 from hf_posenc.training.folder import settings_of
 from hf_posenc.training.scoring import precision_of
 
@@ -66,11 +65,11 @@ def finetune(given: options.Arguments) -> None:
     preparation.apply_patch(model, choice.patch, data.target_length)
     patch = get_patch(model)
     if arguments.verify_export:
-        finishing.check_verifiable(patch, choice.train)
+        result.check_verifiable(patch, choice.train)
     lengths = preparation.resolve_lengths(
         model, data.positions, data.target_length, data.block_length
     )
-    hub, repository = Hub.taken_from(arguments), "PATH"
+    hub, repository = result.Hub.taken_from(arguments), "PATH"
     if hub is not None and arguments.process_index == 0:
         repository = hub.create()  # a wrong token is known before the training
 
@@ -151,10 +150,10 @@ def finetune(given: options.Arguments) -> None:
             data={"source": source, **options.described(data, lengths, blocks.counts)},
             command=options.command_line(),
         )
-        write = partial(finishing.write_result, verify=arguments.verify_export, name=repository)
+        write = partial(result.write_result, verify=arguments.verify_export, name=repository)
         folder.save(lambda path: write(path, trainer, log, table))
     if arguments.process_index == 0:
-        finishing.print_report(table, output)
+        result.print_report(table, output)
         if hub is not None:
             hub.push(output)
 

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from hf_posenc.training.batches.collator import PositionCollator
     from hf_posenc.training.batches.dependencies import check_dependencies
     from hf_posenc.training.callbacks import PerplexityCallback, SaveOnSignal
-    from hf_posenc.training.card import write_card
     from hf_posenc.training.checkpoints import SafeCheckpoints, last_complete_checkpoint
     from hf_posenc.training.checks import check_run
     from hf_posenc.training.chunked_loss.loss import chunk_loss
     from hf_posenc.training.folder import TrainingFolder
     from hf_posenc.training.log import TrainingLog, loss_figure
     from hf_posenc.training.parameters import choose_parameters, lora_config
+    from hf_posenc.training.result import write_card
     from hf_posenc.training.scoring import Scores, score
 
 __all__ = [
@@ -59,7 +59,7 @@ _HOMES = {
     "loss_figure": "log",
     "prepare_blocks": "batches.blocks",
     "score": "scoring",
-    "write_card": "card",
+    "write_card": "result",
 }
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.table import Table
 from torch import nn
 
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
-from hf_posenc.evaluation.grid import number, to_rich
+from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Request, original_length
 from hf_posenc.evaluation.measuring.identity import (
     describe_model,
@@ -445,13 +444,3 @@ def _numbers(scores: PerplexityResult, protocol: str, length: int) -> Iterator[s
             name = f"after {stage.step:,} step{'s' * (stage.step > 1)}"
         cell = scores.cell(row.label, protocol, length)
         yield f"{number(None if cell is None else cell.perplexity)} {name}"
-
-
-def report(scores: PerplexityResult) -> Iterator[Table | str]:
-    """The tables before and after, and what a reader must know beside them, in the order in which they are printed."""
-    shown = before_and_after(scores)
-    for protocol in shown.settings.protocols:
-        yield to_rich(shown.table(protocol))
-    yield from shown.notes()
-    yield from shown.guide()
-    yield conclusion(shown)

@@ -16,20 +16,21 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.perplexity.result import PerplexityResult, number
 from hf_posenc.training.arguments import command_line
-from hf_posenc.training.card import (
-    CARD,
-    LOSS_PLOT,
-    PERPLEXITY_PLOT,
-    all_exports,
-    model_card,
-    write_card,
-)
-from hf_posenc.training.finishing import Hub
 from hf_posenc.training.log import FILE as LOG
 from hf_posenc.training.log import TrainingLog, published, shown_name
 from hf_posenc.training.parameters import choose_parameters
+from hf_posenc.training.result import (
+    CARD,
+    LOSS_PLOT,
+    PERPLEXITY_PLOT,
+    Hub,
+    all_exports,
+    model_card,
+    report,
+    write_card,
+)
 from hf_posenc.training.scoring import FILE as SCORES
-from hf_posenc.training.scoring import conclusion, report, score
+from hf_posenc.training.scoring import conclusion, score
 from tests.support import zoo
 from tests.support.fake_hub import TOKEN, FakeHub
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -252,7 +253,7 @@ def test_a_folder_without_a_card_is_not_pushed(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("online")
 def test_a_hub_that_fails_is_said_in_one_line(made: Made) -> None:
     with FakeHub(fails=("/commit/",)) as hub:
-        with pytest.raises(PosencError, match="is whole in") as error:
+        with pytest.raises(PosencError, match="is complete in") as error:
             push(hub, made[0])
         assert "\n" not in str(error.value)
         assert not hub.commits

@@ -1,0 +1,426 @@
+"""The result of a training: the saved model, its card and plots, the printed report, and the push to the hub."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from transformers import Trainer
+
+from hf_posenc.errors import PosencError, one_line
+from hf_posenc.evaluation.grid import Grid, to_markdown, to_rich
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.plots import available, write_figure
+from hf_posenc.files import to_json, write_atomically
+from hf_posenc.methods import available_methods, get_method
+from hf_posenc.patch.report import Patch
+from hf_posenc.training.log import FILE as LOG
+from hf_posenc.training.log import TrainingLog, loss_figure, loss_points, published
+from hf_posenc.training.preparation import whole_weights
+from hf_posenc.training.ranks import broadcast
+from hf_posenc.training.scoring import FILE as SCORES
+from hf_posenc.training.scoring import before_and_after, conclusion
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+    from hf_posenc.engines.exporting import Export
+
+CARD = "README.md"
+LOSS_PLOT = "loss.png"
+PERPLEXITY_PLOT = "perplexity.png"
+_TEMPLATE = Path(__file__).parent / "card.md.jinja"
+_TAGS = ("hf_posenc", "long-context", "positional-encoding")
+_PLAIN = "transformers5"
+_TRAINED = {
+    "full": "all weights",
+    "lora": "a LoRA adapter, with embeddings and norms",
+    "encoding": "the encoding's own parameters only",
+}
+_POSITIONS = {
+    "contiguous": "as they come",
+    "packed": "anew in every document of a block; the documents do not attend to each other",
+    "pose": "PoSE (Zhu et al. 2023, arXiv 2309.10400), up to {target:,}",
+    "random": "randomized (Ruoss et al. 2023, arXiv 2305.16843), up to {target:,}",
+    "cream": "CREAM (Wu et al. 2024, arXiv 2406.07138), up to {target:,}",
+}
+# Folders in the output folder are checkpoints, records and the training text. The pickle of the arguments holds paths,
+# and the hub's token if one was given.
+_NOT_PUSHED = ("*/*", ".*", "*.lock", "training_args.bin")
+
+
+def check_verifiable(patch: Patch | None, train: str) -> None:
+    """Check before the training that plain transformers can load the result, for `--verify_export`.
+
+    Raises:
+        PosencError: It cannot.
+    """
+    if train == "lora":
+        raise PosencError(
+            "--verify_export loads whole weights in plain transformers, and --train lora saves an adapter. Merge it "
+            "(merge_and_unload), save that, and run `hf-posenc export DIR --to transformers5 --verify`."
+        )
+    if patch is not None and patch.export is None:
+        raise PosencError(
+            f"--verify_export: plain transformers cannot express {' + '.join(patch.methods)}; "
+            "hf_posenc.from_pretrained loads the result."
+        )
+
+
+def write_result(
+    folder: Path | str,
+    trainer: Trainer,
+    log: TrainingLog,
+    scores: PerplexityResult | None = None,
+    *,
+    verify: bool = False,
+    name: str = "PATH",
+) -> None:
+    """Save the model with its tokenizer, card, plots and log. All processes call it.
+
+    Args:
+        folder: The destination.
+        trainer: The Trainer, after `train()`.
+        log: The log of the training.
+        scores: The rows of `Scores`.
+        verify: Load the result in a process without hf_posenc and compare the logits.
+        name: The repository that it will be pushed to, for the card.
+
+    Raises:
+        VerificationError: That process computed other logits; an earlier result is then unchanged.
+        PosencError: A file cannot be written.
+    """
+    folder = Path(folder)
+    trainer.save_model(str(folder))
+    problem: PosencError | None = None
+    if trainer.args.process_index == 0:
+        try:
+            # Under ZeRO-3, a model built by one process would wait for the others.
+            with whole_weights(trainer.args):
+                verified = _verify(folder) if verify else None
+                write_card(folder, log, scores, verified=verified, name=name)
+        except PosencError as error:
+            problem = error
+    problem = broadcast(problem)  # all processes raise, or none
+    if problem is not None:
+        raise problem
+
+
+def _verify(folder: Path) -> str:
+    from hf_posenc.verification import require, verify_export
+
+    verification = verify_export(folder)
+    require(verification)
+    message = (
+        f"Loaded in a clean process with transformers {verification.version} and without hf_posenc, its logits differ "
+        f"by {verification.error:.1e} of the largest ({verification.tokens} tokens, positions to "
+        f"{verification.reach:,})."
+    )
+    Console(stderr=True, highlight=False, soft_wrap=True).print(message)
+    return message
+
+
+def report(scores: PerplexityResult) -> Iterator[Grid | str]:
+    """Yield the tables before and after the training, then their notes, and a conclusion."""
+    shown = before_and_after(scores)
+    yield from shown.tables()
+    yield from shown.notes()
+    yield from shown.guide()
+    yield conclusion(shown)
+
+
+def print_report(scores: PerplexityResult | None, folder: Path) -> None:
+    """Print the perplexities before and after the training, if measured, and the path of the model."""
+    console = Console(highlight=False)
+    for part in () if scores is None else report(scores):
+        console.print(to_rich(part) if isinstance(part, Grid) else part)
+    console.print(f"\nThe model, its card and its plots are in {folder}", soft_wrap=True)
+
+
+def write_card(
+    directory: Path | str,
+    log: TrainingLog,
+    scores: PerplexityResult | None = None,
+    exports: Sequence[Export] | None = None,
+    *,
+    licence: str | None = None,
+    verified: str | None = None,
+    name: str = "PATH",
+) -> Path:
+    """Write a model card into a saved model's folder, with its plots and the data behind it.
+
+    Args:
+        directory: The folder.
+        log: The log of the training.
+        scores: The rows of `Scores`.
+        exports: The exports of the folder (`hf_posenc.engines`); by default one per engine is computed.
+        licence: The model's, as the hub names it, such as `apache-2.0`; by default the card names none.
+        verified: The result of `--verify_export`, in a sentence.
+        name: The name to load the model by, such as its name on the hub.
+
+    Returns:
+        The path of the card.
+
+    Raises:
+        PosencError: A file cannot be written.
+    """
+    directory = Path(directory)
+    if exports is None:
+        exports = all_exports(directory)
+    write_atomically(directory / LOG, to_json(log.to_dict()))
+    if scores is not None:
+        published(scores).write_json(directory / SCORES)
+    plots = []
+    if available() and loss_points(log.log_history):
+        write_figure(loss_figure(log.log_history, scores), directory / LOSS_PLOT)
+        plots.append(("Training loss and held-out perplexity by step", LOSS_PLOT))
+    if available() and scores is not None:
+        write_figure(before_and_after(scores).plot(), directory / PERPLEXITY_PLOT)
+        plots.append(("Held-out perplexity by context length", PERPLEXITY_PLOT))
+    saved = directory / "config.json"
+    text = model_card(
+        log,
+        scores,
+        exports,
+        config=json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else None,
+        plots=plots,
+        licence=licence,
+        verified=verified,
+        name=name,
+    )
+    write_atomically(directory / CARD, text)
+    return directory / CARD
+
+
+def all_exports(directory: Path) -> list[Export]:
+    """Return the export of a saved model for each engine.
+
+    Raises:
+        PosencError: The folder holds no model.
+    """
+    from hf_posenc.engines.exporting import ENGINES, export
+
+    return [export(directory, engine) for engine in ENGINES]
+
+
+def model_card(
+    log: TrainingLog,
+    scores: PerplexityResult | None,
+    exports: Sequence[Export],
+    *,
+    config: Mapping[str, Any] | None = None,
+    plots: Sequence[tuple[str, str]] = (),
+    licence: str | None = None,
+    verified: str | None = None,
+    name: str = "PATH",
+) -> str:
+    """Return the text of a model card.
+
+    Args:
+        log: As for `write_card`.
+        scores: As for `write_card`.
+        exports: As for `write_card`.
+        config: The saved `config.json`.
+        plots: Title and file of each plot.
+        licence: As for `write_card`.
+        verified: As for `write_card`.
+        name: As for `write_card`.
+    """
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # Markdown
+    )
+    environment.filters["thousands"] = "{:,}".format
+    adapter = log.train == "lora"
+    plain = not adapter and any(each.possible for each in exports if each.engine == _PLAIN)
+    shown = None if scores is None else before_and_after(scores)
+    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+        metadata=_metadata(log, plain, licence),
+        log=log,
+        run=log.run,
+        methods=[get_method(each) for each in log.methods if each in available_methods()],
+        name=name,
+        plain=plain,
+        adapter=adapter,
+        engines=[(each, _support(each, config, adapter, name)) for each in exports],
+        verified=verified,
+        scores=shown,
+        conclusion="" if shown is None else conclusion(shown),
+        tables=() if shown is None else _tables(shown),
+        plots=plots,
+        trained=_TRAINED[log.train],
+        text=_text(log.data),
+        positions=_POSITIONS[log.data["positions"]].format(
+            target=log.data.get("target_length") or 0
+        )
+        if "positions" in log.data
+        else None,
+        versions=[
+            f"{package} {version}" for package, version in log.environment.items() if version
+        ],
+        log_file=LOG,
+    )
+
+
+def _metadata(log: TrainingLog, plain: bool, licence: str | None) -> str:
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=log.base if "/" in log.base else None,  # a name on the hub
+        library_name="transformers" if plain else "hf_posenc",
+        license=licence,
+        pipeline_tag="text-generation",
+        tags=[*_TAGS, *log.methods],
+    )
+    return str(data.to_yaml())
+
+
+def _support(export: Export, config: Mapping[str, Any] | None, adapter: bool, name: str) -> str:
+    """Return whether an engine computes the saved model, and how."""
+    if not export.possible:
+        return f"no: {export.reason}".replace("|", "\\|")
+    command = f"`hf-posenc export {name} --to {export.engine}`"
+    if adapter:
+        return f"yes, merged into its base: {command}"
+    own = export.engine == _PLAIN  # its config is the saved one
+    reads_config = config is not None and not export.divisors
+    if not (own or (reads_config and _has_same_positions(export.config, config or {}))):
+        return f"yes: {command}"
+    flags = f", with `{' '.join(export.flags)}`" if export.flags else ""
+    return f"yes, weights and config as they are{flags}"
+
+
+def _has_same_positions(required: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
+    """Return whether a saved config has the values that an engine requires; missing ones have their defaults."""
+    return all(
+        saved.get(key) == value
+        for key, value in required.items()
+        if key in saved or key.startswith("rope")
+    )
+
+
+def _tables(scores: PerplexityResult) -> Iterator[tuple[str, str]]:
+    for protocol in scores.settings.protocols:
+        definition = f"{protocol}: {scores.settings.definition(protocol)}"
+        yield definition, to_markdown(scores.table(protocol))
+
+
+def _text(data: Mapping[str, Any]) -> str:
+    source = data.get("source") or {}
+    names = [source.get("kind"), source.get("name"), *source.get("paths", ())]
+    parts = [str(name) for name in names if name]
+    if "documents" in data:
+        parts.append(f"{data['documents']:,} documents of {data['tokens']:,} tokens in all")
+    if "blocks" in data:
+        parts.append(f"{data['blocks']:,} blocks of {data['block_length']:,} tokens")
+    return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Hub:
+    """A repository on the Hugging Face hub that a result is pushed to.
+
+    Attributes:
+        repo: `user/name`, or a name alone for the token's user.
+        token: By default the one that `hf auth login` has stored.
+        private: Whether a new repository is private; by default as in the user's or organization's settings.
+        revision: A branch; by default `main`.
+        endpoint: The hub's address; by default HF_ENDPOINT.
+    """
+
+    repo: str
+    token: str | None = None
+    private: bool | None = None
+    revision: str | None = None
+    endpoint: str | None = None
+
+    @classmethod
+    def taken_from(cls, arguments: TrainingArguments) -> Hub | None:
+        """Read `--push_to_hub` and its options, and switch off the Trainer's own pushes.
+
+        The Trainer would overwrite the card with its own, and save into the folder once more.
+
+        Returns:
+            The repository to push to at the end; `None` if not requested.
+
+        Raises:
+            PosencError: Pushes of checkpoints are requested too.
+        """
+        if not arguments.push_to_hub:
+            return None
+        strategy = str(getattr(arguments.hub_strategy, "value", arguments.hub_strategy))
+        if "checkpoint" in strategy:
+            raise PosencError(
+                f"--hub_strategy {strategy}: only the result is pushed. Use --hub_strategy end; for a checkpoint: hf "
+                "upload REPO OUTPUT_DIR/checkpoint-N checkpoint-N."
+            )
+        arguments.push_to_hub = False
+        name = arguments.hub_model_id or Path(arguments.output_dir or ".").resolve().name
+        return cls(name, arguments.hub_token, arguments.hub_private_repo, arguments.hub_revision)
+
+    def create(self) -> str:
+        """Create the repository if missing: before the training, so that a wrong token costs nothing.
+
+        Returns:
+            Its full name.
+
+        Raises:
+            PosencError: The hub refuses, or cannot be reached.
+        """
+        try:
+            repo = self._api().create_repo(self.repo, private=self.private, exist_ok=True)
+            if self.revision is not None:
+                self._api().create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
+        except Exception as error:  # network, token, name: each raises its own kind
+            raise PosencError(
+                f"The hub refuses {self.repo} ({one_line(error)}). Log in with `hf auth login`, or leave --push_to_hub "
+                "out."
+            ) from error
+        return str(repo.repo_id)
+
+    def push(self, directory: Path | str, message: str = "Fine-tuned with hf_posenc") -> str:
+        """Upload a saved model with its card, in one commit.
+
+        Args:
+            directory: The folder; its subfolders are not uploaded.
+            message: The message of the commit.
+
+        Returns:
+            The commit's address.
+
+        Raises:
+            PosencError: There is no card, or the hub refuses. The folder is unchanged.
+        """
+        directory = Path(directory)
+        if not (directory / CARD).is_file():
+            raise PosencError(f"{directory} has no {CARD}: write_card makes one.")
+        name = self.create()
+        try:
+            commit = self._api().upload_folder(
+                repo_id=name,
+                folder_path=directory,
+                commit_message=message,
+                revision=self.revision,
+                ignore_patterns=list(_NOT_PUSHED),
+            )
+        except Exception as error:
+            excluded = " ".join(f"--exclude '{pattern}'" for pattern in _NOT_PUSHED)
+            raise PosencError(
+                f"Pushing to {name} failed ({one_line(error)}). The result is complete in {directory}; push it with "
+                f"`hf upload {name} {directory} . {excluded}`."
+            ) from error
+        return str(commit.commit_url)
+
+    def _api(self) -> Any:
+        from huggingface_hub import HfApi
+
+        return HfApi(endpoint=self.endpoint, token=self.token)
