@@ -20,8 +20,7 @@ from hf_posenc.cli.catalog import kinds
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, survey
 from hf_posenc.evaluation.bench import BenchResult
-from hf_posenc.evaluation.bench.result import table as bench_table
-from hf_posenc.evaluation.bench.result import table_lines
+from hf_posenc.evaluation.grid import to_markdown
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.methods import METHODS
 from scripts.finetuned_page import example, short, ways
@@ -84,7 +83,7 @@ def _passkey() -> str:
 def bench() -> str:
     """The table of the committed benchmark."""
     result = BenchResult.from_dict(json.loads(BENCH.read_text(encoding="utf-8")))
-    return "\n".join(table_lines(bench_table(result)))
+    return to_markdown(result.table())
 
 
 def methods() -> str:

@@ -12,7 +12,7 @@ from hf_posenc.cli import options as opt
 from hf_posenc.cli.loading import Remembers, command_line, open_session
 from hf_posenc.cli.presentation import (
     announce,
-    finish_bench,
+    present,
     print_costs,
     progress_bar,
     reading,
@@ -185,7 +185,7 @@ def bench(
     if result is None:
         say_bench_unfinished(work, place)
         return
-    finish_bench(result, output, with_plot)
+    present(result, result.perplexity.model, output, with_plot)
 
 
 def _lengths(text: str | None) -> tuple[int, ...] | None:

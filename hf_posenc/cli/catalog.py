@@ -294,6 +294,7 @@ def recommend(
     import torch
 
     from hf_posenc.cli.loading import embedded_model, live_model
+    from hf_posenc.evaluation.grid import to_rich
     from hf_posenc.evaluation.perplexity.protocols import parse_length
     from hf_posenc.evaluation.recommend import advice as report
     from hf_posenc.evaluation.recommend import recommend as advise
@@ -318,7 +319,7 @@ def recommend(
     for heading, text in report.facts(advice):
         console.print(f"{heading}: {text}", markup=False)
     if advice.options:
-        console.print(report.table(advice))
+        console.print(to_rich(report.table(advice)))
         for line in report.notes(advice):
             console.print(line, markup=False)
     console.print()

@@ -14,7 +14,6 @@ from rich.markup import escape
 from hf_posenc.cli.console import err, out, print_error, print_warning
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.bench import BenchResult
     from hf_posenc.evaluation.bench.run import Bench
     from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
     from hf_posenc.evaluation.grid import Result
@@ -174,11 +173,12 @@ def show_tables(result: Result) -> None:
 
 def show_published(result: PerplexityResult, tables: Sequence[PublishedTable]) -> None:
     """Prints published tables beside the result."""
+    from hf_posenc.evaluation.grid import to_rich
     from hf_posenc.evaluation.published import beside, remarks
 
     console = out()
     for table in tables:
-        console.print(beside(table, result))
+        console.print(to_rich(beside(table, result)))
         for line in remarks(table):
             console.print(line, markup=False)
 
@@ -315,25 +315,6 @@ def print_costs(work: Bench) -> None:
     for name, run in parts:
         if run is not None:
             out().print(f"{name}: {run.forwarded:,} tokens", markup=False)
-
-
-def finish_bench(result: BenchResult, output: Path, with_plot: bool) -> None:
-    """Prints the tables and writes the files.
-
-    Raises:
-        PosencError: A file cannot be written.
-        typer.Exit: Status 1 where a number is missing, after everything that was measured has been written.
-    """
-    from hf_posenc.evaluation.bench import result as report
-
-    show_model(result.perplexity.model)
-    console = out()
-    for table in report.tables(result):
-        console.print(table)
-    for line in (*report.notes(result), ""):
-        console.print(line, markup=False)
-    say_written(result.write(output, plots=with_plot), output)
-    exit_on(report.problems(result))
 
 
 def say_bench_unfinished(work: Bench, shard: Shard) -> None:

@@ -1,4 +1,4 @@
-"""The result of a benchmark."""
+"""Result of a benchmark: methods against lengths, by perplexity, retrieval, speed and memory."""
 
 from __future__ import annotations
 
@@ -6,43 +6,59 @@ import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
 from hf_posenc.evaluation.bench.speed import SpeedResult
-from hf_posenc.evaluation.grid import length_head, number, percent, percent_range
-from hf_posenc.evaluation.measuring.statistics import Cell
-from hf_posenc.evaluation.perplexity.result import (
-    FEW_DOCUMENTS,
-    PerplexityResult,
-    as_html,
-    failed,
+from hf_posenc.evaluation.grid import (
+    Field,
+    Grid,
+    Result,
+    auto_scale_note,
+    escaped,
+    failure_field,
+    length_head,
+    listed,
+    number,
+    percent,
+    percent_range,
+    to_markdown,
 )
-from hf_posenc.evaluation.published import PublishedTable, beside, get, remarks
+from hf_posenc.evaluation.measuring.statistics import Cell
+from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS, PerplexityResult
+from hf_posenc.evaluation.plots.perplexity import position_figure
+from hf_posenc.evaluation.published import beside, get, remarks
 from hf_posenc.evaluation.retrieval import RetrievalResult
 from hf_posenc.evaluation.retrieval.statistics import Cell as RetrievalCell
 from hf_posenc.evaluation.retrieval.statistics import summarize
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
-from hf_posenc.files import finite, to_csv, to_json, write_atomically
+from hf_posenc.files import finite, to_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+FORMAT = 1
+BOUND = 1000.0
+"""Larger perplexities are shown as `>1e3`, as in papers; the JSON has the exact number."""
+GIB = 2**30
 
-# Retrieval over several tasks and lengths as one share.
+_OF_PROTOCOL = (
+    *("perplexity", "perplexity_low", "perplexity_high"),
+    *("difference", "difference_low", "difference_high", "status"),
+)
+_OF_RETRIEVAL = (
+    *("samples", "accuracy", "accuracy_low", "accuracy_high", "first", "first_low", "first_high"),
+    *("chance", "status"),
+)
+_OF_SPEED = ("tokens_per_second", "lowest", "highest", "ratio", "peak_bytes", "status")
 
 
 @dataclass(frozen=True)
 class Pooled:
-    """A share over several tasks and lengths, or why there is none.
+    """Share of right answers over several tasks and lengths.
 
     Attributes:
-        cell: Over all samples; `None` where there are none, or one of them failed.
-        failure: Why.
+        cell: Over all samples; `None` if there are none, or one of them failed.
+        failure: The reason.
     """
 
     cell: RetrievalCell | None
@@ -56,57 +72,51 @@ def pooled(
     tasks: Collection[str] | None = None,
     lengths: Collection[int] | None = None,
 ) -> Pooled:
-    """All samples of a method as one cell: every sample counts the same, as all tasks and lengths have as many.
+    """Pool all samples of a method: each counts the same, as all tasks and lengths have equally many.
 
-    Where anything failed there is no number: a share of what is left would not be comparable.
+    A failure leaves no number: a share of the remaining samples would not be comparable.
 
     Args:
         result: The measured samples.
         method: The label of the method.
-        tasks: Some of the tasks only.
-        lengths: Some of the lengths only.
+        tasks: A subset of the tasks.
+        lengths: A subset of the lengths.
     """
 
-    def wanted(task: str, length: int) -> bool:
+    def selected(task: str, length: int) -> bool:
         return (tasks is None or task in tasks) and (lengths is None or length in lengths)
 
-    reasons = [f.reason for f in result.failures if f.method == method and wanted(f.task, f.length)]
+    reasons = [
+        f.reason for f in result.failures if f.method == method and selected(f.task, f.length)
+    ]
     if reasons:
         return Pooled(None, OUT_OF_MEMORY if OUT_OF_MEMORY in reasons else reasons[0])
     records = [
         dataclasses.replace(record, task="", length=0)
         for record in result.records
-        if record.method == method and wanted(record.task, record.length)
+        if record.method == method and selected(record.task, record.length)
     ]
     if not records:
         return Pooled(None, "too short for the task")
     return Pooled(summarize(records, by_depth=False)[0])
 
 
-FORMAT = 1
-_OF_PROTOCOL = (
-    *("perplexity", "perplexity_low", "perplexity_high"),
-    *("difference", "difference_low", "difference_high", "status"),
-)
-_OF_RETRIEVAL = (
-    *("samples", "accuracy", "accuracy_low", "accuracy_high", "first", "first_low", "first_high"),
-    *("chance", "status"),
-)
-_OF_SPEED = ("tokens_per_second", "lowest", "highest", "ratio", "peak_bytes", "status")
-
-
 @dataclass(repr=False)
-class BenchResult:
-    """What `hf-posenc bench` measured.
+class BenchResult(Result):
+    """Result of `hf-posenc bench`.
 
     Attributes:
-        perplexity: Perplexities by method, protocol and length, and what they were measured on.
-        retrieval: What was found in prompts of the same lengths; `None` where that was not measured.
-        speed: The timed prefill at the longest length; `None` where that was not measured.
+        perplexity: Perplexities by method, protocol and length, and the documents they were measured on.
+        retrieval: Retrieval in prompts of the same lengths; `None` if it was not measured.
+        speed: The timed prefill at the longest length; `None` if it was not measured.
         suite: The suite's name.
-        compare: Published tables to show beside it, by their names.
-        remarks: What a reader must know of what was left out.
+        compare: Names of published tables to show beside it.
+        remarks: Notes about parts that were left out.
     """
+
+    kind = "bench"
+    formats = ("png",)
+    width = 180
 
     perplexity: PerplexityResult
     retrieval: RetrievalResult | None
@@ -119,23 +129,24 @@ class BenchResult:
         return f"BenchResult({self.suite}, {self.perplexity!r})"
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON-ready values. All but `speed` is the same whenever the same is measured again."""
-        values = {
-            "format": FORMAT,
-            "kind": "bench",
-            "suite": self.suite,
-            "compare": list(self.compare),
-            "remarks": list(self.remarks),
-            "perplexity": self.perplexity.to_dict(),
-            "retrieval": None if self.retrieval is None else self.retrieval.to_dict(),
-            "speed": None if self.speed is None else self.speed.to_dict(),
-        }
-        made: dict[str, Any] = finite(values)
-        return made
+        """Return everything as JSON-ready values. All but `speed` is deterministic."""
+        values: dict[str, Any] = finite(
+            {
+                "format": FORMAT,
+                "kind": self.kind,
+                "suite": self.suite,
+                "compare": list(self.compare),
+                "remarks": list(self.remarks),
+                "perplexity": self.perplexity.to_dict(),
+                "retrieval": None if self.retrieval is None else self.retrieval.to_dict(),
+                "speed": None if self.speed is None else self.speed.to_dict(),
+            }
+        )
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BenchResult:
-        """Reads what `to_dict` wrote."""
+        """Read the values of `to_dict`."""
         retrieval, speed = values["retrieval"], values["speed"]
         return cls(
             perplexity=PerplexityResult.from_dict(values["perplexity"]),
@@ -146,74 +157,27 @@ class BenchResult:
             remarks=tuple(values["remarks"]),
         )
 
-    def plot(self) -> Figure:
-        """Perplexity by position in the text, where `prefix` was measured, else by length; needs matplotlib."""
-        from hf_posenc.evaluation.plots import position_figure
+    # Files
 
-        return (
-            position_figure(self.perplexity) if self.perplexity.curves else self.perplexity.plot()
-        )
-
-    def heatmap(self) -> Figure | None:
-        """Retrieval by length and depth of the needle, where it was measured; needs matplotlib."""
-        return None if self.retrieval is None else self.retrieval.plot()
-
-    def _repr_html_(self) -> str:
-
-        return to_html(self)
-
-    def _repr_markdown_(self) -> str:
-
-        return to_markdown(self)
-
-    def write(self, folder: Path, *, plots: bool = True) -> list[str]:
-        """Writes bench.json, bench.csv, table.md and the figures, each whole or not at all.
-
-        Args:
-            folder: Where to.
-            plots: Whether to draw curve.png and heatmap.png, which needs matplotlib.
-
-        Returns:
-            The names of the files.
-
-        Raises:
-            PosencError: A file cannot be written, or matplotlib is not installed.
-        """
-        from hf_posenc.evaluation.plots import write_figure
-
-        write_atomically(folder / "bench.json", to_json(self.to_dict()))
-        write_atomically(folder / "bench.csv", self._csv())
-        write_atomically(folder / "table.md", self._repr_markdown_())
-        written = ["bench.json", "bench.csv", "table.md"]
-        for name, figure in (("curve.png", self.plot), ("heatmap.png", self.heatmap)):
-            drawn = figure() if plots else None
-            if drawn is not None:
-                write_figure(drawn, folder / name)
-                written.append(name)
-        return written
+    def files(self) -> dict[str, str]:
+        return {**super().files(), "bench.csv": self._csv(), "table.md": self._repr_markdown_()}
 
     def _csv(self) -> str:
-        """A row for each method and length: perplexities of all protocols, retrieval, and speed at the longest."""
+        """A row per method and length: perplexity by protocol, retrieval, and speed at the longest length."""
         protocols = self.perplexity.settings.protocols
+        groups = dict.fromkeys(protocols, _OF_PROTOCOL)
+        groups |= {"retrieval": _OF_RETRIEVAL, "speed": _OF_SPEED}
         columns = ["method", "length", "scale"]
-        for prefix, names in (
-            *((protocol, _OF_PROTOCOL) for protocol in protocols),
-            ("retrieval", _OF_RETRIEVAL),
-            ("speed", _OF_SPEED),
-        ):
-            columns += [f"{prefix}_{name}" for name in names]
+        columns += [f"{group}_{name}" for group, names in groups.items() for name in names]
         rows = []
         for entry in self.perplexity.candidates:
             for length in self.perplexity.settings.lengths:
-                row: dict[str, Any] = {
-                    "method": entry.label,
-                    "length": length,
-                    "scale": entry.scale_at(length),
-                }
-                for protocol in protocols:
-                    row |= _prefixed(protocol, self._of_protocol(entry.label, protocol, length))
-                row |= _prefixed("retrieval", self._of_retrieval(entry.label, length))
-                row |= _prefixed("speed", self._of_speed(entry.label, length))
+                values = {p: self._of_protocol(entry.label, p, length) for p in protocols}
+                values["retrieval"] = self._of_retrieval(entry.label, length)
+                values["speed"] = self._of_speed(entry.label, length)
+                row = {"method": entry.label, "length": length, "scale": entry.scale_at(length)}
+                for group, part in values.items():
+                    row |= {f"{group}_{name}": value for name, value in part.items()}
                 rows.append(row)
         return to_csv(columns, rows)
 
@@ -229,10 +193,10 @@ class BenchResult:
     def _of_retrieval(self, method: str, length: int) -> dict[str, Any]:
         if self.retrieval is None:
             return {}
-        found = pooled(self.retrieval, method, lengths=[length])
-        if found.cell is None:
-            return {"status": found.failure}
-        cell = found.cell
+        share = pooled(self.retrieval, method, lengths=[length])
+        if share.cell is None:
+            return {"status": share.failure}
+        cell = share.cell
         first = cell.first_interval or (None, None)
         values = (cell.samples, cell.accuracy, *cell.interval, cell.first, *first, cell.chance)
         return dict(zip(_OF_RETRIEVAL, (*values, "ok"), strict=True))
@@ -244,9 +208,171 @@ class BenchResult:
         values = {name: getattr(cell, name) for name in _OF_SPEED[:-1]}
         return {**values, "status": cell.failed or "ok"}
 
+    def _repr_markdown_(self) -> str:
+        return "\n".join(self._markdown()) + "\n"
+
+    def _markdown(self) -> Iterator[str]:
+        """A page for a pull request or a model card: tables, notes, and the command that reproduces them."""
+        measured = self.perplexity
+        model, versions = measured.model, measured.environment
+        trained = f", trained at {measured.original:,} tokens" if measured.original else ""
+        yield f"# {model['name']}, suite {self.suite}\n"
+        yield (
+            f"{model['class']}, {model['parameters'] / 1e6:,.1f} M parameters{trained}; {model['dtype']} on "
+            f"{model['device']}, {model['attention']} attention; hf-posenc {versions['hf-posenc']}, torch "
+            f"{versions['torch']}, transformers {versions['transformers']}.\n"
+        )
+        first, *others = self.tables()
+        yield to_markdown(first)
+        for grid in others:
+            yield f"\n## {grid.title}\n"
+            yield to_markdown(grid)
+        yield ""
+        for line in self.notes():
+            yield f"- {escaped(line)}"
+        if measured.command is not None:
+            yield f"\nTo reproduce it:\n\n```bash\n{measured.command}\n```"
+
+    # Figures
+
+    def figures(self) -> dict[str, Figure]:
+        heatmap = self.heatmap()
+        return {"curve": self.plot(), **({} if heatmap is None else {"heatmap": heatmap})}
+
+    def plot(self) -> Figure:
+        """Draw perplexity by position in the text if `prefix` was measured, else by length. Needs matplotlib."""
+        return (
+            position_figure(self.perplexity) if self.perplexity.curves else self.perplexity.plot()
+        )
+
+    def heatmap(self) -> Figure | None:
+        """Draw retrieval by length and depth of the needle, if it was measured. Needs matplotlib."""
+        return None if self.retrieval is None else self.retrieval.plot()
+
+    # Tables
+
+    @property
+    def _baseline(self) -> str:
+        return self.perplexity.candidates[0].label
+
+    def tables(self) -> list[Grid]:
+        """Return the main table, retrieval by task if there are several, and the published tables."""
+        by_task = self._task_table()
+        return [
+            self.table(),
+            *([] if by_task is None else [by_task]),
+            *(beside(get(name), self.perplexity) for name in self.compare),
+        ]
+
+    def table(self) -> Grid:
+        """Return methods against lengths: a block per protocol; retrieval, speed and memory beside the first.
+
+        A field has the perplexity, its interval, and the paired difference to the first method in parentheses.
+        """
+        measured = self.perplexity
+        lengths, protocols = measured.settings.lengths, measured.settings.protocols
+        grid = Grid(f"Benchmark, suite {self.suite}: perplexity by method and context length")
+        grid.column("method")
+        heads = [length_head(length, measured.original) for length in lengths]
+        if self.retrieval is not None:
+            tasks, longest = self.retrieval.settings.tasks, self.retrieval.settings.lengths[-1]
+            heads.append(f"{tasks[0] if len(tasks) == 1 else 'retrieval'}\n≤{longest:,}")
+        if self.speed is not None:
+            heads += [f"{name}\n@{self.speed.length:,}" for name in ("tok/s", "GiB")]
+        for head in heads:
+            grid.column(head, numeric=True)
+        for protocol in protocols:
+            first = protocol == protocols[0]
+            grid.row(Field(protocol, "heading"), rule=not first)
+            for entry in measured.candidates:
+                fields = [self._perplexity(entry.label, protocol, length) for length in lengths]
+                grid.row(entry.label, *fields, *(self._beside(entry.label) if first else ()))
+        return grid
+
+    def _task_table(self) -> Grid | None:
+        result = self.retrieval
+        if result is None or len(result.settings.tasks) < 2:
+            return None
+        grid = Grid(f"Retrieval by task, prompts of up to {result.settings.lengths[-1]:,} tokens")
+        grid.column("method")
+        for task in result.settings.tasks:
+            grid.column(task, numeric=True)
+        for entry in result.candidates:
+            fields = [_share(result, entry.label, [task]) for task in result.settings.tasks]
+            grid.row(entry.label, *fields)
+        return grid
+
+    def _perplexity(self, method: str, protocol: str, length: int) -> Field:
+        measured = self.perplexity
+        cell = measured.cell(method, protocol, length)
+        if cell is None:
+            return failure_field(measured.failure(method, protocol, length))
+        lowest = cell.perplexity == measured.lowest(protocol, length)
+        field = Field(_bounded(cell.perplexity), "best" if lowest else "", cell.perplexity)
+        if cell.interval is not None and math.isfinite(cell.perplexity):
+            low, high = (_bounded(end, 3) for end in cell.interval)
+            field.append(f"\n{low}-{high}", "aside")
+        change, *_ = difference(cell)
+        if change is not None and math.isfinite(change) and method != self._baseline:
+            rounded = round(change, 3) or 0.0  # no -0.000
+            field.append(f"\n({rounded:+.3f}){'*' * bool(cell.differs)}")
+        return field
+
+    def _beside(self, method: str) -> Iterator[Field]:
+        """Yield retrieval, speed and memory of a method."""
+        if self.retrieval is not None:
+            yield _share(self.retrieval, method, None)
+        if self.speed is not None:
+            cell = self.speed.cell(method)
+            if cell.tokens_per_second is None:
+                yield from (failure_field(cell.failed), failure_field(cell.failed))
+                return
+            speed = Field(f"{cell.tokens_per_second:,.0f}")
+            if cell.ratio is not None and method != self._baseline:
+                speed.append(f"\nx{cell.ratio:.2f}", "aside")
+            yield speed
+            yield Field("-" if cell.peak_bytes is None else number(cell.peak_bytes / GIB, 3))
+
+    # Notes
+
+    def notes(self) -> Iterator[str]:
+        measured, settings = self.perplexity, self.perplexity.settings
+        count = len(measured.documents)
+        for protocol in settings.protocols:
+            yield f"{protocol}: {settings.definition(protocol)}."
+        yield (
+            f"In each field the perplexity over {count} document{'s' * (count != 1)}, its 95 % bootstrap interval over "
+            f"documents (seed {settings.seed}), and in parentheses the difference in log-perplexity (nats per token) "
+            f"to {self._baseline} on the same documents; *: the paired 95 % interval of that difference excludes 0."
+        )
+        ends = (end for c in measured.cells for end in (c.perplexity, *(c.interval or ())))
+        if any(end > BOUND for end in ends):
+            yield f">1e3: above {BOUND:,.0f}; bench.json has the number."
+        if count < FEW_DOCUMENTS:
+            yield f"Fewer than {FEW_DOCUMENTS} documents: the intervals mean little."
+        yield from self.remarks
+        yield from auto_scale_note(measured.candidates)
+        if self.retrieval is not None:
+            yield from _retrieval_notes(self.retrieval)
+        if self.speed is not None:
+            replays = measured.head_replay != "off"
+            yield from _speed_notes(self.speed, self._baseline, replays)
+        for name in self.compare:
+            yield from remarks(get(name))
+        yield from measured.guide()
+
+    def problems(self) -> Iterator[str]:
+        yield from self.perplexity.problems()
+        if self.retrieval is not None:
+            yield from self.retrieval.problems()
+        if self.speed is not None:
+            for cell in self.speed.cells:
+                if cell.failed is not None:
+                    yield f"{cell.method}: the prefill failed at length {self.speed.length:,}: {cell.failed}"
+
 
 def difference(cell: Cell) -> tuple[float | None, float | None, float | None]:
-    """A cell's mean loss less the baseline's, in nats per token, and the ends of its paired interval."""
+    """Return a cell's mean loss less the baseline's, in nats per token, and the ends of its paired interval."""
     low, high = cell.ratio_interval or (None, None)
     return _log(cell.ratio), _log(low), _log(high)
 
@@ -257,215 +383,28 @@ def _log(ratio: float | None) -> float | None:
     return math.log(ratio) if ratio > 0 else -math.inf
 
 
-def _prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{prefix}_{name}": value for name, value in values.items()}
-
-
-# The table of a benchmark, and what a reader must know beside it.
-
-
-BOUND = 1000.0
-"""Perplexities above are shown as papers do; the JSON has them exactly."""
-
-GIB = 2**30
-
-
-def table(result: BenchResult) -> Table:
-    """Methods against lengths: a block for every protocol; retrieval, speed and memory at the right of the first.
-
-    A field has the perplexity, its interval, and the paired difference to the first method in parentheses.
-    """
-    measured = result.perplexity
-    lengths, settings = measured.settings.lengths, measured.settings
-    made = _empty(f"Benchmark, suite {result.suite}: perplexity by method and context length")
-    made.add_column("method", overflow="fold")  # what gives way on a narrow terminal
-    for length in lengths:
-        made.add_column(length_head(length, measured.original), justify="right", no_wrap=True)
-    for name in _beside_headings(result):
-        made.add_column(name, justify="right", no_wrap=True)
-    for place, protocol in enumerate(settings.protocols):
-        if place:
-            made.add_section()
-        made.add_row(Text(protocol, style="bold italic"))
-        lowest = {length: _lowest(result, protocol, length) for length in lengths}
-        for entry in measured.candidates:
-            fields = [_perplexity(result, entry.label, protocol, n, lowest[n]) for n in lengths]
-            more = [] if place else _beside(result, entry.label)
-            made.add_row(entry.label, *fields, *more)
-    return made
-
-
-def task_table(result: BenchResult) -> Table | None:
-    """Retrieval by task, over all lengths; `None` with fewer than two tasks."""
-    found = result.retrieval
-    if found is None or len(found.settings.tasks) < 2:
-        return None
-    made = _empty(f"Retrieval by task, prompts of up to {found.settings.lengths[-1]:,} tokens")
-    made.add_column("method", overflow="fold")
-    for task in found.settings.tasks:
-        made.add_column(task, justify="right", no_wrap=True)
-    for entry in found.candidates:
-        fields = [_share(found, entry.label, [task]) for task in found.settings.tasks]
-        made.add_row(entry.label, *fields)
-    return made
-
-
-def published(result: BenchResult) -> list[tuple[PublishedTable, Table]]:
-    """The published tables that were asked for, beside the perplexities."""
-    return [(wanted, beside(wanted, result.perplexity)) for wanted in map(get, result.compare)]
-
-
-def tables(result: BenchResult) -> Iterator[Table]:
-    """All of them, in the order in which they are shown."""
-    yield table(result)
-    by_task = task_table(result)
-    if by_task is not None:
-        yield by_task
-    for _, made in published(result):
-        yield made
-
-
-def notes(result: BenchResult) -> Iterator[str]:
-    """What a reader must know beside the tables."""
-    measured, settings = result.perplexity, result.perplexity.settings
-    baseline, count = measured.candidates[0].label, len(measured.documents)
-    for protocol in settings.protocols:
-        yield f"{protocol}: {settings.definition(protocol)}."
-    yield (
-        f"In each field the perplexity over {count} document{'s' * (count != 1)}, its 95 % bootstrap interval over "
-        f"documents (seed {settings.seed}), and in parentheses the difference in log-perplexity (nats per token) to "
-        f"{baseline} on the same documents; *: the paired 95 % interval of that difference leaves out 0."
-    )
-    if any(_above(cell) for cell in measured.cells):
-        yield f">1e3: above {BOUND:,.0f}; bench.json has the number."
-    if count < FEW_DOCUMENTS:
-        yield f"Fewer than {FEW_DOCUMENTS} documents: the intervals say little."
-    yield from result.remarks
-    auto = next((entry for entry in measured.candidates if entry.auto_scale), None)
-    if auto is not None:
-        yield f"(auto): scale = length / {auto.original:,}, the trained length, set anew at every length."
-    yield from _about_retrieval(result)
-    yield from _about_speed(result)
-    for wanted in result.compare:
-        yield from remarks(get(wanted))
-    yield from measured.guide()
-
-
-def problems(result: BenchResult) -> Iterator[str]:
-    """One line for everything that has no number; with any of them a run has failed."""
-    yield from result.perplexity.problems()
-    if result.retrieval is not None:
-        yield from result.retrieval.problems()
-    if result.speed is not None:
-        for cell in result.speed.cells:
-            if cell.failed is not None:
-                yield f"{cell.method}: the prefill failed at length {result.speed.length:,}: {cell.failed}"
-
-
-def to_html(result: BenchResult) -> str:
-    """The tables and notes, for a notebook."""
-    return as_html(tables(result), notes(result), width=180)
-
-
-def _empty(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-
-
-def _perplexity(
-    result: BenchResult, method: str, protocol: str, length: int, lowest: float
-) -> Text:
-    cell = result.perplexity.cell(method, protocol, length)
-    if cell is None:
-        return failed(result.perplexity.failure(method, protocol, length))
-    text = Text(_bounded(cell.perplexity), style="bold" if cell.perplexity == lowest else "")
-    if cell.interval is not None and math.isfinite(cell.perplexity):
-        low, high = (_bounded(end, 3) for end in cell.interval)
-        text.append(f"\n{low}-{high}", style="dim not bold")
-    change, *_ = difference(cell)
-    if change is not None and math.isfinite(change) and method != _baseline(result):
-        shown = round(change, 3) or 0.0  # no -0.000
-        text.append(f"\n({shown:+.3f}){'*' * bool(cell.differs)}", style="not bold")
-    return text
-
-
-def _baseline(result: BenchResult) -> str:
-    return result.perplexity.candidates[0].label
-
-
 def _bounded(value: float, digits: int = 4) -> str:
     return ">1e3" if value > BOUND else number(value, digits)
 
 
-def _above(cell: Cell) -> bool:
-    return any(value > BOUND for value in (cell.perplexity, *(cell.interval or ())))
-
-
-def _lowest(result: BenchResult, protocol: str, length: int) -> float:
-    cells = result.perplexity.cells
-    values = [c.perplexity for c in cells if (c.protocol, c.length) == (protocol, length)]
-    return min((value for value in values if math.isfinite(value)), default=math.nan)
-
-
-def _beside_headings(result: BenchResult) -> list[str]:
-    headings = []
-    if result.retrieval is not None:
-        tasks, longest = result.retrieval.settings.tasks, result.retrieval.settings.lengths[-1]
-        name = tasks[0] if len(tasks) == 1 else "retrieval"
-        headings.append(f"{name}\n≤{longest:,}")
-    if result.speed is not None:
-        headings += [f"{name}\n@{result.speed.length:,}" for name in ("tok/s", "GiB")]
-    return headings
-
-
-def _beside(result: BenchResult, method: str) -> list[Text]:
-    fields = []
-    if result.retrieval is not None:
-        fields.append(_share(result.retrieval, method, None))
-    if result.speed is not None:
-        cell = result.speed.cell(method)
-        if cell.tokens_per_second is None:
-            return [*fields, failed(cell.failed), failed(cell.failed)]
-        speed = Text(f"{cell.tokens_per_second:,.0f}")
-        if cell.ratio is not None and method != _baseline(result):
-            speed.append(f"\nx{cell.ratio:.2f}", style="dim")
-        memory = "-" if cell.peak_bytes is None else number(cell.peak_bytes / GIB, 3)
-        fields += [speed, Text(memory)]
-    return fields
-
-
-def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Text:
-    found = pooled(result, method, tasks=tasks)
-    if found.cell is None:
+def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Field:
+    share = pooled(result, method, tasks=tasks)
+    if share.cell is None:
         left_out = not any(failure.method == method for failure in result.failures)
-        return Text("-", style="dim") if left_out else failed(found.failure)
-    cell = found.cell
-    text = Text(percent(cell.accuracy))
-    text.append(f"\n{percent_range(cell.interval)}", style="dim")
+        return Field("-", "none") if left_out else failure_field(share.failure)
+    cell = share.cell
+    field = Field(percent(cell.accuracy)).append(f"\n{percent_range(cell.interval)}", "aside")
     if cell.first is not None and cell.first_interval is not None and cell.chance is not None:
         above = cell.first_interval[0] > cell.chance
-        text.append(f"\n1st {percent(cell.first)}{'*' * above}")
-    return text
+        field.append(f"\n1st {percent(cell.first)}{'*' * above}")
+    return field
 
 
-def _about_retrieval(result: BenchResult) -> Iterator[str]:
-    if result.retrieval is None:
-        return
-    settings = result.retrieval.settings
+def _retrieval_notes(result: RetrievalResult) -> Iterator[str]:
+    settings = result.settings
     count = len(settings.depths) * settings.samples
-    cell = next(
-        (
-            p.cell
-            for e in result.retrieval.candidates
-            if (p := pooled(result.retrieval, e.label)).cell
-        ),
-        None,
-    )
+    cells = (pooled(result, entry.label).cell for entry in result.candidates)
+    cell = next((cell for cell in cells if cell is not None), None)
     samples = "" if cell is None else f", {cell.samples} in all"
     first = ""
     if cell is not None and cell.chance is not None:
@@ -474,101 +413,27 @@ def _about_retrieval(result: BenchResult) -> Iterator[str]:
             f"chance ({percent(cell.chance)})."
         )
     yield (
-        f"Retrieval: answers that are right, of {', '.join(settings.tasks)} at all lengths ({count} samples each"
+        f"Retrieval: share of right answers to {', '.join(settings.tasks)} at all lengths ({count} samples each"
         f"{samples}), with a 95 % Wilson interval.{first}"
     )
     for task in settings.tasks:
-        short = [entry for entry in result.retrieval.left_out if entry.task == task]
+        short = [entry.length for entry in result.left_out if entry.task == task]
         if short:
-            lengths = ", ".join(f"{entry.length:,}" for entry in short)
-            yield f"{task} has no prompt as short as {lengths} tokens."
+            yield f"{task} has no prompt as short as {listed(short)} tokens."
 
 
-def _about_speed(result: BenchResult) -> Iterator[str]:
-    speed = result.speed
-    if speed is None:
-        return
+def _speed_notes(speed: SpeedResult, baseline: str, replays: bool) -> Iterator[str]:
     threads = (
         "" if speed.threads is None else f", {speed.threads} thread{'s' * (speed.threads != 1)}"
     )
-    replays = result.perplexity.head_replay != "off"
     logits = "the last token" if replays else "every token, as this model cannot do with fewer"
     yield (
         f"tok/s: prefill of {speed.length:,} tokens (one forward without a key-value cache, logits of {logits}), "
         f"median of {len(speed.rounds)} after a warm-up each, methods in turn, on {speed.device}{threads}; x: times as "
-        f"fast as {_baseline(result)}, median over the rounds."
+        f"fast as {baseline}, median over the rounds."
     )
     if speed.memory is not None:
         yield f"GiB: {speed.memory}, in the timed forward."
     for cell in speed.cells:
         if cell.prefill is not None:
             yield f"{cell.method}: prefill in pieces of {cell.prefill:,} tokens."
-
-
-# A benchmark as Markdown, to be pasted into a pull request or a model card.
-
-
-def to_markdown(result: BenchResult) -> str:
-    """The tables, what a reader must know, and the command that gives them again."""
-    return "\n".join(_lines(result)) + "\n"
-
-
-def _lines(result: BenchResult) -> Iterator[str]:
-    measured = result.perplexity
-    model, versions = measured.model, measured.environment
-    yield f"# {model['name']}, suite {result.suite}"
-    yield ""
-    trained = f", trained at {measured.original:,} tokens" if measured.original else ""
-    yield (
-        f"{model['class']}, {model['parameters'] / 1e6:,.1f} M parameters{trained}; {model['dtype']} on "
-        f"{model['device']}, {model['attention']} attention; hf-posenc {versions['hf-posenc']}, torch "
-        f"{versions['torch']}, transformers {versions['transformers']}."
-    )
-    yield ""
-    yield from table_lines(table(result))
-    by_task = task_table(result)
-    shown = [] if by_task is None else [by_task]
-    for made in (*shown, *(made for _, made in published(result))):
-        yield ""
-        yield f"## {made.title}"
-        yield ""
-        yield from table_lines(made)
-    yield ""
-    for line in notes(result):
-        yield f"- {_escaped(line)}"
-    if measured.command is not None:
-        yield ""
-        yield "To do it again:"
-        yield ""
-        yield "```bash"
-        yield measured.command
-        yield "```"
-
-
-def table_lines(made: Table) -> Iterator[str]:
-    """A table of rich as one of Markdown: lines within a field are kept, the rest of its looks but bold is not."""
-    heads = [_field(column.header) for column in made.columns]
-    yield _row(heads)
-    yield _row(["---:" if column.justify == "right" else "---" for column in made.columns])
-    for fields in zip(*(column.cells for column in made.columns), strict=True):
-        yield _row([_field(field) for field in fields])
-
-
-def _row(fields: list[str]) -> str:
-    return f"| {' | '.join(fields)} |"
-
-
-def _field(value: object) -> str:
-    plain = value.plain if isinstance(value, Text) else str(value)
-    first, *others = plain.split("\n")
-    shown = _escaped(first)
-    if isinstance(value, Text) and "bold" in str(value.style) and first:
-        shown = f"**{shown}**"
-    return "<br>".join((shown, *map(_escaped, others)))
-
-
-def _escaped(text: str) -> str:
-    """The same text, with nothing in it that Markdown would take for its own here (underscores stand within words)."""
-    for letter in "\\*|<>`":
-        text = text.replace(letter, f"\\{letter}")
-    return text

@@ -11,10 +11,9 @@ from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.evaluation.grid import Grid, number
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from hf_posenc.evaluation.perplexity.protocols import Settings
     from hf_posenc.evaluation.perplexity.result import PerplexityResult
 
@@ -260,7 +259,7 @@ def comparable(table: PublishedTable, settings: Settings) -> None:
         )
 
 
-def beside(table: PublishedTable, result: PerplexityResult) -> Table:
+def beside(table: PublishedTable, result: PerplexityResult) -> Grid:
     """Return the run's methods and the published rows in one table, with the lengths of the run.
 
     Args:
@@ -271,35 +270,25 @@ def beside(table: PublishedTable, result: PerplexityResult) -> Table:
         PosencError: They are not comparable.
     """
     comparable(table, result.settings)
-
-    from rich import box
-    from rich.table import Table
-
-    from hf_posenc.evaluation.perplexity.result import number
-
     protocol = table.protocol.name
     assert protocol is not None  # or it would not be comparable
-    grid = Table(
-        title=f"Perplexity, {protocol}, beside {table.paper}, {table.table}",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    grid.add_column("model", overflow="fold")
-    grid.add_column("method", overflow="fold")
+    grid = Grid(f"Perplexity, {protocol}, beside {table.paper}, {table.table}")
+    grid.column("model")
+    grid.column("method")
     lengths = result.settings.lengths
     for length in lengths:
-        grid.add_column(f"{length:,}", justify="right", no_wrap=True)
+        grid.column(f"{length:,}", numeric=True)
     for candidate in result.candidates:
         cells = [result.cell(candidate.label, protocol, length) for length in lengths]
         shown = [number(cell.perplexity if cell else None) for cell in cells]
-        grid.add_row("this run", candidate.label, *shown, style="bold")
-    grid.add_section()
+        grid.row("this run", candidate.label, *shown, mark="best")
+    rule = True
     for row in table.rows:
         values = [table.value(row, length) for length in lengths]
         if any(value is not None for value in values):
-            grid.add_row(row.model, row.method, *(printed(table, value) for value in values))
+            shown = [printed(table, value) for value in values]
+            grid.row(row.model, row.method, *shown, rule=rule)
+            rule = False
     return grid
 
 

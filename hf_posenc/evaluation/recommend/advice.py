@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich import box
-from rich.table import Table
-from rich.text import Text
 from torch import nn
 
 from hf_posenc.adapters import available_architectures
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.grid import Grid
 from hf_posenc.evaluation.published import TOLERANCE
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
@@ -384,29 +382,18 @@ def _scaling_text(advice: Advice) -> str:
     )
 
 
-def table(advice: Advice) -> Table:
+def table(advice: Advice) -> Grid:
     """Return the methods that work without training from scratch, the best first."""
-    grid = Table(
-        title=f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to try first",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    grid.add_column("", justify="right", no_wrap=True)
-    grid.add_column("method", no_wrap=True)
-    grid.add_column("works", no_wrap=True)
-    grid.add_column("why", overflow="fold")
     shown = [option for option in advice.options if option.works in _RANKED]
+    grid = Grid(f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to try first")
+    grid.column("", numeric=True)
+    grid.column("method", least=max((len(option.method) for option in shown), default=0))
+    grid.column("works", least=max((len(option.works) for option in shown), default=0))
+    grid.column("why")
     for number, option in enumerate(shown, 1):
         reason = option.reason + (" [*]" if _untried(option) else "")
-        grid.add_row(
-            str(number),
-            option.method,
-            option.works,
-            Text(reason),
-            style="bold" if number == 1 else None,
-        )
+        mark = "best" if number == 1 else ""
+        grid.row(str(number), option.method, option.works, reason, mark=mark)
     return grid
 
 

@@ -16,9 +16,10 @@ import torch
 import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.bench import SUITES, BenchResult
-from hf_posenc.evaluation.bench.result import notes, pooled, problems, table, table_lines
+from hf_posenc.evaluation.bench.result import pooled
 from hf_posenc.evaluation.bench.run import Bench, gather, get_suite, suite_lengths
 from hf_posenc.evaluation.documents import Document
+from hf_posenc.evaluation.grid import to_markdown
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.store import Shard
 from hf_posenc.evaluation.perplexity.runs import measure_perplexity
@@ -119,8 +120,8 @@ def test_a_number_above_the_bound_is_shown_as_one_and_exact_in_the_json(
     assert rows(large)["none"][0].replace("*", "").startswith("\\>1e3")
     cell = large.to_dict()["perplexity"]["summary"][0]
     assert cell["perplexity"] > 1e6
-    assert any("above 1,000" in line for line in notes(large))
-    assert not any("above 1,000" in line for line in notes(result))
+    assert any("above 1,000" in line for line in large.notes())
+    assert not any("above 1,000" in line for line in result.notes())
 
 
 def test_a_loss_that_is_no_number_is_shown_as_nan(result: BenchResult) -> None:
@@ -129,7 +130,7 @@ def test_a_loss_that_is_no_number_is_shown_as_nan(result: BenchResult) -> None:
     record["nats"] = record["weighted"] = None
     broken = edited(result, perplexity=values)
     assert rows(broken)["yarn (auto)"][0] == "nan"
-    assert any("not a finite number" in line for line in problems(broken))
+    assert any("not a finite number" in line for line in broken.problems())
     lines = list(csv.DictReader(broken._csv().splitlines()))
     assert [row["prefix_status"] for row in lines if row["method"] == "yarn (auto)"] == [
         "not finite",
@@ -169,7 +170,7 @@ def test_what_does_not_fit_is_a_field_and_the_rest_is_measured() -> None:
     assert fields[0] not in ("OOM", "")
     assert fields[1:] == ["OOM", "OOM", "OOM", "OOM"]
     assert "OOM" not in rows(result)["none"] + rows(result)["sliding_window"]
-    said = list(problems(result))
+    said = list(result.problems())
     assert len(said) == 3
     assert all("yarn (auto)" in line and "out of memory" in line for line in said)
     assert result.speed is not None
@@ -188,7 +189,7 @@ def test_speed_is_timed_in_pieces_where_the_whole_does_not_fit() -> None:
     assert cell.failed is None
     assert cell.prefill == 512
     assert result.speed.cell("none").prefill is None
-    assert any("yarn (auto): prefill in pieces of 512 tokens" in line for line in notes(result))
+    assert any("yarn (auto): prefill in pieces of 512 tokens" in line for line in result.notes())
 
 
 def work(model: Any, **changes: Any) -> Bench:
@@ -293,9 +294,9 @@ def test_a_published_table_stands_beside_or_is_refused(tmp_path: Path) -> None:
 def test_prompts_that_are_too_short_are_said_and_left_out() -> None:
     result = measured(lengths=(64, 128), rounds=0)
     assert result.retrieval is None
-    assert any("No retrieval: No task fits into 128 tokens" in line for line in notes(result))
+    assert any("No retrieval: No task fits into 128 tokens" in line for line in result.notes())
     assert result.speed is None
-    assert len(table(result).columns) == 1 + 2
+    assert len(result.table().columns) == 1 + 2
 
 
 def test_a_share_over_tasks_and_lengths_counts_every_sample() -> None:
@@ -356,5 +357,5 @@ def test_the_page_shows_the_table_of_its_json() -> None:
     )
     text = (docs / "bench.md").read_text()
     shown = text.partition("<!-- generated: bench -->\n")[2].partition("<!-- end -->")[0]
-    assert shown.splitlines() == list(table_lines(table(result)))
+    assert shown.splitlines() == to_markdown(result.table()).splitlines()
     assert f"Made by `{result.perplexity.command}`" in text
