@@ -254,11 +254,25 @@ def longrope(
     return table, math.sqrt(1 + math.log(scale) / math.log(trained)) if scale > 1 else 1.0
 
 
+def resonance(d: int, b: float, trained: int, length: int | None = None) -> Table:
+    """Wang 2024 (arXiv 2403.00071): the wavelength ``2 pi b^(2i/d)`` becomes the nearest integer."""
+    return [2 * math.pi / round(2 * math.pi * b ** (2 * i / d)) for i in range(d // 2)], 1.0
+
+
+def resonance_yarn(
+    d: int, b: float, trained: int, length: int | None = None, **knobs: Any
+) -> Table:
+    """Wang 2024 (arXiv 2403.00071): the wavelengths of YaRN's table become the nearest integers."""
+    table, factor = yarn(d, b, trained, length, **knobs)
+    return [2 * math.pi / round(2 * math.pi / frequency) for frequency in table], factor
+
+
 REFERENCES: dict[str, Callable[..., Table]] = {
     reference.__name__: reference
     for reference in (
         *(pi, ntk, dynamic_pi, dynamic_ntk, partial_ntk, ntk_by_parts, yarn),
         *(dynamic_partial_ntk, dynamic_yarn, ntk_mixed, llama3, longrope, abf, nope),
+        *(resonance, resonance_yarn),
     )
 }
 """By the method's canonical name."""
@@ -287,6 +301,7 @@ KNOBS["yarn"] = KNOBS["ntk_by_parts"] | {
     "mscale": [None, 0.707, 1.0],
     "mscale_all_dim": [None, 0.707],
 }
+KNOBS["resonance_yarn"] = KNOBS["yarn"]
 """Values to try of the knobs besides the scale, by the method's name."""
 
 REQUIRED: dict[str, Callable[[int], dict[str, Any]]] = {

@@ -1,0 +1,69 @@
+"""Resonance RoPE: each pair turns once in a whole number of tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from hf_posenc.methods.base import Length, RopeScaling
+from hf_posenc.methods.yarn import YaRN
+from hf_posenc.rope import RopeSpec
+
+
+def resonant(frequencies: Tensor) -> Tensor:
+    """Return `2 pi / round(2 pi / f_i)`, at least one token a turn; a pair that stands still stays so."""
+    return 2 * math.pi / (2 * math.pi / frequencies).round().clamp(min=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResonanceRoPE(RopeScaling):
+    """Resonance RoPE (Wang et al. 2024, arXiv 2403.00071): `2 pi / round(2 pi / f_i)`.
+
+    The wavelength of each pair is rounded to the nearest whole number of tokens. A pair whose wavelength
+    fits into the training length then meets no new angle at any position.
+    """
+
+    name: ClassVar[str] = "resonance"
+    aliases: ClassVar[tuple[str, ...]] = ("resonance_rope",)
+    summary: ClassVar[str] = "the wavelength of every pair rounded to whole tokens"
+    source: ClassVar[str] = "Wang et al. 2024, arXiv 2403.00071; sheryc/resonance_rope"
+    needs: ClassVar[str] = "fine-tuning"
+    identity_at_scale_one: ClassVar[bool] = False
+    only_lowers_frequencies: ClassVar[bool] = False
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        return resonant(rope.default_inv_freq())
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResonanceYaRN(YaRN):
+    """Resonance YaRN (Wang et al. 2024, arXiv 2403.00071): YaRN, then `2 pi / round(2 pi / f'_i)`.
+
+    The wavelengths of YaRN's frequencies `f'_i` are rounded to whole tokens; its temperature stays.
+
+    Args:
+        scale: Target context as a multiple `s` of the original one.
+        beta_fast: Turns above which a pair is not divided by the scale.
+        beta_slow: Turns below which it is divided in full.
+        truncate: Round the ends of the ramp outwards to whole pairs.
+        ramp: `"index"` or `"rotations"`, as in `ntk_by_parts`.
+        attention_factor: The factor on cos and sin, given outright.
+        mscale: As in `yarn`.
+        mscale_all_dim: As in `yarn`.
+    """
+
+    name: ClassVar[str] = "resonance_yarn"
+    summary: ClassVar[str] = "YaRN with the wavelength of every pair rounded to whole tokens"
+    source: ClassVar[str] = "Wang et al. 2024, arXiv 2403.00071; sheryc/resonance_rope"
+    needs: ClassVar[str] = "fine-tuning"
+    identity_at_scale_one: ClassVar[bool] = False
+    only_lowers_frequencies: ClassVar[bool] = False
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        return resonant(super().inv_freq(rope, length))
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
+        return None
