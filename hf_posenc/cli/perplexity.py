@@ -217,7 +217,7 @@ def perplexity(
     from hf_posenc.evaluation.measuring.identity import describe_model
     from hf_posenc.evaluation.measuring.store import current_shard
     from hf_posenc.evaluation.perplexity.longppl import finder, with_evaluator
-    from hf_posenc.evaluation.perplexity.measurement import Run
+    from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
     from hf_posenc.evaluation.perplexity.protocols import parse_lengths
     from hf_posenc.evaluation.perplexity.runs import joined, make_settings, special_tokens
     from hf_posenc.evaluation.published import get as get_table
@@ -302,7 +302,7 @@ def perplexity(
             settings.lengths[-1],
             lambda: again(source()[0], usable, evaluator.tokenizer),
         )
-    run = Run(
+    run = PerplexityRun(
         live,
         joined(usable) if settings.streams else usable,
         candidates,

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.bench.run import Bench
     from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
     from hf_posenc.evaluation.grid import Result
-    from hf_posenc.evaluation.measuring.store import Shard, Store, Work
-    from hf_posenc.evaluation.perplexity.measurement import Item, Run
+    from hf_posenc.evaluation.measuring.execute import Measurement
+    from hf_posenc.evaluation.measuring.store import Shard, Store
+    from hf_posenc.evaluation.perplexity.measurement import Item, PerplexityRun
     from hf_posenc.evaluation.perplexity.protocols import Settings
     from hf_posenc.evaluation.perplexity.result import PerplexityResult
     from hf_posenc.evaluation.published import PublishedTable
@@ -86,7 +87,7 @@ def announce(settings: Settings, usable: list[TokenizedDocument], skipped: list[
 
 
 def finish(
-    run: Run,
+    run: PerplexityRun,
     shard: Shard,
     output: Path,
     with_plot: bool,
@@ -107,16 +108,12 @@ def finish(
         PosencError: The files cannot be written, or another process has the same share.
         typer.Exit: Status 1 where a number is missing, after everything that was measured has been written.
     """
-    from hf_posenc.evaluation.perplexity.runs import (
-        open_store,
-        result_of,
-        wait_for_all,
-        write_timings,
-    )
+    from hf_posenc.evaluation.measuring.execute import execute, wait_for_all, write_timings
+    from hf_posenc.evaluation.perplexity.runs import open_store, result_of
 
     with open_store(output, run, known["model"], shard, known["command"]) as store:
         with progress_bar(shard) as progress:
-            run.measure(store, shard, progress)
+            execute(run, store, shard, progress)
         if not wait_for_all(run, store, shard, say_waiting):
             say_unfinished(run, store, shard)
             return
@@ -214,13 +211,13 @@ def say_waiting(count: int) -> None:
     )
 
 
-def say_unfinished(work: Work, store: Store, shard: Shard) -> None:
+def say_unfinished(run: Measurement[Any, Any], store: Store, shard: Shard) -> None:
     """Says that this share is done and others are not; under a launcher the first process knows."""
-    from hf_posenc.evaluation.measuring.store import unfinished
+    from hf_posenc.evaluation.measuring.store import missing
 
     if shard.launched:
         return
-    left, parts = unfinished(store, work), len(work.items)
+    left, parts = len(missing(store, (item.key for item in run.items))), len(run.items)
     out().print(
         f"Share {shard.index + 1} of {shard.count} is done; {left:,} of {parts:,} parts are the others'. "
         "The last process to finish prints the result, as does the same command without --shard.",
@@ -234,7 +231,7 @@ def say_unfinished(work: Work, store: Store, shard: Shard) -> None:
 GIB = 2**30
 
 
-def print_cost(run: Run) -> None:
+def print_cost(run: PerplexityRun) -> None:
     """Prints tokens, operations and the peak of memory of every method, and what memory there is."""
     from rich import box
     from rich.table import Table
@@ -242,8 +239,7 @@ def print_cost(run: Run) -> None:
     made = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_footer=True)
     made.add_column("method", footer="in all")
     rows = []
-    key = lambda item: item.candidate.key  # noqa: E731
-    for _, group in itertools.groupby(run.items, key=key):
+    for _, group in itertools.groupby(run.items, key=lambda item: item.label):
         items = list(group)
         costs = [
             _cost(run, list(same)) for _, same in itertools.groupby(items, key=lambda i: i.lengths)
@@ -251,7 +247,7 @@ def print_cost(run: Run) -> None:
         tokens, flops = sum(cost.tokens for cost in costs), sum(cost.flops for cost in costs)
         windows = sum(len(item.windows) for item in items)
         peak = max(costs, key=lambda cost: cost.total)
-        rows.append((items[0].candidate.label, windows, tokens, flops, peak))
+        rows.append((items[0].label, windows, tokens, flops, peak))
     heads = (
         ("forwards", f"{sum(row[1] for row in rows):,}"),
         ("tokens", f"{sum(row[2] for row in rows):,}"),
@@ -280,11 +276,12 @@ def print_cost(run: Run) -> None:
     )
 
 
-def _cost(run: Run, items: list[Item]) -> Cost:
+def _cost(run: PerplexityRun, items: list[Item]) -> Cost:
     """What the items of one method and the same lengths take, with the method in force."""
     from hf_posenc.evaluation.scoring.estimate import run_cost
 
     settings, candidate = run.settings, items[0].candidate
+    assert candidate is not None
     windows = [(w.forwarded, w.tokens - w.first_scored) for item in items for w in item.windows]
     with candidate.applied(run.model, items[0].lengths[-1]):
         return run_cost(
@@ -293,11 +290,11 @@ def _cost(run: Run, items: list[Item]) -> Cost:
             batch=settings.batch,
             chunk=settings.chunk,
             prefill_chunk=None if candidate.length_dependent else settings.prefill,
-            full_logits=not run.replays,
+            full_logits=not run.scorer.scorer.replays,
         )
 
 
-def _free(run: Run) -> str:
+def _free(run: PerplexityRun) -> str:
     from hf_posenc.evaluation.scoring.memory import free_memory
 
     device = next(run.model.parameters()).device

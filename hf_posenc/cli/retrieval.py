@@ -181,12 +181,12 @@ def _read(paths: list[str]) -> str:
 
 def _finish(run: RetrievalRun, shard: Shard, output: Path, with_plot: bool, **known: Any) -> None:
     """Measures this process's share; the process that sees the whole prints the tables and writes the files."""
-    from hf_posenc.evaluation.perplexity.runs import wait_for_all
+    from hf_posenc.evaluation.measuring.execute import execute, wait_for_all, write_timings
     from hf_posenc.evaluation.retrieval import measuring
 
     with measuring.open_store(output, run, known, shard) as store:
         with progress_bar(shard) as progress:
-            run.measure(store, shard, progress)
+            execute(run, store, shard, progress)
         if not wait_for_all(run, store, shard, say_waiting):
             say_unfinished(run, store, shard)
             return
@@ -194,7 +194,7 @@ def _finish(run: RetrievalRun, shard: Shard, output: Path, with_plot: bool, **kn
             return
         result = measuring.result_of(run, store, **known)
         assert result is not None
-        measuring.write_timings(run, store, output / "timings.json")
+        write_timings(run, store, output / "timings.json")
     present(result, result.model, output, with_plot)
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Request, original_length
+from hf_posenc.evaluation.measuring.execute import Progress, execute, silent
 from hf_posenc.evaluation.measuring.identity import (
     describe_model,
     environment,
@@ -32,7 +33,7 @@ from hf_posenc.evaluation.measuring.store import (
     Store,
     fingerprint_of,
 )
-from hf_posenc.evaluation.perplexity.measurement import Progress, Run
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.perplexity.runs import make_settings, result_of, special_tokens
 from hf_posenc.model.unwrapping import unwrap
@@ -157,8 +158,12 @@ class Both:
         self._store.append(key, value)
         self._known.append(key, value)
 
+    def refresh(self) -> None:
+        """Read what other processes have stored."""
+        self._known.refresh()
 
-def known_to_all(run: Run, records: Records) -> Memory:
+
+def known_to_all(run: PerplexityRun, records: Records) -> Memory:
     """The records of a run that any process has, in every process. All must call it."""
     own = {item.key: records.get(item.key) for item in run.items}
     known = Memory()
@@ -255,7 +260,7 @@ class Scores:
         *,
         tokens_seen: int | None = None,
         last: bool = False,
-        progress: Progress = lambda label, done, total: None,
+        progress: Progress = silent,
     ) -> PerplexityResult:
         """Measures a model as it is now, patched or not, wrapped or sharded, and leaves no trace in it.
 
@@ -302,17 +307,22 @@ class Scores:
     ) -> PerplexityResult:
         here = group_shard()
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
-        run = Run(
+        run = PerplexityRun(
             model,
             self.documents,
             [candidate],
             self.settings,
             special=self._special,
-            strict=sharded and here.count > 1,
         )
         with self._store(here, sharded) as store:
             known = known_to_all(run, store)
-            run.measure(Both(known, store), ALONE if sharded else here, progress)
+            execute(
+                run,
+                Both(known, store),
+                ALONE if sharded else here,
+                progress,
+                strict=sharded and here.count > 1,
+            )
         result = result_of(
             run,
             known_to_all(run, known),

@@ -25,9 +25,15 @@ from hf_posenc.evaluation.documents import (
     read_embedded,
 )
 from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
+from hf_posenc.evaluation.measuring.execute import (
+    Progress,
+    execute,
+    wait_for_all,
+    write_timings,
+)
 from hf_posenc.evaluation.measuring.identity import describe_model, name_of
 from hf_posenc.evaluation.measuring.store import ALONE, Memory, Records, Shard, missing
-from hf_posenc.evaluation.perplexity.measurement import Progress, Run
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.runs import (
     joined,
@@ -35,8 +41,6 @@ from hf_posenc.evaluation.perplexity.runs import (
     open_store,
     result_of,
     special_tokens,
-    wait_for_all,
-    write_timings,
 )
 from hf_posenc.evaluation.published import comparable
 from hf_posenc.evaluation.published import get as get_table
@@ -208,7 +212,7 @@ class Bench:
         self.remarks: list[str] = []
         self.missing = 0
         used = joined(inputs.documents) if settings.streams else inputs.documents
-        self.perplexity = Run(
+        self.perplexity = PerplexityRun(
             inputs.model, used, inputs.candidates, settings, special=inputs.special
         )
         if len(inputs.documents) < suite.documents:
@@ -252,9 +256,9 @@ class Bench:
         with contextlib.ExitStack() as stack:
             stores = [stack.enter_context(store) for store in self._stores(folder, shard)]
             perplexity, retrieval, speed = stores
-            self.perplexity.measure(perplexity, shard, _named("perplexity", progress))
+            execute(self.perplexity, perplexity, shard, _named("perplexity", progress))
             if self.retrieval is not None:
-                self.retrieval.measure(retrieval, shard, _named("retrieval", progress))
+                execute(self.retrieval, retrieval, shard, _named("retrieval", progress))
             if not self._all_there(stores, shard, waiting) or (shard.launched and shard.index):
                 self.missing = sum(
                     len(missing(store, (item.key for item in run.items)))
@@ -268,7 +272,7 @@ class Bench:
                 write_timings(self.perplexity, perplexity, folder / "timings.json")
                 if self.retrieval is not None:
                     name = "timings_retrieval.json"
-                    measuring.write_timings(self.retrieval, retrieval, folder / name)
+                    write_timings(self.retrieval, retrieval, folder / name)
             return self._result(perplexity, retrieval, speed)
 
     def _prompts(self) -> RetrievalRun | None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.execute import Progress
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store, missing
-from hf_posenc.evaluation.perplexity.measurement import Progress
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 from hf_posenc.evaluation.scoring.memory import reason_of
 
@@ -342,7 +342,7 @@ class SpeedRun:
         forward = self._forward(scorer)
         with self._limited(candidate.label), candidate.applied(self.model, len(self.window)):
             try:
-                if candidate.moves and candidate.request is None:
+                if candidate.stateful:
                     self._scorer(self.window[:2])  # resets transformers' stateful dynamic RoPE
                 forward()
                 while True:

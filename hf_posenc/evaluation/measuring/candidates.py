@@ -16,7 +16,7 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent, Method, get_method
 from hf_posenc.model.discovery import rotary_tables
-from hf_posenc.model.rotary import moves_with_length
+from hf_posenc.model.rotary import PosencRotary, RotaryWrapper, moves_with_length
 from hf_posenc.patch.config import PatchConfig, parse_method
 from hf_posenc.patch.patching import get_patch, patched
 from hf_posenc.patch.state import state_of
@@ -209,6 +209,8 @@ class Candidate:
         request: What it asks for; `None` for the model as loaded.
         original: The original length that the scale refers to, in tokens; `None` until `checked`.
         moves: Whether a rotary table or a saved patch depends on the length of the text; known once `checked`.
+        stateful: Whether one of these tables is the model's own: transformers' dynamic RoPE keeps the table of the
+            longest text that it has met, whatever else is patched in; known once `checked`.
         state: For `as_it_is`: what tells this state of the model, its weights above all, from its others.
     """
 
@@ -217,6 +219,7 @@ class Candidate:
     request: Request | None
     original: int | None = None
     moves: bool = False
+    stateful: bool = False
     state: str | None = None
 
     @classmethod
@@ -231,7 +234,7 @@ class Candidate:
         patch = get_patch(model)
         request = None if patch is None else Request.installed(patch.config)
         original = None if patch is None else patch.original_max_position_embeddings
-        return cls(label, label, request, original, _moves(model), state)
+        return cls(label, label, request, original, _moves(model), _moving_tables(model), state)
 
     @classmethod
     def parse(cls, spec: str) -> Candidate:
@@ -301,7 +304,7 @@ class Candidate:
             PosencError: This model cannot be patched so; the message names the candidate.
         """
         if self.request is None:
-            return dataclasses.replace(self, moves=_moves(model))
+            return dataclasses.replace(self, moves=_moves(model), stateful=_moving_tables(model))
         if get_patch(model) is not None:
             raise PosencError(
                 f"--patch {self.spec}: this model carries a saved patch ({_headline(get_patch(model))}); it is "
@@ -310,12 +313,15 @@ class Candidate:
         trial = dataclasses.replace(self, original=1)
         try:
             with trial.applied(model, 1):
-                patch, moves = get_patch(model), _moves(model)
+                patch, moves, stateful = get_patch(model), _moves(model), _moving_tables(model)
         except PosencError as error:
             raise PosencError(f"--patch {self.spec}: {error}") from error
         assert patch is not None
         return dataclasses.replace(
-            self, original=patch.original_max_position_embeddings, moves=moves
+            self,
+            original=patch.original_max_position_embeddings,
+            moves=moves,
+            stateful=stateful,
         )
 
     @contextlib.contextmanager
@@ -352,11 +358,26 @@ def _moves(model: nn.Module) -> bool:
     methods = () if state is None else state.methods
     if any(isinstance(method, LengthDependent) and method.update != "row" for method in methods):
         return True
+    return _moving_tables(model)
+
+
+def _moving_tables(model: nn.Module) -> bool:
+    """Whether a rotary table of the model's own, as it is in force, depends on the length of the text."""
     return any(
         moves_with_length(rotary, table.label, _device(rotary, model))
         for table in rotary_tables(model)
         for rotary in [model.get_submodule(table.name)]
+        if not _is_patched(rotary, table.label)
     )
+
+
+def _is_patched(rotary: nn.Module, label: str) -> bool:
+    """Whether a patch gives the frequencies of a table."""
+    while isinstance(rotary, RotaryWrapper):
+        if isinstance(rotary, PosencRotary) and label in rotary.specs:
+            return True
+        rotary = rotary.base
+    return False
 
 
 def _device(rotary: nn.Module, model: nn.Module) -> torch.device:

@@ -96,21 +96,10 @@ class Records(Protocol):
         """What was stored under a key."""
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Stores a value."""
+        """Store a value."""
 
-
-class Keyed(Protocol):
-    """A piece of work."""
-
-    @property
-    def key(self) -> Key: ...
-
-
-class Work(Protocol):
-    """A run: pieces of work, in the order in which they are done."""
-
-    @property
-    def items(self) -> Sequence[Keyed]: ...
+    def refresh(self) -> None:
+        """Read what other processes have stored."""
 
 
 class Memory:
@@ -124,8 +113,11 @@ class Memory:
         return self._records.get(key)
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Stores a value, as a file would give it back."""
+        """Store a value, as a file would give it back."""
         self._records[key] = json.loads(json.dumps(finite(dict(value))))
+
+    def refresh(self) -> None:
+        """Do nothing: there are no other processes."""
 
 
 class Store:
@@ -262,11 +254,6 @@ class Store:
             os.ftruncate(descriptor, whole)
             os.close(descriptor)
             self._file = self._path.open("ab")
-
-
-def unfinished(store: Records, work: Work) -> int:
-    """How many pieces of work no process has stored yet."""
-    return len(missing(store, (item.key for item in work.items)))
 
 
 def missing(store: Records, keys: Iterable[Key]) -> list[Key]:

@@ -30,7 +30,7 @@ from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.scoring.head_replay import TokenScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 
 SHORT = 4096
 """K, tokens of the short context, as in the authors' code."""
@@ -249,14 +249,15 @@ def _mask(evaluator: Evaluator, document: TokenizedDocument, length: int) -> Ten
     ids = torch.cat([special, document.tokens(0, length - len(special))])
     model, candidate = evaluator.model, evaluator.candidate
     with evaluation_mode(model), candidate.applied(model, length):
-        scorer = TokenScorer(model, ids)
-
-        def losses(part: Tensor, first: int) -> Tensor:
-            if candidate.moves and candidate.request is None:
-                scorer(part[:2])  # resets transformers' stateful dynamic RoPE
-            return scorer(part, first)
-
-        return key_tokens(losses, ids, short=evaluator.short, step=evaluator.step)[len(special) :]
+        scorer = FrugalScorer(TokenScorer(model, ids))
+        scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
+        key = key_tokens(
+            lambda part, first: scorer([part], first)[0],
+            ids,
+            short=evaluator.short,
+            step=evaluator.step,
+        )
+    return key[len(special) :]
 
 
 def with_evaluator(settings: Settings, evaluator: Evaluator) -> Settings:

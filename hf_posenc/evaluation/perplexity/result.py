@@ -27,7 +27,7 @@ from hf_posenc.evaluation.grid import (
 from hf_posenc.evaluation.grid import number as number
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.statistics import Cell, Record, summarize
-from hf_posenc.evaluation.perplexity.measurement import Failure, Measurement, edges
+from hf_posenc.evaluation.perplexity.measurement import Failure, Measured, edges
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings
 from hf_posenc.evaluation.plots import figure
 from hf_posenc.files import finite, to_csv, write_atomically
@@ -160,7 +160,7 @@ class PerplexityResult(Result):
 
     @classmethod
     def of(
-        cls, measured: Measurement, candidates: Sequence[Candidate], **metadata: Any
+        cls, measured: Measured, candidates: Sequence[Candidate], **metadata: Any
     ) -> PerplexityResult:
         """Combine a measurement and its metadata.
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from hf_posenc.evaluation.documents import (
     special_prefix,
 )
 from hf_posenc.evaluation.measuring.candidates import original_length, parse_candidates
+from hf_posenc.evaluation.measuring.execute import Progress, collected, execute, silent
 from hf_posenc.evaluation.measuring.identity import describe_model, environment, name_of
 from hf_posenc.evaluation.measuring.store import (
     ALONE,
@@ -28,10 +28,8 @@ from hf_posenc.evaluation.measuring.store import (
     Records,
     Shard,
     Store,
-    Work,
-    unfinished,
 )
-from hf_posenc.evaluation.perplexity.measurement import Progress, Run
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import (
     Settings,
     check_settings,
@@ -39,12 +37,9 @@ from hf_posenc.evaluation.perplexity.protocols import (
     preset_settings,
 )
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.files import to_json, write_atomically
 
 # They decide how numbers are put together, or what is said of them, and none of the numbers that are stored.
 _OF_THE_SUMMARY = ("seed", "resamples", "base", "preset")
-_POLL = 0.2  # seconds
-_PATIENCE = 60.0  # seconds after which a waiting process says what it waits for
 
 
 def measure_perplexity(
@@ -59,7 +54,7 @@ def measure_perplexity(
     limit: int | None = None,
     max_doc_tokens: int | None = None,
     output: Path | str | None = None,
-    progress: Progress = lambda label, done, total: None,
+    progress: Progress = silent,
     **settings: Any,
 ) -> PerplexityResult:
     """Measures methods against each other on the same tokens.
@@ -97,12 +92,12 @@ def measure_perplexity(
         limit=limit,
     )
     used = joined(usable) if chosen.streams else usable
-    run = Run(model, used, candidates, chosen, special=special)
+    run = PerplexityRun(model, used, candidates, chosen, special=special)
     described = describe_model(name_of(model), model, tokenizer, special, policy)
     with (
         contextlib.nullcontext(Memory()) if output is None else open_store(output, run, described)
     ) as store:
-        run.measure(store, progress=progress)
+        execute(run, store, progress=progress)
         result = result_of(
             run,
             store,
@@ -181,7 +176,7 @@ def _cumulative(ends: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 def open_store(
     folder: Path | str,
-    run: Run,
+    run: PerplexityRun,
     described: dict[str, Any],
     shard: Shard = ALONE,
     command: str | None = None,
@@ -194,7 +189,7 @@ def open_store(
     return Store(Path(folder), record_settings(run, described), shard, command)
 
 
-def record_settings(run: Run, described: dict[str, Any]) -> dict[str, Any]:
+def record_settings(run: PerplexityRun, described: dict[str, Any]) -> dict[str, Any]:
     """Everything that determines a number, but for what the keys hold: the method and the document."""
     values = run.settings.to_dict()
     kept = {name: value for name, value in values.items() if name not in _OF_THE_SUMMARY}
@@ -207,32 +202,9 @@ def record_settings(run: Run, described: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
-def wait_for_all(
-    work: Work, store: Store, shard: Shard, waiting: Callable[[int], None] = lambda count: None
-) -> bool:
-    """Whether everything is there; the first of launched processes waits for the others until it is.
-
-    Args:
-        work: The run.
-        store: Its records.
-        shard: This process's place.
-        waiting: Called once, with the number of missing items, when it has taken long.
-    """
-    began, told = time.monotonic(), False
-    while True:
-        store.refresh()
-        count = unfinished(store, work)
-        if not count or not (shard.launched and shard.index == 0):
-            return not count
-        if not told and time.monotonic() - began > _PATIENCE:
-            waiting(count)
-            told = True
-        time.sleep(_POLL)
-
-
-def result_of(run: Run, store: Records, **known: Any) -> PerplexityResult | None:
-    """The result, from what is stored; `None` while something is missing."""
-    measured = run.collect(store)
+def result_of(run: PerplexityRun, store: Records, **metadata: Any) -> PerplexityResult | None:
+    """Return the result of the stored values; `None` while some are missing."""
+    measured = collected(run, store)
     if measured is None:
         return None
     return PerplexityResult.of(
@@ -242,28 +214,5 @@ def result_of(run: Run, store: Records, **known: Any) -> PerplexityResult | None
         documents=[document.to_dict() for document in run.documents],
         environment=environment(),
         fingerprint=store.fingerprint if isinstance(store, Store) else None,
-        **known,
+        **metadata,
     )
-
-
-def write_timings(run: Run, store: Records, path: Path) -> None:
-    """Writes tokens, seconds and peak memory of every item: what differs from one run to the next.
-
-    Raises:
-        PosencError: The file cannot be written.
-    """
-    rows = []
-    for item in run.items:
-        value = store.get(item.key) or {}
-        rows.append(
-            {
-                "method": item.candidate.label,
-                "lengths": list(item.lengths),
-                "document": run.documents[item.document].name,
-                **{
-                    name: value.get(name)
-                    for name in ("forwarded", "seconds", "peak_bytes", "at_once")
-                },
-            }
-        )
-    write_atomically(path, to_json({"kind": "timings", "format": 1, "items": rows}))

@@ -27,6 +27,11 @@ class Span:
     stop: int
     weight: float
 
+    @property
+    def cell(self) -> tuple[str, int]:
+        """Protocol and length."""
+        return self.protocol, self.length
+
 
 @dataclass(frozen=True)
 class Window:

@@ -24,14 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt
 from hf_posenc.evaluation.retrieval.tasks import Task
-from hf_posenc.evaluation.scoring.head_replay import (
-    LEAST_PREFILL,
-    SHRINK,
-    TokenScorer,
-    input_device,
-)
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, input_device
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -39,7 +35,7 @@ SAME_HALF = 0.1
 """Nats per token up to which the cache has repeated the plain forward; a cache that is not exact is off by more."""
 
 
-class NotFiniteError(ArithmeticError):
+class NotFiniteError(PosencError):
     """The logits of an answer are not finite numbers."""
 
     def __init__(self) -> None:
@@ -70,19 +66,13 @@ class AnswerScorer:
 
     Args:
         model: A causal language model, in evaluation mode; it may be patched between calls.
-        scorer: Runs it without ever holding the logits of a whole prompt.
-
-    Attributes:
-        exact_cache: Whether what is patched in may be read on from a cache, and prefilled in pieces, without another
-            result; set by the caller.
-        stateful: Whether the model keeps the longest text it has read as state (transformers' own dynamic RoPE), which
-            two tokens in between reset; set by the caller.
+        scorer: Runs it without ever holding the logits of a whole prompt. Its `pieces` also decide whether an answer
+            may be read on from a cache.
     """
 
-    def __init__(self, model: nn.Module, scorer: TokenScorer) -> None:
-        self.model, self.scorer, self.exact_cache, self.stateful = model, scorer, True, False
+    def __init__(self, model: nn.Module, scorer: FrugalScorer) -> None:
+        self.model, self.scorer = model, scorer
         self._few_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self._prefill = scorer.prefill
 
     @torch.inference_mode()
     def __call__(self, prompt: Prompt) -> Verdict:
@@ -94,7 +84,7 @@ class AnswerScorer:
         answer, wrong = prompt.answer, prompt.distractors
         predicted: Tensor | None = None
         sums: list[float] | None = None
-        if self.exact_cache and self._few_logits and wrong:
+        if self.scorer.pieces and self._few_logits and wrong:
             try:
                 predicted, sums = self._with_cache(prompt)
             except Exception as error:
@@ -119,40 +109,15 @@ class AnswerScorer:
             candidates=None if sums is None else len(sums),
         )
 
-    def reset(self, prompt: Prompt) -> None:
-        """Makes a model that keeps the longest text as state forget it."""
-        if self.stateful:
-            self.scorer(prompt.ids[:2])
-
     def _alone(self, prompt: Prompt, answer: Answer) -> float:
         return _sum(self._forward(prompt, answer).log_softmax(-1), answer.ids)
 
     def _forward(self, prompt: Prompt, answer: Answer) -> Tensor:
-        """The logits that predict an answer, shape (tokens, vocabulary), from a forward of its own.
-
-        Where memory runs out, the prompt is read in smaller and smaller pieces.
-        """
-        self.reset(prompt)
+        """Return the logits that predict an answer, shape (tokens, vocabulary), from a forward of its own."""
         ids = torch.cat([prompt.ids, torch.tensor(answer.ids)])
         # The last token predicts nothing, but where the length matters it is of that length.
-        read_last = not self.exact_cache
-        while True:
-            self.scorer.prefill = self._prefill if self.exact_cache else None
-            try:
-                logits = list(self.scorer.logits(ids, len(prompt.ids), read_last=read_last))
-                return _float(torch.cat([part.to(logits[0].device) for part in logits]))
-            except Exception as error:
-                if not is_out_of_memory(error) or not self._cut(len(ids)):
-                    raise
-                release(error)
-
-    def _cut(self, tokens: int) -> bool:
-        """Reads less at a time from now on; whether there was something to cut."""
-        now = min(self._prefill or tokens, tokens)
-        if not self.exact_cache or not self.scorer.replays or now <= LEAST_PREFILL:
-            return False
-        self._prefill = max(LEAST_PREFILL, now // SHRINK)
-        return True
+        read_last = not self.scorer.pieces
+        return _float(self.scorer.logits(ids, len(prompt.ids), read_last=read_last))
 
     def _with_cache(self, prompt: Prompt) -> tuple[Tensor, list[float] | None]:
         """The logits that predict the answer, and the sums of all answers read on from the cache if it is exact."""

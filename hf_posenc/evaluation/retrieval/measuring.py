@@ -12,14 +12,13 @@ from torch import nn
 
 from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.measuring.candidates import original_length, parse_candidates
+from hf_posenc.evaluation.measuring.execute import Progress, collected, execute, silent
 from hf_posenc.evaluation.measuring.identity import describe_model, environment, name_of
 from hf_posenc.evaluation.measuring.store import ALONE, Memory, Records, Shard, Store
-from hf_posenc.evaluation.perplexity.measurement import Progress
 from hf_posenc.evaluation.perplexity.protocols import check_settings, default_lengths
 from hf_posenc.evaluation.perplexity.result import MethodEntry
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
 from hf_posenc.evaluation.retrieval.run import RetrievalRun, RetrievalSettings
-from hf_posenc.files import to_json, write_atomically
 
 # What the keys hold, and what only says how many of them there are.
 _OF_THE_KEYS = ("lengths", "tasks", "depths", "samples")
@@ -34,7 +33,7 @@ def measure_retrieval(
     haystack: str | None = None,
     bos: str = "auto",
     output: Path | str | None = None,
-    progress: Progress = lambda label, done, total: None,
+    progress: Progress = silent,
     **settings: Any,
 ) -> RetrievalResult:
     """Measures what methods find in long prompts, all in the same ones.
@@ -75,7 +74,7 @@ def measure_retrieval(
     with (
         contextlib.nullcontext(Memory()) if output is None else open_store(output, run, known)
     ) as store:
-        run.measure(store, progress=progress)
+        execute(run, store, progress=progress)
         result = result_of(run, store, original=original, **known)
     assert result is not None
     return result
@@ -119,42 +118,18 @@ def result_of(run: RetrievalRun, store: Records, **known: Any) -> RetrievalResul
         store: Its records.
         **known: `model`, `haystack`, `original` and, where there is one, `command`.
     """
-    collected = run.collect(store)
-    if collected is None:
+    measured = collected(run, store)
+    if measured is None:
         return None
-    records, failures = collected
+    records, failures = measured
     return RetrievalResult(
         settings=run.settings,
         candidates=[MethodEntry.of(candidate, False) for candidate in run.candidates],
         records=records,
         failures=failures,
         left_out=run.left_out,
-        head_replay=run.head_replay,
+        head_replay=run.scorer.head_replay,
         environment=environment(),
         fingerprint=store.fingerprint if isinstance(store, Store) else None,
         **known,
     )
-
-
-def write_timings(run: RetrievalRun, store: Records, path: Path) -> None:
-    """Writes seconds and peak memory of every sample: what differs from one run to the next.
-
-    Raises:
-        PosencError: The file cannot be written.
-    """
-    rows = []
-    for item in run.items:
-        value = store.get(item.key) or {}
-        method, task, length = item.cell
-        rows.append(
-            {
-                "method": method,
-                "task": task,
-                "length": length,
-                "depth": item.place.depth,
-                "sample": item.place.sample,
-                "seconds": value.get("seconds"),
-                "peak_bytes": value.get("peak_bytes"),
-            }
-        )
-    write_atomically(path, to_json({"kind": "timings", "format": 1, "items": rows}))

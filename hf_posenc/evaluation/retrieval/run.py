@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Measurement, Value
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, missing
-from hf_posenc.evaluation.perplexity.measurement import Progress
-from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate, judge
+from hf_posenc.evaluation.measuring.store import Key
+from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate, judge
 from hf_posenc.evaluation.retrieval.prompts import Encoder, OwnText, Place, Prompt, lay_out
 from hf_posenc.evaluation.retrieval.statistics import Record
 from hf_posenc.evaluation.retrieval.tasks import Kit, Task, get_task
-from hf_posenc.evaluation.scoring.head_replay import TokenScorer, evaluation_mode
-from hf_posenc.evaluation.scoring.memory import reason_of
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 
 # What decides the numbers of a run, apart from the model, the methods and the haystack.
 
@@ -118,6 +117,9 @@ class Failure:
     reason: str
 
 
+Measured = tuple[list[Record], list[Failure]]
+
+
 @dataclass(frozen=True)
 class LeftOut:
     """A task that has no prompt as short as this.
@@ -133,29 +135,29 @@ class LeftOut:
     needed: int
 
 
-@dataclass(frozen=True, eq=False)
-class Item:
-    """One sample under one method.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Item(machine.Item):
+    """One sample under one method; its cell is the task and the length.
 
     Attributes:
-        candidate: What is patched in.
         place: Which sample it is.
-        key: What the result is stored under.
-        number: Its place among the samples of its cell.
     """
 
-    candidate: Candidate
     place: Place
-    key: Key
-    number: int
 
     @property
-    def cell(self) -> tuple[str, str, int]:
-        """Method, task and length."""
-        return self.candidate.label, self.place.task, self.place.length
+    def about(self) -> dict[str, Any]:
+        """Return what identifies the item in `timings.json`, beside its method."""
+        place = self.place
+        return {
+            "task": place.task,
+            "length": place.length,
+            "depth": place.depth,
+            "sample": place.sample,
+        }
 
 
-class RetrievalRun:
+class RetrievalRun(Measurement[Item, Measured]):
     """A measurement of every candidate on every task, length, depth and sample.
 
     Args:
@@ -195,17 +197,13 @@ class RetrievalRun:
         ids = self.prompt(self.items[0].place).ids
         check_vocabulary(model, int(ids.max()))
         with evaluation_mode(model):
-            scorer = TokenScorer(model, ids, chunk=settings.chunk)
-        self._scorer = AnswerScorer(model, scorer)
-        self.head_replay = "off"
-        if scorer.replays:
-            self.head_replay = "bit-exact" if scorer.exact else "up to rounding"
-        self._failed: dict[tuple[str, str, int], int] = {}  # the first sample that a cell failed at
+            self.scorer = FrugalScorer(TokenScorer(model, ids, chunk=settings.chunk))
+        self._answers = AnswerScorer(model, self.scorer)
 
     @property
     def forwarded(self) -> int:
         """Tokens of all prompts."""
-        return sum(item.place.length for item in self.items)
+        return sum(item.cost for item in self.items)
 
     def prompt(self, place: Place) -> Prompt:
         """The prompt of a sample: with its answer of `place.length` tokens, the same in every process."""
@@ -239,99 +237,53 @@ class RetrievalRun:
         items = []
         for candidate, (length, name) in itertools.product(self.candidates, fitting):
             for number, (depth, sample) in enumerate(self.settings.places(get_task(name))):
-                place = Place(self.settings.seed, name, length, depth, sample)
-                key = (candidate.key, name, length, depth, sample)
-                items.append(Item(candidate, place, key, number))
+                item = Item(
+                    key=(candidate.key, name, length, depth, sample),
+                    candidate=candidate,
+                    length=length,
+                    cost=length,
+                    cells=((name, length),),
+                    order=number,
+                    place=Place(self.settings.seed, name, length, depth, sample),
+                )
+                items.append(item)
         return items
 
-    def measure(
-        self,
-        store: Records,
-        shard: Shard = ALONE,
-        progress: Progress = lambda label, done, total: None,
-    ) -> None:
-        """Measures what is missing of this process's share; at the end the model is what it was.
-
-        Args:
-            store: What was measured before, and where to put the rest.
-            shard: This process's place among those of the run.
-            progress: Called after every sample.
-        """
-        for item in self.items:
-            self._note_failure(item, store.get(item.key))
-        wanted = [item for item in shard.mine(self.items) if store.get(item.key) is None]
-        total, done = sum(item.place.length for item in wanted), 0
-        with evaluation_mode(self.model):
-            for (_, length), group in itertools.groupby(
-                wanted, key=lambda item: (item.candidate.key, item.place.length)
-            ):
-                items = list(group)
-                candidate = items[0].candidate
-                self._scorer.exact_cache = not candidate.length_dependent
-                self._scorer.stateful = candidate.moves and candidate.request is None
-                with candidate.applied(self.model, length):
-                    for item in items:
-                        value = self._value(item)
-                        store.append(item.key, value)
-                        self._note_failure(item, value)
-                        done += length
-                        progress(candidate.label, done, total)
-
-    def _value(self, item: Item) -> dict[str, Any]:
-        """What is stored of one sample."""
-        if self._failed.get(item.cell, item.number) < item.number:
-            # An earlier sample has failed already; only that counts, so the reason is the same whoever measures what.
-            return {"skipped": True}
+    def measure(self, item: Item, attempt: Attempt) -> Value:
+        """Score the answer of one sample."""
         prompt = self.prompt(item.place)
-        cuda = torch.cuda.is_available()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        began = time.perf_counter()
-        try:
-            made = self._score(item, prompt)
-        except Exception as error:
-            # A family may fail in its own way past its length; the run goes on without it.
-            return {"failed": str(error) if isinstance(error, NotFiniteError) else reason_of(error)}
-        return {
-            **made,
-            "distance": prompt.distance,
-            "seconds": time.perf_counter() - began,
-            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
-        }
+        scores = attempt(partial(self._score, item, prompt))
+        return {} if scores is None else {**scores, "distance": prompt.distance}
 
     def _score(self, item: Item, prompt: Prompt) -> dict[str, Any]:
         if self.settings.decode == "teacher-forced":
-            return asdict(self._scorer(prompt))
-        self._scorer.reset(prompt)
+            return asdict(self._answers(prompt))
+        self.scorer.reset(prompt.ids)
         task = get_task(item.place.task)
         return judge(task, prompt, generate(self.model, self.tokenizer, prompt, task.new_tokens))
 
-    def _note_failure(self, item: Item, value: Mapping[str, Any] | None) -> None:
-        if value is not None and "failed" in value:
-            self._failed[item.cell] = min(self._failed.get(item.cell, item.number), item.number)
-
-    def collect(self, store: Records) -> tuple[list[Record], list[Failure]] | None:
-        """Puts the stored values together; `None` while some are missing.
+    def collect(self, values: Mapping[Key, Value]) -> Measured:
+        """Return the records and the failures.
 
         A cell in which any sample failed has no records: a share of the others would not be comparable.
         """
-        if missing(store, (item.key for item in self.items)):
-            return None
-        values = {item.key: store.get(item.key) or {} for item in self.items}
-        failures: dict[tuple[str, str, int], str] = {}
-        for item in self.items:
-            if "failed" in values[item.key]:
-                failures.setdefault(item.cell, values[item.key]["failed"])
-        records = [
-            _record(item, values[item.key]) for item in self.items if item.cell not in failures
+        reasons = Failures.of(self.items, values.get).reasons()
+        failures = [
+            Failure(label, str(task), int(length), reason)
+            for (label, (task, length)), reason in reasons.items()
         ]
-        return records, [Failure(*cell, reason) for cell, reason in failures.items()]
+        records = [
+            _record(item, values[item.key])
+            for item in self.items
+            if (item.label, item.cells[0]) not in reasons
+        ]
+        return records, failures
 
 
-def _record(item: Item, value: Mapping[str, Any]) -> Record:
+def _record(item: Item, value: Value) -> Record:
     place = item.place
     return Record(
-        method=item.candidate.label,
+        method=item.label,
         task=place.task,
         length=place.length,
         depth=place.depth,

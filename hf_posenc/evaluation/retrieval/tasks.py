@@ -334,7 +334,7 @@ def _example(names: Sequence[str], value: str) -> str:
     """A whole short prompt and its answer."""
     context = "\n".join(f"{statement}\n{NOISE}" for statement in _chain(names, value))
     question = _TRACKING_QUESTION.format(value=value, count=len(names))
-    return f"{_HEAD}{context}\n{question} {' '.join(names)}\n\n"
+    return f"{_TRACKING_HEAD}{context}\n{question} {' '.join(names)}\n\n"
 
 
 # RULER's frequent words, after `scripts/data/synthetic/freq_words_extraction.py` of NVIDIA/RULER (arXiv 2404.06654).

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -288,70 +289,115 @@ SHRINK = 4
 class FrugalScorer:
     """Scores windows of one shape, fewer at a time whenever memory runs out.
 
-    First fewer windows at a time, then fewer logits, then a prefill in pieces. What a run has come down to it keeps, so
-    that not every window runs out of memory anew.
+    The batch is reduced first, then the number of logits, then the tokens of a prefill. A reduction is kept, so that
+    later windows do not run out of memory anew.
 
     Args:
-        scorer: What scores.
+        scorer: The scorer of single windows.
         batch: Windows that are run at once, to begin with.
-        patient: Whether to answer a lack of memory with less at a time; otherwise it is raised.
 
     Attributes:
         batch: Windows that are run at once.
-        pieces: Whether a prefill in pieces gives the same numbers here; set by the caller for what is patched in.
+        pieces: Whether a prefill in pieces gives the same numbers for the current patch.
+        stateful: Whether the model keeps the largest length it has read as state (transformers' own dynamic RoPE).
+            Two tokens in front of every forward reset it.
+        patient: Reduce the batch when memory runs out; otherwise raise.
     """
 
-    def __init__(self, scorer: TokenScorer, batch: int = 1, patient: bool = True) -> None:
-        self.scorer, self.batch, self.pieces, self._patient = scorer, batch, True, patient
+    def __init__(self, scorer: TokenScorer, batch: int = 1) -> None:
+        self.scorer, self.batch = scorer, batch
+        self.pieces, self.stateful, self.patient = True, False, True
 
     def __call__(
         self, windows: Sequence[Tensor], first: int, *, read_last: bool = True
     ) -> list[Tensor]:
-        """The losses of each window, as `TokenScorer` gives them.
+        """Return the losses of each window, as `TokenScorer` computes them.
 
         Args:
             windows: Token ids, each of shape (n,).
-            first: As `TokenScorer` takes it, as is `read_last`.
-            read_last: See there.
+            first: As for `TokenScorer`.
+            read_last: As for `TokenScorer`.
 
         Raises:
-            torch.OutOfMemoryError: Or whatever the lack of memory looks like here, when nothing is left to cut.
+            torch.OutOfMemoryError: Memory ran out, and nothing is left to reduce; or the platform's own error for it.
         """
         done: list[Tensor] = []
         while len(done) < len(windows):
             part = list(windows[len(done) : len(done) + self.batch])
             # One alone goes in without a batch dimension: its numbers then never depend on `batch`.
             ids = torch.stack(part) if len(part) > 1 else part[0]
-            try:
-                losses = self._score(ids, first, read_last)
-            except Exception as error:
-                if not self._patient or not is_out_of_memory(error) or not self._cut(ids):
-                    raise
-                release(error)
-                continue
-            done += list(losses) if len(part) > 1 else [losses]
+            forward = partial(self.scorer, ids, first, read_last=read_last)
+            losses = self._attempt(forward, ids, ids.shape[-1])
+            if losses is not None:
+                done += list(losses) if len(part) > 1 else [losses]
         return done
+
+    def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Tensor:
+        """Return the logits that predict tokens `first .. n-1` of a window, shape (n - first, vocabulary).
+
+        Args:
+            ids: Token ids, shape (n,).
+            first: As for `TokenScorer`.
+            read_last: As for `TokenScorer`.
+
+        Raises:
+            torch.OutOfMemoryError: As for a call.
+        """
+
+        def joined() -> Tensor:
+            parts = list(self.scorer.logits(ids, first, read_last=read_last))
+            return torch.cat([part.to(parts[0].device) for part in parts])
+
+        while True:
+            logits = self._attempt(joined, ids, len(ids) - first)
+            if logits is not None:
+                return logits
+
+    def reset(self, ids: Tensor) -> None:
+        """Make a stateful model forget the largest length it has read.
+
+        Args:
+            ids: Token ids of which two are read, shape (n,).
+        """
+        if self.stateful:
+            self.scorer(ids[:2])
+
+    @property
+    def head_replay(self) -> str:
+        """How the probe by head replay compared with full logits: `"bit-exact"`, `"up to rounding"` or `"off"`."""
+        if not self.scorer.replays:
+            return "off"
+        return "bit-exact" if self.scorer.exact else "up to rounding"
 
     @property
     def reduced(self) -> dict[str, int | None]:
         """How much is run at a time now."""
         return {"batch": self.batch, "chunk": self.scorer.chunk, "prefill": self.scorer.prefill}
 
-    def _score(self, ids: Tensor, first: int, read_last: bool) -> Tensor:
+    def _attempt(self, forward: Callable[[], Tensor], ids: Tensor, scored: int) -> Tensor | None:
+        """Run a forward; return None if memory ran out and less is run at a time from now on."""
         prefill = self.scorer.prefill
         if not self.pieces:
             self.scorer.prefill = None
         try:
-            return self.scorer(ids, first, read_last=read_last)
+            self.reset(ids.reshape(-1, ids.shape[-1])[0])
+            return forward()
+        except Exception as error:
+            self.scorer.prefill = prefill
+            if not self.patient or not is_out_of_memory(error) or not self._reduce(ids, scored):
+                raise
+            prefill = self.scorer.prefill
+            release(error)
+            return None
         finally:
             self.scorer.prefill = prefill
 
-    def _cut(self, ids: Tensor) -> bool:
-        """Takes less at a time; whether there was something to cut."""
+    def _reduce(self, ids: Tensor, scored: int) -> bool:
+        """Run less at a time from now on; return False if nothing can be reduced."""
         tokens = ids.shape[-1]
         if ids.dim() > 1:
             self.batch = max(1, len(ids) // 2)
-        elif self.scorer.chunk > LEAST_CHUNK and tokens > LEAST_CHUNK:
+        elif self.scorer.chunk > LEAST_CHUNK and scored > LEAST_CHUNK:
             self.scorer.chunk = max(LEAST_CHUNK, min(self.scorer.chunk, tokens) // SHRINK)
         elif (
             self.pieces

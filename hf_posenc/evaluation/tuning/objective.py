@@ -415,7 +415,7 @@ class Meter:
             front = torch.tensor(list(self.special[: window.special]), dtype=torch.int64)
             body = self.documents[document].tokens(window.begin, window.end)
             ids = torch.cat([front, body])
-            if candidate.request is None and candidate.moves:
+            if candidate.stateful:
                 # resets transformers' own dynamic RoPE, which keeps a state
                 self._scorer([ids[:2]], 1)
             losses = self._scorer([ids], window.first_scored)[0]

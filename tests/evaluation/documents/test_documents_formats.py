@@ -23,7 +23,7 @@ from hf_posenc.evaluation.documents import (
 )
 from hf_posenc.evaluation.documents import formats as token_files
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.perplexity.measurement import Run
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.tuning.objective import Meter
 from tests.evaluation.documents.test_documents import write
@@ -179,10 +179,10 @@ def test_a_model_has_an_embedding_for_every_token() -> None:
     settings, plain = Settings(lengths=(8, 16)), Candidate.parse("none").checked(model)
     fits = TokenizedDocument("a", torch.full((16,), 49, dtype=torch.uint16), None, None)
     too_large = TokenizedDocument("b", torch.arange(35, 51), None, None)
-    Run(model, [fits], [plain], settings)
+    PerplexityRun(model, [fits], [plain], settings)
     Meter(model, [fits], settings)
     for make in (
-        lambda: Run(model, [fits, too_large], [plain], settings),
+        lambda: PerplexityRun(model, [fits, too_large], [plain], settings),
         lambda: Meter(model, [fits, too_large], settings),
     ):
         with pytest.raises(PosencError, match="gives token 50, the model has 50"):

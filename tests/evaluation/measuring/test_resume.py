@@ -17,9 +17,10 @@ import torch
 
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
+from hf_posenc.evaluation.measuring.execute import collected, execute
 from hf_posenc.evaluation.measuring.identity import describe_model
 from hf_posenc.evaluation.measuring.store import Shard
-from hf_posenc.evaluation.perplexity.measurement import Run
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.runs import joined, open_store, result_of
 from hf_posenc.files import to_json
@@ -30,21 +31,21 @@ LENGTHS = (32, 64, 128)
 SPECS = ["none", "yarn", "pi:scale=2", "rerope:window=24"]
 
 
-def make_run(**settings: Any) -> tuple[Run, dict[str, Any]]:
+def make_run(**settings: Any) -> tuple[PerplexityRun, dict[str, Any]]:
     torch.manual_seed(0)
     model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
     words = byte_tokenizer()
     documents = [tokenize(Document(f"d{n}", prose(140 + 41 * n, n)), words) for n in range(5)]
     candidates = [candidate.checked(model) for candidate in parse_candidates(SPECS)]
     chosen = Settings(**{"lengths": LENGTHS, "resamples": 50, **settings})
-    run = Run(model, documents, candidates, chosen)
+    run = PerplexityRun(model, documents, candidates, chosen)
     return run, describe_model("tiny", model, words, (), "never")
 
 
 def work(folder: Path, shard: Shard, slow: float = 0.0) -> None:
     run, described = make_run()
     with open_store(folder, run, described, shard) as store:
-        run.measure(store, shard, lambda *_: time.sleep(slow))
+        execute(run, store, shard, lambda *_: time.sleep(slow))
 
 
 def result(folder: Path) -> str:
@@ -129,7 +130,7 @@ def test_the_first_document_that_fails_decides_the_reason_whoever_measures_it(
         for index in range(count):
             shard = Shard(index, count)
             with open_store(tmp_path / str(count), run, described, shard) as store:
-                run.measure(store, shard)
+                execute(run, store, shard)
                 made = result_of(run, store, model=described, source={}, original=64, skipped=[])
         assert made is not None
         assert {f.reason for f in made.failures} == {"RuntimeError: no luck with one"}
@@ -140,13 +141,13 @@ def test_the_first_document_that_fails_decides_the_reason_whoever_measures_it(
 
 def test_another_method_or_document_is_added_to_what_is_there(tmp_path: Path) -> None:
     run, described = make_run()
-    fewer = Run(run.model, run.documents[:2], run.candidates[:2], run.settings)
+    fewer = PerplexityRun(run.model, run.documents[:2], run.candidates[:2], run.settings)
     with open_store(tmp_path, fewer, described) as store:
-        fewer.measure(store)
+        execute(fewer, store)
     before = len(lines(tmp_path))
     with open_store(tmp_path, run, described) as store:
-        run.measure(store)
-        assert run.collect(store) is not None
+        execute(run, store)
+        assert collected(run, store) is not None
     assert len(lines(tmp_path)) == len(run.items)
     assert 0 < before < len(run.items)
 
@@ -154,16 +155,16 @@ def test_another_method_or_document_is_added_to_what_is_there(tmp_path: Path) ->
 def test_another_text_of_the_same_tokens_is_measured_anew(tmp_path: Path) -> None:
     run, described = make_run()
     with open_store(tmp_path, run, described) as store:
-        run.measure(store)
+        execute(run, store)
     first, *others = run.documents
     assert first.byte_ends is not None
     # such as a normalizer or unknown tokens make of it
     edited = dataclasses.replace(first, byte_ends=first.byte_ends * 2, sha256="0" * 64)
-    again = Run(run.model, [edited, *others], run.candidates, run.settings)
+    again = PerplexityRun(run.model, [edited, *others], run.candidates, run.settings)
     with open_store(tmp_path, again, described) as store:
-        assert again.collect(store) is None
-        again.measure(store)
-        measured = again.collect(store)
+        assert collected(again, store) is None
+        execute(again, store)
+        measured = collected(again, store)
     assert measured is not None
     for record in measured.records:  # a byte is a token of these texts
         if record.protocol == "tail":
@@ -191,7 +192,7 @@ def test_changed_settings_or_weights_start_anew(tmp_path: Path) -> None:
     for settings in ({}, {"tail_tokens": 8}, {"prefill": 16}):
         run, described = make_run(**settings)
         with open_store(tmp_path, run, described) as store:
-            run.measure(store)
+            execute(run, store)
             folders.add(store.folder)
     run, _ = make_run()
     with torch.no_grad():
@@ -199,8 +200,8 @@ def test_changed_settings_or_weights_start_anew(tmp_path: Path) -> None:
     described = describe_model("tiny", run.model, byte_tokenizer(), (), "never")
     with open_store(tmp_path, run, described) as store:
         folders.add(store.folder)
-        assert run.collect(store) is None
+        assert collected(run, store) is None
     assert len(folders) == 4
     run, described = make_run(seed=5)  # decides the intervals only
     with open_store(tmp_path, run, described) as store:
-        assert run.collect(store) is not None
+        assert collected(run, store) is not None

@@ -17,7 +17,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
 from hf_posenc.evaluation.measuring.statistics import Record
-from hf_posenc.evaluation.perplexity.measurement import Failure, Measurement, measure
+from hf_posenc.evaluation.perplexity.measurement import Failure, Measured, measure
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import MethodEntry
 from hf_posenc.methods import LogN, PositionInterpolation
@@ -37,14 +37,12 @@ def tiny(model_type: str = "llama", **overrides: Any) -> Any:
     return zoo.build(model_type, **{"vocab_size": VOCABULARY, "num_hidden_layers": 2, **overrides})
 
 
-def run(
-    model: Any, specs: list[str], settings: Settings | None = None, **options: Any
-) -> Measurement:
+def run(model: Any, specs: list[str], settings: Settings | None = None, **options: Any) -> Measured:
     candidates = [candidate.checked(model) for candidate in parse_candidates(specs)]
     return measure(model, DOCUMENTS, candidates, settings or Settings(lengths=LENGTHS), **options)
 
 
-def by_cell(measurement: Measurement) -> dict[tuple[str, str, int, str], Record]:
+def by_cell(measurement: Measured) -> dict[tuple[str, str, int, str], Record]:
     return {(r.method, r.protocol, r.length, r.document): r for r in measurement.records}
 
 

@@ -24,7 +24,7 @@ from hf_posenc.evaluation.grid import Column, Grid, number, to_notebook, to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.statistics import Record
-from hf_posenc.evaluation.perplexity.measurement import Failure, Measurement
+from hf_posenc.evaluation.perplexity.measurement import Failure, Measured
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 
@@ -49,7 +49,7 @@ def example(
         for index in range(documents)
         for nats in [100 * (math.log(value) + (index - (documents - 1) / 2) / 10)]
     ]
-    measured = Measurement(
+    measured = Measured(
         records,
         failures or [],
         {candidate.label: ([1.0] * 64, [16] * 64) for candidate in candidates},

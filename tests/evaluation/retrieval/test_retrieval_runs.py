@@ -14,6 +14,7 @@ import torch
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.execute import execute, write_timings
 from hf_posenc.evaluation.measuring.store import ALONE, Memory, Shard
 from hf_posenc.evaluation.retrieval import (
     RetrievalResult,
@@ -22,7 +23,7 @@ from hf_posenc.evaluation.retrieval import (
     even_depths,
     measure_retrieval,
 )
-from hf_posenc.evaluation.retrieval.measuring import open_store, result_of, write_timings
+from hf_posenc.evaluation.retrieval.measuring import open_store, result_of
 from hf_posenc.evaluation.retrieval.statistics import (
     Cell,
     Record,
@@ -55,7 +56,7 @@ def run_of(model: Any, **given: Any) -> RetrievalRun:
 
 def measured(run: RetrievalRun, folder: Path, shard: Shard = ALONE) -> RetrievalResult | None:
     with open_store(folder, run, KNOWN, shard) as store:
-        run.measure(store, shard)
+        execute(run, store, shard)
         store.refresh()
         return result_of(run, store, original=400, **KNOWN)
 
@@ -116,7 +117,7 @@ def test_shards_and_interrupted_runs_give_the_same_bytes(tmp_path: Path) -> None
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt), open_store(tmp_path / "cut", run, KNOWN) as store:
-        run.measure(store, progress=interrupt)
+        execute(run, store, progress=interrupt)
     model.read.clear()
     assert to_json(whole(run_of(model), tmp_path / "cut").to_dict()) == alone
     again = [n for n in model.read if n > 300]
@@ -186,7 +187,7 @@ def test_what_depends_on_the_length_is_not_read_on_from_a_cache(update: str, lon
     model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    run.measure(Memory())
+    execute(run, Memory())
     assert len([n for n in read if n > 300]) == long
 
 
@@ -216,7 +217,7 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
             assert all(record.text is not None and record.rank is None for record in result.records)
     run = run_of(Copier())
     with open_store(tmp_path / "t", run, KNOWN) as store:
-        run.measure(store)
+        execute(run, store)
         write_timings(run, store, tmp_path / "timings.json")
     rows = json.loads((tmp_path / "timings.json").read_text())["items"]
     assert len(rows) == len(run.items)

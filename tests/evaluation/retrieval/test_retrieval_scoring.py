@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
+from hf_posenc.evaluation.measuring.execute import execute
 from hf_posenc.evaluation.measuring.store import Memory
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate, judge
 from hf_posenc.evaluation.retrieval.prompts import Answer, Encoder, Place, Prompt, lay_out
 from hf_posenc.evaluation.retrieval.run import RetrievalRun, RetrievalSettings
 from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit
-from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 from tests.support import zoo
 from tests.support.retrieval_models import Copier
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer
@@ -31,7 +32,7 @@ def prompt_of(
 
 
 def scorer_of(model: Any) -> AnswerScorer:
-    return AnswerScorer(model, TokenScorer(model, torch.arange(9)))
+    return AnswerScorer(model, FrugalScorer(TokenScorer(model, torch.arange(9))))
 
 
 def reference(model: Any, prompt: Prompt, answer: Answer) -> tuple[float, list[bool]]:
@@ -68,7 +69,7 @@ def test_verdicts_are_what_full_logits_give(spec: str, task: str) -> None:
         others = [reference(model, prompt, other)[0] for other in prompt.distractors]
         assert min(abs(other - expected) for other in others) > 0.01  # no rank hangs on rounding
         for exact in (True, False):
-            scorer.exact_cache = exact and not candidate.length_dependent
+            scorer.scorer.pieces = exact and not candidate.length_dependent
             verdict = scorer(prompt)
             assert verdict.nats == pytest.approx(-expected, abs=2e-3)
             assert verdict.rank == 1 + sum(other > expected for other in others)
@@ -86,7 +87,7 @@ def test_one_forward_per_sample_and_nothing_else_is_long() -> None:
     rest = len(prompt.answer.ids) - 1
     assert seen[1:] == [rest] * (2 + len(prompt.distractors))  # the right one first and last
     seen.clear()
-    scorer.exact_cache = False
+    scorer.scorer.pieces = False
     scorer(prompt)
     assert [n for n in seen if n > rest + 1] == [LENGTH] * (1 + len(prompt.distractors))
 
@@ -180,7 +181,7 @@ def test_a_model_that_keeps_the_longest_text_as_state_reads_every_answer_anew() 
     ids = zoo.tokens(70)[0]
     right, longer = Answer((5, 6, 7), (3,)), Answer(tuple(range(5, 45)), (40,))
     scorer = scorer_of(model)
-    scorer.exact_cache, scorer.stateful = False, True
+    scorer.scorer.pieces, scorer.scorer.stateful = False, True
     scorer(Prompt(ids, longer, (), (), None))
     prompt = Prompt(ids, right, (), (), None)
     expected = reference(zoo.twin(model), prompt, right)[0]
@@ -196,7 +197,7 @@ def test_a_run_says_which_models_keep_a_state() -> None:
         settings = RetrievalSettings((400,), ("passkey",), (0.5,), samples=1, distractors=2)
         run = RetrievalRun(model, byte_tokenizer(), candidates, settings)
         lengths = forwards(model)
-        run.measure(Memory())
+        execute(run, Memory())
         assert lengths.count(2) == resets  # the answer and both distractors
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from hf_posenc import patch_model
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
-from hf_posenc.evaluation.perplexity.measurement import Measurement, measure
+from hf_posenc.evaluation.perplexity.measurement import Measured, measure
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 from tests.evaluation.scoring.test_head_replay import expected_losses, full_logits
@@ -100,7 +100,7 @@ def test_several_windows_at_once_give_the_losses_of_each() -> None:
                 torch.testing.assert_close(row, scorer(ids, 5), atol=2e-6, rtol=2e-6)
 
 
-def run(model: Any, specs: list[str], **settings: Any) -> Measurement:
+def run(model: Any, specs: list[str], **settings: Any) -> Measured:
     candidates = [candidate.checked(model) for candidate in parse_candidates(specs)]
     chosen = Settings(**{"lengths": (64, 256), **settings})
     return measure(model, DOCUMENTS, candidates, chosen)

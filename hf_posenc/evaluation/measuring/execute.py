@@ -1,0 +1,367 @@
+"""One machine for every kind of measurement: perplexity, retrieval, tail losses, speed, scores during a training.
+
+A kind of measurement supplies its items, how one of them is measured, and how stored values become a result. `execute`
+skips what is stored, patches candidates in and out, resets stateful models, reduces the batch when memory runs out,
+stores values one by one, records failures, and reports progress and timings.
+
+Failures are deterministic. A cell is one number of the result, and several items contribute to it. The failure of its
+first item, by `Item.order`, decides. An item is skipped only if an *earlier* item of the same cell has failed, so the
+first failure is found in any order, by any number of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, missing
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.memory import reason_of
+from hf_posenc.files import to_json, write_atomically
+
+Progress = Callable[[str, int, int], None]
+"""Called with the candidate's label, the tokens read so far and those of this process's share."""
+Cell = tuple[str | int, ...]
+"""One number of a candidate's results, such as `("tail", 4096)`."""
+Value = Mapping[str, Any]
+"""The stored value of an item, JSON-ready."""
+
+POLL = 0.2
+"""Seconds between two looks at the records of other processes."""
+PATIENCE = 60.0
+"""Seconds after which a waiting process reports that it waits."""
+TIMINGS = ("forwarded", "seconds", "peak_bytes", "at_once")
+
+
+def silent(*_: Any) -> None:
+    """Report nothing."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Item:
+    """One piece of work, measured at a time and stored as one record; the kinds of measurement add fields.
+
+    Attributes:
+        key: Key of the record.
+        candidate: The method that is patched in; `None`: the measurement patches by itself (`patched_in`).
+        length: Context length in tokens, which an automatic scale is computed from.
+        cost: Tokens that the model reads.
+        cells: The numbers of the result that it contributes to.
+        order: Its place among the items of a cell; the failure of the lowest one decides.
+    """
+
+    key: Key
+    candidate: Candidate | None
+    length: int
+    cost: int
+    cells: tuple[Cell, ...]
+    order: int = 0
+
+    @property
+    def label(self) -> str:
+        """The candidate's label."""
+        return "" if self.candidate is None else self.candidate.label
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Return what identifies the item in `timings.json`, beside its method."""
+        return {"length": self.length}
+
+
+ItemT = TypeVar("ItemT", bound=Item)
+ResultT = TypeVar("ResultT")
+T = TypeVar("T")
+
+
+class Measurement(Generic[ItemT, ResultT]):
+    """A kind of measurement: all that `execute` does not do.
+
+    Attributes:
+        model: A causal language model, unpatched or with a saved patch.
+        scorer: What runs its forwards; `execute` sets it for the candidate that is patched in.
+        items: All the work in a deterministic order, items of one candidate side by side.
+    """
+
+    model: nn.Module
+    scorer: FrugalScorer
+    items: Sequence[ItemT]
+
+    def prepare(self, store: Records, items: Sequence[ItemT]) -> None:
+        """Compute what the items share. Called once, before anything is patched in.
+
+        Args:
+            store: The records.
+            items: The items that are going to be measured.
+        """
+
+    def measure(self, item: ItemT, attempt: Attempt) -> Value:
+        """Measure one item; its candidate is patched in.
+
+        Args:
+            item: One of `items`.
+            attempt: Runs the forwards, so that their failures and timings are recorded.
+
+        Returns:
+            The value to store, JSON-ready. Failures and timings are added to it.
+        """
+        raise NotImplementedError
+
+    def collect(self, values: Mapping[Key, Value]) -> ResultT:
+        """Compute the result.
+
+        Args:
+            values: The stored values of all items, by key.
+        """
+        raise NotImplementedError
+
+
+class Failures:
+    """The first failure of every cell, whichever process measured it."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, Cell], tuple[int, str]] = {}
+
+    @classmethod
+    def of(cls, items: Iterable[Item], value_of: Callable[[Key], Value | None]) -> Failures:
+        """Read the failures of all items from their stored values."""
+        failures = cls()
+        for item in items:
+            failures.note(item, value_of(item.key))
+        return failures
+
+    def note(self, item: Item, value: Value | None) -> None:
+        """Read the failures of one item from its stored value."""
+        failed = (value or {}).get("failed") or ()
+        if isinstance(failed, str):  # the item as a whole
+            failed = [(*cell, failed) for cell in item.cells]
+        for *cell, reason in failed:
+            key, failure = (item.label, tuple(cell)), (item.order, reason)
+            self._first[key] = min(self._first.get(key, failure), failure)
+
+    def precede(self, item: Item, cell: Cell) -> bool:
+        """Return whether an earlier item of the cell has failed."""
+        first = self._first.get((item.label, cell))
+        return first is not None and first[0] < item.order
+
+    def reasons(self) -> dict[tuple[str, Cell], str]:
+        """Return the reason of every failure by label and cell, in the order in which they were noted."""
+        return {key: reason for key, (_, reason) in self._first.items()}
+
+
+class Attempt:
+    """The measurement of one item: runs its forwards, times them, and records which cells fail.
+
+    Attributes:
+        advanced: Tokens of the item that have been read, or are no longer needed.
+    """
+
+    def __init__(
+        self, item: Item, failures: Failures, report: Callable[[int], None], strict: bool
+    ) -> None:
+        self.advanced = 0
+        self._item, self._failures, self._report, self._strict = item, failures, report, strict
+        self._failed: dict[Cell, str] = {}
+        self._seconds = 0.0
+        self._peak: int | None = None
+
+    def advance(self, tokens: int) -> None:
+        """Report how many tokens of the item have been read so far."""
+        self.advanced = tokens
+        self._report(tokens)
+
+    def is_lost(self, cell: Cell) -> bool:
+        """Return whether a cell has failed at an earlier item or in this attempt, and needs no more forwards."""
+        return cell in self._failed or self._failures.precede(self._item, cell)
+
+    def __call__(self, forward: Callable[[], T], cells: Iterable[Cell] | None = None) -> T | None:
+        """Run a forward.
+
+        Args:
+            forward: Runs the model. Any exception that it raises is a failure: a family may fail in its own way past
+                its trained length, and the run continues without the number.
+            cells: The cells that fail with it; `None`: all of the item's.
+
+        Returns:
+            What `forward` returns; `None` after a failure.
+        """
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        try:
+            result = forward()
+        except Exception as error:
+            if self._strict:
+                raise
+            self.fail(error, cells)
+            return None
+        self._seconds += time.perf_counter() - began
+        if cuda:
+            self._peak = max(self._peak or 0, torch.cuda.max_memory_allocated())
+        return result
+
+    def fail(self, error: Exception, cells: Iterable[Cell] | None = None) -> None:
+        """Record a failure of some cells; `None`: of all of the item's."""
+        cells = self._item.cells if cells is None else cells
+        self._failed.update(dict.fromkeys(cells, reason_of(error)))
+
+    def value(self, measured: Value, scorer: FrugalScorer) -> dict[str, Any]:
+        """Return the value to store: what was measured, with failures and timings."""
+        failed: Any = [[*cell, reason] for cell, reason in self._failed.items()]
+        if failed and len(self._item.cells) == 1:
+            failed = failed[0][-1]
+        return {
+            **measured,
+            **({"failed": failed} if failed else {}),
+            "seconds": self._seconds,
+            "peak_bytes": self._peak,
+            "at_once": scorer.reduced,
+        }
+
+
+def execute(
+    measurement: Measurement[ItemT, ResultT],
+    store: Records,
+    shard: Shard = ALONE,
+    progress: Progress = silent,
+    *,
+    strict: bool = False,
+) -> None:
+    """Measure whatever is missing of this process's share; at the end the model is what it was.
+
+    Args:
+        measurement: The kind of measurement.
+        store: The records so far; new ones are appended one by one, so that a kill repeats at most the item in flight.
+        shard: This process's place among those of the run.
+        progress: Called after every forward.
+        strict: Raise failures and lack of memory instead of recording them. Required where processes run one sharded
+            model together: a process that continued by itself would leave the others waiting for ever.
+    """
+    model, scorer = measurement.model, measurement.scorer
+    failures = Failures.of(measurement.items, store.get)
+    todo = [item for item in shard.mine(measurement.items) if store.get(item.key) is None]
+    measurement.prepare(store, todo)
+    total, done = sum(item.cost for item in todo), 0
+    scorer.patient = not strict
+    with evaluation_mode(model):
+        for _, group in itertools.groupby(todo, key=_patch_key):
+            items = list(group)
+            with contextlib.ExitStack() as stack:
+                refusal = None
+                try:
+                    stack.enter_context(
+                        patched_in(model, scorer, items[0].candidate, items[0].length)
+                    )
+                except Exception as error:  # this architecture does not take the method
+                    if strict:
+                        raise
+                    refusal = error
+                for item in items:
+                    report = partial(_report, progress, item.label, done, total)
+                    attempt = Attempt(item, failures, report, strict)
+                    if item.cells and all(map(attempt.is_lost, item.cells)):
+                        value: Value = {"skipped": True}
+                    elif refusal is not None:
+                        attempt.fail(refusal)
+                        value = attempt.value({}, scorer)
+                    else:
+                        value = attempt.value(measurement.measure(item, attempt), scorer)
+                    store.append(item.key, value)
+                    failures.note(item, store.get(item.key))
+                    if attempt.advanced != item.cost:
+                        attempt.advance(item.cost)
+                    done += item.cost
+
+
+def _report(progress: Progress, label: str, before: int, total: int, tokens: int) -> None:
+    progress(label, before + tokens, total)
+
+
+def _patch_key(item: Item) -> tuple[Any, ...]:
+    """Items of one key are measured under one patch."""
+    if item.candidate is None:
+        return (None,)
+    return item.candidate.key, item.length if item.candidate.auto_scale else None
+
+
+@contextlib.contextmanager
+def patched_in(
+    model: nn.Module, scorer: FrugalScorer, candidate: Candidate | None, length: int
+) -> Iterator[None]:
+    """Patch a candidate in, and set the scorer for it; undone on exit.
+
+    Args:
+        model: The model.
+        scorer: What runs its forwards.
+        candidate: The candidate; `None` changes nothing.
+        length: Context length in tokens, which an automatic scale is computed from.
+    """
+    if candidate is None:
+        yield
+        return
+    scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
+    with candidate.applied(model, length):
+        yield
+
+
+def wait_for_all(
+    measurement: Measurement[ItemT, ResultT],
+    store: Records,
+    shard: Shard = ALONE,
+    waiting: Callable[[int], None] = silent,
+    *,
+    everyone: bool = False,
+    patience: float = PATIENCE,
+) -> bool:
+    """Return whether every item is stored; the first of launched processes waits for the others until it is.
+
+    Args:
+        measurement: The kind of measurement.
+        store: Its records.
+        shard: This process's place.
+        waiting: Called once, with the number of missing items, when it has taken long.
+        everyone: All processes wait: the next items depend on the values of these.
+        patience: Seconds until `waiting` is called.
+    """
+    began, reported = time.monotonic(), False
+    while True:
+        store.refresh()
+        count = len(missing(store, (item.key for item in measurement.items)))
+        if not count or not (everyone or (shard.launched and shard.index == 0)):
+            return not count
+        if not reported and time.monotonic() - began >= patience:
+            waiting(count)
+            reported = True
+        time.sleep(POLL)
+
+
+def collected(measurement: Measurement[ItemT, ResultT], store: Records) -> ResultT | None:
+    """Return the result of the stored values; `None` while some are missing."""
+    values = {item.key: store.get(item.key) for item in measurement.items}
+    if None in values.values():
+        return None
+    return measurement.collect({key: value or {} for key, value in values.items()})
+
+
+def write_timings(measurement: Measurement[ItemT, ResultT], store: Records, path: Path) -> None:
+    """Write tokens, seconds and peak memory of every item: what differs from one run to the next.
+
+    Raises:
+        PosencError: The file cannot be written.
+    """
+    rows = []
+    for item in measurement.items:
+        value = store.get(item.key) or {}
+        timings = {name: value.get(name) for name in TIMINGS}
+        rows.append({"method": item.label, **item.about, **timings})
+    write_atomically(path, to_json({"kind": "timings", "format": 1, "items": rows}))
