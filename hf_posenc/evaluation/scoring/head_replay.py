@@ -1,12 +1,12 @@
-"""Per-token losses of a causal language model, never holding more logits than a chunk of tokens.
+"""Per-token losses of a causal language model, with the logits of only a chunk of tokens in memory.
 
 The logits of 131,072 tokens over a vocabulary of 128,256 are 63 GiB in float32, the hidden states behind them 1 GiB
 at most. So the decoder runs once over the whole window, and then the model's *own* forward runs over slices of the
-hidden states, with the decoder replaced by a stub that hands them out. Soft caps, logit scales, biases and whatever
-else a family does after its decoder stay the model's code.
+hidden states, with the decoder replaced by a stub that returns them. Soft caps, logit scales, biases and whatever
+else a family computes after its decoder remain the model's code.
 
-Nothing runs in inference mode: a model may be trained afterwards, and what it keeps from a forward (FSDP2 its buffers)
-could then not be written to.
+Nothing runs in inference mode: a model may be trained afterwards, and tensors that it keeps from a forward (FSDP2 its
+buffers) could then not be written to.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hf_posenc.evaluation.scoring.decoder import (
     check_causal,
     find_decoder,
     forward_replaced,
-    input_embeddings,
+    input_device,
     sliced,
     without_cache,
 )
@@ -38,6 +38,11 @@ logger = logging.getLogger(__name__)
 LOGITS_PER_CHUNK = 2**25
 """Logits held at a time: 128 MiB in float32, 8,192 tokens of a 4k vocabulary, 261 of a 128k one."""
 
+LEAST_CHUNK = 64
+LEAST_PREFILL = 512
+SHRINK = 4
+"""Limits of what is run at a time when memory runs out, in tokens, and the factor of a reduction."""
+
 _PROBE_TOKENS = 9
 _PROBE_CHUNK = 4  # of 8 scored positions; below 4 rows CPU matrix products take another path and round differently
 
@@ -45,21 +50,20 @@ _PROBE_CHUNK = 4  # of 8 scored positions; below 4 rows CPU matrix products take
 class TokenScorer:
     """Computes the negative log-likelihood of every token of a window.
 
-    On construction a probe of a few tokens is run in both ways, by head replay and by the plain forward; where the
-    logits differ by more than rounding, the scorer says so and uses the plain forward from then on. A prefill in pieces
-    is tried before it is used (`prefill.Prefill`): where the numbers would be others, a warning says that texts are run
-    whole.
+    The constructor runs a probe of a few tokens by head replay and by the plain forward. If the logits differ by more
+    than rounding, the scorer logs a warning and uses the plain forward from then on. A prefill in pieces is tried
+    before it is used (`prefill.Prefill`): if it changes the numbers, a warning reports that texts are run whole.
 
     Args:
-        model: A causal language model, patched or not; its evaluation mode is the caller's business.
+        model: A causal language model, patched or not; the caller sets its evaluation mode.
         probe_ids: Some token ids, shape (n,) with n of at least 2; the first 9 are used, all of them for texts that try
             a prefill in pieces.
         chunk: Tokens whose logits are held at a time; by default `LOGITS_PER_CHUNK` divided by the vocabulary.
         prefill: Tokens that the decoder runs at a time, 2 or more, with the keys and values of those before in a cache;
-            by default all. What a layer makes on the way is then of this length, and the cache is all that grows.
+            by default all. It bounds the activations of a layer, so that only the cache grows with the text.
 
     Attributes:
-        exact: Whether the probe's logits by head replay had the very bits of the plain forward's.
+        exact: Whether the probe's logits by head replay were bit-identical to those of the plain forward.
         replays: Whether head replay is in use; False means full logits, and no prefill in pieces.
         chunk: As above, resolved.
         prefill: As above; may be changed between calls.
@@ -101,17 +105,17 @@ class TokenScorer:
 
     @property
     def refused(self) -> str | None:
-        """Why the last texts were not run in pieces, though `prefill` asked for it."""
+        """Why the last texts were not run in pieces, although `prefill` is set."""
         return self._pieces.refused
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, first: int = 1, *, read_last: bool = True) -> Tensor:
-        """Scores a window, or several of one shape.
+        """Score a window, or several of one shape.
 
         Args:
             ids: Token ids, shape (n,) or (windows, n).
             first: Index of the first token to score, at least 1 (the token at index 0 has no prediction).
-            read_last: Whether the model reads the last token, which predicts nothing that is scored.
+            read_last: Whether the model reads the last token, which predicts no scored token.
 
         Returns:
             Negative log-likelihoods in nats of tokens `first .. n-1`, shape (n - first,) or (windows, n - first),
@@ -126,12 +130,12 @@ class TokenScorer:
 
     @torch.no_grad()
     def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Iterator[Tensor]:
-        """The logits that predict tokens `first .. n-1`, a chunk at a time.
+        """Yield the logits that predict tokens `first .. n-1`, a chunk at a time.
 
         Args:
             ids: Token ids, shape (n,) or (windows, n).
-            first: As for a call, as is `read_last`.
-            read_last: See there.
+            first: As for a call.
+            read_last: As for a call.
 
         Yields:
             Logits of the next tokens, shape (m, vocabulary) or (windows, m, vocabulary), each m up to `chunk`.
@@ -146,54 +150,51 @@ class TokenScorer:
         windows = ids.reshape(-1, ids.shape[-1]).to(input_device(self.model))
         read = windows if read_last else windows[:, :-1]
         # The token at index i is predicted by the hidden state at i - 1.
-        places = first - 1, ids.shape[-1] - 1
+        positions = first - 1, ids.shape[-1] - 1
         if self.replays:
-            pieces = (
-                None if self.prefill is None else self._pieces.pieces(self.prefill, read.shape[1])
-            )
-            made = self._replay(read, *places, pieces)
+            size = self.prefill
+            pieces = None if size is None else self._pieces.pieces(size, read.shape[1])
+            chunks = self._replay(read, *positions, pieces)
         else:
-            made = self._full(read, *places)
-        for logits in made:
+            chunks = self._full(read, *positions)
+        for logits in chunks:
             yield logits if ids.dim() > 1 else logits[0]
 
     def _forward(self, ids: Tensor, **options: Any) -> Any:
         return self.model(input_ids=ids, **(options or self._options))
 
     def _full(self, windows: Tensor, start: int, stop: int) -> Iterator[Tensor]:
-        """The logits at positions `start .. stop-1`, from a plain forward."""
+        """Yield the logits at positions `start .. stop-1`, from a plain forward."""
         logits = self._forward(windows).logits
-        step = self._chunk_of(windows)
+        step = self._step(windows)
         for begin in range(start, stop, step):
             yield logits[:, begin : min(begin + step, stop)]
 
     def _replay(
         self, windows: Tensor, start: int, stop: int, pieces: Pieces | None = None
     ) -> Iterator[Tensor]:
-        """The same by head replay: the logits of a chunk are all that exists of them at a time."""
+        """Yield the same by head replay; no other logits exist at the time."""
         decoder = self._decoder
         assert decoder is not None
-        step = self._chunk_of(windows)
+        step = self._step(windows)
         for offset, length, output in self._hidden(windows, decoder, pieces):
             for begin in range(max(start, offset), min(stop, offset + length), step):
                 end = min(begin + step, stop, offset + length)
-                part = slice(begin - offset, end - offset)
-                with forward_replaced(
-                    decoder, lambda *_, part=part, output=output, **__: sliced(output, part)
-                ):
+                part = sliced(output, slice(begin - offset, end - offset))
+                with forward_replaced(decoder, lambda *_, part=part, **__: part):
                     logits: Tensor = self._forward(windows[:, begin:end]).logits
                 yield logits
 
     def _hidden(
         self, windows: Tensor, decoder: nn.Module, pieces: Pieces | None
     ) -> Iterator[tuple[int, int, Any]]:
-        """Runs the decoder; yields the place, the length and the output of every piece of the prefill."""
+        """Run the decoder; yield the offset, the length and the output of every piece of the prefill."""
         output: Any = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal output
             output = forward(*args, **kwargs)
-            return sliced(output, slice(-1, None))  # the head behind it then sees a single token
+            return sliced(output, slice(-1, None))  # the head then computes a single token
 
         forward = decoder.forward
         tokens, before = windows.shape[1], None
@@ -204,22 +205,22 @@ class TokenScorer:
                 try:
                     before = self._forward(windows[:, begin:end], **options)
                 except Exception:
-                    # A head may count the token ids beside its single position. What the decoder made is there.
+                    # A head may count the token ids and fail on a single position. The decoder's output is complete.
                     if output is None or pieces is not None:
                         raise
             yield begin, end - begin, output
 
     def _losses(self, ids: Tensor, pieces: Pieces | None) -> Tensor:
-        """The losses of a text run so, shape (n - 1,), for a prefill to be tried."""
+        """Return the losses of a text run in these pieces, shape (n - 1,)."""
         window = ids.unsqueeze(0).to(input_device(self.model))
         chunks = self._replay(window, 0, len(ids) - 1, pieces)
         return _nats(chunks, ids[None, 1:])[0]
 
-    def _chunk_of(self, windows: Tensor) -> int:
+    def _step(self, windows: Tensor) -> int:
         return max(1, self.chunk // len(windows))
 
     def _probe(self, probe: Tensor, full: Tensor) -> tuple[bool, bool]:
-        """Whether head replay gives the probe's logits: (up to rounding, bit for bit)."""
+        """Return whether head replay reproduces the probe's logits: (up to rounding, bit for bit)."""
         if self._decoder is None:
             return False, False
         chunk, self.chunk = self.chunk, _PROBE_CHUNK
@@ -233,16 +234,33 @@ class TokenScorer:
         expected = full[0, :-1]
         if replayed.shape != expected.shape:
             return False, False
-        tolerance = (
-            32 * torch.finfo(full.dtype).eps * float(expected.nan_to_num(0, 0, 0).abs().max())
-        )
+        largest = float(expected.nan_to_num(0, 0, 0).abs().max())
+        tolerance = 32 * torch.finfo(full.dtype).eps * largest
         close = torch.allclose(replayed, expected, rtol=0, atol=tolerance, equal_nan=True)
         return close, bool(torch.equal(replayed, expected))
 
 
+def _default_chunk(vocabulary: int) -> int:
+    """Return `LOGITS_PER_CHUNK` in tokens, rounded down to whole tiles of 64 rows if it is more than one."""
+    chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
+    return chunk - chunk % 64 if chunk > 64 else chunk
+
+
+def _nats(chunks: Iterator[Tensor], targets: Tensor) -> Tensor:
+    """Return the losses of tokens, shape (windows, m), float64, on the CPU, from the chunks of their logits."""
+    done, losses = 0, []
+    for logits in chunks:
+        ids = targets[:, done : done + logits.shape[1]].to(logits.device)
+        done += logits.shape[1]
+        single = logits if logits.dtype == torch.float64 else logits.float()
+        loss = F.cross_entropy(single.flatten(0, 1), ids.flatten(), reduction="none")
+        losses.append(loss.to("cpu", torch.float64).view_as(ids))
+    return torch.cat(losses, dim=1)
+
+
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Puts every module of the model into evaluation mode, and each back into its own mode on exit."""
+    """Put every module of the model into evaluation mode, and each back into its own mode on exit."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -250,40 +268,6 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def input_device(model: nn.Module) -> torch.device:
-    """Where the model's token ids go."""
-    return next(input_embeddings(model).parameters()).device
-
-
-def _default_chunk(vocabulary: int) -> int:
-    """`LOGITS_PER_CHUNK` in tokens, rounded down to whole tiles of 64 rows where there are so many."""
-    chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
-    return chunk - chunk % 64 if chunk > 64 else chunk
-
-
-def _nats(chunks: Iterator[Tensor], targets: Tensor) -> Tensor:
-    """Losses of tokens, shape (windows, m), float64, on the CPU, from the logits that predict them, chunk by chunk."""
-    done, losses = 0, []
-    for logits in chunks:
-        wanted = targets[:, done : done + logits.shape[1]].to(logits.device)
-        done += logits.shape[1]
-        loss = F.cross_entropy(_float(logits).flatten(0, 1), wanted.flatten(), reduction="none")
-        losses.append(loss.to("cpu", torch.float64).view_as(wanted))
-    return torch.cat(losses, dim=1)
-
-
-def _float(logits: Tensor) -> Tensor:
-    return logits if logits.dtype == torch.float64 else logits.float()
-
-
-# Answers a lack of memory with less at a time, and says what it took.
-
-
-LEAST_CHUNK = 64
-LEAST_PREFILL = 512
-SHRINK = 4
 
 
 class FrugalScorer:
