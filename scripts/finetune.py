@@ -45,7 +45,7 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         print_error(
-            "Interrupted. The same command goes on from the last checkpoint; SIGTERM saves one."
+            "Interrupted. The same command resumes from the last checkpoint; SIGTERM saves one."
         )
         sys.exit(130)
 

@@ -1,4 +1,4 @@
-"""What scripts/finetune.py is told: three dataclasses for transformers' `HfArgumentParser`, and files of recipes."""
+"""The options of scripts/finetune.py: three dataclasses for transformers' `HfArgumentParser`, and recipes in YAML."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from hf_posenc.training.batches.blocks import Counts
 from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 
-RECIPE_OPTION = "--recipe"
 _HELP = "See finetune.py --help."
 
 
@@ -30,22 +29,22 @@ def _option(default: Any, text: str) -> Any:
 
 @dataclass
 class PatchArguments:
-    """The model, what is done to its positions, and which of its parameters are trained."""
+    """The model, its patch, and the parameters that are trained."""
 
     model: str | None = _option(
         None, "Folder or hub name of a causal language model; by default the embedded Llama."
     )
     tokenizer: str | None = _option(
-        None, "Folder or hub name of its tokenizer, where that is not the model's."
+        None, "Folder or hub name of the tokenizer; by default the model's."
     )
     dtype: str = _option(
-        "float32", "Of the weights that are trained; --bf16 computes in bfloat16 beside it."
+        "float32", "Dtype of the trained weights; --bf16 computes in bfloat16 beside it."
     )
     attn: str | None = _option(None, "transformers' attention implementation.")
     patch: str | None = _option(
         None,
-        "method:option=value,...[+method...], as for `hf-posenc perplexity`. A model that was saved with a patch keeps "
-        "its own where this is left out.",
+        "method:option=value,...[+method...], as for `hf-posenc perplexity`. By default, a model that was saved with a "
+        "patch keeps it.",
     )
     train: Trained = _option(
         "full",
@@ -56,13 +55,13 @@ class PatchArguments:
     lora_dropout: float = _option(0.0, "Dropout of --train lora.")
     loss_chunk: int | None = _option(
         None,
-        "Tokens whose logits are held at a time; by default as many as fit in 128 MiB. 0: the model's own loss.",
+        "Tokens whose logits exist at a time; by default as many as fit in 128 MiB. 0: the model's own loss.",
     )
 
 
 @dataclass
 class DataArguments:
-    """What is read for training and for scoring, and how positions are given out."""
+    """The documents for training and for scoring, and the positions of their tokens."""
 
     text: list[str] = _option(
         [], "Text, JSONL or Parquet files or folders to train on; by default the standard library."
@@ -70,7 +69,7 @@ class DataArguments:
     dataset: str | None = _option(None, "Folder or hub name of a dataset, instead of --text.")
     dataset_config: str | None = _option(None, "Configuration of --dataset.")
     split: str = _option("train", "Split of --dataset.")
-    column: str = _option("text", "Column that holds the text.")
+    column: str = _option("text", "Column of the texts.")
     streaming: bool = _option(False, "Read --dataset while it is downloaded.")
     tokenized: str | None = _option(None, "Column of token ids, instead of --column.")
     documents: int | None = _option(
@@ -78,18 +77,18 @@ class DataArguments:
     )
     positions: Literal["contiguous", "packed", "pose", "random", "cream"] = _option(
         "contiguous",
-        "contiguous: blocks of one document; packed: short documents side by side that never see each other; pose, "
-        "random, cream: short blocks whose positions reach the target length.",
+        "contiguous: blocks of one document; packed: short documents side by side that do not attend to each other; "
+        "pose, random, cream: short blocks whose positions reach the target length.",
     )
     target_length: int | None = _option(
-        None, "Context in tokens to train for; by default what the patch reaches."
+        None, "Context in tokens to train for; by default the length that the patch reaches."
     )
     block_length: int | None = _option(
         None,
         "Tokens in an example; by default the target length, and the original length for pose, random and cream.",
     )
     score_text: list[str] = _option(
-        [], "Held-out documents for the perplexities, as --text; by default --score-dataset's."
+        [], "Held-out documents for the perplexities, as --text; by default --score_dataset's."
     )
     score_dataset: str | None = _option(None, "As --dataset, for the held-out documents.")
     score_split: str = _option("test", "Split of --score_dataset.")
@@ -100,7 +99,7 @@ class DataArguments:
     tail_tokens: int | None = _option(
         None, "Tokens scored at the end of a tail window; by default as `hf-posenc perplexity`."
     )
-    score: bool = _option(True, "Measure perplexities before and after.")
+    score: bool = _option(True, "Measure perplexities before and after the training.")
 
 
 @dataclass
@@ -112,40 +111,40 @@ class FinetuneArguments(TrainingArguments):
     """
 
     output_dir: str | None = _option(
-        "finetuned", "Where the checkpoints, the measurements and the model go."
+        "finetuned", "Folder of the checkpoints, the measurements and the model."
     )
     learning_rate: float = _option(2e-5, "Peak learning rate.")
     lr_scheduler_type: SchedulerType | str = _option("constant_with_warmup", "The schedule.")
     warmup_steps: float = _option(20, "Steps of linear warmup; a share of all steps below 1.")
-    max_steps: int = _option(400, "Optimizer steps; -1: as many as --num_train_epochs has.")
+    max_steps: int = _option(400, "Optimizer steps; -1: those of --num_train_epochs.")
     per_device_train_batch_size: int = _option(1, "Examples per device and forward.")
     adam_beta2: float = _option(0.95, "AdamW's second beta.")
     logging_steps: float = _option(1, "Steps between two lines of the log.")
     save_steps: float = _option(50, "Steps between two checkpoints.")
-    save_total_limit: int | None = _option(2, "Number of checkpoints that are kept.")
-    logging_nan_inf_filter: bool = _option(False, "Whether to hide a loss that is not a number.")
+    save_total_limit: int | None = _option(2, "Number of checkpoints to keep.")
+    logging_nan_inf_filter: bool = _option(False, "Hide losses that are not finite.")
     dataloader_drop_last: bool = _option(
         True,
-        "Leave out an epoch's last blocks where they fill no batch; else processes repeat some.",
+        "Drop the last blocks of an epoch if they fill no batch; otherwise processes repeat some.",
     )
     remove_unused_columns: bool = _option(
-        False, "Whether the collator sees only what the model takes."
+        False, "Pass only the columns to the collator that the model's forward accepts."
     )
     include_num_input_tokens_seen: str | bool = _option(
         True, "Count the tokens that the model was trained on."
     )
-    fresh: bool = _option(False, "Begin again where the folder holds another run's checkpoints.")
+    fresh: bool = _option(False, "Begin again if the folder holds another run's checkpoints.")
     verify_export: bool = _option(
         False, "Load the result in a process without hf_posenc and compare the logits."
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[no-untyped-call]
-        if self.device.type == "cpu":  # torch warns of what it cannot do there
-            self.dataloader_pin_memory = False
+        if self.device.type == "cpu":
+            self.dataloader_pin_memory = False  # torch warns that it has no effect there
             if self.fp16:
                 raise PosencError(
-                    "fp16 on a CPU would compute in float32, without a word: take --bf16, or neither."
+                    "fp16 on a CPU would compute in float32 silently: use --bf16, or neither."
                 )
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"):
             value = getattr(self, name)
@@ -157,36 +156,34 @@ class FinetuneArguments(TrainingArguments):
             raise PosencError(
                 "--train_sampling_strategy group_by_length: all blocks have one length; leave it out."
             )
-        kind = str(self.optim).lower()  # a string, or an enum
-        if any(mark in kind for mark in ("8bit", "32bit")) and "galore" not in kind:
-            Trainer.get_optimizer_cls_and_kwargs(self)  # ImportError where bitsandbytes is missing
+        optimizer = str(self.optim).lower()  # a string, or an enum
+        if any(mark in optimizer for mark in ("8bit", "32bit")) and "galore" not in optimizer:
+            Trainer.get_optimizer_cls_and_kwargs(self)  # ImportError without bitsandbytes
         _check_trackers(self.report_to)
 
 
-def _check_trackers(names: str | Sequence[str] | None) -> None:
-    """Refuses what cannot be reported to: the Trainer finds that out after everything is read and scored."""
+def _check_trackers(report_to: str | Sequence[str] | None) -> None:
+    """Refuse missing trackers now: the Trainer would refuse them after everything is read and scored."""
     from transformers.integrations.integration_utils import (
         get_available_reporting_integrations,
         get_reporting_integration_callbacks,
     )
 
-    given = [names] if isinstance(names, str) else list(names or ())
-    named = [name for name in given if name not in ("none", "all")]
-    get_reporting_integration_callbacks(named)  # raises ValueError for a name that there is not
-    there = get_available_reporting_integrations()
-    unseen = (
-        "flyte",
-        "azure_ml",
-    )  # transformers does not list the first, nor the second beside MLflow
-    if missing := [name for name in named if name not in (*there, *unseen)]:
+    names = [report_to] if isinstance(report_to, str) else list(report_to or ())
+    names = [name for name in names if name not in ("none", "all")]
+    get_reporting_integration_callbacks(names)  # raises ValueError for an unknown name
+    installed = get_available_reporting_integrations()
+    # transformers does not list the first, nor the second beside MLflow.
+    unlisted = ("flyte", "azure_ml")
+    if missing := [name for name in names if name not in (*installed, *unlisted)]:
         raise PosencError(
-            f"--report_to {missing[0]}: its package is not installed; there are {', '.join(there) or 'none'}."
+            f"--report_to {missing[0]}: its package is not installed; there are {', '.join(installed) or 'none'}."
         )
 
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """One line, without the hundred options in front of it."""
+        """Raise an error of one line, without the hundred options in front of it."""
         raise PosencError(f"{message}. {_HELP}")
 
 
@@ -194,84 +191,33 @@ Arguments = tuple[PatchArguments, DataArguments, FinetuneArguments]
 
 
 def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> Arguments:
-    """Reads the command line; `--recipe FILE` gives defaults from a YAML file.
+    """Parse the command line; `--recipe FILE` reads defaults from a YAML file.
 
     Args:
-        default_recipe: The recipe of a call that names no model.
+        default_recipe: The recipe if no model is named.
         argv: The arguments; by default those of the process.
 
     Raises:
-        PosencError: A recipe that cannot be read or sets what there is not.
+        PosencError: Invalid arguments, or a recipe that cannot be read or sets an unknown option.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
     kinds: Any = (PatchArguments, DataArguments, FinetuneArguments)
     parser: Any = _Parser(kinds, allow_abbrev=False)
-    parser.add_argument(
-        RECIPE_OPTION, help="A YAML file of these options; what is given beside it wins."
-    )
+    parser.add_argument("--recipe", help="A YAML file of these options; the command line wins.")
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in (RECIPE_OPTION, "--model"):
+    for name in ("--recipe", "--model"):
         first.add_argument(name)
-    early, _ = first.parse_known_args(given)
+    early, _ = first.parse_known_args(arguments)
     recipe = early.recipe or (default_recipe if early.model is None else None)
     if recipe is not None:
         parser.set_defaults(**_read_recipe(Path(recipe), parser))
     try:
-        *parsed, _ = parser.parse_args_into_dataclasses(given, look_for_args_file=False)
+        *parsed, _ = parser.parse_args_into_dataclasses(arguments, look_for_args_file=False)
     except PosencError:
         raise
-    except (ValueError, ImportError) as error:  # unknown options, and those that exclude each other
+    except (ValueError, ImportError) as error:  # unknown or mutually exclusive options
         raise PosencError(f"{one_line(error).rstrip('.')}. {_HELP}") from error
     return cast(Arguments, tuple(parsed))
-
-
-def command_line() -> str:
-    """What gives the same result again: without where it goes, and how many processes there are."""
-    given, kept = sys.argv[1:], []
-    while given:
-        argument = given.pop(0)
-        option, equals, _ = argument.partition("=")
-        if option.replace("-", "_") != "__output_dir":
-            kept.append(argument)
-        elif not equals and given:
-            given.pop(0)
-    return shlex.join(["accelerate", "launch", "scripts/finetune.py", *kept])
-
-
-def decisive(
-    given: Arguments, weights: str, patch: Patch | None, lengths: Lengths, counts: Counts
-) -> dict[str, Any]:
-    """What determines the losses of a run, beside transformers' own options.
-
-    Args:
-        given: The arguments.
-        weights: The hash of the loaded weights.
-        patch: What is patched in.
-        lengths: Those of the run.
-        counts: Of the training data.
-    """
-    choice, data, _ = given
-    places = ("model", "tokenizer", "patch")  # a name may change; weights, tokens and patch count
-    return {
-        "weights": weights,
-        "patch": None if patch is None else patch.config.to_dict(),
-        "choice": {key: value for key, value in asdict(choice).items() if key not in places},
-        "positions": data.positions,
-        "lengths": asdict(lengths),
-        "blocks": counts.sha256,
-    }
-
-
-def described(data: DataArguments, lengths: Lengths, counts: Counts) -> dict[str, Any]:
-    """What a model card says of the training data."""
-    return {
-        "positions": data.positions,
-        "target_length": lengths.target,
-        "block_length": lengths.block,
-        "blocks": counts.blocks,
-        "documents": counts.documents,
-        "tokens": counts.tokens,
-    }
 
 
 def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:
@@ -285,15 +231,64 @@ def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:
         ) from error
     if not isinstance(values, dict):
         raise PosencError(f"The recipe {path} is no list of `option: value` lines.")
-    known = {action.dest for action in parser._actions} - {"help", "recipe"}
+    options = {action.dest for action in parser._actions} - {"help", "recipe"}
     for name in values:
-        if str(name).startswith("no_") and name[3:] in known:
+        if str(name).startswith("no_") and name[3:] in options:
             raise PosencError(f"The recipe {path} sets {name}: write `{name[3:]}: false`.")
-    if unknown := sorted(set(values) - known):
+    if unknown := sorted(set(values) - options):
         raise PosencError(
             f"The recipe {path} sets {unknown[0]}, which is no option; see finetune.py --help."
         )
-    # argparse gives the type of an option only to defaults that are strings
+    # argparse converts only defaults that are strings.
     return {
         key: str(value) if type(value) in (int, float) else value for key, value in values.items()
+    }
+
+
+def command_line() -> str:
+    """Return the command that repeats the result, without its output folder and the number of processes."""
+    arguments, kept = sys.argv[1:], []
+    while arguments:
+        argument = arguments.pop(0)
+        option, equals, _ = argument.partition("=")
+        if option.replace("-", "_") != "__output_dir":
+            kept.append(argument)
+        elif not equals and arguments:
+            arguments.pop(0)
+    return shlex.join(["accelerate", "launch", "scripts/finetune.py", *kept])
+
+
+def decisive(
+    given: Arguments, weights: str, patch: Patch | None, lengths: Lengths, counts: Counts
+) -> dict[str, Any]:
+    """Return everything that determines the losses of a run beside transformers' own options.
+
+    Args:
+        given: The arguments.
+        weights: The hash of the loaded weights.
+        patch: The patch of the model.
+        lengths: The lengths of the run.
+        counts: The counts of the training data.
+    """
+    choice, data, _ = given
+    names = ("model", "tokenizer", "patch")  # weights, tokens and patch count instead
+    return {
+        "weights": weights,
+        "patch": None if patch is None else patch.config.to_dict(),
+        "choice": {key: value for key, value in asdict(choice).items() if key not in names},
+        "positions": data.positions,
+        "lengths": asdict(lengths),
+        "blocks": counts.sha256,
+    }
+
+
+def described(data: DataArguments, lengths: Lengths, counts: Counts) -> dict[str, Any]:
+    """Return the description of the training data for a model card."""
+    return {
+        "positions": data.positions,
+        "target_length": lengths.target,
+        "block_length": lengths.block,
+        "blocks": counts.blocks,
+        "documents": counts.documents,
+        "tokens": counts.tokens,
     }

@@ -172,7 +172,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "an encoding without parameters": (("--train", "encoding"), "yarn has no parameters"),
     "an export that cannot be": (
         ("--patch", "rerope:window=64", "--target_length", "128", "--verify_export"),
-        "no form for rerope",
+        "cannot express rerope",
     ),
     "an adapter to be verified": (("--train", "lora", "--verify_export"), "saves an adapter"),
     "a target that is no length": (("--target_length", "-5"), "--target_length -5: a context has"),
@@ -188,7 +188,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         (*BEST, "--metric_for_best_model", "tail_perplexity_256"),
         "=tail_perplexity_256 is not measured",
     ),
-    "a best model without scores": ((*BEST, "--no_score"), "nothing to tell the best model by"),
+    "a best model without scores": ((*BEST, "--no_score"), "no metric for the best model"),
     "no examples": (("--per_device_train_batch_size", "0"), "batch_size 0: at least 1"),
     "no steps": (("--max_steps", "0"), "max_steps 0: at least 1"),
     "a rate below zero": (("--learning_rate", "-1"), "learning_rate -1"),
@@ -244,7 +244,7 @@ def test_an_interruption_is_one_line(
     with pytest.raises(SystemExit) as raised:
         main()
     assert raised.value.code == 130
-    assert "The same command goes on" in capsys.readouterr().err
+    assert "The same command resumes" in capsys.readouterr().err
 
 
 def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:

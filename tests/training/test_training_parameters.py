@@ -187,7 +187,7 @@ class TestLora:
 
     def test_a_head_with_a_bias_cannot_be_tied(self) -> None:
         model = patch_model(zoo.build("roformer"), "yarn", scale=4)
-        with pytest.warns(UserWarning, match="embeddings of RoFormer.* stay"):
+        with pytest.warns(UserWarning, match="embeddings of RoFormer.* stay frozen"):
             config = lora_config(model)
         assert not [name for name in config.modules_to_save or [] if "word_embeddings" in name]
 
