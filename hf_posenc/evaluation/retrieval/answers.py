@@ -1,14 +1,14 @@
-"""Whether a model gives the answer: teacher-forced, in one forward per sample.
+"""Scores of answers: teacher-forced, in one forward per sample, or generated.
 
-The answer stands behind the prompt, and the model reads both in one forward. If every token of the answer is the most
-probable one where it stands, greedy decoding would have written exactly this answer, and nothing need be generated.
+Teacher-forced, the model reads the prompt and the answer in one forward. If every token of the answer is the most
+probable one at its position, greedy decoding would have written exactly this answer, and nothing needs to be generated.
 
-For the rank, the summed log probability of the answer is compared with those of the distractors, each in the same
-context: behind the same prompt. That forward leaves the prompt's keys and values in a cache; it is cut back to the
-prompt, and each answer is read on from there, the right one first and last. If both times that repeats the forward's
-own value for the right answer, the cache is exact and the sums count; if not, every distractor gets a forward of its
-own, as also where a method's cache is known not to be exact, or a model has none that can be cut. A full sliding window
-or a recurrent state can only be cut where it has kept what it dropped; there the prompt is read once more, for that.
+For the rank, the summed log probability of the answer is compared with those of the distractors, each behind the same
+prompt. The forward leaves the prompt's keys and values in a cache. The cache is cropped to the prompt, and each answer
+is read from there, the right one first and last. If both reproduce the forward's own value for the right answer, the
+cache is exact and the sums count. Otherwise every distractor gets a forward of its own, as also where a method's cache
+is known not to be exact, or a model has no cache that can be cropped. A full sliding window or a recurrent state can
+only be cropped if it has recorded what it dropped; there the prompt is read once more, with recording.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}
 SAME_HALF = 0.1
-"""Nats per token up to which the cache has repeated the plain forward; a cache that is not exact is off by more."""
+"""Nats per token within which an exact cache reproduces the plain forward; others differ by more."""
 
 
 class NotFiniteError(PosencError):
@@ -45,14 +45,14 @@ class NotFiniteError(PosencError):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out of one sample.
+    """The scores of one sample.
 
     Attributes:
         correct: Whether every token of the answer is the most probable one.
         score: The share of the answer's parts of which that holds.
         nats: Negative log-likelihood of the whole answer, in nats.
         rank: 1 plus the number of distractors that are at least as probable; `None` without distractors.
-        candidates: The distractors and the answer.
+        candidates: Number of distractors, plus the answer.
     """
 
     correct: bool
@@ -67,8 +67,8 @@ class AnswerScorer:
 
     Args:
         model: A causal language model, in evaluation mode; it may be patched between calls.
-        scorer: Runs it without ever holding the logits of a whole prompt. Its `pieces` also decide whether an answer
-            may be read on from a cache.
+        scorer: Runs it without ever holding the logits of a whole prompt. Where its `pieces` is false, answers are not
+            read from a cache either.
     """
 
     def __init__(self, model: nn.Module, scorer: FrugalScorer) -> None:
@@ -77,7 +77,7 @@ class AnswerScorer:
 
     @torch.inference_mode()
     def __call__(self, prompt: Prompt) -> Verdict:
-        """Scores one prompt.
+        """Score one prompt.
 
         Raises:
             NotFiniteError: The logits are not finite.
@@ -91,7 +91,7 @@ class AnswerScorer:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                release(error)  # one answer after the other needs no cache
+                release(error)  # answers scored one by one need no cache
         if predicted is None:
             predicted = self._forward(prompt, answer)
         right = _sum(predicted.log_softmax(-1), answer.ids)
@@ -121,7 +121,7 @@ class AnswerScorer:
         return _float(self.scorer.logits(ids, len(prompt.ids), read_last=read_last))
 
     def _with_cache(self, prompt: Prompt) -> tuple[Tensor, list[float] | None]:
-        """The logits that predict the answer, and the sums of all answers read on from the cache if it is exact."""
+        """Return the logits that predict the answer, and the sums of all answers read from the cache if it is exact."""
         answer = prompt.answer.ids
         device = input_device(self.model)
         read = torch.cat([prompt.ids, torch.tensor(answer[:-1], dtype=torch.int64)])
@@ -129,36 +129,36 @@ class AnswerScorer:
             input_ids=read.unsqueeze(0).to(device), use_cache=True, logits_to_keep=len(answer)
         )
         predicted = _float(output.logits[0])
-        known = getattr(output, "past_key_values", None)
-        if not _cut(known, len(answer) - 1):
-            known = self._restorable(prompt)
-        if known is None:
+        cache = getattr(output, "past_key_values", None)
+        if not _crop(cache, len(answer) - 1):
+            cache = self._recording_cache(prompt)
+        if cache is None:
             return predicted, None
         first = predicted[0].log_softmax(-1)
         sums: list[float] = []
-        # The right answer again at the end: what was read in between must have left no trace.
+        # The right answer again at the end: the distractors must have left no trace.
         for candidate in (prompt.answer, *prompt.distractors, prompt.answer):
             total, more = float(first[candidate.ids[0]]), len(candidate.ids) - 1
             if more:
                 ids = torch.tensor([candidate.ids[:-1]], device=device)
-                output = self.model(input_ids=ids, past_key_values=known, use_cache=True)
+                output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
                 total += _sum(_float(output.logits[0]).log_softmax(-1), candidate.ids[1:])
             if candidate is prompt.answer and not self._same(predicted, answer, total):
                 return predicted, None
             sums.append(total)
-            if not _cut(known, more):
+            if not _crop(cache, more):
                 return predicted, None
         return predicted, sums[:-1]
 
-    def _restorable(self, prompt: Prompt) -> Any:
-        """The cache of the prompt alone, that keeps what it would forget: full sliding windows, recurrent states."""
+    def _recording_cache(self, prompt: Prompt) -> Any:
+        """Return the cache of the prompt alone, recording what full sliding windows and recurrent states drop."""
         ids = prompt.ids.unsqueeze(0).to(input_device(self.model))
         output: Any = self.model(input_ids=ids, use_cache=True, logits_to_keep=1)
-        known: Any = getattr(output, "past_key_values", None)
-        if not hasattr(known, "activate_past_recording"):
+        cache: Any = getattr(output, "past_key_values", None)
+        if not hasattr(cache, "activate_past_recording"):
             return None
-        known.activate_past_recording()  # only what comes behind a prefill is recorded
-        return known
+        cache.activate_past_recording()  # records only what follows a prefill
+        return cache
 
     def _same(self, predicted: Tensor, answer: Sequence[int], total: float) -> bool:
         dtype = next(self.model.parameters()).dtype
@@ -166,27 +166,24 @@ class AnswerScorer:
         return off <= SAME.get(dtype, SAME_HALF)
 
 
-def _cut(cache: Any, tokens: int) -> bool:
-    """Takes the last tokens out of a cache; some kinds cannot, such as a full sliding window."""
-    if tokens:
-        with contextlib.suppress(RuntimeError, ValueError, NotImplementedError, AttributeError):
-            cache.crop(-tokens)
-            return True
-        return False
-    return True
+def _crop(cache: Any, tokens: int) -> bool:
+    """Remove the last tokens from a cache; return False if it cannot, such as a full sliding window."""
+    if not tokens:
+        return True
+    with contextlib.suppress(RuntimeError, ValueError, NotImplementedError, AttributeError):
+        cache.crop(-tokens)
+        return True
+    return False
 
 
 def _sum(log_probabilities: Tensor, ids: Sequence[int]) -> float:
-    """The summed log probability of tokens, in float64."""
-    places = torch.tensor(ids, device=log_probabilities.device).unsqueeze(-1)
-    return float(log_probabilities.gather(-1, places).double().sum())
+    """Return the summed log probability of tokens, in float64."""
+    index = torch.tensor(ids, device=log_probabilities.device).unsqueeze(-1)
+    return float(log_probabilities.gather(-1, index).double().sum())
 
 
 def _float(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
-
-
-# Whether a model writes the answer: greedy generation, and RULER's way to look at the text.
 
 
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -194,7 +191,7 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 @torch.inference_mode()
 def generate(model: nn.Module, tokenizer: Any, prompt: Prompt, new_tokens: int) -> str:
-    """What the model writes behind a prompt, always the most probable token, with its cache.
+    """Return the text that the model generates greedily behind a prompt.
 
     Control characters become line ends, as in `postprocess_pred` of RULER's `scripts/eval/evaluate.py`.
 
@@ -202,12 +199,12 @@ def generate(model: nn.Module, tokenizer: Any, prompt: Prompt, new_tokens: int) 
         model: A causal language model that generates.
         tokenizer: Its tokenizer.
         prompt: The prompt.
-        new_tokens: At most so many tokens.
+        new_tokens: Tokens to generate at most.
     """
     ids = prompt.ids.unsqueeze(0).to(input_device(model))
-    filler = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     live: Any = model
-    made = live.generate(
+    output = live.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
@@ -216,13 +213,13 @@ def generate(model: nn.Module, tokenizer: Any, prompt: Prompt, new_tokens: int) 
         temperature=None,
         top_p=None,
         top_k=None,
-        pad_token_id=filler,  # a batch of one has none; unset, transformers warns
+        pad_token_id=padding,  # a batch of one has none; unset, transformers warns
     )
-    text: str = tokenizer.decode(made[0, len(prompt.ids) :], skip_special_tokens=True)
+    text: str = tokenizer.decode(output[0, len(prompt.ids) :], skip_special_tokens=True)
     return _CONTROL.sub("\n", text.strip()).strip()
 
 
 def judge(task: Task, prompt: Prompt, text: str) -> dict[str, Any]:
-    """What a generated text is worth, as a record stores it."""
+    """Return the scores of a generated text, as a record stores them."""
     score = task.hit(text, prompt.references)
     return {"correct": score == 1.0, "score": score, "text": text}

@@ -1,7 +1,7 @@
-"""A prompt that has, with its answer, exactly so many tokens, put together from its pieces.
+"""Prompts that have, with their answer, an exact number of tokens.
 
-L counts all that the model reads, as everywhere in this package: special tokens, the prompt and the answer. So at the
-trained length nothing lies past it, and what a method promises for such texts holds.
+L counts everything that the model reads, as everywhere in this package: special tokens, the prompt and the answer. So
+at the trained length nothing lies past it, and the guarantees of a method for such texts hold.
 """
 
 from __future__ import annotations
@@ -19,46 +19,51 @@ from torch import Tensor
 
 from hf_posenc.errors import PosencError
 
-# Text as tokens the way they stand in the middle of a longer text.
-
+T = TypeVar("T")
 
 LINE = "\n"
-REMEMBERED = 1024
-"""Pieces whose tokens are kept: those that come again, and not every line of a haystack."""
+CACHED = 1024
+"""Pieces whose tokens are cached: those that recur, and not every line of a haystack."""
+SENTENCES = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
+"""The filler of Mohtashami and Jaggi (arXiv 2305.16300), also used by PI, YaRN, LongLoRA, DCA and RULER."""
+NOISE = " ".join(SENTENCES)
+_SENTENCE_ENDS = ".!?\n"
 
 
 class Encoder:
     """Turns pieces of a prompt into tokens.
 
-    A prompt is put together from tokens, so that its length is exact. Tokenized by itself a piece would begin as a text
-    does (SentencePiece puts a space in front, for instance), so it is tokenized behind a few characters, whose
-    tokens are then taken off.
+    A prompt is assembled from tokens, so that its length is exact. Tokenized by itself, a piece would begin like a text
+    (SentencePiece prepends a space, for instance). So it is tokenized behind a few characters, whose tokens are then
+    removed.
 
     Args:
         tokenizer: A transformers tokenizer; special tokens are never added here.
 
     Attributes:
         tokenizer: As given.
-        newline: The tokens of a line's end; none where the tokenizer drops it.
+        newline: The tokens of a line's end; empty where the tokenizer drops it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
-        self._encoded = functools.lru_cache(maxsize=REMEMBERED)(self._encode)
+        self._encoded = functools.lru_cache(maxsize=CACHED)(self._encode)
         self.newline = self.behind("a", LINE)
 
-    def plain(self, text: str) -> tuple[int, ...]:
-        """A text by itself, without special tokens."""
-        return self.behind("", text)
-
     def line(self, text: str) -> tuple[int, ...]:
-        """A text at the beginning of a line."""
+        """Return the tokens of a text at the beginning of a line."""
         return self.behind(LINE, text)
 
     def behind(self, before: str, text: str) -> tuple[int, ...]:
-        """The tokens that `text` adds behind `before`.
+        """Return the tokens that `text` adds behind `before`.
 
-        Where the last token of `before` changes with what follows it, those of `text` by itself.
+        Where the last token of `before` depends on what follows it, the tokens of `text` by itself.
         """
         return self._encoded(before, text)
 
@@ -70,31 +75,18 @@ class Encoder:
         return tuple(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
-# What stands between a prompt's needles: as many tokens of it as it takes.
-
-
-SENTENCES = (
-    "The grass is green.",
-    "The sky is blue.",
-    "The sun is yellow.",
-    "Here we go.",
-    "There and back again.",
-)
-"""The filler of Mohtashami and Jaggi (arXiv 2305.16300), which PI, YaRN, LongLoRA, DCA and RULER use too."""
-
-NOISE = " ".join(SENTENCES)
-_SENTENCE_ENDS = ".!?\n"
-
-
 class Filler:
     """Units of text, sentences or lines, handed out in order as tokens.
 
     Args:
-        units: Gives the tokens of one unit after the other, without end.
+        units: Yields the tokens of one unit after the other, without end.
         newline: The tokens of a line's end.
-        running: The units are sentences of a running text, which is closed by a line's end before something else
-            follows; otherwise they are lines, which bring their own.
-        again: A running text begins anew behind every needle.
+        running: The units are sentences of a running text, which a line's end closes before something else follows.
+            Otherwise they are lines, which bring their own.
+        restart: A running text begins again behind every needle.
+
+    Attributes:
+        whole_units: Number of units that have been handed out whole.
     """
 
     def __init__(
@@ -103,29 +95,24 @@ class Filler:
         newline: Sequence[int],
         *,
         running: bool,
-        again: bool = False,
+        restart: bool = False,
     ) -> None:
-        self._make, self._newline, self._running, self._again = (
-            units,
-            list(newline),
-            running,
-            again,
-        )
+        self._make, self._running, self._restart = units, running, restart
+        self._newline = list(newline)
         self._units = units()
         self._next: Sequence[int] | None = None
         self.whole_units = 0
-        """How many units have been handed out whole."""
 
     def whole(self, limit: int) -> list[int]:
-        """As many whole units as fit into `limit` tokens, and the end of their line."""
+        """Return as many whole units as fit into `limit` tokens, and the end of their line."""
         closing = self._newline if self._running else []
         ids = self._fill(limit - len(closing))
-        if ids and self._again:
+        if ids and self._restart:
             self._units, self._next = self._make(), None
         return ids + closing if ids else []
 
     def exactly(self, size: int) -> list[int]:
-        """Exactly `size` tokens: the last unit may be cut off, and the end of a line comes last."""
+        """Return exactly `size` tokens: the last unit may be truncated, and the end of a line comes last."""
         ids = self._fill(size - len(self._newline) if self._running else size)
         rest = size - len(ids)
         if rest:
@@ -147,7 +134,7 @@ class Filler:
 
 
 def noise(encoder: Encoder) -> Filler:
-    """The five sentences over and over as one running text, which begins anew behind the needle as in the papers."""
+    """Return the five sentences over and over as a running text, which restarts behind the needle as in the papers."""
     first = encoder.line(SENTENCES[0])
     others = [encoder.behind(".", f" {sentence}") for sentence in SENTENCES]
 
@@ -156,11 +143,11 @@ def noise(encoder: Encoder) -> Filler:
         while True:
             yield from (*others[1:], others[0])
 
-    return Filler(units, encoder.newline, running=True, again=True)
+    return Filler(units, encoder.newline, running=True, restart=True)
 
 
 def lines(encoder: Encoder, line: Callable[[], str]) -> Filler:
-    """Lines, each made when it is needed."""
+    """Return a filler of lines, each made when it is needed."""
 
     def units() -> Iterator[Sequence[int]]:
         while True:
@@ -170,7 +157,7 @@ def lines(encoder: Encoder, line: Callable[[], str]) -> Filler:
 
 
 class OwnText:
-    """The user's own text as a haystack; one that is too short is repeated, as RULER does.
+    """The user's own text as a haystack; a text that is too short is repeated, as in RULER.
 
     Args:
         text: The text.
@@ -179,19 +166,19 @@ class OwnText:
 
     def __init__(self, text: str, encoder: Encoder) -> None:
         self.text = text
-        ids = encoder.plain(text if text.endswith("\n") else f"{text}\n")
+        ids = encoder.behind("", text if text.endswith("\n") else f"{text}\n")
         ends = {
             token: encoder.tokenizer.decode([token]).rstrip(" ")[-1:] or " " for token in set(ids)
         }
         self._sentences: list[Sequence[int]] = []
         start = 0
-        for place, token in enumerate(ids, start=1):
-            if ends[token] in _SENTENCE_ENDS or place == len(ids):
-                self._sentences.append(ids[start:place])
-                start = place
+        for stop, token in enumerate(ids, start=1):
+            if ends[token] in _SENTENCE_ENDS or stop == len(ids):
+                self._sentences.append(ids[start:stop])
+                start = stop
 
     def filler(self, encoder: Encoder) -> Filler:
-        """Its sentences from the beginning."""
+        """Return its sentences from the beginning."""
 
         def units() -> Iterator[Sequence[int]]:
             while True:
@@ -201,32 +188,32 @@ class OwnText:
 
 
 @dataclass(frozen=True)
-class Place:
-    """Which sample of a task it is; nothing else decides what is drawn.
+class Sample:
+    """One sample of a task; nothing else determines what is drawn for it.
 
     Attributes:
         seed: The run's seed.
         task: The task's name.
         length: Tokens of prompt and answer.
-        depth: Where the needle stands, from 0 (in front of all filler) to 1 (behind it); `None` for tasks without one.
-        sample: The number of the sample.
+        depth: Depth of the needle, from 0 (in front of all filler) to 1 (behind it); `None` for tasks without one.
+        number: Number of the sample.
     """
 
     seed: int
     task: str
     length: int
     depth: float | None
-    sample: int
+    number: int
 
     @property
     def needle(self) -> tuple[str | int | float | None, ...]:
-        """The name of the draws that make the needle: not of the length, so every length hides the same one."""
-        return ("needle", self.seed, self.task, self.depth, self.sample)
+        """Name of the draws for the needle: independent of the length, so every length hides the same one."""
+        return ("needle", self.seed, self.task, self.depth, self.number)
 
     @property
     def filler(self) -> tuple[str | int | float | None, ...]:
-        """The name of the draws that make everything else."""
-        return ("filler", self.seed, self.task, self.length, self.depth, self.sample)
+        """Name of the draws for everything else."""
+        return ("filler", self.seed, self.task, self.length, self.depth, self.number)
 
 
 @dataclass(frozen=True)
@@ -235,7 +222,7 @@ class Answer:
 
     Attributes:
         ids: Its tokens.
-        ends: For each of its parts, how many tokens there are up to its end.
+        ends: For each of its parts, the number of tokens up to its end.
     """
 
     ids: tuple[int, ...]
@@ -243,11 +230,10 @@ class Answer:
 
 
 def answer_of(encoder: Encoder, question: str, parts: Sequence[str]) -> Answer:
-    """The tokens of an answer of one or more parts, each behind a space, as they follow the question."""
-    before = f"\n{question}"
+    """Return the tokens of an answer of one or more parts, each behind a space, as they follow the question."""
     ends = []
     for count in range(1, len(parts) + 1):
-        ids = encoder.behind(before, "".join(f" {part}" for part in parts[:count]))
+        ids = encoder.behind(f"\n{question}", "".join(f" {part}" for part in parts[:count]))
         ends.append(len(ids))
     return Answer(ids, tuple(ends))
 
@@ -258,12 +244,12 @@ class Scene:
 
     Attributes:
         head: Tokens in front: the task's description.
-        needles: Where each needle stands, as a part of the filler from 0 to 1, ascending, and its tokens.
-        filler: What stands between them.
+        needles: Position of each needle, as a fraction of the filler in ascending order, and its tokens.
+        filler: The text between them.
         question: Tokens at the end.
         answer: The right answer.
-        distractors: Gives wrong answers, better ones first; called when the filler is laid out.
-        references: What a generated text must contain.
+        distractors: Returns wrong answers, better ones first; called when the filler is laid out.
+        references: Strings that a generated text must contain.
         least_filler: Tokens of filler without which the task makes no sense.
     """
 
@@ -290,15 +276,14 @@ class Scene:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One sample.
+    """A prompt as tokens.
 
     Attributes:
         ids: The tokens of the prompt, special tokens included, shape (L - tokens of the answer,), int64.
         answer: The right answer, whose last token is token L.
         distractors: Wrong answers of the same form.
-        references: What a generated text must contain.
-        distance: Tokens from the end of the needle, of the first of several, to the end of the prompt; `None` without
-            a needle.
+        references: Strings that a generated text must contain.
+        distance: Tokens from the end of the (first) needle to the end of the prompt; `None` without a needle.
     """
 
     ids: Tensor
@@ -309,16 +294,16 @@ class Prompt:
 
 
 def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int) -> Prompt:
-    """Puts a prompt together.
+    """Assemble a prompt.
 
-    A needle's place is that part of the filler's tokens, moved back to the end of a sentence or line; the papers cut
+    A needle is put at its fraction of the filler's tokens, moved back to the end of a sentence or line; the papers cut
     the filler anywhere, also within a word.
 
     Args:
-        scene: The pieces; its filler is used up.
+        scene: The pieces; its filler is consumed.
         length: Tokens of the prompt and its answer, at least `scene.shortest + len(special)`.
         special: Token ids in front.
-        distractors: How many wrong answers to keep.
+        distractors: Number of wrong answers to keep.
 
     Raises:
         PosencError: The length is too short.
@@ -347,10 +332,10 @@ def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int)
 
 
 def _fair(scene: Scene, count: int) -> tuple[Answer, ...]:
-    """The distractors with as many tokens as the answer, in their order; where those are too few, the nearest others.
+    """Return the distractors with as many tokens as the answer, in their order; if too few, then the nearest others.
 
-    A sum of log probabilities is only comparable between answers of one length. What the tokenizer does not tell apart
-    from the answer, or from another distractor, is none.
+    A sum of log probabilities is only comparable between answers of one length. A distractor with the tokens of the
+    answer, or of another distractor, is left out.
     """
     size = len(scene.answer.ids)
     seen = {scene.answer.ids}
@@ -366,20 +351,13 @@ def _fair(scene: Scene, count: int) -> tuple[Answer, ...]:
     return tuple([*equal, *unequal][:count])
 
 
-# Random choices that depend on their name alone: the same in every process, Python and order of work.
-
-
-T = TypeVar("T")
-
-
 class Draws:
-    """A stream of random choices, named by what it is for.
+    """A stream of random choices that depends on its name alone: the same in every process and version of Python.
 
-    Only `random.Random.random` is used: of Python's generator it alone is promised to give the same numbers for the
-    same seed in every version.
+    Only `random.Random.random` is used: it alone is guaranteed to return the same numbers for a seed in every version.
 
     Args:
-        *name: What the stream is for, e.g. seed, task, length, depth and sample. Streams of different names are
+        *name: The purpose of the stream, e.g. seed, task, length, depth and sample. Streams of different names are
             independent.
     """
 
@@ -388,45 +366,41 @@ class Draws:
         self._random = random.Random(int.from_bytes(digest[:8], "big"))
 
     def fraction(self) -> float:
-        """A number of [0, 1)."""
+        """Draw a number in [0, 1)."""
         return self._random.random()
 
     def below(self, count: int) -> int:
-        """A whole number of `0 .. count-1`."""
+        """Draw an integer from `0 .. count-1`."""
         return int(self._random.random() * count)
 
     def choice(self, values: Sequence[T]) -> T:
-        """One of the values."""
+        """Draw one of the values."""
         return values[self.below(len(values))]
 
     def digits(self, count: int) -> str:
-        """A decimal number of so many digits; the first is not 0."""
+        """Draw a decimal number of `count` digits; the first is not 0."""
         lowest = 10 ** (count - 1)
         return str(lowest + self.below(9 * lowest))
 
     def letters(self, count: int, alphabet: str) -> str:
-        """A word of so many letters of an alphabet."""
+        """Draw a word of `count` letters."""
         return "".join(self.choice(alphabet) for _ in range(count))
 
     def uuid(self) -> str:
-        """A version 4 UUID."""
+        """Draw a version 4 UUID."""
         bits = 0
         for _ in range(4):
             bits = bits << 32 | self.below(2**32)
         return str(uuid.UUID(int=bits, version=4))
 
     def shuffled(self, values: Sequence[T]) -> list[T]:
-        """The values in a random order."""
-        order = sorted((self.fraction(), place) for place in range(len(values)))
-        return [values[place] for _, place in order]
+        """Return the values in a random order."""
+        order = sorted((self.fraction(), index) for index in range(len(values)))
+        return [values[index] for _, index in order]
 
 
-# Words for the keys of needles: 95 adjectives and 98 nouns, in pairs such as `quiet-harbor`.
-#
-# RULER takes its adjectives and nouns from the `wonderwords` package. These lists are our own and fixed, so that a
-# prompt does not change with another package's version.
-
-
+# 95 adjectives and 98 nouns for the keys of needles. RULER takes its words from the `wonderwords` package; these lists
+# are fixed, so that a prompt does not change with another package's version.
 _ADJECTIVES = """
     able amber ancient bitter bold brave brief bright broad broken calm careful clean clear clever cold common cool
     curious daily damp dark deep dense distant double dry dull eager early easy empty exact faint fair famous fast fine
@@ -446,5 +420,5 @@ ADJECTIVES, NOUNS = tuple(_ADJECTIVES.split()), tuple(_NOUNS.split())
 
 
 def word_key(draws: Draws) -> str:
-    """An adjective and a noun, joined by a hyphen as in RULER."""
+    """Draw an adjective and a noun, joined by a hyphen as in RULER."""
     return f"{draws.choice(ADJECTIVES)}-{draws.choice(NOUNS)}"

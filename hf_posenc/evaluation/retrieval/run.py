@@ -1,4 +1,4 @@
-"""Runs every candidate on the same prompts and keeps what came out."""
+"""Retrieval: every candidate on the same prompts."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Measuremen
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate, judge
-from hf_posenc.evaluation.retrieval.prompts import Encoder, OwnText, Place, Prompt, lay_out
+from hf_posenc.evaluation.retrieval.prompts import Encoder, OwnText, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.statistics import Record
-from hf_posenc.evaluation.retrieval.tasks import Kit, Task, get_task
+from hf_posenc.evaluation.retrieval.tasks import Kit, get_task
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
-
-# What decides the numbers of a run, apart from the model, the methods and the haystack.
-
 
 DECODES = {
     "teacher-forced": "the answer is right if each of its tokens is the most probable one; nothing is generated",
@@ -35,20 +32,20 @@ DEFAULT_TASKS = ("passkey", "niah_single_1", "niah_multikey_2")
 
 @dataclass(frozen=True)
 class RetrievalSettings:
-    """The settings of a run.
+    """Settings that determine the numbers of a run, beside the model, the methods and the haystack.
 
     Attributes:
         lengths: Tokens of prompt and answer, special tokens included, ascending.
         tasks: Names of tasks.
         depths: Depths of the needle from 0 to 1, ascending.
-        samples: Samples at every depth; tasks without a depth get as many at every length as the others.
+        samples: Samples at every depth; tasks without a depth have as many at every length as the others.
         distractors: Wrong answers that the right one is ranked among; 0 for no rank.
         decode: `"teacher-forced"` or `"generate"`.
-        seed: Seed of all that is drawn.
+        seed: Seed of all draws.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
 
     Raises:
-        PosencError: Numbers that make no sense, or an unknown task.
+        PosencError: A number out of range, or an unknown task.
     """
 
     lengths: tuple[int, ...]
@@ -83,27 +80,33 @@ class RetrievalSettings:
 
     @property
     def ranks(self) -> bool:
-        """Whether the answers are ranked among distractors."""
+        """True if the answers are ranked among distractors."""
         return self.decode == "teacher-forced" and self.distractors > 0
 
-    def places(self, task: Task) -> list[tuple[float | None, int]]:
-        """Depth and number of every sample of a task at one length."""
-        if task.has_depth:
-            return [(depth, sample) for depth in self.depths for sample in range(self.samples)]
-        return [(None, sample) for sample in range(self.samples * len(self.depths))]
+    def samples_of(self, name: str, length: int) -> list[Sample]:
+        """Return the samples of a task at a length."""
+        count = self.samples
+        depths: Sequence[float | None] = self.depths
+        if not get_task(name).has_depth:
+            depths, count = (None,), count * len(self.depths)
+        return [
+            Sample(self.seed, name, length, depth, number)
+            for depth in depths
+            for number in range(count)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
+        """Return JSON-ready values."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RetrievalSettings:
-        """Reads what `to_dict` wrote."""
+        """Read the values of `to_dict`."""
         return cls(**values)
 
 
 def even_depths(count: int) -> tuple[float, ...]:
-    """So many depths from 0 to 1 at equal distances; the middle where there is but one."""
+    """Return evenly spaced depths from 0 to 1; a single one is the middle."""
     return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)
 
 
@@ -122,11 +125,11 @@ Measured = tuple[list[Record], list[Failure]]
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A task that has no prompt as short as this.
+    """A task without prompts of a length.
 
     Attributes:
         task: Its name.
-        length: The length that was asked for.
+        length: The requested length.
         needed: Tokens of its shortest prompt and answer.
     """
 
@@ -140,36 +143,35 @@ class Item(machine.Item):
     """One sample under one method; its cell is the task and the length.
 
     Attributes:
-        place: Which sample it is.
+        sample: The sample.
     """
 
-    place: Place
+    sample: Sample
 
     @property
     def about(self) -> dict[str, Any]:
         """Return what identifies the item in `timings.json`, beside its method."""
-        place = self.place
+        sample = self.sample
         return {
-            "task": place.task,
-            "length": place.length,
-            "depth": place.depth,
-            "sample": place.sample,
+            "task": sample.task,
+            "length": sample.length,
+            "depth": sample.depth,
+            "sample": sample.number,
         }
 
 
 class RetrievalRun(Measurement[Item, Measured]):
-    """A measurement of every candidate on every task, length, depth and sample.
+    """The retrieval of every candidate on every task, length, depth and sample.
 
     Args:
         model: A causal language model, unpatched or with a saved patch.
         tokenizer: Its tokenizer.
-        candidates: What to compare, each `checked` against the model.
+        candidates: The methods to compare, each `checked` against the model.
         settings: Tasks, lengths and their numbers.
         special: Token ids in front of every prompt.
-        haystack: The user's own text, to stand in the place of the noise sentences.
+        haystack: The user's own text, instead of the noise sentences.
 
     Attributes:
-        items: All the work, in the order in which it is done.
         left_out: Tasks and lengths for which there is no prompt.
 
     Raises:
@@ -194,7 +196,7 @@ class RetrievalRun(Measurement[Item, Measured]):
         self._kit = Kit(encoder, settings.distractors if settings.ranks else 0, own)
         self.left_out: list[LeftOut] = []
         self.items = self._items(self._fitting())
-        ids = self.prompt(self.items[0].place).ids
+        ids = self.prompt(self.items[0].sample).ids
         check_vocabulary(model, int(ids.max()))
         with evaluation_mode(model):
             self.scorer = FrugalScorer(TokenScorer(model, ids, chunk=settings.chunk))
@@ -205,21 +207,18 @@ class RetrievalRun(Measurement[Item, Measured]):
         """Tokens of all prompts."""
         return sum(item.cost for item in self.items)
 
-    def prompt(self, place: Place) -> Prompt:
-        """The prompt of a sample: with its answer of `place.length` tokens, the same in every process."""
-        scene = get_task(place.task).scene(place, self._kit)
-        return lay_out(scene, place.length, self.special, self._kit.distractors)
+    def prompt(self, sample: Sample) -> Prompt:
+        """Return the prompt of a sample: with its answer of `sample.length` tokens, the same in every process."""
+        scene = get_task(sample.task).scene(sample, self._kit)
+        return lay_out(scene, sample.length, self.special, self._kit.distractors)
 
     def _fitting(self) -> list[tuple[int, str]]:
-        """Lengths and tasks for which there are prompts."""
+        """Return the lengths and tasks for which there are prompts."""
         fitting = []
         for length, name in itertools.product(self.settings.lengths, self.settings.tasks):
             task = get_task(name)
-            places = (
-                Place(self.settings.seed, name, length, *place)
-                for place in self.settings.places(task)
-            )
-            needed = max(task.scene(place, self._kit).shortest for place in places)
+            samples = self.settings.samples_of(name, length)
+            needed = max(task.scene(sample, self._kit).shortest for sample in samples)
             needed += len(self.special)
             if needed <= length:
                 fitting.append((length, name))
@@ -236,22 +235,22 @@ class RetrievalRun(Measurement[Item, Measured]):
     def _items(self, fitting: Sequence[tuple[int, str]]) -> list[Item]:
         items = []
         for candidate, (length, name) in itertools.product(self.candidates, fitting):
-            for number, (depth, sample) in enumerate(self.settings.places(get_task(name))):
+            for order, sample in enumerate(self.settings.samples_of(name, length)):
                 item = Item(
-                    key=(candidate.key, name, length, depth, sample),
+                    key=(candidate.key, name, length, sample.depth, sample.number),
                     candidate=candidate,
                     length=length,
                     cost=length,
                     cells=((name, length),),
-                    order=number,
-                    place=Place(self.settings.seed, name, length, depth, sample),
+                    order=order,
+                    sample=sample,
                 )
                 items.append(item)
         return items
 
     def measure(self, item: Item, attempt: Attempt) -> Value:
         """Score the answer of one sample."""
-        prompt = self.prompt(item.place)
+        prompt = self.prompt(item.sample)
         scores = attempt(partial(self._score, item, prompt))
         return {} if scores is None else {**scores, "distance": prompt.distance}
 
@@ -259,7 +258,7 @@ class RetrievalRun(Measurement[Item, Measured]):
         if self.settings.decode == "teacher-forced":
             return asdict(self._answers(prompt))
         self.scorer.reset(prompt.ids)
-        task = get_task(item.place.task)
+        task = get_task(item.sample.task)
         return judge(task, prompt, generate(self.model, self.tokenizer, prompt, task.new_tokens))
 
     def collect(self, values: Mapping[Key, Value]) -> Measured:
@@ -281,13 +280,13 @@ class RetrievalRun(Measurement[Item, Measured]):
 
 
 def _record(item: Item, value: Value) -> Record:
-    place = item.place
+    sample = item.sample
     return Record(
         method=item.label,
-        task=place.task,
-        length=place.length,
-        depth=place.depth,
-        sample=place.sample,
+        task=sample.task,
+        length=sample.length,
+        depth=sample.depth,
+        sample=sample.number,
         correct=value["correct"],
         score=value["score"],
         nats=value.get("nats"),

@@ -1,4 +1,4 @@
-"""From single samples to accuracies with intervals, and the numbers that papers give."""
+"""Accuracies with intervals from single samples, and the numbers that papers report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ YARN_SUCCESS = 0.8
 
 @dataclass(frozen=True)
 class Record:
-    """What came out of one sample.
+    """The scores of one sample under one method.
 
     Attributes:
         method: The label of the method.
@@ -25,9 +25,9 @@ class Record:
         score: The share of the answer's parts that are right.
         nats: Negative log-likelihood of the answer; `None` where answers are generated.
         rank: The answer's rank among the candidates; `None` without distractors.
-        candidates: How many candidates there were.
+        candidates: Number of candidates for the rank.
         distance: Tokens from the end of the (first) needle to the end of the prompt.
-        text: What was generated, where answers are.
+        text: The generated text, where answers are generated.
     """
 
     method: str
@@ -59,9 +59,9 @@ class Cell:
         score: Mean share of the answer's parts that are right.
         first: The share of samples whose answer is the most probable candidate.
         first_interval: 95 % Wilson interval of `first`.
-        chance: What `first` is where ranks are random.
+        chance: `first` of random ranks.
         rank: Mean rank.
-        beaten: Mean share of the distractors that are less probable than the answer; one half where ranks are random.
+        beaten: Mean share of the distractors that are less probable than the answer; one half for random ranks.
         nats: Mean negative log-likelihood of the answer.
         distance: The largest distance of a needle from the end.
     """
@@ -84,11 +84,11 @@ class Cell:
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """The 95 % score interval of a share (Wilson 1927); unlike mean and deviation it holds for shares of 0 and 1.
+    """Return the 95 % score interval of a share (Wilson 1927), which also holds for shares of 0 and 1.
 
     Args:
-        successes: How many succeeded.
-        trials: Of how many, at least 1.
+        successes: Number of successes.
+        trials: Number of trials, at least 1.
     """
     share, spread = successes / trials, Z * Z / trials
     middle = (share + spread / 2) / (1 + spread)
@@ -97,7 +97,7 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
 
 
 def summarize(records: Iterable[Record], *, by_depth: bool) -> list[Cell]:
-    """The cells of all methods, tasks and lengths, in the order of their first appearance.
+    """Return the cells of all methods, tasks and lengths, in the order of their first appearance.
 
     Args:
         records: The samples.
@@ -143,15 +143,15 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def k_max(cells: Iterable[Cell], success: float = PI_SUCCESS) -> int | None:
-    """Position Interpolation's effective context (arXiv 2306.15595, section 3.3).
+    """Return Position Interpolation's effective context (arXiv 2306.15595, section 3.3).
 
     Args:
         cells: The cells by depth of one method, task and length.
-        success: The accuracy that counts.
+        success: The required accuracy.
 
     Returns:
-        The largest distance between needle and question up to which the accuracy is `success` at every measured
-        distance, in tokens; 0 where it is not even at the shortest; `None` where there are no distances.
+        The largest distance between needle and question, in tokens, up to which every measured distance has that
+        accuracy; 0 where the shortest has not; `None` without distances.
     """
     reached: int | None = None
     near_first = sorted((c.distance, c.accuracy) for c in cells if c.distance is not None)
@@ -165,15 +165,15 @@ def k_max(cells: Iterable[Cell], success: float = PI_SUCCESS) -> int | None:
 def passing(
     cells: Iterable[Cell], success: float = YARN_SUCCESS
 ) -> tuple[int | None, float | None]:
-    """YaRN's pair of numbers (arXiv 2309.00071, table 5): passkey context and passkey accuracy.
+    """Return YaRN's pair of numbers (arXiv 2309.00071, table 5): passkey context and passkey accuracy.
 
     Args:
         cells: The cells over all depths of one method and task.
-        success: The accuracy that counts.
+        success: The required accuracy.
 
     Returns:
         The longest context with at least that accuracy, in tokens, and the mean accuracy of all measured contexts up to
-        it; twice `None` where there is none.
+        it; `None` for both where there is none.
     """
     ordered = sorted(cells, key=lambda cell: cell.length)
     longest = max((c.length for c in ordered if c.accuracy >= success), default=None)

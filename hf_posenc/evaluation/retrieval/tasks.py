@@ -1,4 +1,4 @@
-"""The tasks: what is hidden, what is asked, and what else could be answered."""
+"""Retrieval tasks: the hidden text, the question, and the wrong answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_posenc.evaluation.retrieval.prompts import (
     Encoder,
     Filler,
     OwnText,
-    Place,
+    Sample,
     Scene,
     answer_of,
     lines,
@@ -27,17 +27,17 @@ from hf_posenc.evaluation.retrieval.prompts import (
 )
 
 TRIES = 40
-"""At most so many times the wanted distractors are drawn, to have enough with as many tokens as the answer."""
+"""Draws per requested distractor, to have enough with as many tokens as the answer."""
 
 
 @dataclass(frozen=True)
 class Kit:
-    """What every prompt of a run is made with.
+    """Tools shared by all prompts of a run.
 
     Attributes:
-        encoder: Text to tokens.
-        distractors: How many wrong answers are wanted.
-        haystack: The user's own text in the place of the noise sentences.
+        encoder: Turns text into tokens.
+        distractors: Number of wrong answers.
+        haystack: The user's own text instead of the noise sentences.
     """
 
     encoder: Encoder
@@ -45,39 +45,39 @@ class Kit:
     haystack: OwnText | None = None
 
     def running_noise(self) -> Filler:
-        """Noise as one running text, or the user's own."""
+        """Return noise as one running text, or the user's own text."""
         return self.haystack.filler(self.encoder) if self.haystack else noise(self.encoder)
 
     def lines_of_noise(self) -> Filler:
-        """Noise in lines of five sentences, or the user's own text."""
+        """Return noise in lines of five sentences, or the user's own text."""
         if self.haystack:
             return self.haystack.filler(self.encoder)
         return lines(self.encoder, lambda: NOISE)
 
     def absent(self, draw: Callable[[], str]) -> str:
-        """Something random that the user's own text does not contain."""
+        """Draw until the value is not in the user's own text."""
         while True:
             value = draw()
             if self.haystack is None or value not in self.haystack.text:
                 return value
 
-    def others(self, draw: Callable[[], str], known: str) -> Iterator[str]:
-        """Different random values other than the known one: more than are wanted, each made when it is asked for."""
-        seen = {known}
+    def others(self, draw: Callable[[], str], value: str) -> Iterator[str]:
+        """Yield different random values other than `value`, more than are needed."""
+        seen = {value}
         for _ in range(TRIES * self.distractors):
-            value = self.absent(draw)
-            if value not in seen:
-                seen.add(value)
-                yield value
+            other = self.absent(draw)
+            if other not in seen:
+                seen.add(other)
+                yield other
 
 
 class Task(ABC):
     """One kind of prompt.
 
     Attributes:
-        name: As in reports and `--tasks`.
-        definition: What it asks, in one sentence.
-        has_depth: Whether there is one needle with a depth; otherwise depths do not apply.
+        name: Its name in reports and `--tasks`.
+        definition: Its question, in one sentence.
+        has_depth: Whether it has one needle with a depth; otherwise depths do not apply.
         new_tokens: Tokens to generate, where answers are generated.
     """
 
@@ -87,16 +87,15 @@ class Task(ABC):
     new_tokens: ClassVar[int]
 
     @abstractmethod
-    def scene(self, place: Place, kit: Kit) -> Scene:
-        """The pieces of a sample; the needle depends on `place.needle`, the filler on `place.filler`."""
+    def scene(self, sample: Sample, kit: Kit) -> Scene:
+        """Return the pieces of a sample; the needle depends on `sample.needle`, the filler on `sample.filler`."""
 
     def hit(self, text: str, references: Sequence[str]) -> float:
-        """How much of the answer a generated text has: RULER's `string_match_all`, from 0 to 1."""
+        """Return the share of the answer that a generated text contains: RULER's `string_match_all`, from 0 to 1."""
         return sum(reference.lower() in text.lower() for reference in references) / len(references)
 
 
-def answers(encoder: Encoder, question: str, values: Iterable[str]) -> Iterator[Answer]:
-    """Answers of a single part."""
+def _answers(encoder: Encoder, question: str, values: Iterable[str]) -> Iterator[Answer]:
     return (answer_of(encoder, question, [value]) for value in values)
 
 
@@ -120,37 +119,27 @@ class Passkey(Task):
     _NEEDLE = "The pass key is {0}. Remember it. {0} is the pass key.\n"
     _QUESTION = "What is the pass key? The pass key is"
 
-    def scene(self, place: Place, kit: Kit) -> Scene:
-        draws, encoder = Draws(*place.needle), kit.encoder
+    def scene(self, sample: Sample, kit: Kit) -> Scene:
+        draws, encoder = Draws(*sample.needle), kit.encoder
         key = kit.absent(lambda: draws.digits(5))
-        wrong = Draws("distractors", *place.needle)
-        assert place.depth is not None
+        wrong = Draws("distractors", *sample.needle)
+        assert sample.depth is not None
         return Scene(
             head=encoder.line(self._HEAD),
-            needles=[(place.depth, encoder.line(self._NEEDLE.format(key)))],
+            needles=[(sample.depth, encoder.line(self._NEEDLE.format(key)))],
             filler=kit.running_noise(),
             question=encoder.line(self._QUESTION),
             answer=answer_of(encoder, self._QUESTION, [key]),
-            distractors=lambda: answers(
+            distractors=lambda: _answers(
                 encoder, self._QUESTION, kit.others(lambda: wrong.digits(5), key)
             ),
             references=(key,),
         )
 
     def hit(self, text: str, references: Sequence[str]) -> float:
-        """Whether the first number of a generated text is the key, as in YaRN's script."""
+        """Return 1 if the first number of a generated text is the key, as in YaRN's script."""
         digits = "".join(letter if letter in "0123456789" else " " for letter in text).split()
         return float(digits[:1] == list(references))
-
-
-# RULER's needles in a haystack, after `scripts/data/synthetic/niah.py` of NVIDIA/RULER (arXiv 2404.06654).
-#
-# Taken from there: the template in its form for a single needle, the needle's sentence, the kinds of haystack (`noise`:
-# lines of five sentences; `needle`: other needles), keys (an adjective and a noun, or a UUID) and values (seven digits,
-# or a UUID), one key, value and query each (`scripts/synthetic.yaml`), 128 new tokens, `string_match_all`.
-#
-# Different here: prompt and answer have exactly L tokens (RULER fills up to L with whole lines, 128 new tokens
-# included); the needle's place is its depth instead of a random line; the lists of words are our own.
 
 
 _NEEDLE_HEAD = (
@@ -165,38 +154,46 @@ _NEEDLE_QUESTION = (
 
 
 class NeedleInHaystack(Task):
-    """One needle in RULER's words; the subclasses say what it and the haystack are made of."""
+    """One needle in RULER's words, after `scripts/data/synthetic/niah.py` of NVIDIA/RULER (arXiv 2404.06654).
+
+    Taken from there: the template for a single needle, the needle's sentence, the kinds of haystack (lines of five
+    sentences; other needles), keys (an adjective and a noun, or a UUID) and values (seven digits, or a UUID), one key,
+    value and query each (`scripts/synthetic.yaml`), 128 new tokens, `string_match_all`.
+
+    Different here: prompt and answer have exactly L tokens (RULER fills up to L with whole lines, 128 new tokens
+    included); the needle is put at its depth instead of a random line; the lists of words are our own.
+    """
 
     new_tokens = 128
     kind = "number"
     among_needles = False
 
     def make_key(self, draws: Draws) -> str:
-        """What the needle is asked for by."""
+        """Draw a key."""
         return word_key(draws)
 
     def make_value(self, draws: Draws) -> str:
-        """What is to be found."""
+        """Draw a value."""
         return draws.digits(7)
 
-    def scene(self, place: Place, kit: Kit) -> Scene:
-        draws, encoder = Draws(*place.needle), kit.encoder
+    def scene(self, sample: Sample, kit: Kit) -> Scene:
+        draws, encoder = Draws(*sample.needle), kit.encoder
         key = kit.absent(lambda: self.make_key(draws))
         value = kit.absent(lambda: self.make_value(draws))
-        wrong = Draws("distractors", *place.needle)
+        wrong = Draws("distractors", *sample.needle)
         others: Iterable[str] = kit.others(lambda: self.make_value(wrong), value)
         question = _NEEDLE_QUESTION.format(kind=self.kind, key=key)
         filler = kit.lines_of_noise()
         if self.among_needles:
-            filler, others = self._other_needles(place, kit, (key, value), others)
-        assert place.depth is not None
+            filler, others = self._other_needles(sample, kit, (key, value), others)
+        assert sample.depth is not None
         return Scene(
             head=encoder.line(_NEEDLE_HEAD.format(kind=self.kind)),
-            needles=[(place.depth, encoder.line(f"{self._needle(key, value)}\n"))],
+            needles=[(sample.depth, encoder.line(f"{self._needle(key, value)}\n"))],
             filler=filler,
             question=encoder.line(question),
             answer=answer_of(encoder, question, [value]),
-            distractors=lambda: answers(encoder, question, others),
+            distractors=lambda: _answers(encoder, question, others),
             references=(value,),
         )
 
@@ -204,14 +201,14 @@ class NeedleInHaystack(Task):
         return _NEEDLE.format(kind=self.kind, key=key, value=value)
 
     def _other_needles(
-        self, place: Place, kit: Kit, needle: tuple[str, str], spare: Iterable[str]
+        self, sample: Sample, kit: Kit, needle: tuple[str, str], spare: Iterable[str]
     ) -> tuple[Filler, Iterable[str]]:
-        """A haystack of other needles, and their values.
+        """Return a haystack of other needles, and their values.
 
-        Those are the distractors: finding any needle is not enough, it must be the key's. Where a short prompt holds
-        fewer than are wanted, values that are nowhere in it make up the number.
+        Their values are the distractors: finding any needle is not enough, it must be the key's. Where a short prompt
+        holds too few needles, values that do not occur in it are added.
         """
-        draws = Draws(*place.filler)
+        draws = Draws(*sample.filler)
         values: dict[str, None] = {}
 
         def line() -> str:
@@ -227,21 +224,21 @@ class NeedleInHaystack(Task):
 
         def others() -> Iterator[str]:
             shown = list(values)[: filler.whole_units]
-            yield from Draws("distractors", *place.filler).shuffled(shown)
+            yield from Draws("distractors", *sample.filler).shuffled(shown)
             yield from (value for value in spare if value not in values)
 
         return filler, others()
 
 
 class NiahSingle1(NeedleInHaystack):
-    """`niah_single_1`: noise; the key is a pair of words, the value a number."""
+    """`niah_single_1`: a number under a pair of words, in noise."""
 
     name = "niah_single_1"
     definition = "RULER: a number of seven digits under a key of two words, in lines of noise"
 
 
 class NiahMultikey2(NeedleInHaystack):
-    """`niah_multikey_2`: the haystack is made of other needles."""
+    """`niah_multikey_2`: the haystack consists of other needles."""
 
     name = "niah_multikey_2"
     definition = "RULER: as niah_single_1, in a haystack of other such needles, whose numbers are distractors"
@@ -249,7 +246,7 @@ class NiahMultikey2(NeedleInHaystack):
 
 
 class NiahMultikey3(NeedleInHaystack):
-    """`niah_multikey_3`: the haystack is made of other needles, keys and values are UUIDs."""
+    """`niah_multikey_3`: the haystack consists of other needles; keys and values are UUIDs."""
 
     name = "niah_multikey_3"
     definition = "RULER: as niah_multikey_2, with UUIDs as keys and values"
@@ -263,16 +260,6 @@ class NiahMultikey3(NeedleInHaystack):
         return draws.uuid()
 
 
-# RULER's variable tracking, after `scripts/data/synthetic/variable_tracking.py` of NVIDIA/RULER (arXiv 2404.06654).
-#
-# Taken from there: the template, one chain of four hops (`scripts/synthetic.yaml`), names of five capital letters, a
-# value of five digits, noise in lines of five sentences, one worked example in front of every prompt (five lines of
-# noise, names of three letters, new names every time), 30 new tokens, `string_match_all`.
-#
-# Different here: prompt and answer have exactly L tokens; the statements have no space at their end; where they stand
-# is drawn as parts of the filler, the same at every length.
-
-
 HOPS = 4
 _TRACKING_HEAD = (
     "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
@@ -284,7 +271,16 @@ _TRACKING_QUESTION = (
 
 
 class VariableTracking(Task):
-    """`vt`: which variables have a value, through a chain of assignments."""
+    """`vt`: the variables that have a value, through a chain of assignments.
+
+    After `scripts/data/synthetic/variable_tracking.py` of NVIDIA/RULER (arXiv 2404.06654). Taken from there: the
+    template, one chain of four hops (`scripts/synthetic.yaml`), names of five capital letters, a value of five digits,
+    noise in lines of five sentences, one worked example in front of every prompt (five lines of noise, names of three
+    letters, new names every time), 30 new tokens, `string_match_all`.
+
+    Different here: prompt and answer have exactly L tokens; the statements have no space at their end; their positions
+    are drawn as fractions of the filler, the same at every length.
+    """
 
     name = "vt"
     definition = (
@@ -293,19 +289,19 @@ class VariableTracking(Task):
     has_depth = False
     new_tokens = 30
 
-    def scene(self, place: Place, kit: Kit) -> Scene:
-        draws, encoder = Draws(*place.needle), kit.encoder
+    def scene(self, sample: Sample, kit: Kit) -> Scene:
+        draws, encoder = Draws(*sample.needle), kit.encoder
         example = _names(draws, 3, ())
         names = _names(draws, 5, ())
         first, second = draws.digits(5), draws.digits(5)
         question = _TRACKING_QUESTION.format(value=second, count=HOPS + 1)
-        places = sorted(draws.fraction() for _ in names)
+        positions = sorted(draws.fraction() for _ in names)
         statements = [encoder.line(f"{text}\n") for text in _chain(names, second)]
-        other = Draws("distractors", *place.needle)
+        other = Draws("distractors", *sample.needle)
         wrong = (_names(other, 5, names) for _ in range(TRIES * kit.distractors))
         return Scene(
             head=encoder.line(_example(example, first) + _TRACKING_HEAD),
-            needles=list(zip(places, statements, strict=True)),
+            needles=list(zip(positions, statements, strict=True)),
             filler=kit.lines_of_noise(),
             question=encoder.line(question),
             answer=answer_of(encoder, question, names),
@@ -315,7 +311,7 @@ class VariableTracking(Task):
 
 
 def _names(draws: Draws, letters: int, taken: Sequence[str]) -> list[str]:
-    """Names of variables for one chain, all different."""
+    """Draw different names of variables for one chain."""
     names: list[str] = []
     while len(names) <= HOPS:
         name = draws.letters(letters, string.ascii_uppercase)
@@ -325,29 +321,16 @@ def _names(draws: Draws, letters: int, taken: Sequence[str]) -> list[str]:
 
 
 def _chain(names: Sequence[str], value: str) -> list[str]:
-    """The statements that hand a value on from variable to variable."""
+    """Return the statements that pass a value from variable to variable."""
     hops = [f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names)]
     return [f"VAR {names[0]} = {value}", *hops]
 
 
 def _example(names: Sequence[str], value: str) -> str:
-    """A whole short prompt and its answer."""
+    """Return a short prompt and its answer."""
     context = "\n".join(f"{statement}\n{NOISE}" for statement in _chain(names, value))
     question = _TRACKING_QUESTION.format(value=value, count=len(names))
     return f"{_TRACKING_HEAD}{context}\n{question} {' '.join(names)}\n\n"
-
-
-# RULER's frequent words, after `scripts/data/synthetic/freq_words_extraction.py` of NVIDIA/RULER (arXiv 2404.06654).
-#
-# Taken from there: the template, coded words of six small letters, a vocabulary of L / 50 words, the k-th most frequent
-# of which comes `N k^-alpha / zeta(alpha)` times (rounded down) with alpha = 2, the most frequent one being `...`,
-# which
-# the question says to ignore, all in random order; the next three are the answer; 50 new tokens, `string_match_all`.
-#
-# Different here: prompt and answer have exactly L tokens, filled up with `...`; at least ten words, so that short
-# prompts
-# have some besides the answer; N is such that the words of the answer and the next one all have different counts
-# (RULER's may tie).
 
 
 ALPHA = 2.0
@@ -369,22 +352,32 @@ _QUESTION = (
 
 
 class FrequentWords(Task):
-    """`fwe`: the three most frequent words, most frequent first."""
+    """`fwe`: the three most frequent words, most frequent first.
+
+    After `scripts/data/synthetic/freq_words_extraction.py` of NVIDIA/RULER (arXiv 2404.06654). Taken from there: the
+    template, coded words of six small letters, a vocabulary of L / 50 words. The k-th most frequent word comes
+    `N k^-alpha / zeta(alpha)` times (rounded down) with alpha = 2, all in random order. The most frequent one is `...`,
+    which the question tells the reader to ignore; the next three are the answer. 50 new tokens, `string_match_all`.
+
+    Different here: prompt and answer have exactly L tokens, padded with `...`; at least ten words, so that short
+    prompts have some besides the answer; N is such that the words of the answer and the next one have different counts
+    (RULER's may tie).
+    """
 
     name = "fwe"
     definition = "RULER: the three most frequent of made-up words, most frequent first"
     has_depth = False
     new_tokens = 50
 
-    def scene(self, place: Place, kit: Kit) -> Scene:
+    def scene(self, sample: Sample, kit: Kit) -> Scene:
         encoder = kit.encoder
-        words = _vocabulary(place)
+        words = _vocabulary(sample)
         sizes = [len(encoder.behind(".", f" {word}")) for word in (DOTS, *words)]
         head, question = encoder.line(_HEAD), encoder.line(_QUESTION)
         asked, rest = words[:ASKED], words[ASKED:]
         answer = answer_of(encoder, _QUESTION, asked)
         fixed = len(head) + len(question) + len(encoder.newline) + len(answer.ids)
-        counts = _counts(sizes, place.length - fixed)
+        counts = _counts(sizes, sample.length - fixed)
 
         def units() -> Iterator[Sequence[int]]:
             text = [
@@ -392,13 +385,13 @@ class FrequentWords(Task):
                 for word, count in zip((DOTS, *words), counts, strict=True)
                 for _ in range(count)
             ]
-            for word in Draws("order", *place.filler).shuffled(text):
+            for word in Draws("order", *sample.filler).shuffled(text):
                 yield encoder.behind(".", f" {word}")
             while True:
                 yield encoder.behind(".", f" {DOTS}")
 
         def distractors() -> Iterator[Answer]:
-            draws, seen = Draws("distractors", *place.filler), set()
+            draws, seen = Draws("distractors", *sample.filler), set()
             for _ in range(TRIES * kit.distractors):
                 others = tuple(draws.shuffled(rest[:COMMON])[:ASKED])
                 if others not in seen:
@@ -413,16 +406,16 @@ class FrequentWords(Task):
             answer=answer,
             distractors=distractors,
             references=tuple(asked),
-            least_filler=_tokens(sizes, _first_clear(len(sizes))) + len(encoder.newline),
+            least_filler=_tokens(sizes, _shortest(len(sizes))) + len(encoder.newline),
         )
 
 
-def _vocabulary(place: Place) -> list[str]:
-    """The coded words, most frequent first; those of the answer are the same at every length."""
+def _vocabulary(sample: Sample) -> list[str]:
+    """Draw the coded words, most frequent first; those of the answer are the same at every length."""
     words: dict[str, None] = {}
-    streams = [Draws(*place.needle)] * ASKED
-    size = max(place.length // 50, LEAST_WORDS)
-    filler = Draws(*place.filler)
+    streams = [Draws(*sample.needle)] * ASKED
+    size = max(sample.length // 50, LEAST_WORDS)
+    filler = Draws(*sample.filler)
     while len(words) < size:
         draws = streams.pop() if streams else filler
         words[draws.letters(6, string.ascii_lowercase)] = None
@@ -430,12 +423,12 @@ def _vocabulary(place: Place) -> list[str]:
 
 
 def _counts(sizes: Sequence[int], room: int) -> list[int]:
-    """How often each word comes: the most text that fits and leaves no doubt about the answer."""
-    low, high = _first_clear(len(sizes)), max(room, 1) * 2
+    """Return the count of each word in the longest text that fits and has an unambiguous answer."""
+    low, high = _shortest(len(sizes)), max(room, 1) * 2
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if _tokens(sizes, middle) <= room else (low, middle - 1)
-    while not _clear(_zipf(low, len(sizes))):
+    while not _unambiguous(_zipf(low, len(sizes))):
         low -= 1
     return _zipf(low, len(sizes))
 
@@ -448,18 +441,15 @@ def _tokens(sizes: Sequence[int], words: int) -> int:
     return sum(s * count for s, count in zip(sizes, _zipf(words, len(sizes)), strict=True))
 
 
-def _clear(counts: Sequence[int]) -> bool:
-    """Whether the asked words and the one that comes next have different counts."""
+def _unambiguous(counts: Sequence[int]) -> bool:
+    """Return whether the words of the answer and the next one have different counts."""
     deciding = counts[1 : ASKED + 2]
     return all(a > b for a, b in itertools.pairwise(deciding))
 
 
-def _first_clear(size: int) -> int:
-    """The shortest text that leaves no doubt."""
-    return next(words for words in range(1, 1000) if _clear(_zipf(words, size)))
-
-
-# All tasks by name.
+def _shortest(size: int) -> int:
+    """Return the number of words of the shortest text with an unambiguous answer."""
+    return next(words for words in range(1, 1000) if _unambiguous(_zipf(words, size)))
 
 
 TASKS: dict[str, Task] = {
@@ -476,10 +466,10 @@ TASKS: dict[str, Task] = {
 
 
 def get_task(name: str) -> Task:
-    """A task by its name.
+    """Return a task by its name.
 
     Raises:
-        PosencError: There is none of that name.
+        PosencError: There is no such task.
     """
     if name not in TASKS:
         raise unknown("task", name, TASKS)

@@ -21,8 +21,8 @@ from hf_posenc.evaluation.retrieval.prompts import (
     Draws,
     Encoder,
     OwnText,
-    Place,
     Prompt,
+    Sample,
     lay_out,
 )
 from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit
@@ -60,7 +60,7 @@ def make(
 ) -> Prompt:
     kit = kit_of(tokenizer, haystack)
     special = special_prefix(kit.encoder.tokenizer, "auto")
-    place = Place(seed, task, length, depth if TASKS[task].has_depth else None, sample)
+    place = Sample(seed, task, length, depth if TASKS[task].has_depth else None, sample)
     return lay_out(TASKS[task].scene(place, kit), length, special, kit.distractors)
 
 
@@ -72,7 +72,7 @@ def shortest(task: str, tokenizer: str, *depths: float) -> int:
     """Tokens that every one of these prompts fits into."""
     kit = kit_of(tokenizer)
     special = special_prefix(kit.encoder.tokenizer, "auto")
-    places = [Place(0, task, 4096, d if TASKS[task].has_depth else None, 0) for d in depths]
+    places = [Sample(0, task, 4096, d if TASKS[task].has_depth else None, 0) for d in depths]
     return max(TASKS[task].scene(place, kit).shortest for place in places) + len(special)
 
 
@@ -112,7 +112,7 @@ def test_a_prompt_reads_as_the_papers_wrote_it(tokenizer: str) -> None:
     assert shown.endswith("\nWhat is the pass key? The pass key is")
     assert text(prompt.answer.ids, tokenizer).strip() == key
     # behind the question the answer continues the tokens of the text
-    whole = kit_of(tokenizer).encoder.plain(f"\nThe pass key is {key}")
+    whole = kit_of(tokenizer).encoder.behind("", f"\nThe pass key is {key}")
     assert whole[-len(prompt.answer.ids) :] == prompt.answer.ids
 
 

@@ -12,7 +12,7 @@ from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import execute
 from hf_posenc.evaluation.measuring.store import Memory
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate, judge
-from hf_posenc.evaluation.retrieval.prompts import Answer, Encoder, Place, Prompt, lay_out
+from hf_posenc.evaluation.retrieval.prompts import Answer, Encoder, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.run import RetrievalRun, RetrievalSettings
 from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
@@ -27,7 +27,7 @@ LENGTH = 600
 def prompt_of(
     task: str = "passkey", length: int = LENGTH, sample: int = 0, depth: float = 0.5
 ) -> Prompt:
-    place = Place(0, task, length, depth if TASKS[task].has_depth else None, sample)
+    place = Sample(0, task, length, depth if TASKS[task].has_depth else None, sample)
     return lay_out(TASKS[task].scene(place, KIT), length, [], KIT.distractors)
 
 
