@@ -354,8 +354,7 @@ def report(
     protocol, documents or tokenizer) stand in separate tables, with the reason. Of an unfinished run it says so.
     """
     from hf_posenc.evaluation import plots
-    from hf_posenc.evaluation.page import collect, render
-    from hf_posenc.evaluation.page.render import TITLE
+    from hf_posenc.evaluation.page import TITLE, collect, render
     from hf_posenc.files import write_atomically
 
     found = collect(runs)

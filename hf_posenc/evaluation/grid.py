@@ -7,7 +7,9 @@ grids and nothing else. The HTML page renders them by its own template (`page/gr
 from __future__ import annotations
 
 import abc
+import dataclasses
 import io
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -80,22 +82,26 @@ class Field:
         self.spans.append(Span(text, mark, value))
         return self
 
+    def add(self, *spans: Span) -> Field:
+        """Add spans and return the field."""
+        self.spans += spans
+        return self
+
     @property
     def text(self) -> str:
         """The whole text, with line feeds."""
         return "".join(span.text for span in self.spans)
 
     @property
-    def lines(self) -> list[list[Span]]:
-        """The spans of each line."""
+    def lines(self) -> list[list[tuple[str, list[Span]]]]:
+        """The lines, each with its marks and their spans."""
         lines: list[list[Span]] = [[]]
         for span in self.spans:
-            for index, part in enumerate(span.text.split("\n")):
-                if index:
-                    lines.append([])
-                if part:
-                    lines[-1].append(Span(part, span.mark, span.value))
-        return lines
+            first, *others = span.text.split("\n")
+            lines[-1] += [dataclasses.replace(span, text=first)] if first else []
+            lines += [[dataclasses.replace(span, text=text)] for text in others]
+        marked = (itertools.groupby(line, key=lambda span: span.mark) for line in lines)
+        return [[(mark, list(spans)) for mark, spans in groups] for groups in marked]
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,12 @@ class Grid:
     rows: list[Row] = default(default_factory=list)
     caption: str = ""
     kind: str = "numbers"
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """The shared headings of the columns after the first, each with its number of columns."""
+        groups = itertools.groupby(self.columns[1:], key=lambda column: column.group)
+        return [(group, len(list(columns))) for group, columns in groups]
 
     def column(self, head: str, *, numeric: bool = False, **options: Any) -> None:
         """Add a column; see `Column`."""

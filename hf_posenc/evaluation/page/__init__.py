@@ -1,6 +1,243 @@
 """One HTML page from the results of many runs. It loads nothing, so it can be mailed, archived or printed."""
 
-from hf_posenc.evaluation.page.collect import Collection, Source, Unfinished, collect
-from hf_posenc.evaluation.page.render import render
+from __future__ import annotations
 
-__all__ = ["Collection", "Source", "Unfinished", "collect", "render"]
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from hf_posenc.evaluation.grid import Field, Grid
+from hf_posenc.evaluation.page import kinds, perplexity
+from hf_posenc.evaluation.page.collect import Collection, Source, Unfinished, collect
+from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
+from hf_posenc.evaluation.plots import available
+
+__all__ = ["TITLE", "Collection", "Source", "Unfinished", "collect", "render"]
+
+TITLE = "Measurements of hf-posenc"
+HASH = 12
+"""Digits of a hash that are shown; the tooltip and the JSON have all of them."""
+_HASH = re.compile(r"[0-9a-f]{40,}")
+# Parts of a result that the page shows elsewhere than under its settings.
+_ELSEWHERE = frozenset(
+    {
+        *("kind", "format", "command", "summary", "records", "curve", "documents", "skipped"),
+        *("failures", "methods", "protocols", "perplexity", "retrieval", "speed", "by_depth"),
+        *("scores", "tasks", "recipe", "rungs", "steps", "remarks"),
+    }
+)
+
+
+def render(collection: Collection, *, title: str = TITLE, figures: bool = True) -> str:
+    """Render the report as one HTML document.
+
+    Args:
+        collection: The results, from `collect`.
+        title: Its heading.
+        figures: Draw figures, if matplotlib is installed.
+    """
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    from hf_posenc.evaluation.measuring.identity import version_of
+
+    folder = Path(__file__).parent
+    environment = Environment(
+        loader=FileSystemLoader(folder),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    sources = collection.sources
+    failures = _failures(sources)
+    sections: dict[str, Sequence[Any]] = {
+        "perplexity": perplexity.sections(sources, figures=figures and available()),
+        "retrieval": kinds.retrieval(sources),
+        "bench": kinds.bench(sources),
+        "tuning": kinds.tuning(sources),
+    }
+    return environment.get_template("page.html").render(
+        title=title,
+        version=version_of("hf-posenc"),
+        style=Markup((folder / "style.css").read_text(encoding="utf-8")),
+        few=FEW_DOCUMENTS,
+        collection=collection,
+        contents=_contents(collection, sections, failed=bool(failures.rows)),
+        runs=_runs(collection.files),
+        failures=failures,
+        settings=_settings(sources),
+        methods=[_methods(source) for source in sources if source.data.get("methods")],
+        documents=[(s, _documents(s)) for s in sources if s.data.get("documents")],
+        skipped=[(s, s.data["skipped"]) for s in sources if s.data.get("skipped")],
+        commands=_commands(sources),
+        **sections,
+    )
+
+
+def _contents(
+    collection: Collection, sections: Mapping[str, Sequence[Any]], *, failed: bool
+) -> list[tuple[str, str]]:
+    """The anchors and titles of the table of contents."""
+    numbered = []
+    for name in ("perplexity", "retrieval", "bench"):
+        count = len(sections[name])
+        for index in range(1, count + 1):
+            text = name.capitalize()
+            numbered.append((f"{name}-{index}", f"{text} {index}" if count > 1 else text))
+    entries = [
+        ("unfinished", "Unfinished runs") if collection.unfinished else None,
+        ("remarks", "Not in this report") if collection.remarks else None,
+        ("runs", "Runs"),
+        *numbered,
+        *(
+            (f"tuning-{index}", f"{section.title.split()[0]} of run {section.source.number}")
+            for index, section in enumerate(sections["tuning"], 1)
+        ),
+        ("failures", "Missing numbers") if failed else None,
+        ("caveats", "Before you conclude"),
+        ("settings", "Settings"),
+        ("documents", "Documents"),
+        ("reproduce", "Commands to reproduce"),
+    ]
+    return [entry for entry in entries if entry is not None]
+
+
+def _grid(title: str, caption: str, *heads: str, kind: str = "words") -> Grid:
+    grid = Grid(title, caption=caption, kind=kind)
+    for head in heads:
+        grid.column(head)
+    return grid
+
+
+def _runs(files: Sequence[Source]) -> Grid:
+    heads = ("run", "folder", "kind", "model", "dtype, attention, device")
+    grid = _grid("Runs", "Results in this report.", *heads)
+    for source in files:
+        model = (source.data.get("perplexity") or source.data).get("model", {})
+        values = (model.get("dtype"), model.get("attention"), model.get("device"))
+        how = ", ".join(str(value) for value in values if value is not None)
+        name = model.get("name", "-")
+        grid.row(str(source.number), source.name, source.kind, name, how or "-")
+    return grid
+
+
+def _failures(sources: Sequence[Source]) -> Grid:
+    """Missing numbers and their reasons; each reason once with all its lengths."""
+    reasons: dict[tuple[int, str, str, str], list[int]] = {}
+
+    def add(source: Source, method: str, where: str, reason: str, length: int | None) -> None:
+        lengths = reasons.setdefault((source.number, method, where, reason), [])
+        lengths += [] if length is None else [length]
+
+    for source in sources:
+        data = source.data
+        for entry in data.get("failures", ()):
+            where = str(entry.get("protocol") or entry.get("task") or "")
+            method, reason = str(entry.get("method", "")), str(entry.get("reason"))
+            add(source, method, where, reason, entry.get("length"))
+        for row in data["summary"] if source.kind == "perplexity" else ():
+            if row["nats"] is None:
+                reason = "the loss is not finite"
+                add(source, row["method"], row["protocol"], reason, row["length"])
+        for row in data["summary"] if source.kind in kinds.TITLES else ():
+            if row["failed"] is not None:
+                add(source, row["label"], "tail", row["failed"], data["settings"]["target"])
+    title = "Missing numbers"
+    caption = "OOM: out of memory. nan: the loss was not a finite number. Nothing is averaged over the rest."
+    grid = _grid(title, caption, "run", "method", "where", "why")
+    for (run, method, where, reason), lengths in reasons.items():
+        listed = ", ".join(f"{length:,}" for length in sorted(lengths))
+        grid.row(str(run), method, f"{where} at {listed}" if where else listed, reason)
+    return grid
+
+
+def _settings(sources: Sequence[Source]) -> Grid:
+    """Everything that determines the numbers, one row per setting and one column per result."""
+    numbers = [source.number for source in sources]
+    several = {number for number in numbers if numbers.count(number) > 1}
+    heads = [f"run {s.number}" + (f", {s.kind}" if s.number in several else "") for s in sources]
+    caption = "One column per result; a single field where all that have the setting agree."
+    grid = _grid("Settings", caption, "setting", *heads, kind="words settings")
+    tables = [_flat(source.data) for source in sources]
+    for name in dict.fromkeys(name for table in tables for name in table):
+        values = [table.get(name, "") for table in tables]
+        given = [value for value in values if value]
+        if len(given) > 1 and len(set(given)) == 1:
+            grid.row(name, _shortened(given[0], columns=len(values)))
+        else:
+            differs = "differs" if len(set(given)) > 1 else ""
+            grid.row(name, *map(_shortened, values), mark=differs)
+    return grid
+
+
+def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, str]:
+    """Nested values under dotted names; lists of plain values joined, lists of anything else left out."""
+    flat: dict[str, str] = {}
+    for key, value in data.items():
+        name = f"{above}{key}"
+        if not above and key in _ELSEWHERE:
+            continue
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{name}.")
+        elif isinstance(value, list):
+            if not any(isinstance(entry, dict | list) for entry in value):
+                flat[name] = ", ".join(map(_plain, value)) or "none"
+        else:
+            flat[name] = _plain(value)
+    return flat
+
+
+def _plain(value: Any) -> str:
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _shortened(value: str, mark: str = "", columns: int = 1) -> Field:
+    """A hash by its first digits, anything else whole."""
+    text = f"{value[:HASH]}…" if _HASH.fullmatch(value) else value
+    return Field(text, mark, hint=value, columns=columns)
+
+
+def _methods(source: Source) -> Grid:
+    heads = ("method", "--patch", "scale", "forwards for prefix")
+    caption = "As they were requested, and the scale in force."
+    grid = _grid(f"Methods of run {source.number}", caption, *heads)
+    for method in source.data["methods"]:
+        shared, scale = method.get("prefix_from_one_forward"), method.get("scale")
+        shown = "-" if scale is None else f"{scale:g}"
+        if scale is None and method.get("auto_scale"):
+            original = method.get("original")
+            shown = f"length / {original:,}, at least 1" if original else "auto"
+        forwards = "one for all lengths" if shared else "one for each length"
+        spec = Field(str(method.get("spec", "")), "mono")
+        grid.row(str(method["label"]), spec, shown, "-" if shared is None else forwards)
+    return grid
+
+
+def _documents(source: Source) -> Grid:
+    heads = ("document", "tokens", "bytes", "text", "tokens read")
+    caption = "Hashes: SHA-256 of the text and of the tokens that were read, first digits; the JSON has all of them."
+    grid = _grid(f"Documents of run {source.number}", caption, *heads)
+    for document in source.data["documents"]:
+        counts = (document.get(name) for name in ("tokens", "bytes"))
+        hashes = (document.get(name) or "-" for name in ("text_sha256", "tokens_sha256"))
+        grid.row(
+            document["name"],
+            *("-" if count is None else f"{count:,}" for count in counts),
+            *(_shortened(text, "mono") for text in hashes),
+        )
+    return grid
+
+
+def _commands(sources: Sequence[Source]) -> list[tuple[Source, str]]:
+    """The command of each file; the parts of a benchmark repeat it."""
+    commands: dict[int, tuple[Source, str]] = {}
+    for source in sources:
+        if source.data.get("command"):
+            commands.setdefault(source.number, (source, str(source.data["command"])))
+    return list(commands.values())

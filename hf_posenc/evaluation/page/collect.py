@@ -1,157 +1,18 @@
-"""Finds the results in run folders."""
+"""Results in run folders: which are there, which have not finished, and which may share a table."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
-import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.measuring.statistics import RESAMPLES, Record, summarize
-from hf_posenc.evaluation.page.numbers import Interval, interval_of
-
-# The rows of a table that several results share.
-
-
-@dataclass(frozen=True)
-class Number:
-    """One number of a table, as `measuring.statistics.Cell`, with a ratio to the baseline of the table."""
-
-    length: int
-    perplexity: float
-    interval: Interval | None
-    ratio: float | None
-    ratio_interval: Interval | None
-    bits_per_byte: float | None
-    tokens: int
-    documents: int
-
-
-@dataclass(frozen=True)
-class Axes:
-    """What the axes of a figure are made from."""
-
-    lengths: tuple[int, ...]
-    protocols: tuple[str, ...]
-    tail_tokens: int
-
-
-@dataclass
-class Line:
-    """One method of one result: a row of the table.
-
-    Attributes:
-        source: Where it was measured.
-        also: Where else, with the very same numbers.
-        name: The method's label in that result.
-        label: Its label here, which no other row has: with the number of its result where several have it.
-        method: The method's name; `None` for the model as it was loaded.
-        numbers: By length.
-        failures: Why there is no number, by length.
-        baseline: The label of the row that its ratios are relative to; its own, if it is that row.
-    """
-
-    source: Source
-    name: str
-    label: str
-    method: str | None
-    also: list[Source] = field(default_factory=list)
-    numbers: dict[int, Number] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
-    baseline: str = ""
-
-
-@dataclass
-class Merged:
-    """The results of one protocol that are comparable; can be drawn like a `PerplexityResult`.
-
-    Attributes:
-        protocol: Its name.
-        definition: Its sentence.
-        sources: Where the numbers come from.
-        lines: The rows.
-        settings: Lengths and such, of all of them together.
-        original: The context length that the model was trained on; `None` if unknown, or not the same.
-        curve: Sums by position, where every result has them with the same edges.
-    """
-
-    protocol: str
-    definition: str
-    sources: list[Source]
-    lines: list[Line]
-    settings: Axes
-    original: int | None
-    curve: dict[str, Any] | None = None
-
-    @property
-    def candidates(self) -> list[Line]:
-        """The rows, under the name that figures know."""
-        return self.lines
-
-    def cell(self, method: str, protocol: str, length: int, /) -> Number | None:
-        """The number of a row at a length."""
-        line = next(line for line in self.lines if line.label == method)
-        return line.numbers.get(length)
-
-
-# Ratios that no single result has: between rows of different results, or between lengths.
-
-
-NAN = math.nan
-
-
-def against(
-    line: Line, other: Line, protocol: str, length: int, other_length: int
-) -> tuple[float | None, Interval | None]:
-    """A row's perplexity divided by another's, with the paired 95 % interval over documents.
-
-    Args:
-        line: The row.
-        other: What it is divided by; it has read the same documents, and under `tail` the same targets at any length.
-        protocol: The protocol of both.
-        length: The row's length.
-        other_length: The other's.
-
-    Returns:
-        Ratio and interval; `None` where one of the two was not measured.
-    """
-    base = _records(other, protocol, other_length, "base")
-    rows = _records(line, protocol, length, "row")
-    if not rows or len(rows) != len(base):
-        return None, None
-    settings = line.source.data["settings"]
-    cells = summarize(
-        [*base, *rows],
-        seed=settings.get("seed", 0),
-        resamples=settings.get("resamples", RESAMPLES),
-        aggregate=settings.get("aggregate", "tokens"),
-        base=settings.get("base"),
-    )
-    cell = next((cell for cell in cells if cell.method == "row"), None)
-    return (None, None) if cell is None else (cell.ratio, cell.ratio_interval)
-
-
-def _records(line: Line, protocol: str, length: int, name: str) -> list[Record]:
-    """A row's sums, under names that do not depend on the machine: the document's place, and length 0."""
-    data = line.source.data
-    places = {document["name"]: str(place) for place, document in enumerate(data["documents"])}
-    known = {field.name for field in dataclasses.fields(Record)}
-    records = []
-    for entry in data["records"]:
-        if (entry["method"], entry["protocol"], entry["length"]) != (line.name, protocol, length):
-            continue
-        document = places.get(entry["document"], entry["document"])
-        values = {**entry, "method": name, "length": 0, "document": document}
-        for sums in ("nats", "weighted"):  # JSON has no NaN
-            values[sums] = NAN if values[sums] is None else values[sums]
-        records.append(Record(**{key: values[key] for key in known}))
-    return records
-
+from hf_posenc.evaluation.measuring.statistics import RESAMPLES, Cell, Record, summarize
+from hf_posenc.evaluation.perplexity.result import nan_if_none, record_of
 
 KINDS = ("perplexity", "retrieval", "bench", "sweep", "search")
 RECORDS = "records"
@@ -168,7 +29,7 @@ NEEDED = {
     "haystack": ("retrieval",),
     "perplexity": ("bench",),
 }
-"""Objects and lists that no result of a kind is without."""
+"""Objects and lists that every result of a kind has."""
 
 
 @dataclass(frozen=True)
@@ -176,11 +37,11 @@ class Source:
     """One result: a file, or a part of a benchmark's file.
 
     Attributes:
-        number: The file's place in the report, from 1; what tables call it.
-        name: The folder, or the file where its name is not the usual one, as it was given.
+        number: The file's number in the report, from 1.
+        name: The folder; or the file, if a file was given.
         kind: One of `KINDS`.
-        data: What the file holds, or the part of it.
-        part: Whether it is a part.
+        data: Content of the file, or of the part.
+        part: True for a part of a file.
     """
 
     number: int
@@ -197,7 +58,7 @@ class Unfinished:
     Attributes:
         name: The folder.
         values: Number of stored values.
-        processes: Number of files that they are in.
+        processes: Number of processes that stored them.
         settings: The settings of the run that stored most, where they can be read.
     """
 
@@ -209,12 +70,12 @@ class Unfinished:
 
 @dataclass
 class Collection:
-    """What was found, and what was not.
+    """Results, unfinished runs, and remarks on other files.
 
     Attributes:
-        sources: The results, each once; those inside a benchmark's behind it.
-        unfinished: Folders whose run has not ended.
-        remarks: One line for every file or folder that is not in the report, and why.
+        sources: The results, each once; the parts of a benchmark follow it.
+        unfinished: Folders whose run has not finished.
+        remarks: One line for every file or folder that is not in the report, with the reason.
     """
 
     sources: list[Source] = field(default_factory=list)
@@ -223,39 +84,41 @@ class Collection:
 
     @property
     def files(self) -> list[Source]:
-        """The results that are files."""
+        """The results that are whole files."""
         return [source for source in self.sources if not source.part]
 
 
 def collect(paths: Sequence[Path]) -> Collection:
-    """Reads the results in folders, their subfolders included, or in files.
+    """Read the results in folders, including their subfolders, or in files.
 
     Args:
         paths: Run folders, folders of run folders, or result files.
 
     Returns:
-        The results in the order of the paths; a result that is there twice is taken once.
+        The results in the order of the paths; a result that occurs twice is taken once.
 
     Raises:
         PosencError: A path does not exist, or there is nothing to report in any of them.
     """
-    found = Collection()
+    collection = Collection()
     seen: dict[str, str] = {}
     for path in paths:
         if not path.exists():
             raise PosencError(f"There is no folder {path}. Give the --output folder of a run.")
         files = [path] if path.is_file() else _results_in(path)
         for file in files:
-            _add(found, file, file.parent if path.is_dir() else file, seen)
+            _add(collection, file, file.parent if path.is_dir() else file, seen)
         if path.is_dir():
-            found.unfinished += _unfinished_in(path, {file.parent for file in files})
-        if not files and not any(Path(run.name).is_relative_to(path) for run in found.unfinished):
-            found.remarks.append(f"{path}: no result in it.")
-    if not found.sources and not found.unfinished:
+            collection.unfinished += _unfinished_in(path, {file.parent for file in files})
+        if not files and not any(
+            Path(run.name).is_relative_to(path) for run in collection.unfinished
+        ):
+            collection.remarks.append(f"{path}: no result in it.")
+    if not collection.sources and not collection.unfinished:
         names = ", ".join(f"{kind}.json" for kind in KINDS)
-        reasons = " ".join(found.remarks)
+        reasons = " ".join(collection.remarks)
         raise PosencError(f"There is nothing to report. {reasons} A run's folder has {names}.")
-    return found
+    return collection
 
 
 def _results_in(folder: Path) -> list[Path]:
@@ -265,36 +128,38 @@ def _results_in(folder: Path) -> list[Path]:
     return sorted(inside, key=lambda p: (p.parent.as_posix(), KINDS.index(p.stem)))
 
 
-def _add(found: Collection, file: Path, name: Path, seen: dict[str, str]) -> None:
+def _add(collection: Collection, file: Path, name: Path, seen: dict[str, str]) -> None:
     try:
         text = file.read_bytes()
         data = json.loads(text)
     except (OSError, ValueError) as error:
-        found.remarks.append(f"{file}: cannot be read ({' '.join(str(error).split())}).")
+        collection.remarks.append(f"{file}: cannot be read ({' '.join(str(error).split())}).")
         return
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind not in KINDS:
-        found.remarks.append(f"{file}: not a result of hf-posenc.")
+        collection.remarks.append(f"{file}: not a result of hf-posenc.")
         return
     if lacking := _lacking(kind, data):
-        found.remarks.append(f"{file}: damaged, or written by another version: it lacks {lacking}.")
+        collection.remarks.append(
+            f"{file}: damaged, or written by another version: it lacks {lacking}."
+        )
         return
     digest = hashlib.sha256(text).hexdigest()
     if digest in seen:
-        found.remarks.append(f"{file}: the same result as {seen[digest]}.")
+        collection.remarks.append(f"{file}: the same result as {seen[digest]}.")
         return
     seen[digest] = str(file)
-    number = len(found.files) + 1
-    found.sources.append(Source(number, name.as_posix(), kind, data))
+    number = len(collection.files) + 1
+    collection.sources.append(Source(number, name.as_posix(), kind, data))
     for part in PARTS if kind == "bench" else ():
         if data.get(part):
-            found.sources.append(Source(number, name.as_posix(), part, data[part], part=True))
+            collection.sources.append(Source(number, name.as_posix(), part, data[part], part=True))
 
 
 def _lacking(kind: str, data: dict[str, Any]) -> str:
-    """What a table cannot be made without and a result does not have; empty for a whole one."""
-    wanted = [name for name, of in NEEDED.items() if kind in of]
-    lacking = [name for name in wanted if not isinstance(data.get(name), dict | list)]
+    """List the necessary parts that a result lacks; empty for a whole one."""
+    needed = [name for name, of in NEEDED.items() if kind in of]
+    lacking = [name for name in needed if not isinstance(data.get(name), dict | list)]
     for part in PARTS if kind == "bench" else ():
         inside = data.get(part)
         if inside is not None:
@@ -326,17 +191,20 @@ def _settings(place: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-# Which results may stand in one table.
+# Comparable perplexity results. Results with equal texts and equal settings of a protocol share a table.
 
+Interval = tuple[float, float]
+Texts = tuple[tuple[str, ...], str, str]
+"""Hashes of each document's tokens, hash of the tokenizer, and the special tokens before a window as JSON."""
 
-# What changes how a number is made but not which tokens are scored, or only which numbers there are.
+# Settings that change the computation of a number but not its tokens, or only which numbers there are.
 _FREE = frozenset(
     {
         *("lengths", "protocols", "seed", "resamples", "buckets", "min_tokens"),
         *("chunk", "prefill", "batch", "preset"),
     }
 )
-# What says something about one protocol only.
+# Settings that matter to some protocols only.
 _OF_PROTOCOL = {
     "tail_tokens": ("tail",),
     "read_last": ("tail",),
@@ -347,116 +215,163 @@ _OF_PROTOCOL = {
 }
 
 
-@dataclass(frozen=True)
-class Texts:
-    """What was read: results with equal `Texts` read the same tokens.
+def by_texts(sources: Sequence[Source]) -> list[list[Source]]:
+    """Group results that read the same tokens, in the order of their first appearance."""
+    groups: dict[Texts, list[Source]] = {}
+    for source in sources:
+        groups.setdefault(_texts(source.data), []).append(source)
+    return list(groups.values())
 
-    Attributes:
-        documents: Hash of each document's tokens, in order.
-        tokenizer: Hash of the tokenizer.
-        special: What stands in front of a window, as JSON.
-    """
 
-    documents: tuple[str, ...]
-    tokenizer: str
-    special: str
-
-    @classmethod
-    def of(cls, data: Mapping[str, Any]) -> Texts:
-        """Reads it from a result."""
-        model = data.get("model", {})
-        documents = tuple(_document_id(document) for document in data.get("documents", ()))
-        tokenizer = model.get("tokenizer") or data.get("tokenizer") or {}
-        special = model.get("bos") or data.get("bos") or {}
-        tokens = special.get("token_ids", special) if isinstance(special, dict) else special
-        return cls(documents, str(tokenizer.get("sha256", "unknown")), json.dumps(tokens))
+def _texts(data: Mapping[str, Any]) -> Texts:
+    model = data.get("model", {})
+    tokenizer = model.get("tokenizer") or data.get("tokenizer") or {}
+    special = model.get("bos") or data.get("bos") or {}
+    tokens = special.get("token_ids", special) if isinstance(special, dict) else special
+    documents = tuple(map(_document_id, data.get("documents", ())))
+    return documents, str(tokenizer.get("sha256", "unknown")), json.dumps(tokens)
 
 
 def _document_id(document: Mapping[str, Any]) -> str:
     return str(document.get("tokens_sha256") or json.dumps(document, sort_keys=True))
 
 
-def protocol_key(data: Mapping[str, Any], protocol: str) -> Hashable:
-    """Everything that a protocol's numbers mean, the documents aside: its sentence and its settings."""
-    return str(data["protocols"][protocol]), json.dumps(_decisive(data, protocol), sort_keys=True)
+def texts_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the reasons why two results did not read the same tokens."""
+    (documents, tokenizer, special), (documents_2, tokenizer_2, special_2) = map(
+        _texts, (first, other)
+    )
+    reasons = []
+    if tokenizer != tokenizer_2:
+        reasons.append("another tokenizer, so a token is not the same piece of text")
+    elif documents != documents_2:
+        reasons.append(f"other documents ({_documents_differ(first, other)})")
+    if special != special_2:
+        reasons.append(f"other special tokens in front ({special_2} instead of {special})")
+    return reasons
+
+
+def _documents_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    one, two = (list(data.get("documents", ())) for data in (first, other))
+    texts = [[document.get("text_sha256") for document in documents] for documents in (one, two)]
+    if texts[0] == texts[1] and None not in texts[0]:
+        return "the same texts, cut at other lengths"
+    ids = [set(map(_document_id, documents)) for documents in (one, two)]
+    if ids[0] == ids[1]:
+        return "the same ones in another order"
+    common = len(ids[0] & ids[1])
+    cut = len(set(texts[0]) & set(texts[1]) - {None}) - common
+    also = f", {cut} more cut at other lengths" if cut > 0 else ""
+    return f"{len(two)} instead of {len(one)}, {common} in common{also}"
+
+
+def settings_differ(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
+    """Return the values that differ between two sets of settings."""
+    return [
+        f"{name} {_plain(two.get(name))} instead of {_plain(one.get(name))}"
+        for name in dict.fromkeys([*one, *two])
+        if one.get(name) != two.get(name)
+    ]
+
+
+def _plain(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, (dict, list)) else str(value)
+
+
+def protocol_differs(first: Mapping[str, Any], other: Mapping[str, Any], protocol: str) -> str:
+    """Return the reason why two results of one protocol, on the same texts, do not share a table."""
+    if first["protocols"][protocol] != other["protocols"][protocol]:
+        return f"the other one is: {first['protocols'][protocol]}"
+    return ", ".join(settings_differ(_decisive(first, protocol), _decisive(other, protocol)))
 
 
 def _decisive(data: Mapping[str, Any], protocol: str) -> dict[str, Any]:
+    """The settings that give a protocol's numbers their meaning."""
     settings: dict[str, Any] = data.get("settings", {})
     kept = {
         name: value
         for name, value in settings.items()
         if name not in _FREE and protocol in _OF_PROTOCOL.get(name, (protocol,))
     }
-    if kept.get("windows_per_document") not in (
-        None,
-        1,
-    ):  # they are spread over what the longest leaves
+    if kept.get("windows_per_document") not in (None, 1):  # spread over the rest of the longest
         kept["longest length"] = max(settings["lengths"])
     return kept
 
 
-def why_another(first: Mapping[str, Any], other: Mapping[str, Any], protocol: str) -> str:
-    """In words, why two results of one protocol, on the same texts, are not in one table."""
-    if first["protocols"][protocol] != other["protocols"][protocol]:
-        return f"the other one is: {first['protocols'][protocol]}"
-    one, two = _decisive(first, protocol), _decisive(other, protocol)
-    return ", ".join(
-        f"{name} {two.get(name)} instead of {one.get(name)}"
-        for name in dict.fromkeys([*one, *two])
-        if one.get(name) != two.get(name)
-    )
+@dataclass(frozen=True)
+class Axes:
+    """Settings behind the axes of a figure."""
+
+    lengths: tuple[int, ...]
+    protocols: tuple[str, ...]
+    tail_tokens: int
 
 
-def by_texts(sources: Sequence[Source]) -> list[list[Source]]:
-    """Groups results that read the same tokens, in the order of their first appearance."""
-    groups: dict[Texts, list[Source]] = {}
-    for source in sources:
-        groups.setdefault(Texts.of(source.data), []).append(source)
-    return list(groups.values())
+@dataclass
+class Line:
+    """One method of one result: a row of the table.
+
+    Attributes:
+        source: The result.
+        name: The method's label in the result.
+        label: Its unique label here: with the number of its result if several results have it.
+        method: The method's name; `None` for the model as it was loaded.
+        also: Other results with the very same numbers.
+        cells: The numbers by length, with ratios to `baseline`.
+        failures: The reason why there is no number, by length.
+        baseline: The label of the row that its ratios are relative to; its own, if it is that row.
+    """
+
+    source: Source
+    name: str
+    label: str
+    method: str | None
+    also: list[Source] = field(default_factory=list)
+    cells: dict[int, Cell] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
+    baseline: str = ""
 
 
-def why_apart(first: Sequence[Source], other: Sequence[Source]) -> list[str]:
-    """In words, why two groups are no one group."""
-    one, two = Texts.of(first[0].data), Texts.of(other[0].data)
-    reasons = []
-    if one.tokenizer != two.tokenizer:
-        reasons.append("another tokenizer, so a token is not the same piece of text")
-    elif one.documents != two.documents:
-        reasons.append(f"other documents ({_documents_differ(first[0].data, other[0].data)})")
-    if one.special != two.special:
-        reasons.append(f"other special tokens in front ({two.special} instead of {one.special})")
-    return reasons
+@dataclass
+class Merged:
+    """Comparable results of one protocol; can be drawn like a `PerplexityResult`.
 
+    Attributes:
+        protocol: Its name.
+        definition: Its definition in a sentence.
+        sources: The results.
+        candidates: The rows.
+        settings: Lengths and such, of all results together.
+        original: The context length that the model was trained on; `None` if it is unknown or differs.
+        curve: Sums by position, if all results have the same buckets.
+    """
 
-def _documents_differ(one: Mapping[str, Any], two: Mapping[str, Any]) -> str:
-    a, b = (list(data.get("documents", ())) for data in (one, two))
-    texts = [[document.get("text_sha256") for document in documents] for documents in (a, b)]
-    if texts[0] == texts[1] and None not in texts[0]:
-        return "the same texts, cut at other lengths"
-    ids = [{_document_id(document) for document in documents} for documents in (a, b)]
-    if ids[0] == ids[1]:
-        return "the same ones in another order"
-    common = len(ids[0] & ids[1])
-    cut = len(set(texts[0]) & set(texts[1]) - {None}) - common
-    also = f", {cut} more cut at other lengths" if cut > 0 else ""
-    return f"{len(b)} instead of {len(a)}, {common} in common{also}"
+    protocol: str
+    definition: str
+    sources: list[Source]
+    candidates: list[Line]
+    settings: Axes
+    original: int | None
+    curve: dict[str, Any] | None = None
 
-
-# Puts comparable perplexity results into one table.
+    def cell(self, method: str, protocol: str, length: int, /) -> Cell | None:
+        """Return the number of a row at a length."""
+        line = next(line for line in self.candidates if line.label == method)
+        return line.cells.get(length)
 
 
 def merge(sources: Sequence[Source]) -> list[Merged]:
-    """One table per protocol and way of measuring it, in the order of their first appearance.
+    """Make one table per protocol and settings of it, in the order of their first appearance.
 
     Args:
         sources: Perplexity results that read the same tokens.
     """
     groups: dict[Any, list[Source]] = {}
     for source in sources:
-        for protocol in source.data["protocols"]:
-            groups.setdefault((protocol, protocol_key(source.data, protocol)), []).append(source)
-    return [_merged(protocol, group) for (protocol, _), group in groups.items()]
+        for protocol, definition in source.data["protocols"].items():
+            decisive = json.dumps(_decisive(source.data, protocol), sort_keys=True)
+            groups.setdefault((protocol, definition, decisive), []).append(source)
+    return [_merged(protocol, group) for (protocol, *_), group in groups.items()]
 
 
 def _merged(protocol: str, sources: list[Source]) -> Merged:
@@ -490,15 +405,15 @@ def _merged(protocol: str, sources: list[Source]) -> Merged:
 
 
 def variant(source: Source) -> str:
-    """What makes two models the same: a ratio between two others would not be a method's."""
+    """Identify the model of a result. A ratio between two models would not be a method's."""
     model = source.data["model"]
     names = ("weights_sha256", "config_sha256", "patch", "class", "parameters", "dtype")
-    known = [model.get(name) for name in names]
-    return json.dumps([*known, None if model.get("weights_sha256") else model.get("name")])
+    values = [model.get(name) for name in names]
+    return json.dumps([*values, None if model.get("weights_sha256") else model.get("name")])
 
 
 def _same(one: Line, two: Line, protocol: str) -> bool:
-    """Whether the second has nothing that the first has not: the same model and method, to the last bit."""
+    """Return whether the second line repeats the first: the same model, method and numbers, to the last bit."""
     if one.name != two.name or variant(one.source) != variant(two.source):
         return False
     first, second = (_measured(line, protocol) for line in (one, two))
@@ -506,18 +421,19 @@ def _same(one: Line, two: Line, protocol: str) -> bool:
 
 
 def _measured(line: Line, protocol: str) -> dict[int, Any]:
-    """What was measured at each length: the sums, or why there are none."""
-    data = line.source.data
-    key = (line.name, protocol)
+    """The sums at each length, or the reason why there are none."""
     cells = {
         cell["length"]: (cell["nats"], cell["tokens"], cell["perplexity"], str(cell["interval"]))
-        for cell in data["summary"]
-        if (cell["method"], cell["protocol"]) == key
+        for cell in _entries(line, protocol, "summary")
     }
-    failed = {
-        f["length"]: f["reason"] for f in data["failures"] if (f["method"], f["protocol"]) == key
-    }
+    failed = {entry["length"]: entry["reason"] for entry in _entries(line, protocol, "failures")}
     return {**cells, **failed}
+
+
+def _entries(line: Line, protocol: str, name: str) -> list[Any]:
+    """The entries of one of a result's lists that belong to a line."""
+    key = (line.name, protocol)
+    return [e for e in line.source.data[name] if (e["method"], e["protocol"]) == key]
 
 
 def _baseline(line: Line, lines: Sequence[Line]) -> Line:
@@ -532,33 +448,22 @@ def _baseline(line: Line, lines: Sequence[Line]) -> Line:
 
 
 def _fill(line: Line, protocol: str, baseline: Line) -> None:
-    data = line.source.data
     line.baseline = baseline.label
-    own = baseline.source is line.source
-    for cell in data["summary"]:
-        if (cell["method"], cell["protocol"]) != (line.name, protocol):
-            continue
-        length = cell["length"]
-        ratio, ratio_interval = cell["ratio"], interval_of(cell["ratio_interval"])
-        if not own:
-            ratio, ratio_interval = against(line, baseline, protocol, length, length)
-        line.numbers[length] = Number(
-            length,
-            math.nan if cell["perplexity"] is None else cell["perplexity"],
-            interval_of(cell["interval"]),
-            ratio,
-            ratio_interval,
-            cell["bits_per_byte"],
-            cell["tokens"],
-            cell["documents"],
-        )
-    for failure in data["failures"]:
-        if (failure["method"], failure["protocol"]) == (line.name, protocol):
-            line.failures[failure["length"]] = failure["reason"]
+    for entry in _entries(line, protocol, "summary"):
+        length = entry["length"]
+        values = {each.name: entry.get(each.name) for each in dataclasses.fields(Cell)}
+        values["perplexity"] = nan_if_none(entry["perplexity"])
+        for name in ("interval", "ratio_interval"):
+            values[name] = interval_of(entry[name])
+        if baseline.source is not line.source:
+            ratio, interval = against(line, baseline, protocol, length, length)
+            values |= {"ratio": ratio, "ratio_interval": interval}
+        line.cells[length] = Cell(**values)
+    line.failures = {e["length"]: e["reason"] for e in _entries(line, protocol, "failures")}
 
 
 def _curve(lines: Sequence[Line]) -> dict[str, Any] | None:
-    """The sums by position of all rows, where their buckets are the same."""
+    """The sums by position of all rows, if their buckets are the same."""
     curves: list[Mapping[str, Any] | None] = [line.source.data.get("curve") for line in lines]
     edges = curves[0]["edges"] if curves and curves[0] else None
     if edges is None or any(curve is None or curve["edges"] != edges for curve in curves):
@@ -569,3 +474,55 @@ def _curve(lines: Sequence[Line]) -> dict[str, Any] | None:
         if curve is not None and line.name in curve["methods"]
     }
     return {"edges": edges, "methods": methods}
+
+
+def interval_of(values: Sequence[float | None] | None) -> Interval | None:
+    """Return an interval of a JSON file; `None` if an end is missing."""
+    if values is None or values[0] is None or values[1] is None:
+        return None
+    return values[0], values[1]
+
+
+def against(
+    line: Line, other: Line, protocol: str, length: int, other_length: int
+) -> tuple[float | None, Interval | None]:
+    """Divide a row's perplexity by another's, with the paired 95 % interval over documents.
+
+    Args:
+        line: The row.
+        other: The divisor; it has read the same documents, and under `tail` the same targets at any length.
+        protocol: The protocol of both.
+        length: The row's length.
+        other_length: The other's.
+
+    Returns:
+        Ratio and interval; `None` if one of the two was not measured.
+    """
+    base = _records(other, protocol, other_length, "base")
+    rows = _records(line, protocol, length, "row")
+    if not rows or len(rows) != len(base):
+        return None, None
+    settings = line.source.data["settings"]
+    cells = summarize(
+        [*base, *rows],
+        seed=settings.get("seed", 0),
+        resamples=settings.get("resamples", RESAMPLES),
+        aggregate=settings.get("aggregate", "tokens"),
+        base=settings.get("base"),
+    )
+    cell = next((cell for cell in cells if cell.method == "row"), None)
+    return (None, None) if cell is None else (cell.ratio, cell.ratio_interval)
+
+
+def _records(line: Line, protocol: str, length: int, name: str) -> list[Record]:
+    """A row's sums under names that do not depend on the machine: the document's index, and length 0."""
+    documents = enumerate(line.source.data["documents"])
+    indices = {document["name"]: str(index) for index, document in documents}
+    names = {each.name for each in dataclasses.fields(Record)}
+    records = []
+    for entry in _entries(line, protocol, "records"):
+        if entry["length"] == length:
+            document = indices.get(entry["document"], entry["document"])
+            values = {**entry, "method": name, "length": 0, "document": document}
+            records.append(record_of({key: values[key] for key in names}))
+    return records

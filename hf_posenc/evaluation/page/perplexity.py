@@ -1,156 +1,146 @@
-"""The perplexity section: a table per protocol, what short and long texts pay, and the figures."""
+"""The perplexity sections of the page: a table per protocol, the price on short texts, and the figures."""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
+from hf_posenc.evaluation import plots
+from hf_posenc.evaluation.grid import Column, Field, Grid, Row, Span, failure_field, number
+from hf_posenc.evaluation.measuring.statistics import ROUNDING, side_of_one
 from hf_posenc.evaluation.page.collect import (
+    Interval,
     Line,
     Merged,
     Source,
     against,
     by_texts,
     merge,
+    protocol_differs,
+    texts_differ,
     variant,
-    why_another,
-    why_apart,
 )
-from hf_posenc.evaluation.page.figures import Picture, pictures
-from hf_posenc.evaluation.page.numbers import (
-    NOT_FINITE,
-    Entry,
-    ends,
-    failure_entry,
-    ratio_ends,
-    ratio_entry,
-    shown,
-    shown_ratio,
-    verdict,
+from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
+from hf_posenc.evaluation.plots.perplexity import position_points
+from hf_posenc.evaluation.plots.style import (
+    BASELINE,
+    COLOURS,
+    CONTROL,
+    CONTROL_COLOUR,
+    GRID,
+    REMARK,
+    STYLE,
 )
-from hf_posenc.evaluation.plots.style import CONTROL
 
-# Short and long texts side by side: what a method costs at the trained length, and what it does past it.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
-
-@dataclass(frozen=True)
-class Row:
-    """A method's row."""
-
-    name: str
-    about: str
-    entries: Sequence[Entry]
+# Fields of the page: numbers with their exact values, ranges, and the conclusions that intervals allow.
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What the intervals say of short and of long texts: ratios at single lengths."""
-
-    columns: Sequence[str]
-    rows: Sequence[Row]
+def number_span(value: float, digits: int = 4, mark: str = "value") -> Span:
+    """Return a number with so many significant digits."""
+    return Span(number(value, digits), mark, value)
 
 
-def about(line: Line, merged: Merged) -> str:
-    """Which results a row comes from, where there are several."""
-    if len(merged.sources) == 1:
-        return ""
-    runs = ", ".join(str(source.number) for source in (line.source, *line.also))
-    said = f"run {runs}" if not line.also else f"runs {runs}, the same numbers"
-    if len({variant(source) for source in merged.sources}) > 1:
-        model = line.source.data["model"]
-        said += f": {model.get('name', '')}, {model.get('dtype', '')}"
-    return said
+def ratio_span(value: float, mark: str = "aside") -> Span:
+    """Return a ratio with enough digits to distinguish it from 1, unless the difference is rounding."""
+    if not 0.9 < value < 1.1 or abs(value - 1) < ROUNDING:
+        return number_span(value, 3, mark)
+    texts = [f"{value:.{digits}f}" for digits in (3, 4)]
+    return Span(next((text for text in texts if float(text) != 1), texts[-1]), mark, value)
 
 
-def summarized(merged: Merged) -> Summary | None:
-    """Each method at the longest length that is no longer than the original, and at the longest of all."""
-    original = merged.original
-    lengths = merged.settings.lengths
-    short = max((n for n in lengths if original and n <= original), default=None)
-    if short is None or lengths[-1] == short:
-        return None
-    long = lengths[-1]
-    base = merged.lines[0]
-    columns = [f"{short:,} tokens, to the baseline", f"{long:,} tokens, to the baseline"]
-    control = next((line for line in merged.lines if line.method == CONTROL), None)
-    if control is not None:
-        columns.append(f"{long:,} tokens, to {control.label}")
-    tail = merged.protocol == "tail"
-    if tail:
-        columns.append(f"{long:,} tokens, to {base.label} at {short:,}")
-    rows = []
-    for line in merged.lines:
-        entries = [_own_ratio(line, short), _own_ratio(line, long)]
-        if control is not None:
-            entries.append(_ratio(line, control, merged.protocol, long, long))
-        if tail:
-            entries.append(_ratio(line, base, merged.protocol, long, short))
-        rows.append(Row(line.label, about(line, merged), entries))
-    return Summary(columns, rows)
+def range_spans(before: str, low: Span, high: Span, after: str = "") -> list[Span]:
+    """Return both ends of a range between two texts."""
+    return [Span(before, "aside"), low, Span("–", "aside"), high, Span(after, "aside")]
 
 
-def _own_ratio(line: Line, length: int) -> Entry:
-    cell = line.numbers.get(length)
-    if cell is None:
-        return failure_entry(line.failures.get(length))
-    if not math.isfinite(cell.perplexity):
-        return NOT_FINITE
-    if line.baseline == line.label:
-        return Entry(state="baseline", reason="the others are relative to it")
-    return ratio_entry(cell.ratio, cell.ratio_interval, cell.documents)
+def number_field(value: float, interval: Interval | None, mark: str = "value") -> Field:
+    """Return a number, and its range in the line below."""
+    field = Field().add(number_span(value, mark=mark))
+    if interval is not None:
+        low, high = (number_span(end, 3, "aside") for end in interval)
+        field.add(*range_spans("\n", low, high))
+    return field
 
 
-def _ratio(line: Line, other: Line, protocol: str, length: int, other_length: int) -> Entry:
-    if line is other and length == other_length:
-        return Entry(state="baseline", reason="the others are relative to it")
-    ratio, interval = against(line, other, protocol, length, other_length)
-    documents = len(line.source.data["documents"])
-    return ratio_entry(ratio, interval, documents)
+def ratio_field(ratio: float | None, interval: Interval | None, documents: int) -> Field:
+    """Return a ratio of perplexities, its range and its verdict."""
+    if ratio is None or not math.isfinite(ratio):
+        return Field("-", "none", hint="one of the two was not measured")
+    return Field("×", "value").add(
+        ratio_span(ratio, "value"), *_ratio_range(interval), *_verdict(interval, documents)
+    )
 
 
+def missing_field(reason: str | None) -> Field:
+    """Return the field of a number that is missing, with the reason if its measurement failed."""
+    return Field("-", "none", hint="not measured") if reason is None else failure_field(reason)
+
+
+def _ratio_range(interval: Interval | None) -> list[Span]:
+    if interval is None:
+        return []
+    return range_spans(" (", ratio_span(interval[0]), ratio_span(interval[1]), ")")
+
+
+def _verdict(interval: Interval | None, documents: int) -> list[Span]:
+    """`better` or `worse` where the whole interval of a ratio lies below or above 1, given enough documents."""
+    if interval is None or documents < FEW_DOCUMENTS or not all(map(math.isfinite, interval)):
+        return []
+    verdict = {-1: "better", 0: "", 1: "worse"}[side_of_one(interval)]
+    return [Span(" "), Span(verdict, verdict)] if verdict else []
+
+
+def row_name(name: str, about: str) -> Field:
+    """Return the heading of a row, with an explanation in the line below."""
+    field = Field(name)
+    return field.append("\n").append(about, "aside") if about else field
+
+
+# Sections.
+
+NOT_FINITE = "the loss is not a finite number"
 WIDE = 12
-"""With more lengths than this, a table has a row for each and a column per method."""
+"""With more lengths than this, lengths are rows and methods are columns."""
 
 
 @dataclass(frozen=True)
-class Heading:
-    """A length as a table's heading."""
+class Picture:
+    """A figure of the page: the drawing, its caption, and its description in words."""
 
-    text: str
-    times: str
-    long: bool
+    svg: Markup
+    caption: str
+    description: str
 
 
 @dataclass(frozen=True)
-class Table:
-    """One protocol's numbers.
+class Part:
+    """One protocol of a section.
 
     Attributes:
         protocol: Its name.
-        definition: Its sentence.
-        apart: Why it is not the table of the same protocol above, if there is one.
-        headings: The lengths.
-        short: How many of them are not longer than the original context.
-        rows: The methods.
-        summary: Short and long texts side by side; `None` where the original length is not known.
+        definition: Its definition in a sentence.
+        apart: The reason why the same protocol has another table above, if it has one.
+        summary: Short and long texts side by side; `None` if the original length is not known.
         pictures: The figures.
-        baseline: What the ratios are relative to.
-        documents: Number of documents.
-        turned: Whether lengths are rows, for there are many.
+        table: The numbers.
     """
 
     protocol: str
     definition: str
     apart: str
-    headings: Sequence[Heading]
-    short: int
-    rows: Sequence[Row]
-    summary: Summary | None
+    summary: Grid | None
     pictures: Sequence[Picture]
-    baseline: str
-    documents: int
-    turned: bool
+    table: Grid
 
 
 @dataclass(frozen=True)
@@ -159,106 +149,283 @@ class Section:
 
     Attributes:
         sources: The results.
-        apart: Why it is not part of the first section.
+        apart: The reasons why it is not part of the first section.
         documents: Number of documents.
-        tables: One per protocol.
+        parts: One per protocol and settings of it.
     """
 
     sources: Sequence[Source]
     apart: Sequence[str]
     documents: int
-    tables: Sequence[Table]
+    parts: Sequence[Part]
 
 
 def sections(sources: Sequence[Source], *, figures: bool) -> list[Section]:
-    """All perplexity results, those that may be compared together; with figures or without."""
+    """Return all perplexity results, comparable ones together, with figures or without."""
     groups = by_texts([source for source in sources if source.kind == "perplexity"])
     return [
         Section(
             group,
-            why_apart(groups[0], group) if index else [],
+            texts_differ(groups[0][0].data, group[0].data),
             len(group[0].data["documents"]),
-            _tables(group, figures),
+            _parts(group, figures),
         )
-        for index, group in enumerate(groups)
+        for group in groups
     ]
 
 
-def _tables(group: Sequence[Source], figures: bool) -> list[Table]:
-    tables: list[Table] = []
+def _parts(group: Sequence[Source], figures: bool) -> list[Part]:
+    parts: list[Part] = []
     firsts: dict[str, Merged] = {}
     for merged in merge(group):
         name = merged.protocol
         first = firsts.setdefault(name, merged)
         apart = ""
         if first is not merged:
-            reason = why_another(first.sources[0].data, merged.sources[0].data, name)
+            reason = protocol_differs(first.sources[0].data, merged.sources[0].data, name)
             apart = f"Not comparable with the {name} above: {reason}."
-        tables.append(_table(merged, apart, pictures(merged) if figures else []))
-    return tables
+        drawn = pictures(merged) if figures else []
+        parts.append(Part(name, merged.definition, apart, _summary(merged), drawn, _table(merged)))
+    return parts
 
 
-def _table(merged: Merged, apart: str, drawn: Sequence[Picture]) -> Table:
-    lengths, original = merged.settings.lengths, merged.original
-    headings = [
-        Heading(
-            f"{length:,}",
-            f"×{length / original:.3g}" if original else "",
-            bool(original) and length > (original or 0),
-        )
-        for length in lengths
-    ]
-    lowest = {length: _lowest(merged, length) for length in lengths}
-    rows = [
-        Row(
-            line.label,
-            about(line, merged),
-            [_entry(line, length, lowest[length]) for length in lengths],
-        )
-        for line in merged.lines
-    ]
-    return Table(
-        merged.protocol,
-        merged.definition,
-        apart,
-        headings,
-        sum(1 for heading in headings if not heading.long) if original else 0,
-        rows,
-        summarized(merged),
-        drawn,
-        _baselines(merged),
-        max((n.documents for line in merged.lines for n in line.numbers.values()), default=0),
-        len(lengths) > WIDE,
+def _about(line: Line, merged: Merged) -> str:
+    """The results of a row, if the table has several."""
+    if len(merged.sources) == 1:
+        return ""
+    runs = ", ".join(str(source.number) for source in (line.source, *line.also))
+    about = f"run {runs}" if not line.also else f"runs {runs}, the same numbers"
+    if len({variant(source) for source in merged.sources}) > 1:
+        model = line.source.data["model"]
+        about += f": {model.get('name', '')}, {model.get('dtype', '')}"
+    return about
+
+
+def _summary(merged: Merged) -> Grid | None:
+    """Each method at the longest length within the original one, and at the longest of all."""
+    original, lengths = merged.original, merged.settings.lengths
+    short = max((n for n in lengths if original and n <= original), default=None)
+    long = lengths[-1]
+    if short is None or long == short:
+        return None
+    protocol, base = merged.protocol, merged.candidates[0]
+    title = f"Short and long texts, {protocol}"
+    caption = (
+        f"{title}: perplexity as a multiple of another, with the paired 95 % interval over documents. The price on "
+        "texts of the trained length is shown beside the effect on long ones."
     )
+    grid = Grid(title, caption=caption, kind="numbers summary")
+    grid.column("method")
+    grid.column(f"{short:,} tokens, to the baseline")
+    grid.column(f"{long:,} tokens, to the baseline")
+    controls = [line for line in merged.candidates if line.method == CONTROL][:1]
+    for control in controls:
+        grid.column(f"{long:,} tokens, to {control.label}")
+    if protocol == "tail":
+        grid.column(f"{long:,} tokens, to {base.label} at {short:,}")
+    for line in merged.candidates:
+        fields = [_to_baseline(line, short), _to_baseline(line, long)]
+        fields += [_to_other(line, control, protocol, long, long) for control in controls]
+        if protocol == "tail":
+            fields.append(_to_other(line, base, protocol, long, short))
+        grid.row(row_name(line.label, _about(line, merged)), *fields)
+    return grid
 
 
-def _entry(line: Line, length: int, lowest: float) -> Entry:
-    cell = line.numbers.get(length)
+def _to_baseline(line: Line, length: int) -> Field:
+    cell = line.cells.get(length)
     if cell is None:
-        return failure_entry(line.failures.get(length))
+        return missing_field(line.failures.get(length))
     if not math.isfinite(cell.perplexity):
-        return NOT_FINITE
-    low, high = ends(cell.interval)
-    ratio_low, ratio_high = ratio_ends(cell.ratio_interval)
-    itself = line.baseline == line.label
-    compared = cell.ratio is not None and math.isfinite(cell.ratio) and not itself
-    return Entry(
-        shown(cell.perplexity),
-        low,
-        high,
-        shown_ratio(cell.ratio) if compared and cell.ratio is not None else None,
-        ratio_low if compared else None,
-        ratio_high if compared else None,
-        verdict(cell.ratio_interval, cell.documents),
-        cell.perplexity == lowest,
+        return Field("nan", "failed", hint=NOT_FINITE)
+    if line.baseline == line.label:
+        return Field("baseline", "none", hint="the others are relative to it")
+    return ratio_field(cell.ratio, cell.ratio_interval, cell.documents)
+
+
+def _to_other(line: Line, other: Line, protocol: str, length: int, other_length: int) -> Field:
+    if line is other and length == other_length:
+        return Field("baseline", "none", hint="the others are relative to it")
+    ratio, interval = against(line, other, protocol, length, other_length)
+    return ratio_field(ratio, interval, len(line.source.data["documents"]))
+
+
+def _table(merged: Merged) -> Grid:
+    lengths, original = merged.settings.lengths, merged.original
+    baselines = ", ".join(dict.fromkeys(line.baseline for line in merged.candidates))
+    title = f"Perplexity, {merged.protocol}"
+    caption = (
+        f"{title}. In each field: the perplexity, the lowest of its length underlined; its 95 % bootstrap interval "
+        f"over documents; × its ratio to {baselines} with the paired interval, and better or worse where that interval "
+        "excludes 1."
     )
+    grid = Grid(title, caption=caption)
+    grid.column("method")
+    short = [length for length in lengths if original and length <= original]
+    within = "trained length" if len(short) == 1 else "up to the trained length"
+    for length in lengths:
+        group = within if length in short else "longer than trained"
+        grid.column(
+            f"{length:,}\n×{length / original:.3g}" if original else f"{length:,}",
+            group=group if 0 < len(short) < len(lengths) else "",
+        )
+    lowest = [_lowest(merged, length) for length in lengths]
+    for line in merged.candidates:
+        fields = [_field(line, *pair) for pair in zip(lengths, lowest, strict=True)]
+        grid.row(row_name(line.label, _about(line, merged)), *fields)
+    return grid if len(lengths) <= WIDE else _transposed(grid, "context length L (tokens)")
+
+
+def _transposed(grid: Grid, corner: str) -> Grid:
+    turned = Grid(grid.title, caption=grid.caption, kind=grid.kind)
+    turned.columns = [Column(corner), *(Column(row.fields[0].text) for row in grid.rows)]
+    turned.rows = [
+        Row(
+            [row_name(*column.head.partition("\n")[::2]), *(row.fields[index] for row in grid.rows)]
+        )
+        for index, column in enumerate(grid.columns[1:], 1)
+    ]
+    return turned
 
 
 def _lowest(merged: Merged, length: int) -> float:
-    cells = [line.numbers[length] for line in merged.lines if length in line.numbers]
-    values = [cell.perplexity for cell in cells if math.isfinite(cell.perplexity)]
-    return min(values) if len(set(values)) > 1 else math.nan
+    cells = [line.cells[length] for line in merged.candidates if length in line.cells]
+    values = {cell.perplexity for cell in cells if math.isfinite(cell.perplexity)}
+    return min(values) if len(values) > 1 else math.nan
 
 
-def _baselines(merged: Merged) -> str:
-    return ", ".join(dict.fromkeys(line.baseline for line in merged.lines))
+def _field(line: Line, length: int, lowest: float) -> Field:
+    cell = line.cells.get(length)
+    if cell is None:
+        return missing_field(line.failures.get(length))
+    if not math.isfinite(cell.perplexity):
+        return Field("nan", "failed", hint=NOT_FINITE)
+    mark = "best" if cell.perplexity == lowest else "value"
+    field = number_field(cell.perplexity, cell.interval, mark)
+    if cell.ratio is not None and math.isfinite(cell.ratio) and line.baseline != line.label:
+        field.append("\n×", "aside").add(
+            ratio_span(cell.ratio),
+            *_ratio_range(cell.ratio_interval),
+            *_verdict(cell.ratio_interval, cell.documents),
+        )
+    return field
+
+
+# Figures: SVG whose text stays text and whose colours follow the reader's light or dark mode.
+
+VARIABLES = {
+    **{colour.lower(): f"line-{index}" for index, colour in enumerate(COLOURS)},
+    "#000000": "ink",
+    BASELINE: "ink",
+    "#ffffff": "paper",
+    GRID: "grid",
+    CONTROL_COLOUR: "muted",
+    REMARK: "muted",
+}
+"""The custom property of the page's style sheet for each colour of a figure."""
+_TRANSPARENT: Any = dict.fromkeys(
+    ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"
+)
+
+
+def pictures(merged: Merged) -> list[Picture]:
+    """Draw the figures of one protocol; none without a number.
+
+    Raises:
+        PosencError: matplotlib is not installed.
+    """
+    plots.require()
+    lines, name, curve = merged.candidates, merged.protocol, merged.curve
+    if not any(line.cells for line in lines):
+        return []
+    import matplotlib as mpl
+
+    key = f"f{hashlib.sha256(name.encode()).hexdigest()[:6]}-{merged.sources[0].number}"
+    with mpl.rc_context({**STYLE, **_TRANSPARENT}):
+        drawn = [
+            Picture(
+                themed(plots.figure(merged, [name]), f"{key}-length"),
+                f"Perplexity against context length, {name}: {merged.definition}.",
+                _ends(
+                    [[(n, line.cells[n].perplexity) for n in sorted(line.cells)] for line in lines],
+                    lines,
+                    "{} at {:,} tokens to {} at {:,}",
+                ),
+            )
+        ]
+        if any(cell.ratio_interval for line in lines for cell in line.cells.values()):
+            drawn.append(
+                Picture(
+                    themed(plots.ratio_figure(merged, name), f"{key}-ratio"),
+                    "The same as a multiple of the baseline, with paired 95 % intervals: below 1 is better, and "
+                    "only an interval that excludes 1 shows a difference.",
+                    "The ratios are in the table.",
+                )
+            )
+        points = [position_points(curve, line.label) for line in lines] if curve else []
+        if curve and any(points):
+            drawn.append(
+                Picture(
+                    themed(plots.position_figure(merged), f"{key}-position"),
+                    "Perplexity of the tokens at each position of the text, each read with all tokens before it, in "
+                    f"windows of {curve['edges'][-1]:,} tokens. Past the dashed line texts are longer than those of "
+                    "the training.",
+                    _ends(points, lines, "{} near token {:,.0f} to {} near {:,.0f}"),
+                )
+            )
+    return drawn
+
+
+def _ends(points: Sequence[Sequence[tuple[float, float]]], lines: Sequence[Line], text: str) -> str:
+    """Describe the first and the last point of every line."""
+    descriptions = []
+    for line, ends in zip(lines, points, strict=True):
+        if ends:
+            (first, low), (last, high) = ends[0], ends[-1]
+            change = text.format(number(low), first, number(high), last)
+            descriptions.append(f"{line.label} goes from {change}")
+    return "; ".join(descriptions) + "."
+
+
+def themed(figure: Figure, key: str) -> Markup:
+    """Return a figure as an `<svg>` element for the page.
+
+    Args:
+        figure: The figure, with a transparent background.
+        key: A unique name in the page, with which its ids begin.
+    """
+    file = io.StringIO()
+    plots.save(figure, file, "svg")
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r"\s*<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r' (xmlns(:xlink)?|version)="[^"]*"', "", text)
+    text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", text, count=1)
+    text = re.sub(r'\bid="', f'id="{key}-', text)
+    text = re.sub(r"url\(#", f"url(#{key}-", text)
+    text = re.sub(r'xlink:href="#', f'href="#{key}-', text)
+    text = re.sub(r"<text style=\"([^\"]*)\"", _text_style, text)
+    text = re.sub(r' style="[^"]*"', _style, text)
+    return Markup(text.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1).strip())
+
+
+def _text_style(match: re.Match[str]) -> str:
+    """Use the page's own typeface, and colours with enough contrast for text."""
+    style = re.sub(r"font-family:[^;]*;?\s*", "", match[1])
+    style = re.sub(r"font: (\S+) [^;]*", r"font-size: \1", style)  # older matplotlib
+    style = re.sub(
+        r"fill: (#[0-9a-fA-F]{6})",
+        lambda colour: f"fill: var(--text-{VARIABLES.get(colour[1].lower(), 'ink')})",
+        style,
+    )
+    return f'<text style="{style}"'
+
+
+def _style(match: re.Match[str]) -> str:
+    return re.sub(r"#[0-9a-fA-F]{6}", _variable, match[0])
+
+
+def _variable(match: re.Match[str]) -> str:
+    name = VARIABLES.get(match[0].lower())
+    return match[0] if name is None else f"var(--{name})"

@@ -202,7 +202,7 @@ def test_the_command_writes_the_page(tmp_path: Path) -> None:
     options = ["--output", str(target), "--title", "Ours & theirs"]
     done = CliRunner().invoke(app, [str(tmp_path / "runs"), *options])
     assert done.exit_code == 0, done.output
-    assert "1 result" in done.stdout.replace("\n", "")
+    assert "1 result" in " ".join(done.stdout.split())
     assert "cannot be read" in done.stderr
     made = Page(target.read_text(encoding="utf-8"))
     assert made.root.all("h1")[0].text == "Ours & theirs"

@@ -1,0 +1,390 @@
+"""The sections of the page for retrieval, benchmarks, sweeps and searches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import published
+from hf_posenc.evaluation.grid import Field, Grid, Span, number
+from hf_posenc.evaluation.page.collect import Source, interval_of, settings_differ
+from hf_posenc.evaluation.page.perplexity import (
+    missing_field,
+    number_field,
+    range_spans,
+    ratio_field,
+    ratio_span,
+    row_name,
+)
+from hf_posenc.evaluation.perplexity.protocols import Settings
+
+# Retrieval. Heat maps are tables with shaded fields, so that colour alone carries no information.
+
+ACCURACY = "share of answers that are right"
+BEATEN = "share of distractors that are less probable than the answer (one half by chance)"
+# Settings that select numbers, or how they are computed; they do not change the prompts.
+_FREE = frozenset({"lengths", "tasks", "chunk"})
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task of a retrieval section: its definition, its table, and heat maps of one quantity."""
+
+    name: str
+    definition: str
+    table: Grid
+    quantity: str
+    heats: Sequence[Grid]
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """The results that read the same prompts.
+
+    Attributes:
+        sources: The results.
+        apart: The settings that separate it from the first section.
+        decode: The criterion of a right answer, in one sentence.
+        samples: Samples of a task at one length.
+        haystack: The text around the needles.
+        tasks: The tasks.
+    """
+
+    sources: Sequence[Source]
+    apart: Sequence[str]
+    decode: str
+    samples: int
+    haystack: str
+    tasks: Sequence[Task]
+
+
+def retrieval(sources: Sequence[Source]) -> list[Retrieval]:
+    """Return all retrieval results, those that read the same prompts together."""
+    groups: dict[str, list[Source]] = {}
+    for source in sources:
+        if source.kind == "retrieval":
+            key = json.dumps(_prompts(source.data), sort_keys=True)
+            groups.setdefault(key, []).append(source)
+    sections = []
+    for group in groups.values():
+        first, data = next(iter(groups.values()))[0].data, group[0].data
+        settings, haystack = data["settings"], data.get("haystack") or {}
+        tasks = dict.fromkeys(task for source in group for task in source.data["tasks"])
+        sections.append(
+            Retrieval(
+                group,
+                settings_differ(_prompts(first), _prompts(data)),
+                data["decode"],
+                len(settings["depths"]) * settings["samples"],
+                "sentences of noise" if haystack.get("kind") == "noise" else json.dumps(haystack),
+                [_task(group, task) for task in tasks],
+            )
+        )
+    return sections
+
+
+def _prompts(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything that determines the prompts and the right answers."""
+    settings = {k: v for k, v in data["settings"].items() if k not in _FREE}
+    model = data["model"]
+    return {
+        "tokenizer": model.get("tokenizer", {}).get("sha256"),
+        "special tokens": model.get("bos", {}).get("token_ids"),
+        "haystack": data.get("haystack"),
+        **settings,
+    }
+
+
+def _task(group: Sequence[Source], task: str) -> Task:
+    sources = [source for source in group if task in source.data["tasks"]]
+    settings = sources[0].data["settings"]
+    lengths = sorted({n for source in sources for n in source.data["settings"]["lengths"]})
+    methods = [(source, method["label"]) for source in sources for method in source.data["methods"]]
+    labels = [label for _, label in methods]
+    names = [
+        f"{label} [{source.number}]" if labels.count(label) > 1 else label
+        for source, label in methods
+    ]
+    title = f"Retrieval, {task}"
+    ranked = ""
+    if settings["decode"] == "teacher-forced" and settings.get("distractors", 0):
+        candidates = settings["distractors"] + 1
+        ranked = f"; 1st: how often the answer is the most probable of {candidates} candidates"
+    caption = (
+        f"{title}. In each field: the share of right answers, with its 95 % Wilson interval{ranked}. Passes 80 %: the "
+        "longest context with that accuracy (YaRN). k_max 20 %: the distance up to which at least that many are found, "
+        "at the longest length (Position Interpolation)."
+    )
+    grid = Grid(title, caption=caption)
+    for head in ("method", *(f"{length:,}" for length in lengths), "passes 80 %", "k_max 20 %"):
+        grid.column(head)
+    for (source, label), name in zip(methods, names, strict=True):
+        data = source.data
+        about = f"run {source.number}, {data['model'].get('name', '')}" if len(group) > 1 else ""
+        scores = {(s["method"], s["task"]): s for s in data.get("scores", ())}
+        score = scores.get((label, task), {})
+        reached = (score.get("k_max") or {}).get(str(max(data["settings"]["lengths"])))
+        grid.row(
+            row_name(name, about),
+            *(_answers(data, label, task, length) for length in lengths),
+            _count(score.get("passing_context")),
+            _count(reached),
+        )
+    quantity, heats = _heats(methods, names, task)
+    return Task(task, sources[0].data["tasks"][task], grid, quantity, heats)
+
+
+def _answers(data: Mapping[str, Any], method: str, task: str, length: int) -> Field:
+    key = (method, task, length)
+    cells = (c for c in data["summary"] if (c["method"], c["task"], c["length"]) == key)
+    cell = next(cells, None)
+    if cell is None:
+        return _no_answers(data, *key)
+    low, high = (_percent(end, "aside") for end in cell["interval"])
+    field = Field().add(_percent(cell["accuracy"], "value"), *range_spans("\n", low, high))
+    first, interval = cell["first"], interval_of(cell["first_interval"])
+    if first is not None and interval is not None:
+        low, high = (_percent(end, "aside") for end in interval)
+        field.append("\n1st ", "aside").add(
+            _percent(first, "aside"), *range_spans(" (", low, high, ")")
+        )
+        if cell["chance"] is not None and interval[0] > cell["chance"]:
+            field.append(" ").append("above chance", "better")
+    return field
+
+
+def _no_answers(data: Mapping[str, Any], method: str, task: str, length: int) -> Field:
+    for failure in data["failures"]:
+        if (failure["method"], failure["task"], failure["length"]) == (method, task, length):
+            return missing_field(failure["reason"])
+    for entry in data.get("left_out", ()):
+        if (entry["task"], entry["length"]) == (task, length):
+            hint = f"the shortest prompt has {entry['needed']:,} tokens"
+            return Field("-", "none", hint=hint)
+    return missing_field(None)
+
+
+def _percent(share: float, mark: str) -> Span:
+    digits = 1 if 0 < share < 0.005 or 0.995 <= share < 1 else 0
+    return Span(f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%", mark, share)
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def _heats(
+    methods: Sequence[tuple[Source, str]], names: Sequence[str], task: str
+) -> tuple[str, list[Grid]]:
+    """A map for every method of a task that has depths.
+
+    Returns:
+        The quantity, which is ranks if no answer of the task is right, and the maps.
+    """
+    by_method = [
+        [
+            cell
+            for cell in source.data.get("by_depth", ())
+            if (cell["method"], cell["task"]) == (label, task) and cell["depth"] is not None
+        ]
+        for source, label in methods
+    ]
+    cells = [cell for own in by_method for cell in own]
+    ranked = all(cell["beaten"] is not None for cell in cells)
+    beaten = ranked and not any(cell["accuracy"] for cell in cells)
+    key = "beaten" if beaten else "accuracy"
+    lengths = sorted({cell["length"] for cell in cells})
+    heats = []
+    for name, own in zip(names, by_method, strict=True) if cells else ():
+        grid = Grid(f"{name} in {task}, by depth and length", caption=name, kind="heat")
+        for head in ("depth", *(f"{length:,}" for length in lengths)):
+            grid.column(head)
+        shares = {(cell["depth"], cell["length"]): cell[key] for cell in own}
+        for depth in sorted({cell["depth"] for cell in cells}):
+            fields = [_shaded(shares.get((depth, length))) for length in lengths]
+            grid.row(_percent(depth, "").text, *fields)
+        heats.append(grid)
+    return BEATEN if beaten else ACCURACY, heats
+
+
+def _shaded(share: float | None) -> Field:
+    if share is None:
+        return Field("-", shade=0)
+    return Field(f"{100 * share:.0f}", "", share, shade=round(100 * share))
+
+
+# Benchmarks: speed, memory and published tables. Their perplexities and retrieval are in the sections above.
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published table: its title, the reasons why it is not comparable with the run, and its rows."""
+
+    title: str
+    apart: Sequence[str]
+    table: Grid | None
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One benchmark: its suite, its remarks, its speed, and the requested published tables."""
+
+    source: Source
+    suite: str
+    remarks: Sequence[str]
+    speed: Grid | None
+    published: Sequence[Published]
+
+
+def bench(sources: Sequence[Source]) -> list[Bench]:
+    """Return one section for each benchmark."""
+    return [
+        Bench(
+            source,
+            str(source.data.get("suite", "")),
+            [str(remark) for remark in source.data.get("remarks", ())],
+            _speed(source.data["speed"]) if source.data.get("speed") else None,
+            [_published(name, source) for name in source.data.get("compare", ())],
+        )
+        for source in sources
+        if source.kind == "bench"
+    ]
+
+
+def _speed(speed: Mapping[str, Any]) -> Grid:
+    count, memory = speed.get("threads"), speed.get("memory")
+    threads = f", {count} thread{'s' * (count != 1)}" if count else ""
+    kind = f"; memory: {memory}" if memory else ""
+    caption = (
+        f"Speed and memory. One prefill of {speed['length']:,} tokens on {speed['device']}{threads}{kind}. Median of "
+        "the rounds, slowest to fastest."
+    )
+    grid = Grid("Speed and memory", caption=caption)
+    heads = ("tokens per second", "times as fast as the first", "peak memory", "tokens at a time")
+    for head in ("method", *heads):
+        grid.column(head)
+    for row in speed.get("summary", ()):
+        field, rate = missing_field(row.get("failed")), row.get("tokens_per_second")
+        if rate is not None:
+            low, high = (_rate(row[name], "aside") for name in ("lowest", "highest"))
+            field = Field().add(_rate(rate, "value"), *range_spans("\n", low, high))
+        times, peak, prefill = row.get("ratio"), row.get("peak_bytes"), row.get("prefill")
+        grid.row(
+            row["method"],
+            field,
+            Field("-") if times is None else Field().add(ratio_span(times, "")),
+            "-" if peak is None else f"{number(peak / 2**30, 3)} GiB",
+            "all" if prefill is None else f"{prefill:,}",
+        )
+    return grid
+
+
+def _rate(value: float, mark: str) -> Span:
+    return Span(f"{value:,.0f}" if value >= 100 else number(value, 3), mark, value)
+
+
+def _published(name: str, source: Source) -> Published:
+    settings = Settings.from_dict(source.data["perplexity"]["settings"])
+    try:
+        table = published.get(name)
+    except PosencError:  # made by another version of the package
+        return Published(name, ["this version of hf-posenc does not have it"], None)
+    title = f"{table.paper}, {table.table}"
+    caption = f"As printed, at the lengths of this run. {' '.join(published.remarks(table))}"
+    grid = Grid(f"Published: {title}", caption=caption)
+    for head in ("model and method", *(f"{length:,}" for length in settings.lengths)):
+        grid.column(head)
+    for row in table.rows:
+        values = [table.value(row, length) for length in settings.lengths]
+        if any(value is not None for value in values):
+            printed = [published.printed(table, value) for value in values]
+            grid.row(row_name(row.method, row.model), *printed)
+    return Published(title, published.differences(table, settings), grid if grid.rows else None)
+
+
+# Sweeps and searches: every method at the target length, and the recipe.
+
+TITLES = {"sweep": "Sweep of methods and scales", "search": "Search of a factor for every pair"}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """One sweep or search.
+
+    Attributes:
+        source: The result.
+        title: Its title.
+        protocol: The objective, in one sentence.
+        target: The length of the objective, in tokens.
+        winner: The label of the best method; `None` if there is none.
+        undecided: The methods that these documents do not distinguish from it.
+        table: The methods.
+        recipe: The winner as `load_patch` reads it, as JSON text; `""` if there is none.
+    """
+
+    source: Source
+    title: str
+    protocol: str
+    target: int
+    winner: str | None
+    undecided: Sequence[str]
+    table: Grid
+    recipe: str
+
+
+def tuning(sources: Sequence[Source]) -> list[Tuning]:
+    """Return one section for each sweep and search: each compares its methods on its own documents."""
+    sections = []
+    for source in sources:
+        if source.kind in TITLES:
+            data, title = source.data, TITLES[source.kind]
+            target, recipe = data["settings"]["target"], data.get("recipe")
+            text = json.dumps(recipe, indent=2) if recipe else ""
+            undecided, table = data.get("undecided") or [], _tuning(data, title)
+            sections.append(
+                Tuning(
+                    source,
+                    title,
+                    data["protocol"],
+                    target,
+                    data.get("winner"),
+                    undecided,
+                    table,
+                    text,
+                )
+            )
+    return sections
+
+
+def _tuning(data: Mapping[str, Any], title: str) -> Grid:
+    original, target = data["settings"]["original"], data["settings"]["target"]
+    caption = (
+        "Ratios are paired over the documents that both methods have read, with their 95 % interval: "
+        "below 1 is better."
+    )
+    grid = Grid(title, caption=caption)
+    heads = ("method", "documents", f"at {target:,} tokens")
+    for head in (
+        *heads,
+        f"at {original:,}, to the unpatched model",
+        f"at {target:,}, to the best",
+    ):
+        grid.column(head)
+    for row in data["summary"]:
+        tail = missing_field(row["failed"])
+        if row["failed"] is None and row["perplexity"] is not None:
+            tail = number_field(row["perplexity"], interval_of(row["interval"]))
+        best = "best" if row["label"] == data.get("winner") else ""
+        ratios = [_compared(row[name], row["documents"]) for name in ("short", "to_best")]
+        name = row_name(row["label"], "control" if row["control"] else best)
+        grid.row(name, f"{row['documents']:,}", tail, *ratios)
+    return grid
+
+
+def _compared(value: Mapping[str, Any] | None, documents: int) -> Field:
+    if value is None:
+        return Field("-", "none", hint="not compared")
+    return ratio_field(value["ratio"], interval_of(value["interval"]), documents)
