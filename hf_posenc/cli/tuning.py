@@ -196,11 +196,10 @@ def metering(
         "settings": inputs.settings.decisive,
         "environment": inputs.about["environment"],
     }
-    done, total = 0, [1]
+    total = [1]
 
     def advance(label: str, tokens: int) -> None:
-        nonlocal done
-        done += tokens * place.count  # the others do as much meanwhile
+        done = tokens * place.count  # the others do as much meanwhile
         show(label, min(done, total[0]), total[0])
 
     def waiting(count: int) -> None:

@@ -165,8 +165,9 @@ class BenchResult(Result):
     def _csv(self) -> str:
         """A row per method and length: perplexity by protocol, retrieval, and speed at the longest length."""
         protocols = self.perplexity.settings.protocols
-        groups = dict.fromkeys(protocols, _OF_PROTOCOL)
-        groups |= {"retrieval": _OF_RETRIEVAL, "speed": _OF_SPEED}
+        groups: dict[str, tuple[str, ...]] = {}
+        groups |= dict.fromkeys(protocols, _OF_PROTOCOL)
+        groups["retrieval"], groups["speed"] = _OF_RETRIEVAL, _OF_SPEED
         columns = ["method", "length", "scale"]
         columns += [f"{group}_{name}" for group, names in groups.items() for name in names]
         rows = []

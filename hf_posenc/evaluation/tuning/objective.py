@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +15,17 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.execute import (
+    Attempt,
+    Failures,
+    Item,
+    Measurement,
+    Value,
+    collected,
+    execute,
+    silent,
+    wait_for_all,
+)
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
 from hf_posenc.evaluation.measuring.statistics import (
     INTERVAL,
@@ -26,11 +34,10 @@ from hf_posenc.evaluation.measuring.statistics import (
     exp_or_inf,
     side_of_one,
 )
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard, Store, missing
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.windows import Window, plan
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
-from hf_posenc.evaluation.scoring.memory import reason_of
 
 
 @dataclass(frozen=True)
@@ -124,11 +131,6 @@ class Loss:
     tokens: int
     failed: str | None = None
 
-    @classmethod
-    def failure(cls, reason: str) -> Loss:
-        """Return the loss of a measurement that failed."""
-        return cls(math.nan, 0, reason)
-
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
         if self.failed is not None:
@@ -139,7 +141,7 @@ class Loss:
     def from_dict(cls, values: Mapping[str, Any]) -> Loss:
         """Read the values of `to_dict`."""
         if "failed" in values:
-            return cls.failure(str(values["failed"]))
+            return cls(math.nan, 0, str(values["failed"]))
         nats = values["nats"]
         return cls(math.nan if nats is None else float(nats), int(values["tokens"]))
 
@@ -177,7 +179,7 @@ class Comparison:
 
 
 Losses = Mapping[tuple[str, int, int], Loss]
-"""Losses by label, length and the document's index."""
+"""Losses by label (or the candidate's key), length and the document's index."""
 
 
 @dataclass(frozen=True)
@@ -306,16 +308,20 @@ def _ends(logs: np.ndarray[Any, Any]) -> tuple[float, float]:
     return exp_or_inf(float(low)), exp_or_inf(float(high))
 
 
-POLL = 0.5
-"""Seconds between two checks for the records of other processes."""
-
 Progress = Callable[[str, int], None]
-"""Called with a candidate's label and the tokens just forwarded, or found measured."""
+"""Called with a candidate's label and the tokens of this process so far, those found in the store included."""
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TailItem(Item):
+    """Tail of a document, read at one length by one candidate."""
+
+    document: int
 
 
 @dataclass
 class Meter:
-    """Measures the tails of documents, and keeps what was measured in a store.
+    """Measures the tails of documents, and keeps the losses in a store.
 
     Attributes:
         model: A causal language model.
@@ -326,7 +332,8 @@ class Meter:
         special: Token ids in front of every window.
         shard: The shard of this process.
         progress: Called after every item.
-        waiting: Called once with the number of records that other processes have still to write.
+        waiting: Called once per batch with the number of records that other processes have still to write.
+        scorer: Runs the forwards.
 
     Raises:
         PosencError: The model is not a causal language model, or the tokens are another model's.
@@ -338,87 +345,53 @@ class Meter:
     store: Records = field(default_factory=Memory)
     special: Sequence[int] = ()
     shard: Shard = ALONE
-    progress: Progress = lambda label, tokens: None
-    waiting: Callable[[int], None] = lambda count: None
-    _scorer: FrugalScorer = field(init=False)
-    _hashes: list[str] = field(init=False)
+    progress: Progress = silent
+    waiting: Callable[[int], None] = silent
+    scorer: FrugalScorer = field(init=False)
 
     def __post_init__(self) -> None:
         check_vocabulary(self.model, max(document.largest() for document in self.documents))
         probe = torch.tensor([*self.special, *self.documents[0].tokens(0, 16).tolist()])
+        chunk, prefill = self.settings.chunk, self.settings.prefill
         with evaluation_mode(self.model):
-            self._scorer = FrugalScorer(
-                TokenScorer(
-                    self.model, probe, chunk=self.settings.chunk, prefill=self.settings.prefill
-                )
-            )
-        self._hashes = [document.to_dict()["tokens_sha256"] for document in self.documents]
-
-    def loss(self, candidate: Candidate, length: int, document: int) -> Loss:
-        """Return what was measured; only after `measure` with the same."""
-        value = self.store.get(self._key(candidate, length, document))
-        assert value is not None
-        return Loss.from_dict(value)
+            self.scorer = FrugalScorer(TokenScorer(self.model, probe, chunk=chunk, prefill=prefill))
+        self.hashes = [document.to_dict()["tokens_sha256"] for document in self.documents]
+        self._done = 0
 
     def measure(
         self, candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
-    ) -> None:
-        """Measure this process's share of what is missing; then wait for the others' shares."""
-        pairs = list(itertools.product(candidates, documents))
-        with evaluation_mode(self.model):
-            for _, group in itertools.groupby(self.shard.mine(pairs), key=lambda pair: pair[0].key):
-                self._measure_one(list(group), lengths)
-        self._wait([self._key(c, n, d) for c, d in pairs for n in lengths])
+    ) -> Losses:
+        """Measure this process's share of what is missing, and wait for the others: the next batch depends on all.
+
+        Returns:
+            The losses by the candidate's key, length and the document's index.
+        """
+        batch = Tails(self, candidates, documents, lengths)
+        costs = {item.key: item.cost for item in self.shard.mine(batch.items)}
+        total = self._done + sum(costs.values())
+        self._done += sum(cost for key, cost in costs.items() if self.store.get(key) is not None)
+        execute(
+            *(batch, self.store, self.shard),
+            lambda label, done, _: self.progress(label, self._done + done),
+        )
+        self._done = total
+        self.progress(candidates[-1].label, total)
+        wait_for_all(batch, self.store, self.shard, self.waiting, everyone=True, patience=0)
+        losses = collected(batch, self.store)
+        assert losses is not None
+        return losses
 
     def cost(self, document: int, lengths: Sequence[int]) -> int:
         """Return the tokens that one candidate forwards on a document."""
         return sum(window.forwarded for window in self._windows(document, lengths))
 
-    def _measure_one(self, items: Sequence[tuple[Candidate, int]], lengths: Sequence[int]) -> None:
-        candidate = items[0][0]
-        todo = [
-            (document, length)
-            for _, document in items
-            for length in lengths
-            if self.store.get(self._key(candidate, length, document)) is None
-        ]
-        if todo:
-            with contextlib.ExitStack() as stack:
-                refused = None
-                self._scorer.pieces = not candidate.length_dependent
-                try:
-                    longest = self.settings.lengths[-1]
-                    stack.enter_context(candidate.applied(self.model, longest))
-                except Exception as error:  # this architecture does not support it
-                    refused = reason_of(error)
-                self._fill(candidate, todo, refused)
-        for _, document in items:
-            self.progress(candidate.label, self.cost(document, lengths))
-
-    def _fill(
-        self, candidate: Candidate, todo: Sequence[tuple[int, int]], refused: str | None
-    ) -> None:
-        failed = {length: refused for _, length in todo if refused is not None}
-        for document, length in todo:
-            if length not in failed:
-                try:
-                    loss = self._score(candidate, document, length)
-                except Exception as error:  # a family may fail in its own way past its length
-                    failed[length] = reason_of(error)
-            if length in failed:  # the next document of this length would fail too
-                loss = Loss.failure(failed[length])
-            self.store.append(self._key(candidate, length, document), loss.to_dict())
-
-    def _score(self, candidate: Candidate, document: int, length: int) -> Loss:
+    def score(self, item: TailItem) -> Loss:
+        """Return the loss of the tails of a document; the candidate is patched in."""
         nats, tokens = 0.0, 0
-        for window in self._windows(document, [length]):
+        for window in self._windows(item.document, [item.length]):
             front = torch.tensor(list(self.special[: window.special]), dtype=torch.int64)
-            body = self.documents[document].tokens(window.begin, window.end)
-            ids = torch.cat([front, body])
-            if candidate.stateful:
-                # resets transformers' own dynamic RoPE, which keeps a state
-                self._scorer([ids[:2]], 1)
-            losses = self._scorer([ids], window.first_scored)[0]
+            body = self.documents[item.document].tokens(window.begin, window.end)
+            losses = self.scorer([torch.cat([front, body])], window.first_scored)[0]
             nats += float(losses.sum())
             tokens += len(losses)
         return Loss(nats, tokens)
@@ -429,18 +402,45 @@ class Meter:
             size, self.settings, special=len(self.special), shared_prefix=False, lengths=lengths
         )
 
-    def _key(self, candidate: Candidate, length: int, document: int) -> Key:
-        return ("tail", candidate.key, length, self._hashes[document])
 
-    def _wait(self, keys: Sequence[Key]) -> None:
-        """Wait until other processes have written their shares of a round: the next one depends on all of them."""
-        if not isinstance(self.store, Store):
-            return
-        self.store.refresh()
-        left = missing(self.store, keys)
-        if left:
-            self.waiting(len(left))
-        while left:
-            time.sleep(POLL)
-            self.store.refresh()
-            left = missing(self.store, left)
+class Tails(Measurement[TailItem, Losses]):
+    """Tails of some documents at some lengths under some candidates: one batch of a `Meter`."""
+
+    def __init__(
+        self,
+        meter: Meter,
+        candidates: Sequence[Candidate],
+        documents: Sequence[int],
+        lengths: Sequence[int],
+    ) -> None:
+        self.model, self.scorer, self._meter = meter.model, meter.scorer, meter
+        costs = {(n, d): meter.cost(d, [n]) for n in lengths for d in documents}
+        self.items = [
+            TailItem(
+                key=("tail", candidate.key, length, meter.hashes[document]),
+                candidate=candidate,
+                length=length,
+                cost=costs[length, document],
+                cells=(("tail", candidate.key, length),),
+                order=document,
+                document=document,
+            )
+            for candidate in candidates
+            for length in lengths
+            for document in documents
+        ]
+
+    def measure(self, item: TailItem, attempt: Attempt) -> Value:
+        loss = attempt(lambda: self._meter.score(item))
+        return {} if loss is None else loss.to_dict()
+
+    def collect(self, values: Mapping[Key, Value]) -> Losses:
+        failures = Failures.of(self.items, values.get)
+        reasons = failures.reasons()
+        losses = {}
+        for item in self.items:
+            _, key, length = cell = item.cells[0]
+            lost = failures.precede(item, cell)  # whether or not another process has measured it
+            value = {"failed": reasons[item.label, cell]} if lost else values[item.key]
+            losses[str(key), int(length), item.document] = Loss.from_dict(value)
+        return losses

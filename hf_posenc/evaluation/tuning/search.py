@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -296,11 +295,9 @@ def search(
     if best is not None:
         compared.append((candidate(best.genome), False))
 
-    meter.measure([c for c, _ in compared], held_out, settings.lengths)
-    losses = {
-        (c.label, length, document): meter.loss(c, length, document)
-        for (c, _), length, document in itertools.product(compared, settings.lengths, held_out)
-    }
+    labels = {c.key: c.label for c, _ in compared}
+    measured = meter.measure([c for c, _ in compared], held_out, settings.lengths)
+    losses = {(labels[key], n, d): loss for (key, n, d), loss in measured.items()}
     result = SearchResult.measured(
         *(meter, settings, compared, losses, about, skipped),
         search=dataclasses.asdict(own),
@@ -318,12 +315,12 @@ def _scores(
     """Log tail perplexity at the target length of every candidate; infinite past the bound on short texts."""
     bound = settings.max_regression
     plain = Candidate.parse(CONTROLS[0])
+    measured = dict(meter.measure(candidates, documents, _lengths(settings)))
     if bound is not None:
-        meter.measure([plain], documents, [settings.original])
-    meter.measure(candidates, documents, _lengths(settings))
+        measured |= meter.measure([plain], documents, [settings.original])
 
     def log(c: Candidate, length: int) -> float:
-        losses = [meter.loss(c, length, document) for document in documents]
+        losses = [measured[c.key, length, document] for document in documents]
         return math.inf if failure_of(losses) is not None else log_perplexity(losses)
 
     def score(c: Candidate) -> float:

@@ -6,7 +6,6 @@ All methods are compared on a few documents, the better half of them on twice as
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -374,10 +373,9 @@ def sweep(
     board = Board(losses, settings, candidates[0][0].label)
 
     def measure(entered: Sequence[str], documents: Sequence[int]) -> None:
-        labels = [*controls, *entered]
-        meter.measure([by_label[label] for label in labels], documents, settings.lengths)
-        for label, length, document in itertools.product(labels, settings.lengths, documents):
-            losses[label, length, document] = meter.loss(by_label[label], length, document)
+        labels = {by_label[label].key: label for label in (*controls, *entered)}
+        batch = meter.measure([by_label[x] for x in labels.values()], documents, settings.lengths)
+        losses.update({(labels[key], n, d): loss for (key, n, d), loss in batch.items()})
 
     racers = [label for label in by_label if label not in controls]
     run_rungs(racers, rung_sizes(len(meter.documents), first_documents), board.rank, measure)

@@ -18,7 +18,8 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import number, to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import Store
-from hf_posenc.evaluation.tuning.objective import Meter, TailSettings
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer
+from hf_posenc.evaluation.tuning.objective import Loss, Meter, TailItem, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial, recipe_text, verdict
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import (
@@ -152,14 +153,13 @@ def test_rounds_double_the_documents_and_halve_the_methods() -> None:
 def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
     meter = meter_of(tiny(), 5)
     forwarded: list[int] = []
-    plain = meter._scorer
+    plain = FrugalScorer.__call__
 
-    def scorer(windows: Sequence[torch.Tensor], first: int) -> list[torch.Tensor]:
+    def scorer(self: Any, windows: Sequence[torch.Tensor], first: int) -> list[torch.Tensor]:
         forwarded.extend(len(window) for window in windows)
-        return plain(windows, first)
+        return plain(self, windows, first)
 
-    monkeypatch.setattr(meter, "_scorer", scorer)
-    scorer.pieces = True  # type: ignore[attr-defined]
+    monkeypatch.setattr(FrugalScorer, "__call__", scorer)
     candidates = crossed(("pi", "ntk", "yarn"), (2.0, 4.0))
     expected, everything = work(meter, candidates, 2)
     sweep(meter, candidates, SETTINGS, about=ABOUT, first_documents=2)
@@ -324,14 +324,14 @@ def test_failures_are_cells() -> None:
 def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = Meter._score
+    plain = Meter.score
 
-    def score(self: Meter, candidate: Candidate, document: int, length: int) -> Any:
-        if candidate.label == "ntk (scale 4)" and length == 160 and document == 1:
+    def score(self: Meter, item: TailItem) -> Loss:
+        if (item.label, item.length, item.document) == ("ntk (scale 4)", 160, 1):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return plain(self, candidate, document, length)
+        return plain(self, item)
 
-    monkeypatch.setattr(Meter, "_score", score)
+    monkeypatch.setattr(Meter, "score", score)
     model = tiny()
     candidates = tried(model, crossed(("yarn", "ntk", "pi:layers=[9]"), (2.0, 4.0)))
     result = sweep(meter_of(model, 3), candidates, SETTINGS, about=ABOUT, first_documents=2)
@@ -352,7 +352,7 @@ def test_nothing_is_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     model = tiny()
     with Store(tmp_path, {"k": 1}) as store:
         first = run(model, store=store)
-    monkeypatch.setattr(Meter, "_score", None)  # anything measured now fails
+    monkeypatch.setattr(Meter, "score", None)  # anything measured now fails
     with Store(tmp_path, {"k": 1}) as store:
         again = run(model, store=store)
     assert again.to_dict() == first.to_dict()

@@ -195,7 +195,7 @@ def test_without_a_winner_the_exit_status_is_1(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(Meter, "_score", full)
+    monkeypatch.setattr(Meter, "score", full)
     result = invoke(*arguments("sweep", model, folder, tmp_path))
     assert result.exit_code == 1
     assert "OOM" in result.stdout

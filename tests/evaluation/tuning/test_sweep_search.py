@@ -21,7 +21,7 @@ from hf_posenc.evaluation.tuning.evolution import (
     rope_of,
     starts,
 )
-from hf_posenc.evaluation.tuning.objective import Loss, Meter, TailSettings
+from hf_posenc.evaluation.tuning.objective import Loss, Meter, TailItem, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial, recipe_text
 from hf_posenc.evaluation.tuning.search import (
     SearchResult,
@@ -211,13 +211,14 @@ def test_the_recipe_loads_and_gives_the_held_out_perplexity(
 
 def test_the_search_reads_no_held_out_document(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, int]] = []
-    plain = Meter._score
+    plain = Meter.score
 
-    def score(self: Meter, candidate: Any, document: int, length: int) -> Loss:
-        read.append((candidate.key, document))
-        return plain(self, candidate, document, length)
+    def score(self: Meter, item: TailItem) -> Loss:
+        assert item.candidate is not None
+        read.append((item.candidate.key, item.document))
+        return plain(self, item)
 
-    monkeypatch.setattr(Meter, "_score", score)
+    monkeypatch.setattr(Meter, "score", score)
     meter = meter_of(tiny(), 5)
     result = search(meter, SETTINGS, OWN, about=ABOUT)
     assert {document for _, document in read[: 24 * 2]} == {0, 2}
