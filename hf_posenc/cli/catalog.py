@@ -18,7 +18,7 @@ from hf_posenc.errors import unknown
 from hf_posenc.methods import Method, get_method
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.measuring.candidates import Request
+    from hf_posenc.evaluation.measuring.candidates import Candidate
 
 
 def kinds() -> dict[str, list[type[Method]]]:
@@ -60,8 +60,6 @@ def methods() -> None:
 
 def show(name: Annotated[str, typer.Argument(help="A method or one of its aliases.")]) -> None:
     """Show a method: its equation, knobs with their defaults, source, and what it needs."""
-    from hf_posenc.methods import get_method
-
     method = get_method(name)
     paragraphs, meanings = _read_docstring(inspect.cleandoc(method.__doc__ or "").replace("`", ""))
     console = out()
@@ -176,10 +174,10 @@ def inspect_model(
     from hf_posenc.patch.patching import get_patch, inspect_rope, patch_model
 
     name = model or embedded_model()
-    request = None if patch is None else _given_scale(patch)
-    live = live_model(name, whole=request is not None and request.changes_attention)
-    if request is not None:
-        method, options = request.arguments()
+    candidate = None if patch is None else _given_scale(patch)
+    live = live_model(name, whole=candidate is not None and candidate.changes_attention)
+    if candidate is not None:
+        method, options = candidate.arguments()
         patch_model(live, method, **options)
     console = out()
     console.print(f"[bold]{name}[/bold]: {type(live).__name__}")
@@ -213,19 +211,11 @@ def register_inspect(app: typer.Typer) -> None:
     app.command("inspect")(inspect_model)
 
 
-def _given_scale(patch: str) -> Request:
-    """Reads the patch; there is no text here whose length could set an automatic scale."""
-    from hf_posenc.evaluation.measuring.candidates import Request
+def _given_scale(patch: str) -> Candidate:
+    """Read the patch; there is no text here whose length could set an automatic scale."""
+    from hf_posenc.evaluation.measuring.candidates import Candidate
 
-    request = Request.parse(patch)
-    for part in request.parts:
-        if part.auto:
-            get_method(part.method).from_options(
-                **part.options
-            )  # a scale that it cannot do without
-    return dataclasses.replace(
-        request, parts=tuple(dataclasses.replace(part, auto=False) for part in request.parts)
-    )
+    return Candidate.parse(patch, unpatched=False).without_automatic_scale()
 
 
 def _print_distances(method: Method, original: int) -> None:

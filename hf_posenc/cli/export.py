@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,6 @@ import typer
 from hf_posenc.cli import options as opt
 from hf_posenc.cli.console import err, out, print_error, quiet_transformers
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import get_method
 
 if TYPE_CHECKING:
     from hf_posenc.engines import Export, GGUFCheck
@@ -117,16 +115,11 @@ def register(app: typer.Typer) -> None:
 
 def _asked(patch: str | None) -> tuple[Any, dict[str, Any]]:
     """What to patch with; there is no text here whose length could set an automatic scale."""
-    from hf_posenc.evaluation.measuring.candidates import Request
+    from hf_posenc.evaluation.measuring.candidates import Candidate
 
     if patch is None:
         return None, {}
-    request = Request.parse(patch)
-    automatic = [part for part in request.parts if part.auto]
-    for part in automatic:
-        get_method(part.method).from_options(**part.options)  # a scale that it cannot do without
-    parts = tuple(dataclasses.replace(part, auto=False) for part in request.parts)
-    return dataclasses.replace(request, parts=parts).arguments()
+    return Candidate.parse(patch, unpatched=False).without_automatic_scale().arguments()
 
 
 def _show(found: Export) -> None:

@@ -15,7 +15,7 @@ from transformers import Trainer
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import number
-from hf_posenc.evaluation.measuring.candidates import Request
+from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment, global_shape
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots.perplexity import MARKED
@@ -112,7 +112,7 @@ class TrainingLog:
                 "trained": sum(trained),
                 "dtype": str(parameters[0].dtype).removeprefix("torch."),
             },
-            label=None if patch is None else Request.installed(patch.config).label,
+            label=None if patch is None else Candidate.installed(patch.config).label,
             patch=None if patch is None else patch.config.to_dict(),
             original=None if patch is None else patch.original_max_position_embeddings,
             extended=None if patch is None else patch.extended_length,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_posenc.errors import PosencError, UntrainedWarning
-from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Request, original_length
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
@@ -66,24 +67,23 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
         if patch is not None:
             raise PosencError(f"--patch none: {saved}. {_KEEP}.")
         return
-    request = Request.parse(text)
+    candidate = Candidate.parse(text)
     if patch is not None:
-        if not request.beside.get("replace"):
+        if not candidate.beside.get("replace"):
             raise PosencError(
                 f"--patch {text}: {saved}. {_KEEP}, or add replace=true to replace it."
             )
         unpatch_model(model)
-        request = Request(
-            request.parts, {k: v for k, v in request.beside.items() if k != "replace"}
-        )
+        beside = {k: v for k, v in candidate.beside.items() if k != "replace"}
+        candidate = dataclasses.replace(candidate, beside=beside)
     scale = 1.0
-    if request.auto:
-        original = request.beside.get("original_max_position_embeddings")
+    if candidate.auto_scale:
+        original = candidate.beside.get("original_max_position_embeddings")
         original = original or original_length(model, ())
         if target_length is None or original is None:
             raise PosencError(f"--patch {text}: give a scale, as in scale=8, or --target_length.")
         scale = max(1.0, target_length / original)
-    method, options = request.arguments(scale)
+    method, options = candidate.arguments(scale)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UntrainedWarning)  # they are about to be trained
         patch_model(model, method, **options)

@@ -16,7 +16,7 @@ from torch import nn
 
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
 from hf_posenc.evaluation.grid import number
-from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Request, original_length
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.measuring.execute import Progress, execute, silent
 from hf_posenc.evaluation.measuring.identity import (
     describe_model,
@@ -401,7 +401,7 @@ def score(
 def label_of(model: nn.Module, step: int = 0) -> str:
     """The name of a row: what is patched in, and how long the model was trained so."""
     patch = get_patch(model)
-    name = UNPATCHED if patch is None else Request.installed(patch.config).label
+    name = UNPATCHED if patch is None else Candidate.installed(patch.config).label
     if step:
         return f"{name}, after {step:,} step{'s' * (step > 1)}"
     return name if patch is None else f"{name}, before"

@@ -86,13 +86,12 @@ class MethodEntry:
     @classmethod
     def of(cls, candidate: Candidate, shared: bool) -> MethodEntry:
         """Return the entry of a candidate; `shared`: one forward gave the prefix of every length."""
-        parts = () if candidate.request is None else candidate.request.parts
         return cls(
             candidate.label,
             candidate.spec,
             candidate.method,
-            [{"method": part.method, "options": dict(part.options)} for part in parts],
-            {} if candidate.request is None else dict(candidate.request.beside),
+            [{"method": part.method, "options": dict(part.options)} for part in candidate.parts],
+            dict(candidate.beside),
             candidate.scale,
             candidate.auto_scale,
             candidate.original,

@@ -17,8 +17,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.measuring.candidates import Candidate, Part, Request
-from hf_posenc.evaluation.tuning.results import spec_of
+from hf_posenc.evaluation.measuring.candidates import Candidate, Part
 from hf_posenc.methods import RopeScaling, get_method
 from hf_posenc.model.discovery import original_length, read_spec, select, tables_of
 from hf_posenc.model.unwrapping import unwrap
@@ -75,8 +74,7 @@ class Genome:
         }
         if native:
             options["short_mscale"] = 1.0
-        request = Request((Part("longrope", options),), beside)
-        return Candidate(spec_of(request), LABEL, request)
+        return Candidate.of([Part("longrope", options)], beside, LABEL)
 
 
 Batch = list[tuple[str, Genome]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number
-from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Request
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.tuning.objective import (
     Board,
     Comparison,
@@ -61,45 +61,23 @@ class Trial:
     @classmethod
     def of(cls, candidate: Candidate, *, control: bool = False) -> Trial:
         """Describe a candidate whose scale is set."""
-        request = candidate.request
-        call = None if request is None else call_of(request)
+        call = call_of(candidate) if candidate.parts else None
         scale = candidate.scale
         return cls(candidate.label, candidate.spec, candidate.method, scale, control, call)
 
 
-def spec_of(request: Request) -> str:
-    """Return a request in the short form of `--patch`; lists, which the short form lacks, as JSON."""
-    first, *more = request.parts
-    parts = [
-        (first.method, {**first.options, **request.beside}),
-        *((part.method, part.options) for part in more),
-    ]
-    return "+".join(
-        f"{method}{':' if options else ''}"
-        + ",".join(f"{name}={_text(value)}" for name, value in options.items())
-        for method, options in parts
-    )
-
-
-def call_of(request: Request) -> str:
-    """Return the Python code that patches `model` with a request."""
-    if len(request.parts) == 1:
-        part = request.parts[0]
-        return _call("patch_model", "model", repr(part.method), **part.options, **request.beside)
-    methods = (_call(get_method(p.method).__name__, **p.options) for p in request.parts)
-    return _call("patch_model", "model", f"[{', '.join(methods)}]", **request.beside)
+def call_of(candidate: Candidate) -> str:
+    """Return the Python code that patches `model` with a candidate."""
+    if len(candidate.parts) == 1:
+        part = candidate.parts[0]
+        options = {**part.options, **candidate.beside}
+        return _call("patch_model", "model", repr(part.method), **options)
+    methods = (_call(get_method(p.method).__name__, **p.options) for p in candidate.parts)
+    return _call("patch_model", "model", f"[{', '.join(methods)}]", **candidate.beside)
 
 
 def _call(name: str, *values: str, **options: Any) -> str:
     return f"{name}({', '.join([*values, *(f'{k}={v!r}' for k, v in options.items())])})"
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if isinstance(value, float) and value.is_integer():
-        return str(int(value))
-    return json.dumps(value)
 
 
 def recipe_text(recipe: dict[str, Any]) -> str:

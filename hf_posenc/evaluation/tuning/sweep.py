@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import Grid, number
-from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Part, Request
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Part, check_unique
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
 from hf_posenc.evaluation.plots.tuning import Point, sweep_figure
 from hf_posenc.evaluation.tuning.objective import Board, Loss, Meter, Row, TailSettings
@@ -24,7 +24,6 @@ from hf_posenc.evaluation.tuning.results import (
     TuningResult,
     against,
     on_short,
-    spec_of,
 )
 from hf_posenc.methods import get_method
 
@@ -53,11 +52,9 @@ def crossed(specs: Sequence[str], scales: Sequence[float]) -> list[tuple[Candida
             controls.
     """
     requested = [candidate for spec in specs for candidate in at_scales(spec, scales)]
+    check_unique(requested)
     labels = [candidate.label for candidate in requested]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
-        raise PosencError(f"--patch {twice} is given twice.")
-    competing = [candidate for candidate in requested if candidate.request is not None]
+    competing = [candidate for candidate in requested if candidate.parts]
     if not competing:
         raise PosencError(
             "There is nothing to compare: --patch none is always measured. Name a method, such as --patch yarn."
@@ -88,14 +85,13 @@ def parse_scales(text: str) -> tuple[float, ...]:
 def at_scales(spec: str, scales: Sequence[float]) -> list[Candidate]:
     """Return the candidates of one value of `--patch`."""
     candidate = Candidate.parse(spec)
-    request = candidate.request
-    if request is None or "target_length" in request.beside:
+    if "target_length" in candidate.beside:
         return [candidate]
-    takers = [index for index, part in enumerate(request.parts) if part.auto]
-    takers = takers or [i for i, part in enumerate(request.parts) if _has_default_scale(part)]
+    takers = [index for index, part in enumerate(candidate.parts) if part.auto]
+    takers = takers or [i for i, part in enumerate(candidate.parts) if _has_default_scale(part)]
     if not takers:
         return [candidate]
-    return [_scaled(request, takers, scale) for scale in scales]
+    return [_scaled(candidate, takers, scale) for scale in scales]
 
 
 def _has_default_scale(part: Part) -> bool:
@@ -104,17 +100,16 @@ def _has_default_scale(part: Part) -> bool:
     return isinstance(default, int | float) and "scale" not in part.options
 
 
-def _scaled(request: Request, takers: Sequence[int], scale: float) -> Candidate:
+def _scaled(candidate: Candidate, takers: Sequence[int], scale: float) -> Candidate:
     parts = tuple(
         dataclasses.replace(part, options={"scale": scale, **part.options}, auto=False)
         if index in takers
         else part
-        for index, part in enumerate(request.parts)
+        for index, part in enumerate(candidate.parts)
     )
     for part in parts:
         part.build(1.0)  # raises if the method refuses the scale
-    scaled = Request(parts, request.beside)
-    return Candidate(spec_of(scaled), scaled.label, scaled)
+    return Candidate.of(parts, candidate.beside)
 
 
 def tried(

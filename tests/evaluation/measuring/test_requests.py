@@ -9,7 +9,7 @@ import pytest
 
 import hf_posenc
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.measuring.candidates import Candidate, Request
+from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.perplexity.result import MethodEntry
 from hf_posenc.methods import METHODS, LengthDependent, LogN, ReRoPE, YaRN
 from tests.support import zoo
@@ -45,12 +45,14 @@ def test_every_method_is_patched_in_by_its_name_alone(name: str) -> None:
 
 
 def test_which_methods_scale_automatically() -> None:
-    automatic = {m.name for m in METHODS if m.name not in NEEDS_MORE and Request.parse(m.name).auto}
+    automatic = {
+        m.name for m in METHODS if m.name not in NEEDS_MORE and Candidate.parse(m.name).auto_scale
+    }
     required = {m.name for m in METHODS if m.knobs().get("scale") is dataclasses.MISSING}
     assert automatic == required | {"self_extend", "leaky_rerope"}
     for given in ("self_extend:group=4", "leaky_rerope:k=8", "self_extend:scale=4", "dynamic_ntk"):
-        assert not Request.parse(given).auto, given
-    assert Request.parse("self_extend:window=16").auto
+        assert not Candidate.parse(given).auto_scale, given
+    assert Candidate.parse("self_extend:window=16").auto_scale
 
 
 @pytest.mark.parametrize(
@@ -81,22 +83,22 @@ def test_which_methods_scale_automatically() -> None:
     ],
 )
 def test_what_is_asked_for(spec: str, label: str, method: Any, options: dict[str, Any]) -> None:
-    request = Request.parse(spec)
+    request = Candidate.parse(spec)
     assert request.label == label
     assert request.arguments(4.0) == (method, options)
 
 
 def test_in_a_composition_a_scale_that_can_be_left_out_is_left_out_beside_one_that_cannot() -> None:
-    yarn, extend = Request.parse("yarn+self_extend").parts
+    yarn, extend = Candidate.parse("yarn+self_extend").parts
     assert (yarn.auto, extend.auto) == (True, False)
-    assert Request.parse("self_extend+log_n").parts[0].auto
-    assert not Request.parse("yarn:scale=4+self_extend").auto
+    assert Candidate.parse("self_extend+log_n").parts[0].auto
+    assert not Candidate.parse("yarn:scale=4+self_extend").auto_scale
 
 
 @pytest.mark.parametrize("name", [m.name for m in METHODS if issubclass(m, LengthDependent)])
 def test_only_the_row_mode_leaves_a_prefix_alone(name: str) -> None:
     modes = {
-        mode: Request.parse(f"{name}:update={mode}") for mode in ("sequence", "request", "row")
+        mode: Candidate.parse(f"{name}:update={mode}") for mode in ("sequence", "request", "row")
     }
     assert {mode: r.parts[0].length_dependent for mode, r in modes.items()} == {
         "sequence": True,
@@ -123,7 +125,7 @@ def test_only_the_row_mode_leaves_a_prefix_alone(name: str) -> None:
 )
 def test_what_cannot_be_read(spec: str, message: str) -> None:
     with pytest.raises(PosencError, match=message.replace("+", r"\+")):
-        Request.parse(spec)
+        Candidate.parse(spec)
 
 
 def test_two_methods_on_one_seam_are_refused_by_the_name_of_the_entry() -> None:
