@@ -1,4 +1,4 @@
-"""Held-out perplexity before, during and after a training: the same tokens each time, by the project's own scorer."""
+"""Held-out perplexity before, during and after a training, measured on the same tokens each time."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,18 +49,18 @@ from hf_posenc.training.ranks import (
 if TYPE_CHECKING:
     from transformers import TrainingArguments
 
-
-# The rows of a table of scores: one model at several points of its training.
+FILE = "perplexity.json"
+PROTOCOLS = ("prefix", "tail")
 
 
 @dataclass(frozen=True)
 class Stage:
-    """When a row was measured, and of what.
+    """The state of the model in one row of a table of scores.
 
     Attributes:
         label: The row's name.
         step: Optimizer steps before it.
-        tokens_seen: Tokens that the model was trained on before it, where the Trainer counts them.
+        tokens_seen: Tokens that the model was trained on before it, if the Trainer counts them.
         state: A hash of the model with its weights and its patch.
     """
 
@@ -70,58 +70,22 @@ class Stage:
     state: str
 
 
-def stages_of(result: PerplexityResult) -> list[Stage]:
-    """The stages of a table, in its order."""
-    return [Stage(**stage) for stage in result.source.get("stages", ())]
+def stages_of(table: PerplexityResult) -> list[Stage]:
+    """Return the stages of a table's rows, in order."""
+    return [Stage(**stage) for stage in table.source.get("stages", ())]
 
 
-def with_row(
-    table: PerplexityResult | None, row: PerplexityResult, stage: Stage
-) -> PerplexityResult:
-    """A table with one more row at its end.
-
-    Rows that came after the new one's step are of a training that was given up for this one, and go.
-
-    Args:
-        table: The rows so far.
-        row: The new one, measured on the same tokens.
-        stage: What the new one is.
-    """
-    stages = [] if table is None else stages_of(table)
-    patched = row.candidates[0].method is not None
-    earlier = []
-    for old, entry in zip(stages, () if table is None else table.candidates, strict=True):
-        if (old.step, entry.method is not None) < (stage.step, patched):
-            earlier.append(old)
-    parts = [row] if table is None else [only(table, [old.label for old in earlier]), row]
-    source: dict[str, Any] = {
-        **row.source,
-        "stages": [dataclasses.asdict(each) for each in (*earlier, stage)],
-    }
-    return dataclasses.replace(
-        row,
-        source=source,
-        candidates=[entry for part in parts for entry in part.candidates],
-        records=[record for part in parts for record in part.records],
-        failures=[failure for part in parts for failure in part.failures],
-        curves={label: curve for part in parts for label, curve in part.curves.items()},
-    )
-
-
-def up_to(table: PerplexityResult, stage: Stage) -> PerplexityResult:
-    """A table that ends with a row that it has: what came after is not of the model that is kept."""
+def before_and_after(table: PerplexityResult) -> PerplexityResult:
+    """Return the rows before the training, and the last one."""
     stages = stages_of(table)
-    return only(table, [each.label for each in stages[: stages.index(stage) + 1]])
+    return _select(table, [each.label for each in stages if each.step == 0 or each is stages[-1]])
 
 
-def only(table: PerplexityResult, labels: Collection[str]) -> PerplexityResult:
-    """Some of the rows of a table."""
+def _select(table: PerplexityResult, labels: Collection[str]) -> PerplexityResult:
+    stages = [dataclasses.asdict(each) for each in stages_of(table) if each.label in labels]
     return dataclasses.replace(
         table,
-        source={
-            **table.source,
-            "stages": [dataclasses.asdict(s) for s in stages_of(table) if s.label in labels],
-        },
+        source={**table.source, "stages": stages},
         candidates=[entry for entry in table.candidates if entry.label in labels],
         records=[record for record in table.records if record.method in labels],
         failures=[failure for failure in table.failures if failure.method in labels],
@@ -129,87 +93,97 @@ def only(table: PerplexityResult, labels: Collection[str]) -> PerplexityResult:
     )
 
 
-def before_and_after(table: PerplexityResult) -> PerplexityResult:
-    """The rows before the training, and the last one."""
-    stages = stages_of(table)
-    return only(table, [stage.label for stage in stages if stage.step == 0 or stage is stages[-1]])
+def _with_row(
+    table: PerplexityResult | None, row: PerplexityResult, stage: Stage
+) -> PerplexityResult:
+    """Append a row. Rows of later steps belong to a training that this one replaces, and are removed."""
+    position = (stage.step, row.candidates[0].method is not None)
+    row = dataclasses.replace(row, source={**row.source, "stages": [dataclasses.asdict(stage)]})
+    if table is None:
+        return row
+    earlier = _select(
+        table,
+        [
+            old.label
+            for old, entry in zip(stages_of(table), table.candidates, strict=True)
+            if (old.step, entry.method is not None) < position
+        ],
+    )
+    stages = [*earlier.source["stages"], *row.source["stages"]]
+    return dataclasses.replace(
+        row,
+        source={**row.source, "stages": stages},
+        candidates=[*earlier.candidates, *row.candidates],
+        records=[*earlier.records, *row.records],
+        failures=[*earlier.failures, *row.failures],
+        curves={**earlier.curves, **row.curves},
+    )
 
 
-# The records of a measurement that several processes make together.
-
-
-class Both:
-    """Records that are looked up in one place and stored in two.
+class GroupRecords:
+    """Records of all ranks of a process group; new values are also stored by this rank alone.
 
     Args:
-        known: What any process has measured.
-        store: Where a value outlives this one.
+        keys: The keys of all values.
+        own: The records of this rank.
     """
 
-    def __init__(self, known: Records, store: Records) -> None:
-        self._known, self._store = known, store
+    def __init__(self, keys: Sequence[Key], own: Records) -> None:
+        self._keys, self._own, self._all = keys, own, Memory()
+        self._share(own)
 
     def get(self, key: Key) -> dict[str, Any] | None:
-        """What any process has measured."""
-        return self._known.get(key)
+        """Return the value of a key, whichever rank measured it."""
+        return self._all.get(key)
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Stores a value where it outlives the process, and where it is found."""
-        self._store.append(key, value)
-        self._known.append(key, value)
+        """Store a value."""
+        self._own.append(key, value)
+        self._all.append(key, value)
 
     def refresh(self) -> None:
-        """Read what other processes have stored."""
-        self._known.refresh()
+        """Exchange values with the other ranks. Call it on all ranks."""
+        self._share(self._all)
 
-
-def known_to_all(run: PerplexityRun, records: Records) -> Memory:
-    """The records of a run that any process has, in every process. All must call it."""
-    own = {item.key: records.get(item.key) for item in run.items}
-    known = Memory()
-    for part in gather(own):
-        for key, value in part.items():
-            if value is not None:
-                known.append(key, value)
-    return known
-
-
-FILE = "perplexity.json"
-PROTOCOLS = ("prefix", "tail")
+    def _share(self, records: Records) -> None:
+        for values in gather({key: records.get(key) for key in self._keys}):
+            for key, value in values.items():
+                if value is not None:
+                    self._all.append(key, value)
 
 
 class Scores:
     """Perplexities of one model before, during and after its training, on the same held-out tokens.
 
-    Each measurement is one row of a table that grows, and is written to `output/perplexity.json` when it is done. What
-    was measured of it before an interruption is in `output/records`, under a hash of everything that decides a number,
-    the weights among it: a call made again measures only what is missing.
+    Each measurement is one row of a growing table, written to `output/perplexity.json` at its end. The values of an
+    interrupted measurement are in `output/records`, under a hash of everything that determines a number, including the
+    weights. A repeated call measures only what is missing.
 
-    In several processes, all of them must make each call. They share out the windows, with the very sums of one
-    process; of a sharded model all run the same windows together.
+    With several processes, all of them must make each call. They share the windows, with the same sums as one process;
+    a sharded model runs the same windows on all of them together.
 
     Args:
         tokenizer: The model's tokenizer.
-        documents: Texts, or what a reader of `hf_posenc.evaluation.documents` gives; none of them trained on.
+        documents: Texts, or documents of a reader of `hf_posenc.evaluation.documents`; not used for training.
         lengths: Context lengths in tokens.
-        output: Folder of the numbers and records; `None`: they end with the process.
+        output: Folder of the numbers and records; `None`: they are kept in memory.
         limit: Number of usable documents after which reading stops.
-        max_doc_tokens: Documents are cut to so many tokens first.
+        max_doc_tokens: Documents are first truncated to this many tokens.
         bos: `"auto"`, `"always"` or `"never"`.
-        device: Where an unsharded model is put to be measured, and stays; by default it is measured where it is.
+        device: Device to move an unsharded model to; by default it is measured on its own.
         autocast: The precision that the training computes in beside the weights' own (`precision_of`), so that every
             row is computed alike.
-        command: What gives these numbers again, for reports.
+        command: The command that repeats these numbers, for reports.
         **settings: Further fields of `Settings`, such as `tail_tokens`; the protocols are prefix and tail by default.
 
     Attributes:
         documents: The documents that are scored.
         settings: Protocols, lengths and the other numbers.
         output: As given.
-        fingerprint: Of everything that determines a number, but for the model.
+        fingerprint: Hash of everything that determines a number, except the model.
 
     Raises:
-        PosencError: Something does not go together, or no document can be used.
+        PosencError: Incompatible settings, or no usable document.
     """
 
     def __init__(
@@ -230,14 +204,13 @@ class Scores:
         self.output = None if output is None else Path(output)
         self._tokenizer, self._device, self._autocast = tokenizer, device, autocast
         self._command = command
-        given = {"protocols": PROTOCOLS, **settings, "lengths": tuple(sorted(set(lengths)))}
-        self.settings, self._bos = make_settings(given, None, bos=bos)
+        options = {"protocols": PROTOCOLS, **settings, "lengths": tuple(sorted(set(lengths)))}
+        self.settings, self._bos = make_settings(options, None, bos=bos)
         self._special = special_tokens(tokenizer, self._bos)
-        needed = max(1, self.settings.shortest_document - len(self._special))
         self.documents, self._skipped = load_documents(
             as_entries(documents),
             tokenizer,
-            min_tokens=needed,
+            min_tokens=max(1, self.settings.shortest_document - len(self._special)),
             max_tokens=max_doc_tokens,
             limit=limit,
         )
@@ -262,42 +235,46 @@ class Scores:
         last: bool = False,
         progress: Progress = silent,
     ) -> PerplexityResult:
-        """Measures a model as it is now, patched or not, wrapped or sharded, and leaves no trace in it.
+        """Measure a model in its present state, patched or not, wrapped or sharded, without side effects on it.
 
         Args:
             model: The model.
             step: The number of optimizer steps that it was trained for.
             tokens_seen: The number of tokens that it was trained on.
-            last: Whether this is the model that is kept, so that rows of later steps go: the best one is not the
-                newest (`load_best_model_at_end`).
+            last: Whether this model is the final one, so that rows of later steps are removed: the best one is not the
+                latest (`load_best_model_at_end`).
             progress: Called after every forward with the row's label, tokens done and tokens in all.
 
         Returns:
-            All rows so far, this one the last. Rows of later steps, of a training that this one takes the place of,
-            are gone.
+            All rows so far, this one the last. Rows of later steps, of a training that this one replaces, are removed.
 
         Raises:
-            PosencError: The model cannot be scored, or the folder not be written to.
+            PosencError: The model cannot be scored, or the folder cannot be written to.
         """
         model = unwrap(model, adapters=False)
         sharded = is_sharded(model)
-        if self._device is not None and not sharded and _can_move(model):
+        fixed = hasattr(model, "hf_device_map") or getattr(model, "is_quantized", False)
+        if self._device is not None and not sharded and not fixed:
             model.to(self._device)
         with without_side_effects(model), self._precision(model):
-            described = self._described(model, sharded)
-            state = self._state(described)
+            described = self._describe(model, sharded)
+            # Everything that the numbers depend on and that changes from row to row.
+            unchanging = ("name", "revision", "tokenizer", "bos")
+            state = _digest({k: v for k, v in described.items() if k not in unchanging})
             stage = Stage(label_of(model, step), step, tokens_seen or None, state)
-            before = broadcast(self._rows())
-            if before is None or stage not in stages_of(before):
-                row = self._row(model, stage, described, sharded, progress)
-                before = with_row(before, row, stage)
-                self._keep(before)
-            elif last and stage != stages_of(before)[-1]:
-                before = up_to(before, stage)
-                self._keep(before)
-        return before
+            table = broadcast(self._read_table())
+            stages = [] if table is None else stages_of(table)
+            if table is None or stage not in stages:
+                row = self._measure_row(model, stage, described, sharded, progress)
+                table = _with_row(table, row, stage)
+                self._write_table(table)
+            elif last and stage != stages[-1]:
+                kept = stages[: stages.index(stage) + 1]
+                table = _select(table, [each.label for each in kept])
+                self._write_table(table)
+        return table
 
-    def _row(
+    def _measure_row(
         self,
         model: nn.Module,
         stage: Stage,
@@ -305,27 +282,24 @@ class Scores:
         sharded: bool,
         progress: Progress,
     ) -> PerplexityResult:
-        here = group_shard()
+        shard = group_shard()
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
         run = PerplexityRun(
-            model,
-            self.documents,
-            [candidate],
-            self.settings,
-            special=self._special,
+            model, self.documents, [candidate], self.settings, special=self._special
         )
-        with self._store(here, sharded) as store:
-            known = known_to_all(run, store)
+        with self._open_store(shard, sharded) as store:
+            records = GroupRecords([item.key for item in run.items], store)
             execute(
                 run,
-                Both(known, store),
-                ALONE if sharded else here,
+                records,
+                ALONE if sharded else shard,
                 progress,
-                strict=sharded and here.count > 1,
+                strict=sharded and shard.count > 1,
             )
+        records.refresh()
         result = result_of(
             run,
-            known_to_all(run, known),
+            records,
             model=described,
             source=self._source,
             original=original_length(model, [candidate]),
@@ -336,8 +310,8 @@ class Scores:
         result.fingerprint = self.fingerprint
         return result
 
-    def _described(self, model: nn.Module, sharded: bool) -> dict[str, Any]:
-        """What the result says of the model; the same in every process, though each may hold another part of it."""
+    def _describe(self, model: nn.Module, sharded: bool) -> dict[str, Any]:
+        """Return the description of the model, equal on all ranks, though each may hold another shard."""
         described = describe_model(name_of(model), model, self._tokenizer, self._special, self._bos)
         hashes = gather(described["weights_sha256"])
         described["weights_sha256"] = _digest(hashes) if sharded else hashes[0]
@@ -345,23 +319,20 @@ class Scores:
             described["autocast"] = str(self._autocast).removeprefix("torch.")
         return described
 
-    def _state(self, described: dict[str, Any]) -> str:
-        """A hash of all that the numbers depend on and that changes from row to row."""
-        fixed = ("name", "revision", "tokenizer", "bos")
-        return _digest({key: value for key, value in described.items() if key not in fixed})
-
     def _precision(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
         if self._autocast is None:
             return contextlib.nullcontext()
         return torch.autocast(next(model.parameters()).device.type, self._autocast)
 
-    def _store(self, here: Shard, sharded: bool) -> contextlib.AbstractContextManager[Records]:
-        if self.output is None or (sharded and here.index):
+    def _open_store(
+        self, shard: Shard, sharded: bool
+    ) -> contextlib.AbstractContextManager[Records]:
+        if self.output is None or (sharded and shard.index):
             return contextlib.nullcontext(Memory())
-        return Store(self.output, self._decisive, ALONE if sharded else here)
+        return Store(self.output, self._decisive, ALONE if sharded else shard)
 
-    def _rows(self) -> PerplexityResult | None:
-        """What was measured before, of the same documents in the same way."""
+    def _read_table(self) -> PerplexityResult | None:
+        """Return the rows so far of the same documents and settings."""
         if self.output is None or group_shard().index:
             return self._kept
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
@@ -370,10 +341,10 @@ class Scores:
                 return PerplexityResult.from_dict(values)
         return None
 
-    def _keep(self, result: PerplexityResult) -> None:
-        self._kept = result
+    def _write_table(self, table: PerplexityResult) -> None:
+        self._kept = table
         if self.output is not None and group_shard().index == 0:
-            result.write_json(self.output / FILE)
+            table.write_json(self.output / FILE)
 
 
 def score(
@@ -385,38 +356,37 @@ def score(
     output: Path | str | None = None,
     **options: Any,
 ) -> PerplexityResult:
-    """Measures a model as it is, patched or not, once; `Scores` measures it again while it is trained.
+    """Measure a model in its present state once; `Scores` measures it repeatedly during a training.
 
     Args:
-        model: The model.
+        model: The model, patched or not.
         tokenizer: Its tokenizer.
-        documents: As for `Scores`, as are the others.
-        lengths: See there.
-        output: See there.
-        **options: See there.
+        documents: As for `Scores`.
+        lengths: As for `Scores`.
+        output: As for `Scores`.
+        **options: As for `Scores`.
     """
     return Scores(tokenizer, documents, lengths=lengths, output=output, **options).measure(model)
 
 
 def label_of(model: nn.Module, step: int = 0) -> str:
-    """The name of a row: what is patched in, and how long the model was trained so."""
+    """Return the label of a row: the patch, and the number of steps of training."""
     patch = get_patch(model)
     name = UNPATCHED if patch is None else Candidate.installed(patch.config).label
     if step:
-        return f"{name}, after {step:,} step{'s' * (step > 1)}"
+        return f"{name}, {_after(step)}"
     return name if patch is None else f"{name}, before"
 
 
+def _after(step: int) -> str:
+    return f"after {step:,} step{'s' * (step > 1)}"
+
+
 def precision_of(arguments: TrainingArguments) -> torch.dtype | None:
-    """The precision that a training computes in beside the weights' own."""
+    """Return the precision that a training computes in beside the weights' own."""
     if arguments.bf16:
         return torch.bfloat16
     return torch.float16 if arguments.fp16 else None
-
-
-def _can_move(model: Any) -> bool:
-    """Whether nothing has put the model's parts where they are for good: a device map, or quantization."""
-    return not (hasattr(model, "hf_device_map") or getattr(model, "is_quantized", False))
 
 
 def _digest(value: Any) -> str:
@@ -424,33 +394,25 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-# What a training says of its scores: the tables, and one sentence before them.
-
-
 def conclusion(scores: PerplexityResult) -> str:
-    """What the training did, at the longest length and at the one that the model came with.
+    """Return the effect of the training at the longest length and at the model's original one, in one line.
 
     Args:
         scores: The rows of `Scores`.
 
     Returns:
-        One line, such as `tail perplexity at 1,024 tokens: 160.9 unpatched, 9.87 patched, 9.05 after 48 steps; ...`.
+        For example `tail perplexity at 1,024 tokens: 160.9 unpatched, 9.87 patched, 9.05 after 48 steps; ...`.
     """
     shown = before_and_after(scores)
     protocol, lengths = shown.settings.protocols[-1], shown.settings.lengths
     short = shown.original if shown.original in lengths else lengths[0]
-    assert short is not None
-    said = [
-        f"at {length:,} tokens: {', '.join(_numbers(shown, protocol, length))}"
-        for length in dict.fromkeys((lengths[-1], short))
-    ]
-    return f"{protocol} perplexity {'; '.join(said)}"
-
-
-def _numbers(scores: PerplexityResult, protocol: str, length: int) -> Iterator[str]:
-    for stage, row in zip(stages_of(scores), scores.candidates, strict=True):
-        name = "unpatched" if row.method is None else "patched"
-        if stage.step:
-            name = f"after {stage.step:,} step{'s' * (stage.step > 1)}"
-        cell = scores.cell(row.label, protocol, length)
-        yield f"{number(None if cell is None else cell.perplexity)} {name}"
+    parts = []
+    for length in dict.fromkeys((lengths[-1], short)):
+        numbers = []
+        for stage, row in zip(stages_of(shown), shown.candidates, strict=True):
+            cell = shown.cell(row.label, protocol, length or 0)
+            name = "unpatched" if row.method is None else "patched"
+            name = _after(stage.step) if stage.step else name
+            numbers.append(f"{number(None if cell is None else cell.perplexity)} {name}")
+        parts.append(f"at {length:,} tokens: {', '.join(numbers)}")
+    return f"{protocol} perplexity {'; '.join(parts)}"
