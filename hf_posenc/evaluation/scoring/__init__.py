@@ -1,1 +1,1 @@
-"""Losses per token without whole logits, in bounded memory, and what that costs."""
+"""Losses per token without full logits, in bounded memory, and estimates of their cost."""
