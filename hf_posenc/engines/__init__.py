@@ -1,22 +1,15 @@
-"""What other engines make of a saved model: transformers 4.57 and 5, vLLM, SGLang, llama.cpp.
+"""Exports of saved models for other engines: transformers 4.57 and 5, vLLM, SGLang, llama.cpp.
 
-`export(folder, engine)` says how an engine is told of a model's rotary tables, or why it cannot be, with the difference
-of its table from the model's by the engine's own published formula; `write_export` writes what it needs.
+`export(folder, engine)` returns the form in which an engine gets a model's rotary tables, or the reason why there is
+none, with the difference of its table from the model's by the engine's own published formula. `write_export` writes it.
 """
 
 from __future__ import annotations
 
-from hf_posenc.engines.exporting import (
-    ENGINES,
-    Export,
-    GGUFCheck,
-    TableError,
-    check_gguf,
-    export,
-    write_export,
-    write_gguf,
-)
-from hf_posenc.engines.survey import Expressed, survey
+from hf_posenc.engines.engine import TableError
+from hf_posenc.engines.exporting import ENGINES, Export, Expressed, export, survey
+from hf_posenc.engines.folders import write_export
+from hf_posenc.engines.gguf import GGUFCheck, check_gguf, write_gguf
 
 __all__ = [
     "ENGINES",

@@ -1,53 +1,118 @@
-"""What an engine is to an export: how it is told of a table, and what it then computes."""
+"""Base class of the engines: the forms in which each gets a model's tables, and the tables that it computes."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hf_posenc.adapters import patches_folder
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.source import Source, SourceTable
 
+GGUF_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""The tensors of a GGUF file that hold divisors of frequencies."""
+
+# Rounding between two ways to compute the same float32 table.
+_FREQUENCY_TOLERANCE = 1e-5
+_FACTOR_TOLERANCE = 1e-6
+_STILL = 1e-9  # radians per token: a turn in 6e9 tokens
+
 
 @functools.cache
 def known_names(engine: str) -> Mapping[str, frozenset[str]]:
-    """The architectures that an engine treats alike, by what they have in common: `patches/engines/<engine>.json`."""
+    """Return the architectures that an engine treats alike, from `patches/engines/<engine>.json`."""
     text = (patches_folder() / "engines" / f"{engine}.json").read_text(encoding="utf-8")
     values: dict[str, list[str]] = json.loads(text)
     return {key: frozenset(names) for key, names in values.items() if key != "source"}
 
 
 @dataclass(frozen=True)
-class Draft:
-    """One way to tell an engine of a model's tables.
+class Divisors:
+    """A table as a GGUF file can hold it.
 
     Attributes:
-        form: Its name: `"rope_parameters"` (the method in the engine's own words), `"longrope"` (a list of divisors),
-            or an engine's own.
+        short: The divisor of every pair's frequency, for contexts of up to `original` tokens.
+        long: The same for longer ones.
+        factor: The factor on cos and sin.
+        original: The last context length for `short`, in tokens.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    factor: float
+    original: int
+
+    @property
+    def architectures(self) -> frozenset[str]:
+        """The GGUF architectures that read it."""
+        known = known_names("llama.cpp")
+        one = known["rope_freqs"] if self.short == self.long else frozenset[str]()
+        return one | known["rope_factors"]
+
+    def tensors(self, architecture: str) -> dict[str, tuple[float, ...]]:
+        """Return the tensors for an architecture, by name."""
+        if self.short == self.long and architecture in known_names("llama.cpp")["rope_freqs"]:
+            return {GGUF_TENSORS[0]: self.short}
+        return {GGUF_TENSORS[1]: self.short, GGUF_TENSORS[2]: self.long}
+
+    def keys(self, architecture: str) -> dict[str, Any]:
+        """Return the `rope.scaling` keys beside them, without the architecture's name in front."""
+        keys: dict[str, Any] = {"rope.scaling.type": "none"}
+        if len(self.tensors(architecture)) > 1:
+            keys["rope.scaling.type"] = "longrope"
+            keys["rope.scaling.original_context_length"] = self.original
+        return {**keys, "rope.scaling.attn_factor": self.factor}
+
+
+@dataclass(frozen=True)
+class Draft:
+    """One form in which an engine can get a model's tables.
+
+    Attributes:
+        form: Its name: `"rope_parameters"` (the engine's own name for the method), `"longrope"` (a list of
+            divisors), or an engine's own.
         values: Attributes of the text part of the config.
-        flags: What the engine's command is started with, beside the folder.
-        notes: What a user must know.
-        extra: What an engine's formula needs beside the config.
+        flags: Flags of the engine's command, beside the folder.
+        notes: Notes for the user.
+        divisors: A table for a GGUF file, beside the config.
     """
 
     form: str
     values: Mapping[str, Any]
     flags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    divisors: Divisors | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """One table of an exported model in an engine, for a text of so many tokens.
+
+    Attributes:
+        config: The text part of the exported config.
+        draft: The form of the export.
+        table: The table of the model.
+        source: The exported model.
+        length: Tokens of the text.
+    """
+
+    config: Mapping[str, Any]
+    draft: Draft
+    table: SourceTable
+    source: Source
+    length: int
 
 
 class Engine:
     """An engine.
 
     Class attributes:
-        name: As the command line takes it.
-        version: The version whose source the formula was read from.
-        fixed_table: Whether it makes one table at the start, whatever the length of a text.
+        name: The name for the command line.
+        version: The version whose source the formulas come from.
+        fixed_table: True if it makes one table at the start, for texts of every length.
     """
 
     name: ClassVar[str]
@@ -55,34 +120,56 @@ class Engine:
     fixed_table: ClassVar[bool] = False
 
     def drafts(self, source: Source) -> Iterator[Draft]:
-        """The ways to tell it, best first."""
+        """Yield the forms for a model, best first."""
         raise NotImplementedError
 
-    def table(
-        self,
-        config: Mapping[str, Any],
-        draft: Draft,
-        entry: SourceTable,
-        source: Source,
-        length: int,
-    ) -> Table | str:
-        """What it computes, by its published formula, in float64; or why it does not start.
-
-        Args:
-            config: The text part of the exported config.
-            draft: What it was told.
-            entry: Which table.
-            source: What is exported.
-            length: Tokens of the text.
-        """
+    def compute(self, setup: Setup) -> Table | str:
+        """Return the engine's table by its published formula, in float64, or the reason why it does not start."""
         raise NotImplementedError
 
     def overrides(self, config: Mapping[str, Any], source: Source) -> tuple[str, ...]:
-        """What the command needs to serve the original folder instead of the exported one; empty where it cannot."""
+        """Return the flags that serve the original folder instead of the exported one; empty if there are none."""
         return ()
 
 
 def entry_of(rope_parameters: Mapping[str, Any], label: str) -> Mapping[str, Any]:
-    """One table's entry of `rope_parameters`, flat or nested by layer type."""
-    found: Mapping[str, Any] = rope_parameters.get(label, rope_parameters)
-    return found
+    """Return one table's entry of `rope_parameters`, flat or nested by layer type."""
+    entry: Mapping[str, Any] = rope_parameters.get(label, rope_parameters)
+    return entry
+
+
+@dataclass(frozen=True)
+class TableError:
+    """The difference between an engine's table and the model's.
+
+    Attributes:
+        layers: The layer type; `""` where one table serves all layers.
+        length: Tokens of the text.
+        frequency: The largest relative difference of a frequency.
+        factor: The relative difference of the factor on cos and sin.
+        phase: The largest difference of an angle at the last token, in radians.
+    """
+
+    layers: str
+    length: int
+    frequency: float
+    factor: float
+    phase: float
+
+    @property
+    def small(self) -> bool:
+        """True if it is rounding."""
+        return self.frequency <= _FREQUENCY_TOLERANCE and self.factor <= _FACTOR_TOLERANCE
+
+    @classmethod
+    def between(cls, label: str, length: int, engine: Table, model: Table) -> TableError:
+        """Return the difference of two tables."""
+        difference = (engine.inv_freq - model.inv_freq).abs()
+        relative = difference / model.inv_freq.abs().clamp(min=_STILL)
+        return cls(
+            label,
+            length,
+            float(relative.max()),
+            abs(engine.factor / model.factor - 1),
+            float(difference.max()) * (length - 1),
+        )

@@ -1,8 +1,8 @@
-"""What the engines compute, in float64, written from their sources and not from `hf_posenc.methods`.
+"""The engines' tables in float64, written from their sources and not from `hf_posenc.methods`.
 
-The four pieces are common to transformers 4.57.1 and 5.23.0 (`modeling_rope_utils.py`), vLLM 0.33.0
+The four formulas are common to transformers 4.57.1 and 5.23.0 (`modeling_rope_utils.py`), vLLM 0.33.0
 (`model_executor/layers/rotary_embedding/`) and SGLang 0.5.23 (`srt/layers/rotary_embedding/`); the engines differ in
-which keys of a config they read and in what they make of them, and that is in the engines' own files.
+the keys of a config that they read and in their meaning, which is in the engines' own files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Table:
 
 
 def plain(theta: float, dim: int) -> Tensor:
-    """`theta ** (-2i/d)`, shape (d/2,)."""
+    """Return `theta ** (-2i/d)`, shape (d/2,)."""
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
 
 
@@ -44,7 +44,7 @@ def yarn(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> Tensor:
-    """YaRN's frequencies: `_compute_yarn_parameters`, `YaRNScalingRotaryEmbedding._compute_inv_freq`."""
+    """Return YaRN's frequencies: `_compute_yarn_parameters`, `YaRNScalingRotaryEmbedding._compute_inv_freq`."""
 
     def pair_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
@@ -62,14 +62,14 @@ def yarn(
 
 
 def yarn_factor(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's factor on cos and sin: `get_mscale`."""
+    """Return YaRN's factor on cos and sin: `get_mscale`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def llama3(
     theta: float, dim: int, factor: float, low: float, high: float, original: float
 ) -> Tensor:
-    """Llama 3.1's frequencies: `_compute_llama3_parameters`, `Llama3RotaryEmbedding._compute_inv_freq`."""
+    """Return Llama 3.1's frequencies: `_compute_llama3_parameters`, `Llama3RotaryEmbedding._compute_inv_freq`."""
     kept = plain(theta, dim)
     wavelength = 2 * math.pi / kept
     smooth = (original / wavelength - low) / (high - low)
@@ -79,18 +79,18 @@ def llama3(
 
 
 def longrope(theta: float, dim: int, divisors: Sequence[float]) -> Tensor:
-    """A divisor for every pair: `_compute_longrope_parameters`, `Phi3LongRoPEScaledRotaryEmbedding`."""
+    """Return LongRoPE's frequencies: `_compute_longrope_parameters`, `Phi3LongRoPEScaledRotaryEmbedding`."""
     return plain(theta, dim) / torch.tensor(divisors, dtype=torch.float64)
 
 
 def longrope_factor(reach: float, original: float) -> float:
-    """LongRoPE's factor on cos and sin, where none is given."""
+    """Return LongRoPE's factor on cos and sin, where the config has none."""
     scale = reach / original
     return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
 
 
 def dynamic(theta: float, dim: int, factor: float, length: float, original: float) -> Tensor:
-    """Dynamic NTK for a text of `length` tokens: `_compute_dynamic_ntk_parameters`."""
+    """Return the frequencies of dynamic NTK for a text of `length` tokens: `_compute_dynamic_ntk_parameters`."""
     growth = factor * max(length, original) / original - (factor - 1)
     return plain(theta * growth ** (dim / (dim - 2)), dim)
 
@@ -98,7 +98,7 @@ def dynamic(theta: float, dim: int, factor: float, length: float, original: floa
 def of_transformers(
     rope: Mapping[str, Any], config: Mapping[str, Any], theta: float, dim: int, length: int
 ) -> Table | str:
-    """`ROPE_INIT_FUNCTIONS[rope_type]`, for a text of `length` tokens."""
+    """Return the table of `ROPE_INIT_FUNCTIONS[rope_type]` for a text of `length` tokens, or the reason for none."""
     kind = rope["rope_type"]
     if kind == "default":
         return Table(plain(theta, dim))
@@ -130,7 +130,7 @@ def of_transformers(
 
 
 def yarn_of(rope: Mapping[str, Any], theta: float, dim: int, original: float) -> Tensor:
-    """YaRN's frequencies by the keys that transformers and vLLM have."""
+    """Return YaRN's frequencies by the keys of transformers and vLLM."""
     return yarn(
         theta,
         dim,
@@ -143,7 +143,7 @@ def yarn_of(rope: Mapping[str, Any], theta: float, dim: int, original: float) ->
 
 
 def yarn_factor_of(rope: Mapping[str, Any]) -> float:
-    """YaRN's factor by the same keys."""
+    """Return YaRN's factor by the same keys."""
     given, factor = rope.get("attention_factor"), float(rope["factor"])
     if given is not None:
         return float(given)

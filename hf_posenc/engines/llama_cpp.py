@@ -1,4 +1,4 @@
-"""llama.cpp: what its converter makes of a config, what its flags mean, and what it computes from both.
+"""llama.cpp: the keys that its converter makes of a config, its flags, and the table that it computes from both.
 
 `convert_hf_to_gguf.py` (`conversion/base.py`, `TextModel.set_gguf_parameters`) writes for `rope_parameters`:
 
@@ -11,9 +11,11 @@
   Phi-3 and MiniCPM, nothing for others, which then do not scale at all;
 - dynamic: nothing.
 
-A context (`src/llama-context.cpp`) then reads `yarn_beta_fast` and `yarn_beta_slow` for a few architectures only, and
-overwrites `yarn_attn_factor` wherever YaRN is on, the flag too; `rope.scaling.attn_factor` is multiplied in always. So
-what its YaRN cannot say is told by `rope_freqs.weight`, the divisor of every pair, and `rope.scaling.attn_factor`.
+A context (`src/llama-context.cpp`) then reads `yarn_beta_fast` and `yarn_beta_slow` for a few architectures only. It
+overwrites `yarn_attn_factor`, and the flag, wherever YaRN is on; it always multiplies by `rope.scaling.attn_factor`.
+A table that its YaRN cannot express is therefore written as `rope_freqs.weight`, the divisor of every pair, and
+`rope.scaling.attn_factor`.
+
 The flags: `--rope-freq-base` is theta, `--rope-scale` N divides every frequency by N, with `--rope-scaling yarn` only
 the slow ones, from `--yarn-orig-ctx` tokens on; `--yarn-beta-fast` and `--yarn-beta-slow` are the turns of the ramp.
 """
@@ -23,62 +25,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.engines import formulas
-from hf_posenc.engines.engine import Draft, Engine, entry_of, known_names
+from hf_posenc.engines.engine import GGUF_TENSORS, Divisors, Draft, Engine, Setup, entry_of
 from hf_posenc.engines.formulas import Table
-from hf_posenc.engines.gguf import TENSORS
-from hf_posenc.engines.source import Source, SourceTable
+from hf_posenc.engines.source import Source
 
-_OF_SOME = ("llama3", "longrope")  # what the converter writes for some architectures only
+_OF_SOME = ("llama3", "longrope")  # written by the converter for some architectures only
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
-@dataclass(frozen=True)
-class Divisors:
-    """A table as a GGUF file can hold it.
-
-    Attributes:
-        short: What every pair's frequency is divided by, for contexts of up to `original` tokens.
-        long: The same for longer ones.
-        factor: The factor on cos and sin.
-        original: Where the one ends and the other begins, in tokens.
-    """
-
-    short: tuple[float, ...]
-    long: tuple[float, ...]
-    factor: float
-    original: int
-
-    @property
-    def architectures(self) -> frozenset[str]:
-        """The GGUF architectures that read it."""
-        known = known_names(LlamaCpp.name)
-        one = known["rope_freqs"] if self.short == self.long else frozenset[str]()
-        return one | known["rope_factors"]
-
-    def tensors(self, architecture: str) -> dict[str, tuple[float, ...]]:
-        """The tensors for an architecture, by name."""
-        if self.short == self.long and architecture in known_names(LlamaCpp.name)["rope_freqs"]:
-            return {TENSORS[0]: self.short}
-        return {TENSORS[1]: self.short, TENSORS[2]: self.long}
-
-    def keys(self, architecture: str) -> dict[str, Any]:
-        """The `rope.scaling` keys that go with them, without the architecture's name in front."""
-        keys: dict[str, Any] = {"rope.scaling.type": "none"}
-        if len(self.tensors(architecture)) > 1:
-            keys["rope.scaling.type"] = "longrope"
-            keys["rope.scaling.original_context_length"] = self.original
-        return {**keys, "rope.scaling.attn_factor": self.factor}
-
-
 class LlamaCpp(Engine):
-    """llama.cpp, by way of a GGUF file."""
+    """llama.cpp, through a GGUF file."""
 
     name = "llama.cpp"
     version = "0c1e570 (2026-10-01)"
@@ -91,75 +53,66 @@ class LlamaCpp(Engine):
             entry = entry_of(native, "full_attention")
             notes = _without_converting(entry, source)
             if entry["rope_type"] in _OF_SOME:
-                unsure = (
-                    f"Not for every architecture does convert_hf_to_gguf write what {entry['rope_type']} needs: have "
-                    "the file checked by this command with --gguf FILE."
+                note = (
+                    f"convert_hf_to_gguf writes the tensors of {entry['rope_type']} for some architectures only: check "
+                    "the file with this command and --gguf FILE."
                 )
-                notes = (unsure,)
+                notes = (note,)
             values = {**source.lengths(), "rope_parameters": native}
             yield Draft("rope_parameters", values, (*context, *_beta_flags(entry)), notes)
         yield from self._tensors(source, context)
 
     def _tensors(self, source: Source, context: tuple[str, ...]) -> Iterator[Draft]:
-        """The table itself, in tensors that have to be put into the GGUF file."""
-        tables = {entry.label: entry for entry in source.tables if entry.wrapper is not None}
-        entry = tables.get("full_attention", tables.get(""))
-        if entry is None or entry.wrapper is None:
+        """Yield the table itself, in tensors for the GGUF file."""
+        table = source.main_table
+        if table is None or table.wrapper is None:
             return
-        theta = entry.wrapper.specs[entry.label].theta
-        plain = formulas.plain(theta, entry.dim)
+        theta = table.wrapper.specs[table.label].theta
+        plain = formulas.plain(theta, table.dim)
         lengths = (source.original, source.original + 1, source.reach)
-        found = [entry.in_force(length) for length in lengths]
-        if len({table.factor for table in found}) > 1:
+        in_force = [table.in_force(length) for length in lengths]
+        if len({one.factor for one in in_force}) > 1:
             return  # it has one factor for all lengths
-        short, long, longest = (_divisors(plain, table.inv_freq) for table in found)
+        short, long, longest = (_divisors(plain, one.inv_freq) for one in in_force)
         if long != longest:
             return  # nor more than two tables
-        divisors = Divisors(tuple(short), tuple(long), found[0].factor, source.original)
-        told = {"rope_type": "default", "rope_theta": theta}
+        divisors = Divisors(tuple(short), tuple(long), in_force[0].factor, source.original)
+        entry = {"rope_type": "default", "rope_theta": theta}
         current = getattr(source.text_config, "rope_parameters", None) or {}
         values = {
             **source.lengths(),
-            "rope_parameters": {**current, entry.label: told} if entry.label else told,
+            "rope_parameters": {**current, table.label: entry} if table.label else entry,
         }
-        reads = ", ".join(sorted(divisors.architectures))
-        how = (
+        architectures = ", ".join(sorted(divisors.architectures))
+        note = (
             "The table goes into the GGUF file: convert the exported folder, then run this command again with "
-            f"--gguf FILE. llama.cpp reads it for the architectures {reads}."
+            f"--gguf FILE. llama.cpp reads it for the architectures {architectures}."
         )
-        notes = [how]
+        notes = [note]
         if short != long:
             notes.append(
                 f"With -c above {source.original} llama.cpp uses the long list for short texts too; at or below it, "
                 "the short one for all."
             )
-        yield Draft("tensors", values, context, tuple(notes), {"divisors": divisors})
+        yield Draft("tensors", values, context, tuple(notes), divisors)
 
-    def table(
-        self,
-        config: Mapping[str, Any],
-        draft: Draft,
-        entry: SourceTable,
-        source: Source,
-        length: int,
-    ) -> Table | str:
-        rope = config["rope_parameters"]
-        if entry.label == "sliding_attention":  # {arch}.rope.freq_base_swa, never scaled
-            return Table(formulas.plain(float(rope["sliding_attention"]["rope_theta"]), entry.dim))
-        keys, tensors = converted(config, entry.dim)
-        divisors: Divisors | None = draft.extra.get("divisors")
+    def compute(self, setup: Setup) -> Table | str:
+        rope, dim, divisors = setup.config["rope_parameters"], setup.table.dim, setup.draft.divisors
+        if setup.table.label == "sliding_attention":  # {arch}.rope.freq_base_swa, never scaled
+            return Table(formulas.plain(float(rope["sliding_attention"]["rope_theta"]), dim))
+        keys, tensors = converted(setup.config, dim)
         if divisors is not None:
             tensors = dict(divisors.tensors(max(divisors.architectures)))
             keys.update(divisors.keys(max(divisors.architectures)))
-        return runtime(keys, tensors, entry.dim, source.reach, flags=draft.flags)
+        return runtime(keys, tensors, dim, setup.source.reach, flags=setup.draft.flags)
 
 
 def converted(
     config: Mapping[str, Any], dim: int
 ) -> tuple[dict[str, Any], dict[str, Sequence[float]]]:
-    """What the converter writes for a config: keys without the architecture's name in front, and tensors.
+    """Return the converter's keys for a config, without the architecture's name in front, and its tensors.
 
-    For llama3 and longrope as it does for the architectures that have them.
+    Those of llama3 and longrope are written for the architectures that have them.
     """
     rope = entry_of(config["rope_parameters"], "full_attention")
     keys: dict[str, Any] = {
@@ -182,13 +135,16 @@ def converted(
         slowed = formulas.llama3(
             theta, dim, factor, *ends, rope["original_max_position_embeddings"]
         )
-        tensors[TENSORS[0]] = (formulas.plain(theta, dim) / slowed).tolist()
+        tensors[GGUF_TENSORS[0]] = (formulas.plain(theta, dim) / slowed).tolist()
     if kind == "longrope":
         original = rope["original_max_position_embeddings"]
         keys["rope.scaling.type"], keys["rope.scaling.original_context_length"] = kind, original
         factor = formulas.longrope_factor(config["max_position_embeddings"], original)
         keys["rope.scaling.attn_factor"] = factor
-        tensors[TENSORS[1]], tensors[TENSORS[2]] = rope["short_factor"], rope["long_factor"]
+        tensors[GGUF_TENSORS[1]], tensors[GGUF_TENSORS[2]] = (
+            rope["short_factor"],
+            rope["long_factor"],
+        )
     return keys, tensors
 
 
@@ -199,7 +155,7 @@ def runtime(
     context: int,
     flags: Sequence[str] = (),
 ) -> Table:
-    """The table of a context: `llama_context`, `ggml_rope_yarn_corr_dims`, `rope_yarn`.
+    """Return the table of a context: `llama_context`, `ggml_rope_yarn_corr_dims`, `rope_yarn`.
 
     Args:
         keys: The metadata, without the architecture's name in front.
@@ -208,14 +164,14 @@ def runtime(
         context: The context size (`-c`), in tokens.
         flags: The command's flags.
     """
-    given = dict(itertools.pairwise(flags))
-    kind = given.get("--rope-scaling", keys.get("rope.scaling.type", "linear"))
-    theta = float(given.get("--rope-freq-base", keys.get("rope.freq_base", 10_000.0)))
+    options = dict(itertools.pairwise(flags))
+    kind = options.get("--rope-scaling", keys.get("rope.scaling.type", "linear"))
+    theta = float(options.get("--rope-freq-base", keys.get("rope.freq_base", 10_000.0)))
     scale = 1.0
     if kind != "none":
-        scale = float(given.get("--rope-scale", keys.get("rope.scaling.factor") or 1.0))
+        scale = float(options.get("--rope-scale", keys.get("rope.scaling.factor") or 1.0))
     original = int(
-        given.get("--yarn-orig-ctx", 0)
+        options.get("--yarn-orig-ctx", 0)
         or keys.get("rope.scaling.original_context_length")
         or keys["context_length"]
     )
@@ -229,7 +185,7 @@ def runtime(
     if kind != "yarn":
         return Table(inv_freq / scale, factor)
     fast, slow = (
-        float(given.get(f"--yarn-{beta.replace('_', '-')}", default))
+        float(options.get(f"--yarn-{beta.replace('_', '-')}", default))
         for beta, default in _BETAS.items()
     )
     turned = formulas.yarn(theta, dim, scale, original, beta_fast=fast, beta_slow=slow)
@@ -238,14 +194,14 @@ def runtime(
 
 
 def _divisors(plain: Tensor, inv_freq: Tensor) -> list[float]:
-    """`f_i / f'_i`; 1e30 where a pair stands still."""
+    """Return `f_i / f'_i`; 1e30 where a pair does not rotate."""
     still = torch.full_like(plain, 1e30)
-    found: list[float] = torch.where(inv_freq > 0, plain / inv_freq, still).tolist()
-    return found
+    divisors: list[float] = torch.where(inv_freq > 0, plain / inv_freq, still).tolist()
+    return divisors
 
 
 def _beta_flags(entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """The ramp's ends, which most architectures read from no key."""
+    """Return the flags of the ramp's ends, which most architectures read from no key."""
     if entry["rope_type"] != "yarn":
         return ()
     flags: list[str] = []
@@ -256,7 +212,7 @@ def _beta_flags(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, ...]:
-    """The same with a GGUF file of these weights, or of an untrained model from before the patch."""
+    """Return a note with the flags for a GGUF file of the same weights without the patch."""
     before = entry_of(source.text_config.rope_parameters, "full_attention")
     if source.patch is None or before.get("rope_type", "default") != "default":
         return ()

@@ -1,6 +1,6 @@
-"""vLLM and SGLang: config.json, or its overrides on the command line.
+"""transformers, vLLM and SGLang: engines that read config.json.
 
-Both make their tables from `rope_parameters`, and read other keys of it than transformers does:
+vLLM and SGLang make their tables from `rope_parameters`, and read other keys of it than transformers does:
 
 - longrope takes its factor on cos and sin from `short_mscale` and `long_mscale`, never from `attention_factor`;
 - SGLang's yarn has no `attention_factor` either, and multiplies its own factor by `attn_factor`;
@@ -20,106 +20,163 @@ import torch
 from torch import Tensor
 
 from hf_posenc.engines import formulas
-from hf_posenc.engines.engine import Draft, Engine, entry_of, known_names
+from hf_posenc.engines.engine import Draft, Engine, Setup, entry_of, known_names
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.source import Source, SourceTable
 from hf_posenc.model.rotary import is_half_split, rotary_output
 from hf_posenc.patch.export import config_parts
 
+_ORIGINAL = "original_max_position_embeddings"
+
+
+class Transformers5(Engine):
+    """transformers 5: the form that `save_pretrained` wrote, which was proven when the model was patched."""
+
+    name = "transformers5"
+    version = "5.23.0"
+
+    def drafts(self, source: Source) -> Iterator[Draft]:
+        patch = source.patch
+        if patch is not None and patch.export is None:
+            return
+        form = patch.export if patch is not None and patch.export else "as it is"
+        entries = {"rope_parameters": source.saved()} if source.tables else {}
+        yield Draft(form, {**source.lengths(), **entries})
+
+    def compute(self, setup: Setup) -> Table | str:
+        rope = entry_of(setup.config["rope_parameters"], setup.table.label)
+        theta, dim = float(rope["rope_theta"]), setup.table.dim
+        return formulas.of_transformers(rope, setup.config, theta, dim, setup.length)
+
+
+class Transformers4(Engine):
+    """transformers 4.57: the keys that it reads, and tokenizer files that name a class of its own."""
+
+    name = "transformers4"
+    version = "4.57.1"
+
+    def drafts(self, source: Source) -> Iterator[Draft]:
+        patch = source.patch
+        if not source.tables:  # its table is in its weights
+            if patch is None or patch.export == "weights":
+                yield Draft("weights", source.lengths())
+            return
+        legacy = source.adapter.legacy(source.text_config)
+        saved = {} if patch is None or patch.export is None else {patch.export: source.saved()}
+        for form, rope_parameters in (*saved.items(), *source.forms().items()):
+            if not legacy.expresses(rope_parameters):
+                continue
+            values = {**source.lengths(), "rope_parameters": rope_parameters}
+            yield Draft(form, {**values, **legacy.values(rope_parameters)})
+            # A model type that takes no factor beside its lists makes one of two lengths: 1 where they are one.
+            if form == "longrope" and _ORIGINAL in values:
+                values[_ORIGINAL] = source.reach
+                yield Draft(form, {**values, **legacy.values(rope_parameters)})
+
+    def compute(self, setup: Setup) -> Table | str:
+        config, source, dim = setup.config, setup.source, setup.table.dim
+        model_type = source.text_config.model_type
+        if model_type not in known_names(self.name)["model_types"]:
+            return f"transformers {self.version} has no model type {model_type}"
+        names = source.adapter.legacy(source.text_config).names
+        if setup.table.label == "sliding_attention":
+            theta = config[names.get("rope_local_base_freq", "rope_local_base_freq")]
+            return Table(formulas.plain(float(theta), dim))
+        theta = float(config[names.get("rope_theta", "rope_theta")])
+        scaling = dict(config.get("rope_scaling") or {})
+        scaling.setdefault("rope_type", scaling.get("type", "default"))
+        if scaling["rope_type"] == "longrope":
+            # Its own fallbacks: the switch and the factor go by the config's lengths.
+            reach, original = config["max_position_embeddings"], config.get(_ORIGINAL)
+            scaling[_ORIGINAL] = original or reach
+            if original:
+                scaling["factor"] = reach / original
+        return formulas.of_transformers(scaling, config, theta, dim, setup.length)
+
 
 class Server(Engine):
-    """What vLLM and SGLang have in common."""
+    """vLLM or SGLang."""
 
     fixed_table = True
     length_flag: ClassVar[str]
     override_flag: ClassVar[str]
+    switch_note: ClassVar[str]
 
     def drafts(self, source: Source) -> Iterator[Draft]:
         flags = (self.length_flag, str(source.reach))
         for form, rope_parameters in source.forms().items():
-            values = dict(source.lengths())
-            labels = {entry.label for entry in source.tables if entry.wrapper is not None}
-            told = dict(rope_parameters)
-            for label in labels:
-                entry = self._told(entry_of(rope_parameters, label), source, label)
-                if label in rope_parameters:
-                    told[label] = entry
+            values, result = dict(source.lengths()), dict(rope_parameters)
+            for table in source.tables:
+                if table.wrapper is None:
+                    continue
+                entry = self._entry(entry_of(rope_parameters, table.label), source, table)
+                if table.label in rope_parameters:
+                    result[table.label] = entry
                 else:
-                    told = entry
-                if entry["rope_type"] == "linear" and source.patch is not None:
+                    result = entry
+                if entry["rope_type"] == "linear":
                     values["max_position_embeddings"] = source.original
-                original = "original_max_position_embeddings"
-                if _one_list(entry) and original in values:
-                    values[original] = source.reach  # wins over the entry's
-            notes = self._notes(told, source)
-            yield Draft(form, {**values, "rope_parameters": told}, flags, notes)
+                if _one_list(entry) and _ORIGINAL in values:
+                    values[_ORIGINAL] = source.reach  # wins over the entry's
+            switches = source.length_dependent and result.get("rope_type") == "longrope"
+            note = self.switch_note.format(flag=self.length_flag, original=source.original)
+            notes = (note,) if switches else ()
+            yield Draft(form, {**values, "rope_parameters": result}, flags, notes)
 
-    def _told(self, entry: Mapping[str, Any], source: Source, label: str) -> dict[str, Any]:
-        """One table's entry in the engine's own keys."""
-        told = dict(entry)
-        if told["rope_type"] != "longrope":
-            return told
-        table = next(one for one in source.tables if one.label == label)
-        original = source.original
-        told["short_mscale"] = table.in_force(original).factor
-        told["long_mscale"] = table.in_force(original + 1).factor
-        if _one_list(told):
-            # One list for every length: nothing to switch, so no position at which the switch could go wrong.
-            told["original_max_position_embeddings"] = source.reach
-        return told
+    def _entry(
+        self, entry: Mapping[str, Any], source: Source, table: SourceTable
+    ) -> dict[str, Any]:
+        """Return a patched table's entry in the engine's own keys."""
+        entry = dict(entry)
+        if entry["rope_type"] == "longrope":
+            entry["short_mscale"] = table.in_force(source.original).factor
+            entry["long_mscale"] = table.in_force(source.original + 1).factor
+            if _one_list(entry):
+                # One list for every length: nothing to switch, so no position at which the switch could go wrong.
+                entry[_ORIGINAL] = source.reach
+        return entry
 
-    def _notes(self, told: Mapping[str, Any], source: Source) -> tuple[str, ...]:
-        return ()
-
-    def table(
-        self,
-        config: Mapping[str, Any],
-        draft: Draft,
-        entry: SourceTable,
-        source: Source,
-        length: int,
-    ) -> Table | str:
-        rope = entry_of(config["rope_parameters"], entry.label)
-        theta, dim, kind = float(rope["rope_theta"]), entry.dim, rope["rope_type"]
-        if kind in ("default", "proportional"):
-            table = formulas.plain(theta, dim)
-            if kind == "proportional":
-                table[int(float(rope.get("partial_rotary_factor") or 1.0) * dim // 2) :] = 0
-            return Table(table)
-        if kind == "linear":
-            return Table(formulas.plain(theta, dim) / float(rope["factor"]))
-        key = "original_max_position_embeddings"
-        original = int(config.get(key) or rope.get(key) or config["max_position_embeddings"])
-        if kind == "llama3":
-            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-            return Table(formulas.llama3(theta, dim, float(rope["factor"]), low, high, original))
-        if kind == "yarn":
-            return Table(formulas.yarn_of(rope, theta, dim, original), self._yarn_factor(rope))
+    def compute(self, setup: Setup) -> Table | str:
+        config, table = setup.config, setup.table
+        rope = entry_of(config["rope_parameters"], table.label)
+        theta, dim, kind = float(rope["rope_theta"]), table.dim, rope["rope_type"]
         if kind == "dynamic":
             reach = float(config["max_position_embeddings"])
             return Table(self._dynamic(theta, dim, float(rope["factor"]), reach))
-        if kind == "longrope":
-            if "mrope_section" in rope:
-                return f"its longrope knows no positions on three axes (mrope_section), and {source.path} has them"
-            if _interleaved(entry):
-                return "its longrope rotates half-split features only, and this model's are interleaved"
-            past = self._past(source.reach, original, length)
-            divisors = rope["long_factor" if past else "short_factor"]
-            factor = rope.get("long_mscale" if past else "short_mscale")
-            if factor is None:
-                factor = formulas.longrope_factor(config["max_position_embeddings"], original)
-            return Table(formulas.longrope(theta, dim, divisors), float(factor))
-        return f"it has no rope_type {kind!r}"
+        original = int(
+            config.get(_ORIGINAL) or rope.get(_ORIGINAL) or config["max_position_embeddings"]
+        )
+        if kind == "yarn":
+            return Table(formulas.yarn_of(rope, theta, dim, original), self._yarn_factor(rope))
+        if kind != "longrope":
+            # As in transformers, but that a proportional table has no factor.
+            same = {**rope, _ORIGINAL: original}
+            if kind == "proportional":
+                same["factor"] = None
+            return formulas.of_transformers(same, config, theta, dim, setup.length)
+        if "mrope_section" in rope:
+            return (
+                "its longrope has no positions on three axes (mrope_section), which "
+                f"{setup.source.path} has"
+            )
+        if _interleaved(table):
+            return "its longrope rotates half-split features only, and this model's are interleaved"
+        past = self._past(setup.source.reach, original, setup.length)
+        factor = rope.get("long_mscale" if past else "short_mscale")
+        if factor is None:
+            factor = formulas.longrope_factor(config["max_position_embeddings"], original)
+        divisors = rope["long_factor" if past else "short_factor"]
+        return Table(formulas.longrope(theta, dim, divisors), float(factor))
 
     def _yarn_factor(self, rope: Mapping[str, Any]) -> float:
         raise NotImplementedError
 
     def _dynamic(self, theta: float, dim: int, factor: float, reach: float) -> Tensor:
-        """The one table of its dynamic method, for texts of every length."""
+        """Return the one table of the dynamic method, for texts of every length."""
         raise NotImplementedError
 
     def _past(self, reach: int, original: int, length: int) -> bool:
-        """Whether a text of `length` tokens is given the long list."""
+        """Return whether a text of `length` tokens gets the long list."""
         raise NotImplementedError
 
     def overrides(self, config: Mapping[str, Any], source: Source) -> tuple[str, ...]:
@@ -140,6 +197,10 @@ class VLLM(Server):
     version = "0.33.0"
     length_flag = "--max-model-len"
     override_flag = "--hf-overrides"
+    switch_note = (
+        "With {flag} above {original} vLLM uses long_factor for short texts too; "
+        "at or below it, short_factor for all."
+    )
 
     def _yarn_factor(self, rope: Mapping[str, Any]) -> float:
         return formulas.yarn_factor_of(rope)
@@ -150,15 +211,6 @@ class VLLM(Server):
     def _past(self, reach: int, original: int, length: int) -> bool:
         return reach > original  # by --max-model-len, for every text
 
-    def _notes(self, told: Mapping[str, Any], source: Source) -> tuple[str, ...]:
-        if source.length_dependent and told.get("rope_type") == "longrope":
-            note = (
-                f"With {self.length_flag} above {source.original} vLLM uses long_factor for short texts too; at or "
-                "below it, short_factor for all."
-            )
-            return (note,)
-        return ()
-
 
 class SGLang(Server):
     """SGLang."""
@@ -167,17 +219,21 @@ class SGLang(Server):
     version = "0.5.23"
     length_flag = "--context-length"
     override_flag = "--json-model-override-args"
+    switch_note = (
+        "SGLang switches the whole batch to long_factor at its longest text, and rotates position {original} as "
+        "position 0 while that is the last one."
+    )
 
-    def _told(self, entry: Mapping[str, Any], source: Source, label: str) -> dict[str, Any]:
-        told = super()._told(entry, source, label)
-        if told["rope_type"] == "yarn":
-            table = next(one for one in source.tables if one.label == label)
-            wanted = table.in_force(source.reach).factor
-            told.pop("attn_factor", None)
-            own = self._yarn_factor(told)
-            if abs(wanted / own - 1) > 1e-9:
-                told["attn_factor"] = wanted / own
-        return told
+    def _entry(
+        self, entry: Mapping[str, Any], source: Source, table: SourceTable
+    ) -> dict[str, Any]:
+        entry = super()._entry(entry, source, table)
+        if entry["rope_type"] == "yarn":
+            entry.pop("attn_factor", None)
+            ratio = table.in_force(source.reach).factor / self._yarn_factor(entry)
+            if abs(ratio - 1) > 1e-9:
+                entry["attn_factor"] = ratio
+        return entry
 
     def _yarn_factor(self, rope: Mapping[str, Any]) -> float:
         mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
@@ -194,109 +250,19 @@ class SGLang(Server):
     def _past(self, reach: int, original: int, length: int) -> bool:
         return length > original
 
-    def _notes(self, told: Mapping[str, Any], source: Source) -> tuple[str, ...]:
-        if source.length_dependent and told.get("rope_type") == "longrope":
-            note = (
-                f"SGLang switches the whole batch to long_factor at its longest text, and rotates position "
-                f"{source.original} as position 0 while that is the last one."
-            )
-            return (note,)
-        return ()
-
 
 def _one_list(entry: Mapping[str, Any]) -> bool:
-    """Whether a longrope entry has one list for texts of every length."""
+    """Return whether a longrope entry has one list for texts of every length."""
     return bool(entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"])
 
 
-def _interleaved(entry: SourceTable) -> bool:
-    """Whether the rotary module itself gives cos and sin feature by feature instead of in two halves."""
-    module = entry.table.module if entry.wrapper is None else entry.wrapper
-    output = rotary_output(module, entry.label, torch.device("cpu"), length=4)
+def _interleaved(table: SourceTable) -> bool:
+    """Return whether the rotary module itself makes cos and sin feature by feature, not in two halves."""
+    module = table.table.module if table.wrapper is None else table.wrapper
+    output = rotary_output(module, table.label, torch.device("cpu"), length=4)
     if output is None:
         return False
     cos = output[0]
-    pairs = cos.shape[-1] // 2
-    if cos.shape[-1] != entry.dim or is_half_split(output, pairs):
+    if cos.shape[-1] != table.dim or is_half_split(output, cos.shape[-1] // 2):
         return False
     return torch.equal(cos[:, 0::2], cos[:, 1::2])
-
-
-# transformers 5 and 4.57: config.json alone.
-
-
-class Transformers5(Engine):
-    """What `save_pretrained` wrote: the form that was proven when the model was patched."""
-
-    name = "transformers5"
-    version = "5.23.0"
-
-    def drafts(self, source: Source) -> Iterator[Draft]:
-        patch = source.patch
-        if patch is not None and patch.export is None:
-            return
-        form = patch.export if patch is not None and patch.export else "as it is"
-        told = {"rope_parameters": source.saved()} if source.tables else {}
-        yield Draft(form, {**source.lengths(), **told})
-
-    def table(
-        self,
-        config: Mapping[str, Any],
-        draft: Draft,
-        entry: SourceTable,
-        source: Source,
-        length: int,
-    ) -> Table | str:
-        rope = entry_of(config["rope_parameters"], entry.label)
-        return formulas.of_transformers(rope, config, float(rope["rope_theta"]), entry.dim, length)
-
-
-class Transformers4(Engine):
-    """The keys that it reads, and tokenizer files that name a class of its own."""
-
-    name = "transformers4"
-    version = "4.57.1"
-
-    def drafts(self, source: Source) -> Iterator[Draft]:
-        patch = source.patch
-        if not source.tables:  # its table is in its weights
-            if patch is None or patch.export == "weights":
-                yield Draft("weights", source.lengths())
-            return
-        legacy = source.adapter.legacy(source.text_config)
-        saved = {} if patch is None or patch.export is None else {patch.export: source.saved()}
-        for form, rope_parameters in (*saved.items(), *source.forms().items()):
-            values = {**source.lengths(), "rope_parameters": rope_parameters}
-            if legacy.expresses(rope_parameters):
-                yield Draft(form, {**values, **legacy.values(rope_parameters)})
-                # A model type that takes no factor beside its lists makes one of two lengths: 1 where they are one.
-                if form == "longrope" and "original_max_position_embeddings" in values:
-                    values["original_max_position_embeddings"] = source.reach
-                    yield Draft(form, {**values, **legacy.values(rope_parameters)})
-
-    def table(
-        self,
-        config: Mapping[str, Any],
-        draft: Draft,
-        entry: SourceTable,
-        source: Source,
-        length: int,
-    ) -> Table | str:
-        model_type = source.text_config.model_type
-        if model_type not in known_names(self.name)["model_types"]:
-            return f"transformers {self.version} does not know the model type {model_type}"
-        names = source.adapter.legacy(source.text_config).names
-        if entry.label == "sliding_attention":
-            theta = config[names.get("rope_local_base_freq", "rope_local_base_freq")]
-            return Table(formulas.plain(float(theta), entry.dim))
-        theta = float(config[names.get("rope_theta", "rope_theta")])
-        scaling = dict(config.get("rope_scaling") or {})
-        scaling.setdefault("rope_type", scaling.get("type", "default"))
-        # Its own fallbacks: the dynamic method and the switch of longrope go by the config's lengths.
-        original = config.get("original_max_position_embeddings")
-        if scaling["rope_type"] == "longrope":
-            reach = config["max_position_embeddings"]
-            scaling["original_max_position_embeddings"] = original or reach
-            if original:
-                scaling["factor"] = reach / original
-        return formulas.of_transformers(scaling, config, theta, entry.dim, length)
