@@ -20,7 +20,6 @@ from hf_posenc import PosencError, get_patch, training
 from hf_posenc.cli import loading
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.cli.loading import EMBEDDED
-from hf_posenc.cli.training import held_out_text, training_text
 from hf_posenc.evaluation.measuring.identity import weights_hash
 from hf_posenc.training import arguments as options
 from hf_posenc.training import callbacks as watching
@@ -73,7 +72,7 @@ def finetune(given: options.Arguments) -> None:
     if hub is not None and arguments.process_index == 0:
         repository = hub.create()  # a wrong token is known before the training
 
-    entries, source = training_text(data)
+    entries, source = options.training_text(data)
     blocks = training.prepare_blocks(
         entries,
         tokenizer,
@@ -97,7 +96,7 @@ def finetune(given: options.Arguments) -> None:
     if data.score:
         scores = training.Scores(
             tokenizer,
-            held_out_text(data),
+            options.held_out_text(data),
             lengths=data.score_lengths or [lengths.original, lengths.target],
             output=output / "scores",
             limit=data.score_documents,

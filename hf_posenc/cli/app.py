@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from hf_posenc.cli import bench, catalog, export, perplexity, retrieval, tuning
+from hf_posenc.cli import catalog, export, measure
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.errors import PosencError
 
@@ -44,10 +44,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for register in (
-    perplexity.register,
-    retrieval.register,
-    bench.register,
-    tuning.register,
+    measure.register,
     catalog.register_recommend,
     catalog.register_report,
     export.register,

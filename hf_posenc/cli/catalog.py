@@ -13,7 +13,6 @@ import typer
 from rich.markup import escape
 
 from hf_posenc.cli.console import out, print_warning
-from hf_posenc.cli.options import ModelArgument
 from hf_posenc.errors import unknown
 from hf_posenc.methods import Method, get_method
 
@@ -259,7 +258,12 @@ def recommend(
     target_length: Annotated[
         str, typer.Option(metavar="N", help="The length to reach, in tokens, e.g. 32768 or 32k.")
     ],
-    model: ModelArgument = None,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]", help="A folder or a hub name. Default: the embedded model."
+        ),
+    ] = None,
     original: Annotated[
         int | None,
         typer.Option(
@@ -285,14 +289,14 @@ def recommend(
 
     from hf_posenc.cli.loading import embedded_model, live_model
     from hf_posenc.evaluation.grid import to_rich
-    from hf_posenc.evaluation.perplexity.protocols import parse_length
+    from hf_posenc.evaluation.options import parse_target
     from hf_posenc.evaluation.recommend import advice as report
     from hf_posenc.evaluation.recommend import recommend as advise
     from hf_posenc.files import to_json
 
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
-    length = parse_length(target_length, "--target-length")
+    length = parse_target(target_length)
     live = live_model(model or embedded_model(), whole=weights)
     advice = advise(
         live,

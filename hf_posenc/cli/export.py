@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posenc.cli import options as opt
 from hf_posenc.cli.console import err, out, print_error, quiet_transformers
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.options import OUTPUT
 
 if TYPE_CHECKING:
     from hf_posenc.engines import Export, GGUFCheck
@@ -49,7 +49,7 @@ def export(
         typer.Option(
             metavar="HOW",
             help="What to do with the other files: link, copy or none.",
-            rich_help_panel=opt.OUTPUT,
+            rich_help_panel=OUTPUT,
         ),
     ] = "link",
     output: Annotated[
@@ -57,7 +57,7 @@ def export(
         typer.Option(
             metavar="DIR",
             help="Folder of the export. Default: DIR-ENGINE, here.",
-            rich_help_panel=opt.OUTPUT,
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
     verify: Annotated[
@@ -65,7 +65,7 @@ def export(
         typer.Option(
             "--verify",
             help="Load the export in a clean process without hf_posenc and compare logits (transformers only).",
-            rich_help_panel=opt.OUTPUT,
+            rich_help_panel=OUTPUT,
         ),
     ] = False,
     packages: Annotated[
@@ -74,7 +74,7 @@ def export(
             metavar="DIR",
             help="With --verify: packages that come first there, as pip install --target DIR transformers==4.57.1 made "
             "them.",
-            rich_help_panel=opt.OUTPUT,
+            rich_help_panel=OUTPUT,
         ),
     ] = None,
 ) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli.console import quiet_transformers
-from hf_posenc.cli.options import TakesSeveral
 from hf_posenc.errors import PosencError, one_line
+from hf_posenc.evaluation.options import ModelOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
@@ -176,9 +175,6 @@ def _device(name: str | None) -> Any:
 
 
 EMBEDDED = "hf_posenc's embedded model"
-_ARGUMENTS = "hf_posenc.arguments"
-_WITH_A_VALUE = ("--output", "--shard", "--token-cache")
-_NOT_PART_OF_THE_RESULT = (*_WITH_A_VALUE, "--plot", "--no-plot")
 
 
 @dataclass(frozen=True)
@@ -189,53 +185,28 @@ class Session:
         name: As results show it.
         model: The model.
         tokenizer: Its tokenizer.
-        embedded: Whether it is the one that ships with the package.
     """
 
     name: str
     model: Any
     tokenizer: Any
-    embedded: bool
 
 
-def open_session(
-    model: str | None,
-    *,
-    tokenizer: str | None = None,
-    dtype: str = "auto",
-    device: str | None = None,
-    device_map: str | None = None,
-    attn: str | None = None,
-) -> Session:
-    """Loads a model and its tokenizer; without a name, the embedded ones, on one thread.
+def open_session(options: ModelOptions) -> Session:
+    """Load a model and its tokenizer; without a name, the embedded ones, on one thread.
 
     Raises:
         PosencError: One of them cannot be loaded.
     """
-    if model is None:
+    if options.model is None:
         one_thread()
-    name = model or embedded_model()
-    words = load_tokenizer(tokenizer or name)
-    live = load_model(name, dtype=dtype, device=device, device_map=device_map, attention=attn)
-    return Session(model or EMBEDDED, live, words, model is None)
-
-
-class Remembers(TakesSeveral):
-    """A command that can say how it was called."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_ARGUMENTS] = list(args)
-        return super().parse_args(ctx, args)
-
-
-def command_line(context: Any) -> str:
-    """The command that gives the same result again: without where it went, and who had which share."""
-    given, kept = list(context.meta.get(_ARGUMENTS, ())), []
-    while given:
-        argument = given.pop(0)
-        option, equals, _ = argument.partition("=")
-        if option not in _NOT_PART_OF_THE_RESULT:
-            kept.append(argument)
-        elif option in _WITH_A_VALUE and not equals and given:
-            given.pop(0)
-    return shlex.join(["hf-posenc", context.info_name, *kept])
+    name = options.model or embedded_model()
+    tokenizer = load_tokenizer(options.tokenizer or name)
+    model = load_model(
+        name,
+        dtype=options.dtype,
+        device=options.device,
+        device_map=options.device_map,
+        attention=options.attn,
+    )
+    return Session(options.model or EMBEDDED, model, tokenizer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
@@ -13,8 +13,11 @@ from typing import Any, Literal, NoReturn, cast
 from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArguments
 
 from hf_posenc.errors import PosencError, one_line
+from hf_posenc.evaluation.documents import Entry
+from hf_posenc.evaluation.documents.source import Source, source_of
+from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.patch.report import Patch
-from hf_posenc.training.batches.blocks import Counts
+from hf_posenc.training.batches.blocks import STANDARD_LIBRARY, Counts, read_standard_library
 from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 
@@ -292,3 +295,49 @@ def described(data: DataArguments, lengths: Lengths, counts: Counts) -> dict[str
         "documents": counts.documents,
         "tokens": counts.tokens,
     }
+
+
+# Documents to train on, and documents that are held out.
+
+
+def training_text(data: DataArguments) -> tuple[Iterable[Entry], dict[str, Any]]:
+    """Return the documents to train on, by default the standard library, and the description that results store.
+
+    Raises:
+        PosencError: Two sources, or a model instead of a text.
+    """
+    source = _source(data, data.text, data.dataset, data.split)
+    if source.embedded:
+        return read_standard_library(), STANDARD_LIBRARY
+    return source.read(), source.about
+
+
+def held_out_text(data: DataArguments) -> Iterable[Entry]:
+    """Return the documents to score; by default the modules that the standard library's training text leaves out.
+
+    Raises:
+        PosencError: There are none beside a training text of the user's own, or two sources.
+    """
+    source = _source(data, data.score_text, data.score_dataset, data.score_split)
+    if source.embedded and (data.text or data.dataset is not None):
+        raise PosencError(
+            "Nothing is held out to be scored: give --score_text or --score_dataset, with documents that are not "
+            "trained on, or --no_score."
+        )
+    return source.read()
+
+
+def _source(
+    data: DataArguments, text: Sequence[str] | None, dataset: str | None, split: str
+) -> Source:
+    return source_of(
+        DocumentOptions(
+            text=text,
+            dataset=dataset,
+            config=data.dataset_config,
+            split=split,
+            column=data.column,
+            streaming=data.streaming,
+            tokenized=data.tokenized,
+        )
+    )

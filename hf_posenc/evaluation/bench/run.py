@@ -14,16 +14,8 @@ from torch import nn
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.bench.result import BenchResult
 from hf_posenc.evaluation.bench.speed import SpeedRun, window_of
-from hf_posenc.evaluation.documents import (
-    EMBEDDED_SOURCE,
-    Entry,
-    Skipped,
-    TokenCache,
-    TokenizedDocument,
-    as_entries,
-    load_documents,
-    read_embedded,
-)
+from hf_posenc.evaluation.documents import Entry, Skipped, TokenizedDocument
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
 from hf_posenc.evaluation.measuring.execute import (
     Progress,
@@ -33,13 +25,14 @@ from hf_posenc.evaluation.measuring.execute import (
 )
 from hf_posenc.evaluation.measuring.identity import describe_model, name_of
 from hf_posenc.evaluation.measuring.store import ALONE, Memory, Records, Shard, missing
+from hf_posenc.evaluation.options import BenchOptions, with_fields
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.runs import (
     joined,
-    make_settings,
     open_store,
     result_of,
+    settings_of,
     special_tokens,
 )
 from hf_posenc.evaluation.published import comparable
@@ -232,6 +225,12 @@ class Bench:
                 prefill=settings.prefill,
             )
 
+    @property
+    def total(self) -> int:
+        """Number of items of perplexity and retrieval."""
+        runs = (self.perplexity, self.retrieval)
+        return sum(len(run.items) for run in runs if run is not None)
+
     def measure(
         self,
         folder: Path | None,
@@ -357,77 +356,40 @@ def _named(part: str, progress: Progress) -> Progress:
     return lambda label, done, total: progress(f"{part}, {label}", done, total)
 
 
-# From a model, documents and methods to a benchmark: the Python function, and what the command shares with it.
+# From a model, documents and methods to a benchmark: the Python function, and the part that the command shares.
 
 
 def bench(
     model: nn.Module,
     tokenizer: Any,
     documents: Iterable[str | Entry] | None = None,
+    options: BenchOptions | None = None,
     *,
-    methods: Sequence[str] | None = None,
-    lengths: Sequence[int] | None = None,
-    suite: str = "quick",
-    target_length: int | None = None,
-    tasks: Sequence[str] | None = None,
-    rounds: int | None = None,
-    limit: int | None = None,
-    max_doc_tokens: int | None = None,
-    bos: str | None = None,
-    preset: str | None = None,
-    compare: Sequence[str] = (),
     output: Path | str | None = None,
     progress: Progress = lambda label, done, total: None,
-    **settings: Any,
+    **fields: Any,
 ) -> BenchResult:
-    """Measures methods against each other: perplexity, retrieval, speed and memory.
+    """Measure methods against each other: perplexity, retrieval, speed and memory.
 
     The model is patched and unpatched for every method; at the end it is what it was.
 
     Args:
         model: A causal language model of transformers.
         tokenizer: Its tokenizer.
-        documents: Texts, or what a reader of `hf_posenc.evaluation.documents` gives; by default the held-out modules of
-            the standard library.
-        methods: As `--patch` takes them; the first is the baseline. By default the suite's.
-        lengths: Context lengths in tokens; by default the suite's.
-        suite: `"smoke"`, `"quick"` or `"full"`: how much is measured where nothing else is said.
-        target_length: The longest of the suite's lengths, in tokens.
-        tasks: Retrieval tasks; none: no retrieval.
-        rounds: How often the prefill is timed; 0: not at all.
-        limit: Number of usable documents after which reading stops.
-        max_doc_tokens: Documents are cut to so many tokens first.
-        bos: `"auto"`, `"always"` or `"never"`.
-        preset: A peer's own arithmetic, from `presets.PRESETS`.
-        compare: Names of published tables to show beside.
-        output: A folder for the records: an interrupted call, made again, goes on where it was. `BenchResult.write`
-            writes tables and figures.
-        progress: Called after every forward with what is done, tokens done and tokens in all of this part.
-        **settings: Further fields of `protocols.Settings`, such as `protocols` or `tail_tokens`.
+        documents: Texts, or the entries of a reader of `hf_posenc.evaluation.documents`; by default the held-out
+            modules of the standard library.
+        options: The suite, and whatever differs from it.
+        output: Folder of the records: an interrupted call, made again, resumes. `BenchResult.write` writes tables and
+            figures.
+        progress: Called after every forward with the part and the method, tokens done and tokens in all of this part.
+        **fields: Fields of `BenchOptions` that replace those of `options`, such as `methods` or `suite`.
 
     Raises:
-        PosencError: Something does not go together, a published table is of another protocol, or no document can be
-            used.
+        PosencError: Options exclude each other, a published table is of another protocol, or no document can be used.
     """
-    inputs = gather(
-        model,
-        tokenizer,
-        None if documents is None else as_entries(documents),
-        name=name_of(model),
-        origin={"kind": "python"},
-        methods=methods,
-        lengths=lengths,
-        suite=suite,
-        target_length=target_length,
-        tasks=tasks,
-        rounds=rounds,
-        limit=limit,
-        max_doc_tokens=max_doc_tokens,
-        bos=bos,
-        preset=preset,
-        compare=compare,
-        settings=settings,
-    )
+    options = with_fields(BenchOptions, options, fields)
+    source = Source() if documents is None else Source.of(documents)
+    inputs = gather(model, tokenizer, source, options)
     folder = None if output is None else Path(output)
     result = Bench(inputs).measure(folder, progress=progress)
     assert result is not None
@@ -437,103 +399,69 @@ def bench(
 def gather(
     model: nn.Module,
     tokenizer: Any,
-    source: Iterable[Entry] | None,
+    source: Source,
+    options: BenchOptions,
     *,
-    name: str,
-    origin: dict[str, Any],
-    suite: str,
-    methods: Sequence[str] | None = None,
-    lengths: Sequence[int] | None = None,
-    target_length: int | None = None,
-    tasks: Sequence[str] | None = None,
-    rounds: int | None = None,
-    limit: int | None = None,
-    max_doc_tokens: int | None = None,
-    bos: str | None = None,
-    preset: str | None = None,
-    compare: Sequence[str] = (),
+    name: str | None = None,
     command: str | None = None,
-    settings: dict[str, Any] | None = None,
-    cache: TokenCache | None = None,
-    seen: Callable[[str], None] = lambda name: None,
 ) -> Inputs:
-    """Tries the methods and reads the documents; see `bench` for what is not said here.
+    """Check the methods against the model, and read the documents.
 
     Args:
         model: The model.
         tokenizer: Its tokenizer.
-        source: What reads the documents; `None`: the held-out modules.
-        name: What results call the model.
-        origin: What results say of the source.
-        suite: The suite's name.
-        methods: As in `bench`, as are the others up to `compare`.
-        lengths: See there.
-        target_length: See there.
-        tasks: See there.
-        rounds: See there.
-        limit: See there.
-        max_doc_tokens: See there.
-        bos: See there.
-        preset: See there.
-        compare: See there.
-        command: What gives this result again.
-        settings: Further fields of `protocols.Settings`; `None` stands for what was not given.
-        cache: Where tokens are kept from one run to the next.
-        seen: Called with the name of every document that is read.
+        source: The documents.
+        options: The suite, and whatever differs from it.
+        name: Name of the model in results; `None`: read from its config.
+        command: Command line that gives this result again.
 
     Raises:
         PosencError: As `bench` does.
     """
-    chosen = _changed(get_suite(suite), methods, tasks, rounds, limit)
-    candidates = [candidate.checked(model) for candidate in parse_candidates(chosen.methods)]
+    suite = _changed(get_suite(options.suite), options)
+    candidates = [candidate.checked(model) for candidate in parse_candidates(suite.methods)]
     original = original_length(model, candidates)
-    if lengths is not None and target_length is not None:
+    lengths, target = options.lengths, options.target_length
+    if lengths is not None and target is not None:
         raise PosencError("Lengths and a target length exclude each other: give one of them.")
-    wanted = suite_lengths(chosen, original, target_length) if lengths is None else lengths
-    given = {**(settings or {}), "lengths": tuple(sorted(set(wanted)))}
-    made, policy = make_settings(given, original, preset=preset, bos=bos)
-    for table in compare:
-        comparable(get_table(table), made)
+    settings, policy = settings_of(
+        options, original, lengths or suite_lengths(suite, original, target)
+    )
+    for table in options.compare:
+        comparable(get_table(table), settings)
     special = special_tokens(tokenizer, policy)
-    needed = max(1, made.shortest_document - len(special))
-    if source is None:
-        source, origin = read_embedded(), EMBEDDED_SOURCE
-        max_doc_tokens = max_doc_tokens or max(needed, made.lengths[-1] - len(special))
-    usable, skipped = load_documents(
-        source,
+    needed = max(1, settings.shortest_document - len(special))
+    documents, skipped, about = source.load(
         tokenizer,
+        dataclasses.replace(options, limit=suite.documents),
         min_tokens=needed,
-        max_tokens=max_doc_tokens,
-        limit=chosen.documents,
-        seen=seen,
-        cache=cache,
+        embedded_tokens=max(needed, settings.lengths[-1] - len(special)),
     )
     return Inputs(
         model=model,
         tokenizer=tokenizer,
         candidates=candidates,
-        settings=made,
-        suite=chosen,
+        settings=settings,
+        suite=suite,
         special=special,
-        documents=usable,
+        documents=documents,
         skipped=skipped,
-        described=describe_model(name, model, tokenizer, special, policy),
+        described=describe_model(name or name_of(model), model, tokenizer, special, policy),
         original=original,
-        source={**origin, "limit": chosen.documents, "max_doc_tokens": max_doc_tokens},
-        suite_name=suite,
-        compare=tuple(compare),
+        source=about,
+        suite_name=options.suite,
+        compare=tuple(options.compare),
         command=command,
     )
 
 
-def _changed(
-    suite: Suite,
-    methods: Sequence[str] | None,
-    tasks: Sequence[str] | None,
-    rounds: int | None,
-    limit: int | None,
-) -> Suite:
-    """The suite with what was said otherwise."""
-    given = {"methods": methods, "tasks": tasks, "rounds": rounds, "documents": limit}
+def _changed(suite: Suite, options: BenchOptions) -> Suite:
+    """Return the suite with the options that replace its own."""
+    given = {
+        "methods": options.methods,
+        "tasks": options.tasks,
+        "rounds": options.rounds,
+        "documents": options.limit,
+    }
     changes: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return dataclasses.replace(suite, **changes)

@@ -7,7 +7,7 @@ always named, and stored with every result.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,72 +190,9 @@ class Settings:
         return cls(**{**values, **lists})
 
 
-def check_settings(kind: type[Any], given: Iterable[str]) -> None:
-    """Refuses what is no setting, such as a misspelt one.
-
-    Args:
-        kind: The dataclass of the settings.
-        given: Names, as a Python caller gave them.
-
-    Raises:
-        PosencError: One of them is no field; the closest one is named.
-    """
-    names = {field.name for field in dataclasses.fields(kind)}
-    for name in given:
-        if name not in names:
-            raise unknown("setting", name, names)
-
-
 def default_tail_tokens(lengths: Sequence[int]) -> int:
     """K = 1024, but at most half of the shortest length, so that every target has at least so much context."""
     return min(TAIL_TOKENS, min(lengths) // 2)
-
-
-def parse_length(text: str, option: str) -> int:
-    """Reads one length, such as `512` or `4k`.
-
-    Args:
-        text: What was given.
-        option: To which option, for the error.
-
-    Raises:
-        PosencError: Something else than one positive number.
-    """
-    lengths = parse_lengths(text, option)
-    if len(lengths) != 1:
-        raise PosencError(f"{option} {text}: one length is wanted, such as 32k.")
-    return lengths[0]
-
-
-def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
-    """Reads `512,1024,4k`, and `2k:128k:2k` (first, last, step); k is 1,024.
-
-    Args:
-        text: What was given.
-        option: To which option, for the error.
-
-    Raises:
-        PosencError: Something else than positive numbers.
-    """
-    lengths: set[int] = set()
-    for part in text.lower().replace(" ", "").split(","):
-        numbers = [_tokens(piece, f"{option} {text}") for piece in part.split(":")]
-        if len(numbers) == 1:
-            lengths.add(numbers[0])
-        elif len(numbers) == 3 and numbers[2] > 0:
-            if numbers[1] < numbers[0]:
-                raise PosencError(f"{option} {text}: {part!r} ends before it begins.")
-            lengths.update(range(numbers[0], numbers[1] + 1, numbers[2]))
-        else:
-            raise PosencError(f"{option} {text}: {part!r} is no range; give first:last:step.")
-    return tuple(sorted(lengths))
-
-
-def _tokens(text: str, given: str) -> int:
-    digits, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
-    if not digits.isdecimal():
-        raise PosencError(f"{given}: {text!r} is no length; give tokens as in 512,1024,4k.")
-    return int(digits) * factor
 
 
 def default_lengths(original: int | None) -> tuple[int, ...]:

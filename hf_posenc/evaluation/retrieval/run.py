@@ -105,11 +105,6 @@ class RetrievalSettings:
         return cls(**values)
 
 
-def even_depths(count: int) -> tuple[float, ...]:
-    """Return evenly spaced depths from 0 to 1; a single one is the middle."""
-    return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)
-
-
 @dataclass(frozen=True)
 class Failure:
     """A cell that could not be measured, and why."""

@@ -12,11 +12,11 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import Grid, number
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.statistics import exp_or_inf
+from hf_posenc.evaluation.options import SearchSettings
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
 from hf_posenc.evaluation.plots.tuning import search_figure
 from hf_posenc.evaluation.tuning.evolution import (
     LABEL,
-    SHORT_TEXTS,
     STARTS,
     Batch,
     Genome,
@@ -42,40 +42,6 @@ if TYPE_CHECKING:
 
 SEARCH_DOCUMENTS = 8
 _CHILDREN = ("mutation", "crossover")
-
-
-@dataclass(frozen=True)
-class SearchSettings:
-    """Settings of a search beside the objective.
-
-    Attributes:
-        budget: Individuals scored; each costs a forward per tail of every search document.
-        search_documents: Documents that the search reads; the others are held out. 0: half of them, at most 8.
-        short_texts: Effect of the recipe on texts of up to the original length: `"same"`, the same factors, or
-            `"native"`, none.
-        attention_factor: A fixed factor on cos and sin; `None`: it is searched too.
-        replace: Drop the scaling of a checkpoint that is scaled already.
-
-    Raises:
-        PosencError: A budget below 8, or an unknown `short_texts`.
-    """
-
-    budget: int = 400
-    search_documents: int = 0
-    short_texts: str = "same"
-    attention_factor: float | None = None
-    replace: bool = False
-
-    def __post_init__(self) -> None:
-        Plan.of(self.budget)
-        if self.short_texts not in SHORT_TEXTS:
-            raise PosencError(
-                f"--short-texts is {' or '.join(SHORT_TEXTS)}, not {self.short_texts!r}."
-            )
-        if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
-            raise PosencError(
-                f"--attention-factor is a number above 0, not {self.attention_factor}."
-            )
 
 
 @dataclass(frozen=True)

@@ -65,23 +65,6 @@ def crossed(specs: Sequence[str], scales: Sequence[float]) -> list[tuple[Candida
     return [*((c, True) for c in controls), *((c, False) for c in competing)]
 
 
-def parse_scales(text: str) -> tuple[float, ...]:
-    """Read `2,4,8`.
-
-    Raises:
-        PosencError: Anything but different numbers above 1.
-    """
-    try:
-        scales = tuple(float(part) for part in text.split(","))
-    except ValueError:
-        scales = ()
-    if not scales or not all(1 < scale < math.inf for scale in scales):
-        raise PosencError(f"--scales {text}: give numbers above 1, such as 2,4,8.")
-    if len(set(scales)) < len(scales):
-        raise PosencError(f"--scales {text}: a scale is given twice.")
-    return scales
-
-
 def at_scales(spec: str, scales: Sequence[float]) -> list[Candidate]:
     """Return the candidates of one value of `--patch`."""
     candidate = Candidate.parse(spec)

@@ -19,9 +19,11 @@ from hf_posenc.evaluation.bench import SUITES, BenchResult
 from hf_posenc.evaluation.bench.result import pooled
 from hf_posenc.evaluation.bench.run import Bench, gather, get_suite, suite_lengths
 from hf_posenc.evaluation.documents import Document
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import to_markdown
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.store import Shard
+from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.perplexity.runs import measure_perplexity
 from hf_posenc.evaluation.retrieval import get_task, measure_retrieval
 from hf_posenc.files import to_json
@@ -195,16 +197,8 @@ def test_speed_is_timed_in_pieces_where_the_whole_does_not_fit() -> None:
 def work(model: Any, **changes: Any) -> Bench:
     texts = (Document(f"#{index}", text) for index, text in enumerate(TEXTS))
     given = {"methods": METHODS, "lengths": LENGTHS, "tasks": ("passkey",), "rounds": 1, **changes}
-    inputs = gather(
-        model,
-        byte_tokenizer(),
-        texts,
-        name="tiny",
-        origin={"kind": "python"},
-        suite="smoke",
-        **given,
-    )
-    return Bench(inputs)
+    options = BenchOptions(suite="smoke", **given)
+    return Bench(gather(model, byte_tokenizer(), Source.of(texts), options, name="tiny"))
 
 
 @pytest.fixture(scope="module")

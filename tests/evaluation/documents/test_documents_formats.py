@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_posenc.cli.options import source_of
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
@@ -22,7 +21,9 @@ from hf_posenc.evaluation.documents import (
     read_paths,
 )
 from hf_posenc.evaluation.documents import formats as token_files
+from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.tuning.objective import Meter
@@ -160,15 +161,20 @@ def test_documents_of_one_name_are_numbered() -> None:
 
 
 def test_what_the_command_line_asks_for(data: Path) -> None:
-    rows, said = source_of([str(data / "saved")], None, None, "test", "text", True, "input_ids")
-    assert ids(rows) == [[5, 6, 7], [6, 6, 7], [7, 6, 7]]
-    assert (said["kind"], said["tokenized"], said["token_dtype"]) == ("text", "input_ids", "uint16")
-    rows, said = source_of(None, str(data / "saved"), None, "test", "text", True, "input_ids")
-    assert ids(rows)[0] == [5, 6, 7]
-    assert (said["kind"], said["tokenized"], said["streaming"]) == ("dataset", "input_ids", True)
-    assert source_of(None, None, None, "test", "text", True) == (None, {})
+    source = source_of(DocumentOptions(text=[str(data / "saved")], tokenized="input_ids"))
+    about = source.about
+    assert ids(source.read()) == [[5, 6, 7], [6, 6, 7], [7, 6, 7]]
+    assert (about["kind"], about["tokenized"]) == ("text", "input_ids")
+    assert about["token_dtype"] == "uint16"
+    source = source_of(DocumentOptions(dataset=str(data / "saved"), tokenized="input_ids"))
+    about = source.about
+    assert ids(source.read())[0] == [5, 6, 7]
+    assert (about["kind"], about["tokenized"]) == ("dataset", "input_ids")
+    assert about["streaming"] is True
+    assert source_of(DocumentOptions()) == Source()
+    assert Source().embedded
     with pytest.raises(PosencError, match="--tokenized names a column"):
-        source_of(None, None, None, "test", "text", True, "input_ids")
+        source_of(DocumentOptions(tokenized="input_ids"))
 
 
 def test_a_model_has_an_embedding_for_every_token() -> None:

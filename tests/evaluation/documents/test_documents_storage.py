@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from hf_posenc.cli.options import token_cache_of
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import (
     Document,
@@ -30,6 +29,7 @@ from hf_posenc.evaluation.documents import formats as jsonl
 from hf_posenc.evaluation.documents import storage as spool
 from hf_posenc.evaluation.documents import tokens as cutting
 from hf_posenc.evaluation.documents import tokens as joining
+from hf_posenc.evaluation.documents.source import token_cache
 from hf_posenc.evaluation.documents.tokens import Tokens
 from tests.evaluation.documents.test_documents import write
 from tests.support.documents_forms import PACK
@@ -171,7 +171,7 @@ def test_a_token_cache_saves_the_second_tokenization(tmp_path: Path) -> None:
     cache = tmp_path / "deep" / "cache"
 
     def load(tokenizer: Any, max_tokens: int | None = None) -> list[dict[str, Any]]:
-        used = token_cache_of(cache, tokenizer)
+        used = token_cache(cache, tokenizer)
         usable, _ = load_documents(
             source, tokenizer, min_tokens=9, max_tokens=max_tokens, cache=used
         )
@@ -185,7 +185,7 @@ def test_a_token_cache_saves_the_second_tokenization(tmp_path: Path) -> None:
     assert load(byte_tokenizer(bos=True)) == expected  # another tokenizer, with entries of its own
     assert not list(cache.glob("unfinished-*"))
     assert len(list(cache.iterdir())) == 5
-    assert token_cache_of(None, plain) is None
+    assert token_cache(None, plain) is None
 
 
 def test_many_writers_of_one_cache(tmp_path: Path) -> None:

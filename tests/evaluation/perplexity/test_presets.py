@@ -12,8 +12,9 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.statistics import Cell, summarize
+from hf_posenc.evaluation.options import parse_lengths
 from hf_posenc.evaluation.perplexity.measurement import measure
-from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings, parse_lengths
+from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings
 from hf_posenc.evaluation.perplexity.runs import joined, make_settings
 from hf_posenc.evaluation.perplexity.windows import plan
 from tests.support import peers, zoo

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from hf_posenc.cli import retrieval as command
+from hf_posenc.cli import measure as command
 from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import percent, to_rich

@@ -18,6 +18,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import number, to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import Store
+from hf_posenc.evaluation.options import parse_scales
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer
 from hf_posenc.evaluation.tuning.objective import Loss, Meter, TailItem, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial, recipe_text, verdict
@@ -26,7 +27,6 @@ from hf_posenc.evaluation.tuning.sweep import (
     SweepResult,
     crossed,
     kept_of,
-    parse_scales,
     planned,
     run_rungs,
     rung_sizes,

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc.cli.app import OneLineErrors
-from hf_posenc.cli.tuning import register
+from hf_posenc.cli.measure import register
 from hf_posenc.evaluation.tuning.objective import Meter
 from tests.support import zoo
 from tests.support.tiny_text import prose, tiny_checkpoint
@@ -31,7 +31,7 @@ _AGAIN = """
 import sys, torch, typer
 torch.set_num_threads(1)
 from hf_posenc.cli.app import OneLineErrors
-from hf_posenc.cli.tuning import register
+from hf_posenc.cli.measure import register
 app = typer.Typer(cls=OneLineErrors)
 register(app)
 app(sys.argv[1:], prog_name="hf-posenc")

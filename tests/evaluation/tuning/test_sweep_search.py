@@ -12,6 +12,7 @@ import pytest
 
 import hf_posenc
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.options import SearchSettings
 from hf_posenc.evaluation.tuning.evolution import (
     Batch,
     Genome,
@@ -25,7 +26,6 @@ from hf_posenc.evaluation.tuning.objective import Loss, Meter, TailItem, TailSet
 from hf_posenc.evaluation.tuning.results import Trial, recipe_text
 from hf_posenc.evaluation.tuning.search import (
     SearchResult,
-    SearchSettings,
     Step,
     search,
     split,

@@ -1,0 +1,130 @@
+"""Commands made of functions whose parameters are option classes (`hf_posenc.evaluation.options`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import shlex
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+from typer.core import TyperCommand
+
+from hf_posenc.evaluation.options import PANELS, Flag
+
+_ARGUMENTS = "hf_posenc.arguments"
+_WITH_A_VALUE = ("--output", "--shard", "--token-cache")
+_NOT_PART_OF_THE_RESULT = (*_WITH_A_VALUE, "--plot", "--no-plot")
+
+
+def expand(function: Callable[..., None]) -> Callable[..., None]:
+    """Return the function with every option of its option classes as a parameter of its own, for typer.
+
+    Args:
+        function: A command. Parameters annotated with an option class receive an instance of it; the others stay as
+            they are.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    classes: dict[str, Any] = {
+        name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)
+    }
+    options = [(name, field) for name, kind in classes.items() for field in _options(kind)]
+    kept = [p for p in inspect.signature(function).parameters.values() if p.name not in classes]
+    flags = sorted((field.metadata["flag"] for _, field in options), key=_place)
+    by_flag = {id(field.metadata["flag"]): (name, field) for name, field in options}
+    expanded = []
+    for flag in flags:
+        name, field = by_flag[id(flag)]
+        expanded.append(_parameter(field, get_type_hints(classes[name])[field.name]))
+
+    @functools.wraps(function)
+    def command(**values: Any) -> None:
+        fields: dict[str, dict[str, Any]] = {name: {} for name in classes}
+        for name, field in options:
+            flag: Flag = field.metadata["flag"]
+            value = values.pop(flag.name or field.name)
+            if value is None or value == []:
+                continue  # the field's own default
+            fields[name][field.name] = value if flag.parse is None else flag.parse(value)
+        function(**values, **{name: kind(**fields[name]) for name, kind in classes.items()})
+
+    parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in kept] + expanded
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def _options(kind: type[Any]) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if "flag" in field.metadata]
+
+
+def _place(flag: Flag) -> tuple[bool, int, int]:
+    """Arguments come first, then the panels in their order."""
+    return not flag.argument, PANELS.index(flag.panel), flag.rank
+
+
+def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
+    """Return the parameter that typer makes an option or an argument of."""
+    flag: Flag = field.metadata["flag"]
+    name = flag.name or field.name
+    kind = flag.kind or (str | None if flag.parse else hint)
+    many = any(get_origin(part) is Sequence for part in (kind, *get_args(kind)))
+    default = field.default if flag.default is ... else flag.default
+    if many:
+        kind, default = list[str] | None, None
+    if flag.argument:
+        info = typer.Argument(metavar=flag.metavar, help=flag.help)
+    else:
+        names = () if flag.negatable else (f"--{name.replace('_', '-')}",)
+        info = typer.Option(
+            *names,
+            metavar=flag.metavar,
+            help=flag.help,
+            min=flag.least,
+            show_default=flag.shown,
+            rich_help_panel=flag.panel,
+        )
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[kind, info],
+    )
+
+
+class Command(TyperCommand):
+    """A command that stores its arguments, and whose `--text` takes several values.
+
+    `--text a.txt b.txt` stands for `--text a.txt --text b.txt`, so that the shell may expand a pattern.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_ARGUMENTS] = list(args)
+        spread: list[str] = []
+        values: int | None = None  # of the `--text` that is open
+        for argument in args:
+            option, equals, _ = argument.partition("=")
+            if option == "--text":
+                values = 1 if equals else 0
+            elif argument.startswith("-"):
+                values = None
+            elif values is not None:
+                spread += ["--text"] if values else []
+                values += 1
+            spread.append(argument)
+        return super().parse_args(ctx, spread)
+
+
+def command_line(context: Any) -> str:
+    """Return the command that gives the same result again, without its output folder and its share."""
+    given, kept = list(context.meta.get(_ARGUMENTS, ())), []
+    while given:
+        argument = given.pop(0)
+        option, equals, _ = argument.partition("=")
+        if option not in _NOT_PART_OF_THE_RESULT:
+            kept.append(argument)
+        elif option in _WITH_A_VALUE and not equals and given:
+            given.pop(0)
+    return shlex.join(["hf-posenc", context.info_name, *kept])

@@ -1,0 +1,302 @@
+"""The course of a command that measures: share, costs, progress, other processes, files, exit status."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import typer
+from rich.markup import escape
+
+from hf_posenc.cli.console import err, out, print_error, print_warning
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.options import OutputOptions, RunOptions
+
+if TYPE_CHECKING:
+    from hf_posenc.evaluation.documents import Skipped
+    from hf_posenc.evaluation.documents.source import Source
+    from hf_posenc.evaluation.grid import Grid, Result
+    from hf_posenc.evaluation.measuring.store import Shard
+    from hf_posenc.evaluation.perplexity.measurement import Item, PerplexityRun
+    from hf_posenc.evaluation.perplexity.protocols import Settings
+    from hf_posenc.evaluation.scoring.estimate import Cost
+
+SHOWN_SKIPPED = 5
+GIB = 2**30
+
+
+class Job(Protocol):
+    """A measurement whose model and documents are loaded.
+
+    Attributes:
+        missing: Once `measure` has returned `None`: items that other processes have not stored yet.
+        total: All items.
+    """
+
+    @property
+    def missing(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
+
+    def measure(
+        self,
+        folder: Path | None,
+        shard: Shard,
+        progress: Callable[[str, int, int], None],
+        waiting: Callable[[int], None],
+    ) -> Any: ...
+
+
+class Frame:
+    """One run of a command that measures. Refuses a wrong share or output before a model is loaded.
+
+    Args:
+        options: Output, plot and share.
+
+    Attributes:
+        shard: This process's place among those of the run.
+        output: Folder of the results.
+        plots: Draw the plots.
+
+    Raises:
+        PosencError: The share is wrong, the folder cannot be made, or a plot needs matplotlib.
+    """
+
+    def __init__(self, options: OutputOptions) -> None:
+        from hf_posenc.evaluation.measuring.store import current_shard
+
+        self.shard, self.output = current_shard(options.shard), options.output
+        self.plots = _decide_plot(options.plot)
+        self._dry_run = isinstance(options, RunOptions) and options.dry_run
+        if not self._dry_run:
+            _make_folder(self.output)
+
+    @contextlib.contextmanager
+    def reading(self, source: Source) -> Iterator[Source]:
+        """Show the document that is being read; gives the source that reports it."""
+        console = err()
+        if self.shard.index or not console.is_terminal:
+            yield source
+            return
+        with console.status("Reading documents") as status:
+            yield dataclasses.replace(
+                source, seen=lambda name: status.update(f"Reading {escape(name)}")
+            )
+
+    def announce(self, settings: Settings, skipped: Sequence[Skipped]) -> None:
+        """Print, before the run, the documents that it leaves out and the tokens that it scores."""
+        if self.shard.index:
+            return
+        for entry in skipped[:SHOWN_SKIPPED]:
+            print_warning(f"skipped {entry.name}: {entry.reason}")
+        if len(skipped) > SHOWN_SKIPPED:
+            print_warning(
+                f"skipped {len(skipped) - SHOWN_SKIPPED} more documents; the JSON names them all"
+            )
+        if "tail" in settings.protocols:
+            err().print(
+                f"tail: the last {settings.tail_tokens:,} tokens of each document are scored.",
+                style="dim",
+            )
+
+    def measure(self, job: Job, print_cost: Callable[[], None] | None = None) -> Any:
+        """Measure this process's share; with `--dry-run`, print the cost instead.
+
+        Args:
+            job: The measurement.
+            print_cost: Print the cost of the run.
+
+        Returns:
+            The result; `None` where nothing was measured, or where another process reports it.
+        """
+        if self._dry_run and print_cost is not None:
+            print_cost()
+            return None
+        with self._progress() as progress:
+            result = job.measure(self.output, self.shard, progress, _report_waiting)
+        if result is None and job.missing and not self.shard.launched:
+            out().print(
+                f"Share {self.shard.index + 1} of {self.shard.count} is done; {job.missing:,} of {job.total:,} parts "
+                "are the others'. The last process to finish prints the result, as does the same command without "
+                "--shard.",
+                markup=False,
+            )
+        return result
+
+    @contextlib.contextmanager
+    def _progress(self) -> Iterator[Callable[[str, int, int], None]]:
+        """Show the tokens read and the time left; gives the function that is called after every forward."""
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        console = err()
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        shown = self.shard.index == 0 and console.is_terminal
+        # a long memory: short windows run many more tokens per second than long ones
+        with Progress(
+            *columns, console=console, disable=not shown, transient=True, speed_estimate_period=600
+        ) as bars:
+            task = bars.add_task("starting", total=1)
+            yield lambda label, done, total: bars.update(
+                task, description=escape(label), completed=done, total=total
+            )
+
+    def present(
+        self,
+        result: Result,
+        model: Mapping[str, Any],
+        beside: Iterable[tuple[Grid, Iterable[str]]] = (),
+    ) -> None:
+        """Print a result and write its files.
+
+        Args:
+            result: The result.
+            model: Description of the model, for the heading.
+            beside: Further tables, each with its notes.
+
+        Raises:
+            PosencError: A file cannot be written.
+        """
+        from hf_posenc.evaluation.grid import to_rich
+        from hf_posenc.evaluation.plots import available
+
+        console = out()
+        console.print(
+            f"\n[bold]{escape(str(model['name']))}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M "
+            f"parameters, {model['dtype']} on {model['device']}, {model['attention']} attention\n"
+        )
+        guide = list(result.guide())
+        for grid in result.tables():
+            console.print(to_rich(grid))
+        for line in (*result.notes(), *(["", *guide] if guide else []), ""):
+            console.print(line, markup=False)
+        for grid, lines in beside:
+            console.print(to_rich(grid))
+            for line in lines:
+                console.print(line, markup=False)
+        names = result.write(self.output, plots=self.plots)
+        console.print(f"Wrote {', '.join(names)} to {self.output}", markup=False)
+        if not available():
+            console.print(
+                "No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False
+            )
+
+
+def _decide_plot(plot: bool | None) -> bool:
+    from hf_posenc.evaluation.plots import available
+
+    if plot and not available():
+        raise PosencError("--plot needs matplotlib: pip install 'hf-posenc[plot]'.")
+    return available() if plot is None else plot
+
+
+def _make_folder(folder: Path) -> None:
+    if folder.is_file():
+        raise PosencError(f"--output {folder} is a file: give a folder.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PosencError(
+            f"--output {folder} cannot be written to: {error.strerror or error}"
+        ) from error
+
+
+def _report_waiting(count: int) -> None:
+    err().print(
+        f"Waiting for the other processes: {count:,} parts are still missing. All must write to the same --output.",
+        style="dim",
+    )
+
+
+def exit_on(problems: Iterable[str]) -> None:
+    """Print the problems, one line each.
+
+    Raises:
+        typer.Exit: Status 1, where there is any.
+    """
+    lines = list(problems)
+    for line in lines:
+        print_error(line)
+    if lines:
+        raise typer.Exit(1)
+
+
+# `--dry-run`: the cost of a run, method by method, before anything is run.
+
+
+def print_cost(run: PerplexityRun) -> None:
+    """Print tokens, operations and peak memory of every method, and the free memory."""
+    from hf_posenc.evaluation.grid import Grid, to_rich
+
+    rows = []
+    for label, group in itertools.groupby(run.items, key=lambda item: item.label):
+        items = list(group)
+        costs = [
+            _cost(run, list(same))
+            for _, same in itertools.groupby(items, key=lambda item: item.lengths)
+        ]
+        tokens, flops = sum(cost.tokens for cost in costs), sum(cost.flops for cost in costs)
+        windows = sum(len(item.windows) for item in items)
+        rows.append((label, windows, tokens, flops, max(costs, key=lambda cost: cost.total)))
+    grid = Grid()
+    grid.column("method", footer="in all")
+    grid.column("forwards", numeric=True, footer=f"{sum(row[1] for row in rows):,}")
+    grid.column("tokens", numeric=True, footer=f"{sum(row[2] for row in rows):,}")
+    grid.column("FLOPs", numeric=True, footer=f"{sum(row[3] for row in rows):.3g}")
+    peak = max(row[4].total for row in rows) / GIB
+    grid.column("GiB at the peak", numeric=True, footer=f"{peak:,.2f}")
+    grid.column("of it logits", numeric=True)
+    for label, windows, tokens, flops, cost in rows:
+        memory = (f"{cost.total / GIB:,.2f}", f"{cost.logits / GIB:,.2f}")
+        grid.row(label, f"{windows:,}", f"{tokens:,}", f"{flops:.3g}", *memory)
+    console = out()
+    console.print(to_rich(grid))
+    console.print(
+        f"{rows[0][4].weights / GIB:,.2f} GiB are the weights. {_free(run)} An estimate from the model's sizes, on the "
+        "high side (hf_posenc/evaluation/scoring/estimate.py lists the terms); nothing was run.",
+        markup=False,
+    )
+
+
+def _cost(run: PerplexityRun, items: list[Item]) -> Cost:
+    """Return the cost of items of one method and the same lengths, with the method in force."""
+    from hf_posenc.evaluation.scoring.estimate import run_cost
+
+    settings, candidate = run.settings, items[0].candidate
+    assert candidate is not None
+    windows = [(w.forwarded, w.tokens - w.first_scored) for item in items for w in item.windows]
+    with candidate.applied(run.model, items[0].lengths[-1]):
+        return run_cost(
+            run.model,
+            windows,
+            batch=settings.batch,
+            chunk=settings.chunk,
+            prefill_chunk=None if candidate.length_dependent else settings.prefill,
+            full_logits=not run.scorer.scorer.replays,
+        )
+
+
+def _free(run: PerplexityRun) -> str:
+    from hf_posenc.evaluation.scoring.memory import free_memory
+
+    device = next(run.model.parameters()).device
+    free = free_memory(device)
+    return "" if free is None else f"{free / GIB:,.1f} GiB are free on {device}."

@@ -1,0 +1,303 @@
+"""`hf-posenc perplexity`, `retrieval`, `bench`, `sweep` and `search`: a Python function each, and its rendering."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_posenc.cli.command import Command, command_line, expand
+from hf_posenc.cli.console import out, print_error, print_warning
+from hf_posenc.cli.frame import Frame, exit_on, print_cost
+from hf_posenc.cli.loading import open_session
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.options import (
+    DOCUMENTS,
+    PERPLEXITY_METHODS,
+    RETRIEVAL_METHODS,
+    SWEEP_METHODS,
+    BenchOptions,
+    DocumentOptions,
+    ModelOptions,
+    OutputOptions,
+    PerplexityOptions,
+    RetrievalOptions,
+    RunOptions,
+    SearchSettings,
+    SweepOptions,
+    TailOptions,
+)
+
+if TYPE_CHECKING:
+    from hf_posenc.evaluation.tuning.results import TuningResult
+
+EMBEDDED_LENGTHS = (256, 512, 1024)
+EMBEDDED_TASKS = ("passkey", "niah_single_1")
+MOST_TEXT = 2**24  # characters of a haystack that are read: some four million tokens
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands of this file."""
+    for command in (perplexity, retrieval, bench, sweep, search):
+        app.command(command.__name__, cls=Command)(expand(command))
+
+
+def perplexity(
+    context: typer.Context,
+    model: ModelOptions,
+    documents: DocumentOptions,
+    options: PerplexityOptions,
+    run: RunOptions,
+) -> None:
+    """Measure perplexity against context length, method by method, on the same tokens.
+
+    Without arguments: the embedded model on the held-out modules of this Python's standard library. The same command
+    resumes an interrupted run.
+    """
+    from hf_posenc.evaluation import published
+    from hf_posenc.evaluation.documents.source import source_of
+    from hf_posenc.evaluation.measuring.candidates import parse_candidates
+    from hf_posenc.evaluation.perplexity.runs import prepare
+
+    # refused before a model is loaded: methods, published tables, output, share, documents
+    options = dataclasses.replace(options, methods=options.methods or PERPLEXITY_METHODS)
+    parse_candidates(options.methods or ())
+    for name in options.compare:
+        published.get(name)
+    frame, source = Frame(run), source_of(documents)
+    session = open_session(model)
+
+    def load(name: str) -> tuple[Any, Any]:
+        other = open_session(dataclasses.replace(model, model=name, tokenizer=None, attn=None))
+        return other.model, other.tokenizer
+
+    with frame.reading(source) as shown:
+        job = prepare(
+            session.model,
+            session.tokenizer,
+            shown,
+            options,
+            name=session.name,
+            command=command_line(context),
+            load=load,
+        )
+    frame.announce(job.run.settings, job.metadata["skipped"])
+    result = frame.measure(job, lambda: print_cost(job.run))
+    if result is None:
+        return
+    beside = [(published.beside(table, result), published.remarks(table)) for table in job.compare]
+    frame.present(result, result.model, beside)
+    exit_on(result.problems())
+
+
+def retrieval(
+    context: typer.Context,
+    model: ModelOptions,
+    options: RetrievalOptions,
+    output: OutputOptions,
+    haystack: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH",
+            help="Own text between the needles instead of noise: files, folders or glob patterns; several times.",
+            rich_help_panel=DOCUMENTS,
+        ),
+    ] = None,
+) -> None:
+    """Measure what a model finds in long prompts: passkeys, and RULER's tasks that need no download.
+
+    Without arguments: the embedded model, in about a minute. The same command resumes an interrupted run.
+    """
+    from hf_posenc.evaluation.measuring.candidates import parse_candidates
+    from hf_posenc.evaluation.retrieval.measuring import prepare, settings_of
+
+    if model.model is None:
+        options = dataclasses.replace(
+            options,
+            lengths=options.lengths or EMBEDDED_LENGTHS,
+            tasks=options.tasks or EMBEDDED_TASKS,
+        )
+    options = dataclasses.replace(options, methods=options.methods or RETRIEVAL_METHODS)
+    parse_candidates(options.methods or ())  # refused before a model is loaded, as is the rest
+    settings_of(options, options.lengths or EMBEDDED_LENGTHS)
+    frame = Frame(output)
+    text = _read(haystack) if haystack else None
+    session = open_session(model)
+    job = prepare(
+        session.model,
+        session.tokenizer,
+        options,
+        haystack=text,
+        paths=haystack or (),
+        name=session.name,
+        command=command_line(context),
+    )
+    result = frame.measure(job)
+    if result is not None:
+        frame.present(result, result.model)
+        exit_on(result.problems())
+
+
+def _read(paths: list[str]) -> str:
+    """Return the user's own text, of all files one after the other, up to `MOST_TEXT`.
+
+    Raises:
+        PosencError: There is none.
+    """
+    from hf_posenc.evaluation.documents import Document, Skipped, TokenizedDocument, read_paths
+
+    text, reasons = "", []
+    for entry in read_paths(paths):
+        if isinstance(entry, (Skipped, TokenizedDocument)):
+            reason = entry.reason if isinstance(entry, Skipped) else "token ids and no text"
+            reasons.append(f"{entry.name}: {reason}")
+            print_warning(f"skipped {reasons[-1]}")
+            continue
+        pieces = [entry.text] if isinstance(entry, Document) else entry.chunks()
+        for piece in pieces:
+            text += piece
+            if len(text) >= MOST_TEXT:
+                return text[:MOST_TEXT]
+        text += "\n"
+    if not text.strip():
+        first = f" ({reasons[0]})" if reasons else ""
+        raise PosencError(f"--haystack {' '.join(paths)} has no text{first}: give files of text.")
+    return text
+
+
+def bench(
+    context: typer.Context,
+    model: ModelOptions,
+    documents: DocumentOptions,
+    options: BenchOptions,
+    run: RunOptions,
+) -> None:
+    """Measure methods against each other in one table: perplexity, retrieval, tokens per second, peak memory.
+
+    Without arguments: the embedded model on the held-out modules of this Python's standard library. The weights are
+    loaded once, every document is tokenized once. The same command resumes an interrupted run. Writes bench.json,
+    bench.csv, table.md, curve.png and heatmap.png.
+    """
+    from hf_posenc.evaluation.bench.run import Bench, gather, get_suite
+    from hf_posenc.evaluation.documents.source import source_of
+    from hf_posenc.evaluation.measuring.candidates import parse_candidates
+    from hf_posenc.evaluation.published import get
+
+    get_suite(options.suite)  # refused before a model is loaded, as is the rest
+    parse_candidates(options.methods or ())
+    for name in options.compare:
+        get(name)
+    frame, source = Frame(run), source_of(documents)
+    session = open_session(model)
+    with frame.reading(source) as shown:
+        inputs = gather(
+            session.model,
+            session.tokenizer,
+            shown,
+            options,
+            name=session.name,
+            command=command_line(context),
+        )
+    job = Bench(inputs)
+    frame.announce(inputs.settings, inputs.skipped)
+    result = frame.measure(job, lambda: _print_costs(job))
+    if result is not None:
+        frame.present(result, result.perplexity.model)
+        exit_on(result.problems())
+
+
+def _print_costs(job: Any) -> None:
+    """Print the cost of a benchmark: the perplexities by method, the rest in tokens."""
+    print_cost(job.perplexity)
+    parts = (("retrieval", job.retrieval), ("timed prefill, warm-ups included", job.speed))
+    for name, part in parts:
+        if part is not None:
+            out().print(f"{name}: {part.forwarded:,} tokens", markup=False)
+
+
+def sweep(
+    context: typer.Context,
+    model: ModelOptions,
+    documents: DocumentOptions,
+    options: SweepOptions,
+    run: RunOptions,
+) -> None:
+    """Find the method and scale that read long documents best, by successive halving.
+
+    Every method at every scale is measured on a few documents, the better half on twice as many, and so on: tail
+    perplexity at the target length, and the price for short texts. The best one is written as a recipe for load_patch.
+    The same command resumes an interrupted run.
+    """
+    from hf_posenc.evaluation.documents.source import source_of
+    from hf_posenc.evaluation.tuning.jobs import prepare_sweep
+    from hf_posenc.evaluation.tuning.sweep import crossed
+
+    # refused before a model is loaded
+    crossed(options.methods or SWEEP_METHODS, options.scales or (2.0,))
+    frame, source = Frame(run), source_of(documents)
+    session = open_session(model)
+    with frame.reading(source) as shown:
+        job = prepare_sweep(
+            session.model,
+            session.tokenizer,
+            shown,
+            options,
+            name=session.name,
+            command=command_line(context),
+        )
+    frame.announce(job.settings.protocol, job.skipped)
+    result = frame.measure(job, lambda: out().print(job.cost_line(), markup=False))
+    if result is not None:
+        _present_tuning(frame, result)
+        out().print(f"Or: {result.trial(result.winner).call}", markup=False, soft_wrap=True)
+
+
+def search(
+    context: typer.Context,
+    model: ModelOptions,
+    documents: DocumentOptions,
+    options: TailOptions,
+    settings: SearchSettings,
+    run: RunOptions,
+) -> None:
+    """Search a factor for every pair of features, as LongRoPE does, and judge it on documents it has not read.
+
+    An evolutionary search that starts from PI, NTK and YaRN; the best list is written as a longrope recipe for
+    load_patch. The same command resumes an interrupted search.
+    """
+    from hf_posenc.evaluation.documents.source import source_of
+    from hf_posenc.evaluation.tuning.jobs import prepare_search
+
+    frame, source = Frame(run), source_of(documents)
+    session = open_session(model)
+    with frame.reading(source) as shown:
+        job = prepare_search(
+            session.model,
+            session.tokenizer,
+            shown,
+            options,
+            settings,
+            name=session.name,
+            command=command_line(context),
+        )
+    frame.announce(job.settings.protocol, job.skipped)
+    result = frame.measure(job, lambda: out().print(job.cost_line(), markup=False))
+    if result is not None:
+        _present_tuning(frame, result)
+
+
+def _present_tuning(frame: Frame, result: TuningResult) -> None:
+    """Print a sweep or a search, and write result, recipe and plot.
+
+    Raises:
+        typer.Exit: Status 1 if there is no recipe, after everything has been written.
+    """
+    frame.present(result, result.about["model"])
+    for line in result.problems():
+        print_warning(line)
+    if result.recipe is None:
+        print_error("There is no winner, and so no recipe.")
+        raise typer.Exit(1)
+    recipe = str(frame.output / f"{result.kind}_recipe.json")
+    out().print(f"Use it: hf_posenc.load_patch(model, {recipe!r})", markup=False, soft_wrap=True)
