@@ -1,4 +1,4 @@
-"""From sums per document to perplexities with intervals."""
+"""Perplexities with intervals from sums per document."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import numpy as np
 
 RESAMPLES = 10_000
 INTERVAL = (0.025, 0.975)
-"""The quantiles at the ends of every interval: 95 %."""
+"""Quantiles at the ends of every interval: 95 %."""
 
 ROUNDING = 1e-4
-"""A ratio of perplexities that is no farther from 1 is rounding: other kernels on the same numbers."""
+"""A ratio of perplexities this close to 1 is rounding: other kernels on the same numbers."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """What was measured: the sums of one document, never a ratio.
+    """The sums of one document under one method, never a ratio.
 
     Attributes:
         method: The label of the method.
@@ -28,7 +28,7 @@ class Record:
         document: The document's name.
         nats: Sum of the negative log-likelihoods of the scored tokens, in nats; NaN if one of them was not finite.
         tokens: Number of scored tokens.
-        bytes: UTF-8 bytes of the text of the scored tokens; `None` where the tokenizer does not tell.
+        bytes: UTF-8 bytes of the text of the scored tokens; `None` where the tokenizer has no offsets.
         words: Words that begin in them; `None` likewise.
         weighted: Sum of the windows' mean losses, each times its weight in the aggregate.
         weight: Sum of those weights. Under the aggregate `tokens` these are `nats` and `tokens`.
@@ -57,7 +57,7 @@ class Cell:
         perplexity: `exp(total nats / total tokens)`, or as the run's aggregate says; NaN if a loss was not finite.
         interval: 95 % bootstrap interval of the perplexity over documents; `None` with fewer than two documents.
         ratio: Perplexity divided by the baseline's (the run's first method) at the same protocol and length.
-        ratio_interval: 95 % interval of that ratio over the same resamples: paired, so much tighter than `interval`.
+        ratio_interval: 95 % interval of the ratio over the same resamples: paired, and so much tighter than `interval`.
         bits_per_byte: `total nats / (ln 2 x total bytes)`: comparable between tokenizers.
         word_perplexity: `exp(total nats / total words)`, PG19's unit: comparable between tokenizers too.
         nats: Total of the negative log-likelihoods.
@@ -84,12 +84,12 @@ class Cell:
 
     @property
     def differs(self) -> int:
-        """-1 where the paired interval says lower than the baseline, 1 where higher, 0 where it does not say."""
+        """-1 if significantly lower than the baseline, 1 if higher, 0 if neither."""
         return side_of_one(self.ratio_interval)
 
 
 def side_of_one(interval: tuple[float, float] | None) -> int:
-    """On which side of 1 a ratio is by its whole interval and by more than rounding: -1, 1, or 0 for neither."""
+    """Return the side of 1 of a whole interval, beyond rounding: -1, 1, or 0 for neither."""
     if interval is None:
         return 0
     low, high = interval
@@ -97,7 +97,7 @@ def side_of_one(interval: tuple[float, float] | None) -> int:
 
 
 class Bootstrap:
-    """Seeded resampling over documents; every cell of a run sees the same resamples, which makes differences paired.
+    """Seeded resampling over documents; every cell of a run has the same resamples, so differences are paired.
 
     Args:
         documents: Number of documents.
@@ -109,14 +109,13 @@ class Bootstrap:
         draws = np.random.default_rng(seed).multinomial(
             documents, [1 / documents] * documents, size=resamples
         )
-        # how often each one was drawn, shape (resamples, documents)
-        self._weights = draws.astype(np.float64)
+        self._counts = draws.astype(np.float64)  # of every document, shape (resamples, documents)
 
     def means(self, sums: Sequence[float], weights: Sequence[float]) -> np.ndarray[Any, Any]:
-        """The mean loss of every resample that has something to score, shape (up to resamples,)."""
+        """Return the mean loss of every resample with scored tokens, shape (up to resamples,)."""
         with np.errstate(invalid="ignore"):  # an infinite sum that was not drawn: inf times 0
-            total = self._weights @ np.asarray(sums, dtype=np.float64)
-        weight = self._weights @ np.asarray(weights, dtype=np.float64)
+            total = self._counts @ np.asarray(sums, dtype=np.float64)
+        weight = self._counts @ np.asarray(weights, dtype=np.float64)
         return np.asarray(total[weight > 0] / weight[weight > 0])
 
 

@@ -1,18 +1,18 @@
 """LongPPL: perplexity over the tokens that need a long context (Fang et al. 2024, arXiv 2410.23771).
 
-An evaluator model reads every document twice: as a whole, and in pieces that begin at most K + step - 1 tokens ahead of
+An evaluator model reads every document twice: as a whole, and in pieces that begin at most K + step - 1 tokens before
 the token that they predict. With the log-probabilities `l` in the long and `s` in the short context, a token is a *key
-token* where
+token* if
 
     LSD = l - s > alpha (the long-short difference)    and    LCL = l > beta (the long-context likelihood)
 
 and LongPPL of the measured model is exp of its mean loss over these tokens. The evaluator may have a tokenizer of its
-own: its key tokens become stretches of text, and those tokens of the measured model that lie within a stretch count.
+own: its key tokens become stretches of text, and the measured model's tokens within a stretch count.
 
-Where this differs from the authors' package (`longppl` 0.3.0), on purpose: losses are float32 whatever the dtype of the
-model, which decides tokens next to a threshold; a last piece of a single token is scored, where theirs raises; and text
-that a tokenizer leaves out of all its offsets (a space in front of a word) belongs to the token behind it, so that
-tokenizers with and without such gaps can be compared.
+Deliberate differences from the authors' package (`longppl` 0.3.0): losses are float32 whatever the dtype of the model,
+which matters for tokens next to a threshold. A last piece of a single token is scored, where theirs raises. Text that a
+tokenizer leaves out of all its offsets (a space in front of a word) belongs to the token behind it, so that tokenizers
+with and without such gaps can be compared.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ ALPHA, BETA = 2.0, -2.0
 
 
 def short_windows(tokens: int, *, short: int = SHORT, step: int = STEP) -> list[tuple[int, int]]:
-    """The pieces that are run beside the whole document.
+    """Return the pieces that are run beside the whole document.
 
     Args:
         tokens: Tokens of the document.
-        short: K: in every piece so many tokens are context alone.
-        step: Tokens that a piece scores behind them, at the most.
+        short: K, the tokens of every piece that are context only.
+        step: Tokens behind them that a piece scores, at most.
 
     Returns:
         First token and end of every piece; together they score the tokens `short .. tokens-1`, each once.
@@ -70,21 +70,21 @@ def key_tokens(
     alpha: float = ALPHA,
     beta: float = BETA,
 ) -> Tensor:
-    """Finds the tokens that an evaluator predicts well, and only in their long context.
+    """Find the tokens that an evaluator predicts well, and only in their long context.
 
     Args:
-        scorer: The evaluator's `TokenScorer`, or what calls it; the evaluator is to be in evaluation mode and good at
-            this length.
-        ids: Token ids of one document, shape (n,), with what special tokens the evaluator wants in front.
+        scorer: The evaluator's `TokenScorer`, or a function with its signature. The evaluator must be in evaluation
+            mode, and good at this length.
+        ids: Token ids of one document, shape (n,), with the evaluator's special tokens in front.
         short: K, tokens of the short context; the first K tokens are never key.
-        step: Tokens that share one short context. Smaller is closer to the paper's definition, and dearer: every step
-            runs `short + step` tokens.
+        step: Tokens that share one short context. Smaller is closer to the paper's definition, and costs more: every
+            step runs `short + step` tokens.
         alpha: Least long-short difference, in nats.
         beta: Least log-probability in the long context, in nats.
 
     Returns:
-        Which tokens are key, shape (n,), bool, on the CPU. None is where the document has no more than `short` tokens,
-        or where a loss is not a number.
+        True for key tokens, shape (n,), bool, on the CPU. False for all if the document has at most `short` tokens, and
+        where a loss is not a number.
 
     Raises:
         PosencError: `short` or `step` is not positive.
@@ -100,22 +100,22 @@ def key_tokens(
 
 
 def carry(mask: Tensor, evaluator_ends: Tensor, model_ends: Tensor) -> Tensor:
-    """Carries key tokens from the evaluator's tokens to those of the measured model.
+    """Map key tokens from the evaluator's tokens to those of the measured model.
 
-    A token's text goes from the end of the one before it to its own end; where a character is split over several
-    tokens, which then have one end, all of them stand for the whole character. Neighbouring key tokens make one stretch
-    of text, and a token is key if all of its text lies within one stretch.
+    A token's text begins at the end of the token before it. Several tokens that split one character have the same end,
+    and each stands for the whole character. Neighbouring key tokens form one stretch of text, and a token is key if all
+    of its text lies within one stretch.
 
     Args:
-        mask: Which of the evaluator's tokens are key, shape (n,), bool.
-        evaluator_ends: Where each of them ends in the text, shape (n,), never falling; in bytes or in characters.
+        mask: True for the evaluator's key tokens, shape (n,), bool.
+        evaluator_ends: End of each of them in the text, shape (n,), never decreasing; in bytes or in characters.
         model_ends: The same for the measured model's tokens, in the same unit, shape (m,).
 
     Returns:
-        Which of the model's tokens are key, shape (m,), bool.
+        True for the model's key tokens, shape (m,), bool.
 
     Raises:
-        PosencError: There are not as many ends as tokens.
+        PosencError: The numbers of ends and tokens differ.
     """
     if mask.shape != evaluator_ends.shape:
         raise PosencError(
@@ -137,13 +137,10 @@ def carry(mask: Tensor, evaluator_ends: Tensor, model_ends: Tensor) -> Tensor:
 
 
 def _bounds(ends: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the text of every token begins and ends."""
+    """Return the begin and the end of every token's text."""
     ends = ends.to("cpu", torch.int64)
-    different, which = torch.unique_consecutive(ends, return_inverse=True)
-    return torch.cat([different.new_zeros(1), different[:-1]])[which], ends
-
-
-# Which tokens of a run's documents are key for `longppl`, by an evaluator of the user's choice.
+    different, index = torch.unique_consecutive(ends, return_inverse=True)
+    return torch.cat([different.new_zeros(1), different[:-1]])[index], ends
 
 
 SELF = "self"
@@ -152,13 +149,13 @@ _STEPS = 4  # of the short context: the authors' 1,024 of 4,096
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A model that says which tokens need far context.
+    """A model that selects the tokens that need far context.
 
     Attributes:
-        name: As it was given: a model's name or `self`.
-        model: The live model; for `self` the one that is measured.
+        name: A model's name or `self`.
+        model: The live model; for `self` the measured one.
         tokenizer: Its tokenizer.
-        candidate: What is patched in while it evaluates.
+        candidate: The method that is patched in while it evaluates.
         special: Token ids in front of its texts.
         short: Tokens of the short context.
     """
@@ -176,7 +173,7 @@ class Evaluator:
         return max(1, self.short // _STEPS)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that determines which tokens are key."""
+        """Return everything that determines the key tokens."""
         identity = model_identity(self.model, self.name)
         return {
             "name": identity.pop("name"),
@@ -192,13 +189,13 @@ class Evaluator:
 
 
 def split_evaluator(text: str) -> tuple[str, str]:
-    """Reads `NAME` or `NAME@METHOD:option=value`, such as `self@rerope`: the model's name and what is patched in."""
+    """Read `NAME` or `NAME@METHOD:option=value`, such as `self@rerope`: the model's name and its patch."""
     name, _, spec = text.partition("@")
     return name, spec or "none"
 
 
 def default_short(longest: int, original: int | None) -> int:
-    """The paper's 4,096 tokens where texts are long; for shorter ones what the model was trained on, or a quarter."""
+    """Return the paper's 4,096 tokens for long texts; for shorter ones the trained length, or a quarter of the text."""
     if longest > SHORT:
         return SHORT
     return original if original is not None and original < longest else longest // 4
@@ -211,28 +208,28 @@ def finder(
     length: int,
     retokenized: Callable[[], Sequence[TokenizedDocument]],
 ) -> Callable[[int], Tensor]:
-    """What gives the key tokens of a document by its index.
+    """Return a function that finds the key tokens of a document by its index.
 
     Args:
-        evaluator: Who decides.
+        evaluator: The model that selects them.
         documents: The run's documents.
         tokenizer: The measured model's.
         length: Tokens of a document that the evaluator reads, special tokens included.
-        retokenized: Gives the same documents in the evaluator's tokens; called where its tokenizer is another one.
+        retokenized: Returns the documents in the evaluator's tokens; called if its tokenizer is another one.
 
     Returns:
         A function from a document's index to its key tokens, shape (n,), bool, n up to `length`.
     """
     same = tokenizer_hash(tokenizer) == tokenizer_hash(evaluator.tokenizer)
-    others: dict[str, TokenizedDocument] = {}
+    by_name: dict[str, TokenizedDocument] = {}
 
     def find(index: int) -> Tensor:
         document = documents[index]
         if same:
             return _mask(evaluator, document, length)
-        if not others:
-            others.update((other.name, other) for other in retokenized())
-        other = others.get(document.name)
+        if not by_name:
+            by_name.update((other.name, other) for other in retokenized())
+        other = by_name.get(document.name)
         if other is None or other.byte_ends is None or document.byte_ends is None:
             raise PosencError(
                 f"--longppl {evaluator.name}: {document.name} has no text to compare both tokenizers by; use "
@@ -261,6 +258,6 @@ def _mask(evaluator: Evaluator, document: TokenizedDocument, length: int) -> Ten
 
 
 def with_evaluator(settings: Settings, evaluator: Evaluator) -> Settings:
-    """The settings with the protocol `longppl` and who evaluates."""
+    """Return the settings with the protocol `longppl` and its evaluator."""
     protocols = (*settings.protocols, "longppl")
     return dataclasses.replace(settings, protocols=protocols, evaluator=evaluator.to_dict())

@@ -29,8 +29,7 @@ from hf_posenc.evaluation.measuring.execute import (
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
 from hf_posenc.evaluation.measuring.statistics import Record
 from hf_posenc.evaluation.measuring.store import Key, Memory, Records
-from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.windows import Window, plan
+from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 
 WINDOWS_PER_ITEM = 64

@@ -1,4 +1,4 @@
-"""What "perplexity at length L" means: the definitions, and the numbers that go with them.
+"""Protocols: the definitions of "perplexity at length L", their settings, and the windows that they run.
 
 One set of weights gives a different number under every definition, and methods rank differently too. So a protocol is
 always named, and stored with every result.
@@ -7,7 +7,8 @@ always named, and stored with every result.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,35 +35,37 @@ TAIL_TOKENS = 1024
 STRIDE = 256
 BUCKETS = 64
 MIN_LENGTH = 8
+BATCH = 32
+"""Windows per batch in LongLoRA's eval.py."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides the numbers of a run, apart from the model, the methods and the documents.
+    """Settings that determine the numbers of a run, beside the model, the methods and the documents.
 
     Attributes:
         lengths: Context lengths in tokens, special tokens in front included, ascending.
         protocols: Names from `PROTOCOLS`.
         tail_tokens: The K of `tail`, in tokens; 0: `default_tail_tokens`.
         stride: Tokens from one window of `sliding` and `stream` to the next.
-        windows_per_document: Of `tail`, so many windows per document, evenly spaced, their targets never overlapping
-            (by default 1). Of `sliding`, so many of the full windows after the first (by default all, and the first).
-        bos_windows: Which windows of `sliding` have the special tokens in front: `"every"` or `"first"`.
+        windows_per_document: Of `tail`, evenly spaced windows per document whose targets never overlap (default 1).
+            Of `sliding`, the number of full windows after the first (default: all, and the first).
+        bos_windows: Windows of `sliding` with special tokens in front: `"every"` or `"first"`.
         read_last: Whether the last token of a `tail` window is read too, though nothing behind it is scored. Then L
-            counts the tokens with the last target; otherwise those that come before it.
-        joined: Concatenate the documents first; `stream` does in any case.
-        aggregate: How losses become one number, from `AGGREGATES`.
-        base: What is raised to the mean loss.
+            counts the tokens with the last target; otherwise those before it.
+        joined: Concatenate the documents first; `stream` always does.
+        aggregate: The way from losses to one number, from `AGGREGATES`.
+        base: Base of the power of the mean loss.
         min_tokens: Documents with fewer tokens are left out; `None`: the longest length, for `sliding` too, so that
             every length reads the same documents.
         buckets: Number of equal parts of the longest prefix whose losses are kept apart, for the curve by position.
-        evaluator: The model that says which tokens are key tokens for `longppl`, and how: name and numbers.
+        evaluator: Name and numbers of the model that selects the key tokens of `longppl`.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
-        prefill: Tokens that are run at a time, the earlier ones' keys and values cached; `None`: all at once.
-        batch: Windows of one document that are run at once, where they have the same shape.
+        prefill: Tokens that are run at a time, with the earlier keys and values cached; `None`: all at once.
+        batch: Windows of one document and one shape that are run at once.
         seed: Seed of the bootstrap.
         resamples: Number of bootstrap resamples.
-        preset: The preset that these come from.
+        preset: The preset that they come from.
 
     Raises:
         PosencError: Lengths, protocols or numbers that do not go together.
@@ -111,9 +114,7 @@ class Settings:
                 f"--tail-tokens {default_tail_tokens(self.lengths)}."
             )
         if "longppl" in self.protocols and self.evaluator is None:
-            raise PosencError(
-                "longppl needs a model that says which tokens count: --longppl EVALUATOR."
-            )
+            raise PosencError("longppl needs a model that selects the tokens: --longppl EVALUATOR.")
         self._check_stream()
         for name in ("stride", "windows_per_document", "min_tokens", "buckets", "chunk", "prefill"):
             value = getattr(self, name)
@@ -124,7 +125,7 @@ class Settings:
                 raise PosencError(f"{name} is at least {least}, not {getattr(self, name)}.")
 
     def _check_stream(self) -> None:
-        """Refuses protocols that want the documents joined beside such that want them apart, or shorter ones."""
+        """Refuse protocols of joined documents beside protocols of single documents, or of shorter ones."""
         apart = [name for name in self.protocols if name in ("prefix", "tail", "longppl")]
         if self.streams and apart:
             joins = "this preset" if self.joined else "stream"
@@ -149,19 +150,19 @@ class Settings:
 
     @property
     def streams(self) -> bool:
-        """Whether the documents are joined."""
+        """True if the documents are joined."""
         return self.joined or "stream" in self.protocols
 
     @property
     def shortest_document(self) -> int:
-        """Tokens that a document has at least, special tokens in front included."""
+        """Least number of tokens of a document, special tokens in front included."""
         if self.streams:
             return 1
         longest = self.lengths[-1] + (0 if self.read_last else 1)
         return longest if self.min_tokens is None else self.min_tokens
 
     def definition(self, protocol: str) -> str:
-        """What a protocol scores, in one sentence."""
+        """Return the tokens that a protocol scores, in one sentence."""
         text = DEFINITIONS[protocol].format(tail=f"{self.tail_tokens:,}", stride=f"{self.stride:,}")
         if self.windows_per_document is not None and protocol in ("tail", "sliding"):
             windows = f"{self.windows_per_document:,} evenly spaced window{'s' * (self.windows_per_document > 1)}"
@@ -176,7 +177,7 @@ class Settings:
         return text
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, JSON-ready."""
+        """Return JSON-ready values."""
         return {
             **dataclasses.asdict(self),
             "lengths": list(self.lengths),
@@ -185,21 +186,21 @@ class Settings:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Settings:
-        """Reads what `to_dict` wrote."""
+        """Read the values of `to_dict`."""
         lists = {name: tuple(values[name]) for name in ("lengths", "protocols")}
         return cls(**{**values, **lists})
 
 
 def default_tail_tokens(lengths: Sequence[int]) -> int:
-    """K = 1024, but at most half of the shortest length, so that every target has at least so much context."""
+    """Return K = 1024, but at most half of the shortest length, so that every target has at least so much context."""
     return min(TAIL_TOKENS, min(lengths) // 2)
 
 
 def default_lengths(original: int | None) -> tuple[int, ...]:
-    """The original length times 1, 2, 4, 8, 16 up to 4,096 tokens, and three of them at least.
+    """Return the original length times 1, 2, 4, 8, 16 up to 4,096 tokens, and at least three lengths.
 
     Raises:
-        PosencError: The original length is not known.
+        PosencError: The original length is unknown.
     """
     if original is None:
         raise PosencError("The model's config names no context length: give --lengths.")
@@ -207,22 +208,19 @@ def default_lengths(original: int | None) -> tuple[int, ...]:
     return tuple(n for index, n in enumerate(lengths) if index < 3 or n <= 4096)
 
 
-# Peers' own arithmetic: what to set to get their numbers, and what is wrong with them.
-
-
 E_OF_LONGLORA = 2.71828
-"""LongLoRA's eval.py writes e so."""
+"""The value of e in LongLoRA's eval.py."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A peer's own arithmetic.
+    """The arithmetic of another project.
 
     Attributes:
-        source: Whose, and where it is written.
-        settings: What it sets of `Settings`.
+        source: Its author, and where it is defined.
+        settings: Its fields of `Settings`.
         bos: Its policy for special tokens.
-        remark: What a reader must know of the number.
+        remark: Caveats of the number.
     """
 
     source: str
@@ -292,7 +290,7 @@ PRESETS = {
 
 
 def preset_settings(name: str | None) -> tuple[dict[str, Any], str]:
-    """What a preset sets, and its policy for special tokens.
+    """Return the settings of a preset, and its policy for special tokens.
 
     Raises:
         PosencError: There is no such preset.
@@ -302,3 +300,193 @@ def preset_settings(name: str | None) -> tuple[dict[str, Any], str]:
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
     return {**PRESETS[name].settings, "preset": name}, PRESETS[name].bos
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens `first .. stop-1` of a window, which count under a protocol at a length.
+
+    Attributes:
+        protocol: Its name.
+        length: Context length in tokens.
+        first: Index into the window, special tokens included.
+        stop: One past the last.
+        weight: Weight of the mean loss of these tokens in the aggregate.
+    """
+
+    protocol: str
+    length: int
+    first: int
+    stop: int
+    weight: float
+
+    @property
+    def cell(self) -> tuple[str, int]:
+        """Protocol and length."""
+        return self.protocol, self.length
+
+
+@dataclass(frozen=True)
+class Window:
+    """One forward: the special tokens, then tokens `begin .. end-1` of a document.
+
+    Attributes:
+        begin: First token of the document in the window.
+        end: One past the last.
+        special: Number of special tokens in front.
+        read_last: Whether the last token is read too; otherwise it is a target only.
+        spans: The tokens that count.
+    """
+
+    begin: int
+    end: int
+    special: int
+    read_last: bool
+    spans: tuple[Span, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the window, special tokens and the last target included."""
+        return self.special + self.end - self.begin
+
+    @property
+    def forwarded(self) -> int:
+        """Tokens that the model reads."""
+        return self.tokens - (0 if self.read_last else 1)
+
+    @property
+    def first_scored(self) -> int:
+        """Index of the first token of the window that any span needs."""
+        return min((span.first for span in self.spans), default=1)
+
+    @property
+    def shape(self) -> tuple[int, int, bool]:
+        """Windows of one shape can be run together."""
+        return self.tokens, self.first_scored, self.read_last
+
+
+Cut = tuple[Window, int, int, int]
+"""A window without spans, the first token that counts, one past the last, and the number of new tokens."""
+
+
+def plan(
+    tokens: int,
+    settings: Settings,
+    *,
+    special: int,
+    shared_prefix: bool,
+    lengths: Sequence[int] | None = None,
+) -> list[Window]:
+    """Return the forwards that a method needs for one document.
+
+    Args:
+        tokens: Length of the document in tokens.
+        settings: Lengths and protocols.
+        special: Number of special tokens in front of a window.
+        shared_prefix: Take the prefix of every length from one forward at the longest. Correct only where the result
+            for a token does not depend on the tokens behind it.
+        lengths: Some of the settings' lengths.
+
+    Returns:
+        The windows, shortest first: transformers' own dynamic RoPE keeps the largest length that it has read.
+
+    Raises:
+        PosencError: The tail does not fit behind the special tokens of the shortest length.
+    """
+    lengths = sorted(settings.lengths if lengths is None else lengths)
+    spans: dict[Window, list[Span]] = {}
+    for protocol, length in itertools.product(settings.protocols, lengths):
+        cuts: Iterable[Cut]
+        if protocol in ("prefix", "longppl"):
+            end = (lengths[-1] if shared_prefix else length) - special
+            cuts = [(Window(0, end, special, True), max(1, special), length, length)]
+        elif protocol == "tail":
+            cuts = _tail(tokens, settings, special, length)
+        elif protocol == "sliding":
+            cuts = _sliding(tokens, settings, special, length)
+        elif protocol == "disjoint":
+            cuts = _disjoint(tokens, special, length)
+        else:
+            cuts = _stream(tokens, settings, special, length)
+        cuts = list(cuts)
+        for index, (window, first, stop, new) in enumerate(cuts):
+            weight = float(stop - first)
+            if settings.aggregate == "windows":
+                weight = 1.0
+            elif settings.aggregate == "hf-docs":
+                weight = float(new - 1)
+            elif settings.aggregate == "batches":
+                weight = 1 / min(BATCH, len(cuts) - index // BATCH * BATCH)
+            spans.setdefault(window, []).append(Span(protocol, length, first, stop, weight))
+    windows = [dataclasses.replace(window, spans=tuple(own)) for window, own in spans.items()]
+    return sorted(windows, key=lambda window: window.tokens)
+
+
+def _tail(tokens: int, settings: Settings, special: int, length: int) -> Iterator[Cut]:
+    extra = 0 if settings.read_last else 1
+    size, scored = length + extra, settings.tail_tokens
+    if size - scored < special:
+        raise PosencError(
+            f"The tail has {scored} tokens, and a length of {length} has room for {size - special} behind the special "
+            f"tokens: give --tail-tokens {size - special} or fewer, or longer lengths."
+        )
+    for end in _tail_ends(tokens, settings, special - extra):
+        window = Window(end - (size - special), end, special, settings.read_last)
+        yield window, size - scored, size, scored
+
+
+def _tail_ends(tokens: int, settings: Settings, special: int) -> list[int]:
+    """Return the ends of the tail windows, the last at the end of the document."""
+    first = settings.lengths[-1] - special
+    room = 1 + (tokens - first) // settings.tail_tokens
+    count = min(settings.windows_per_document or 1, room)
+    if count == 1:
+        return [tokens]
+    step = (tokens - first) / (count - 1)
+    return [first + round(index * step) for index in range(count)]
+
+
+def _sliding(tokens: int, settings: Settings, special: int, length: int) -> list[Cut]:
+    """Press et al. 2022, appendix B; with special tokens in every window, as in jquesnelle/yarn."""
+    cuts: list[Cut] = []
+    reached, index = 0, 0
+    while reached < tokens:
+        begin, front = index * settings.stride, special
+        if settings.bos_windows == "first":  # then they are the first tokens of the document
+            begin, front = max(0, begin - special), max(0, special - begin)
+        end = min(begin + length - front, tokens)
+        stop, before = front + end - begin, front + reached - begin
+        first = max(1, front, before)  # neither special tokens nor a gap are scored
+        if first < stop:
+            cuts.append((Window(begin, end, front, True), first, stop, stop - max(front, before)))
+        reached, index = max(reached, end), index + 1
+    if settings.windows_per_document is not None:
+        full = [cut for cut in cuts[1:] if cut[2] == length] or cuts
+        count = min(settings.windows_per_document, len(full))
+        step = (len(full) - 1) / max(1, count - 1)
+        cuts = [full[round(index * step)] for index in range(count)]
+    return cuts
+
+
+def _disjoint(tokens: int, special: int, length: int) -> Iterator[Cut]:
+    """lm-evaluation-harness's rolling windows with a context of 1, made disjoint.
+
+    Every piece reads L tokens and predicts L. The last one reads L tokens too, reaching back as far as it must.
+    """
+    reached = (
+        0 if special else 1
+    )  # without anything in front of it, the first token has no prediction
+    begin, end, front = 0, min(length + 1 - special, tokens), special
+    while reached < end:
+        stop, first = front + end - begin, front + reached - begin
+        yield Window(begin, end, front, False), first, stop, stop - first
+        reached, front = end, 0
+        end = min(reached + length, tokens)
+        begin = max(0, end - length - 1)
+
+
+def _stream(tokens: int, settings: Settings, special: int, length: int) -> Iterator[Cut]:
+    """LongLoRA's batches: the windows with a token behind them, without the last."""
+    body = length - special
+    for begin in range(0, tokens - body, settings.stride)[:-1]:
+        yield Window(begin, begin + body, special, True), max(1, special), length, body

@@ -35,8 +35,7 @@ from hf_posenc.evaluation.measuring.statistics import (
     side_of_one,
 )
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard
-from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.windows import Window, plan
+from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 
 

@@ -14,9 +14,8 @@ from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.statistics import Cell, summarize
 from hf_posenc.evaluation.options import parse_lengths
 from hf_posenc.evaluation.perplexity.measurement import measure
-from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings
+from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings, plan
 from hf_posenc.evaluation.perplexity.runs import joined, make_settings
-from hf_posenc.evaluation.perplexity.windows import plan
 from tests.support import peers, zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 

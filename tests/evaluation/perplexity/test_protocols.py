@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import parse_lengths
-from hf_posenc.evaluation.perplexity.protocols import Settings, default_lengths
-from hf_posenc.evaluation.perplexity.windows import Span, Window, plan
+from hf_posenc.evaluation.perplexity.protocols import (
+    Settings,
+    Span,
+    Window,
+    default_lengths,
+    plan,
+)
 
 
 def make(lengths: tuple[int, ...] = (16, 32, 64), **options: Any) -> Settings:
