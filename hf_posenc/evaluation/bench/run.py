@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,9 @@ from hf_posenc.evaluation.documents import Entry, Skipped, TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
 from hf_posenc.evaluation.measuring.execute import (
+    Measurement,
     Progress,
+    collected,
     execute,
     wait_for_all,
     write_timings,
@@ -253,25 +255,25 @@ class Bench:
             PosencError: The folder cannot be written to, or another process writes the same share.
         """
         with contextlib.ExitStack() as stack:
-            stores = [stack.enter_context(store) for store in self._stores(folder, shard)]
-            perplexity, retrieval, speed = stores
-            execute(self.perplexity, perplexity, shard, _named("perplexity", progress))
+            perplexity, retrieval, speed = map(stack.enter_context, self._stores(folder, shard))
+            parts: list[tuple[str, Measurement[Any, Any], Records, str]]
+            parts = [("perplexity", self.perplexity, perplexity, "timings.json")]
             if self.retrieval is not None:
-                execute(self.retrieval, retrieval, shard, _named("retrieval", progress))
-            if not self._all_there(stores, shard, waiting) or (shard.launched and shard.index):
+                parts.append(("retrieval", self.retrieval, retrieval, "timings_retrieval.json"))
+            for name, run, store, _ in parts:
+                execute(run, store, shard, _named(name, progress))
+            complete = all(wait_for_all(run, store, shard, waiting) for _, run, store, _ in parts)
+            if not complete or (shard.launched and shard.index):
                 self.missing = sum(
                     len(missing(store, (item.key for item in run.items)))
-                    for run, store in zip((self.perplexity, self.retrieval), stores, strict=False)
-                    if run is not None
+                    for _, run, store, _ in parts
                 )
                 return None
             if self.speed is not None:
-                self.speed.measure(speed, _named("speed", progress))
+                execute(self.speed, speed, progress=_named("speed", progress))
             if folder is not None:
-                write_timings(self.perplexity, perplexity, folder / "timings.json")
-                if self.retrieval is not None:
-                    name = "timings_retrieval.json"
-                    write_timings(self.retrieval, retrieval, folder / name)
+                for _, run, store, name in parts:
+                    write_timings(run, store, folder / name)
             return self._result(perplexity, retrieval, speed)
 
     def _prompts(self) -> RetrievalRun | None:
@@ -296,56 +298,43 @@ class Bench:
             self.remarks.append(f"No retrieval: {error}")
             return None
 
-    def _stores(self, folder: Path | None, shard: Shard) -> list[Any]:
-        """The records of perplexity, retrieval and speed, to be entered."""
+    def _stores(
+        self, folder: Path | None, shard: Shard
+    ) -> Iterator[contextlib.AbstractContextManager[Records]]:
+        """Yield the records of perplexity, retrieval and speed."""
+        described = self.inputs.described
         if folder is None:
-            return [contextlib.nullcontext(Memory()) for _ in range(3)]
-        described, known = self.inputs.described, self._known_of_retrieval()
-        stores: list[Any] = [open_store(folder, self.perplexity, described, shard)]
-        nothing = contextlib.nullcontext(Memory())
-        stores.append(
-            measuring.open_store(folder, self.retrieval, known, shard)
-            if self.retrieval is not None
-            else nothing
-        )
-        stores.append(
-            self.speed.open_store(folder, described, shard) if self.speed is not None else nothing
-        )
-        return stores
-
-    def _known_of_retrieval(self) -> dict[str, Any]:
-        return {"model": self.inputs.described, "haystack": HAYSTACK}
-
-    def _all_there(
-        self, stores: Sequence[Any], shard: Shard, waiting: Callable[[int], None]
-    ) -> bool:
-        runs: tuple[Any, ...] = (self.perplexity, self.retrieval)
-        return all(
-            run is None or isinstance(store, Memory) or wait_for_all(run, store, shard, waiting)
-            for run, store in zip(runs, stores, strict=False)
-        )
+            yield from (contextlib.nullcontext(Memory()) for _ in range(3))
+            return
+        yield open_store(folder, self.perplexity, described, shard)
+        if self.retrieval is not None:
+            metadata = {"model": described, "haystack": HAYSTACK}
+            yield measuring.open_store(folder, self.retrieval, metadata, shard)
+        else:
+            yield contextlib.nullcontext(Memory())
+        if self.speed is not None:
+            yield self.speed.open_store(folder, described, shard)
+        else:
+            yield contextlib.nullcontext(Memory())
 
     def _result(self, perplexity: Records, retrieval: Records, speed: Records) -> BenchResult:
         inputs = self.inputs
-        known = {"original": inputs.original, "command": inputs.command}
+        metadata = {
+            "model": inputs.described,
+            "original": inputs.original,
+            "command": inputs.command,
+        }
         measured = result_of(
-            self.perplexity,
-            perplexity,
-            model=inputs.described,
-            source=inputs.source,
-            skipped=inputs.skipped,
-            **known,
+            self.perplexity, perplexity, source=inputs.source, skipped=inputs.skipped, **metadata
         )
         assert measured is not None
         found = None
         if self.retrieval is not None:
-            found = measuring.result_of(
-                self.retrieval, retrieval, **self._known_of_retrieval(), **known
-            )
+            found = measuring.result_of(self.retrieval, retrieval, haystack=HAYSTACK, **metadata)
         return BenchResult(
             perplexity=measured,
             retrieval=found,
-            speed=None if self.speed is None else self.speed.collect(speed),
+            speed=None if self.speed is None else collected(self.speed, speed),
             suite=inputs.suite_name,
             compare=tuple(inputs.compare),
             remarks=tuple(self.remarks),
@@ -353,7 +342,7 @@ class Bench:
 
 
 def _named(part: str, progress: Progress) -> Progress:
-    return lambda label, done, total: progress(f"{part}, {label}", done, total)
+    return lambda label, done, total: progress(f"{part}, {label}" if label else part, done, total)
 
 
 # From a model, documents and methods to a benchmark: the Python function, and the part that the command shares.

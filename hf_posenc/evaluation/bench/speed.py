@@ -1,13 +1,13 @@
-"""How fast a model reads a long text under every method, and with how much memory."""
+"""Speed and memory of the prefill of a long text, method by method."""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,17 @@ from torch import Tensor, nn
 
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.execute import Progress
+from hf_posenc.evaluation.measuring.execute import (
+    Attempt,
+    Failures,
+    Item,
+    Measurement,
+    Value,
+    patched_in,
+)
 from hf_posenc.evaluation.measuring.identity import environment
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store, missing
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Shard, Store
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
-from hf_posenc.evaluation.scoring.memory import reason_of
-
-# Times a piece of work and says how much memory it took at its peak.
-
 
 ON_GPU = "allocated by PyTorch on the GPU at the peak, weights included"
 ON_CPU = (
@@ -35,17 +38,16 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class Clock:
-    """Times work on the devices of a model.
+    """Measures time and peak memory on the devices of a model.
 
-    The clock is read when the devices have done all that was asked of them, before and after. Peaks of memory: on GPUs
-    PyTorch's own count; on a CPU under Linux the kernel's high-water mark of this process, which is set back first;
-    elsewhere none.
+    The clock is read when the devices are idle, before and after the work. Peak memory: on GPUs PyTorch's own count; on
+    a CPU under Linux the kernel's high-water mark of this process, which is reset first; elsewhere none.
 
     Args:
-        model: Where its weights are, the work is done.
+        model: The model; the work runs where its weights are.
 
     Attributes:
-        memory: What the peaks are; `None` where there are none.
+        memory: Meaning of the peaks; `None` if there are none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -53,34 +55,32 @@ class Clock:
         self._devices = sorted(devices, key=str)
         self._gpus = [device for device in self._devices if device.type == "cuda"]
         self.memory: str | None = ON_GPU if self._gpus else None
-        if all(device.type == "cpu" for device in self._devices) and _set_back():
+        if all(device.type == "cpu" for device in self._devices) and _reset_peak():
             self.memory = ON_CPU
 
     def time(self, work: Callable[[], Any]) -> tuple[float, int | None]:
-        """Does the work.
-
-        Returns:
-            Seconds, and the peak of memory in bytes.
-        """
+        """Run the work; return seconds and the peak of memory in bytes."""
         for gpu in self._gpus:
             torch.cuda.reset_peak_memory_stats(gpu)
         if self.memory == ON_CPU:
-            _set_back()
+            _reset_peak()
         self._synchronize()
         began = time.perf_counter()
         work()
         self._synchronize()
         seconds = time.perf_counter() - began
-        return seconds, self._peak()
+        if self._gpus:
+            return seconds, sum(torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus)
+        return seconds, _peak() if self.memory == ON_CPU else None
 
     def machine(self) -> dict[str, Any]:
-        """What does the work: its name, and the number of threads of a CPU."""
+        """Return the name of the device, and the number of threads of a CPU."""
         if self._gpus:
             names = [torch.cuda.get_device_name(gpu) for gpu in self._gpus]
             kinds = [f"{names.count(name)} x {name}" for name in dict.fromkeys(names)]
             return {"device": ", ".join(kinds), "threads": None}
-        kind = self._devices[0].type
-        return {"device": _cpu_name() or kind, "threads": torch.get_num_threads()}
+        cpu = _entry(Path("/proc/cpuinfo"), "model name")
+        return {"device": cpu or self._devices[0].type, "threads": torch.get_num_threads()}
 
     def _synchronize(self) -> None:
         for device in self._devices:
@@ -89,58 +89,44 @@ class Clock:
             elif device.type not in ("cpu", "meta"):
                 torch.accelerator.synchronize(device)
 
-    def _peak(self) -> int | None:
-        if self._gpus:
-            return sum(torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus)
-        return _resident_peak() if self.memory == ON_CPU else None
 
-
-def _set_back() -> bool:
-    """Sets the kernel's high-water mark back to what is resident now; whether that can be done here."""
+def _reset_peak() -> bool:
+    """Reset the kernel's high-water mark to what is resident now; return whether that is possible here."""
     try:
         _CLEAR.write_text("5")
     except OSError:
         return False
-    return _resident_peak() is not None
+    return _peak() is not None
 
 
-def _resident_peak() -> int | None:
-    for line in _lines(_STATUS):
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return None
+def _peak() -> int | None:
+    kibibytes = _entry(_STATUS, "VmHWM")
+    return None if kibibytes is None else int(kibibytes.split()[0]) * 1024
 
 
-def _cpu_name() -> str | None:
-    for line in _lines(Path("/proc/cpuinfo")):
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return None
-
-
-def _lines(path: Path) -> list[str]:
+def _entry(path: Path, name: str) -> str | None:
+    """Return the first value of this name in a file of the kernel."""
     try:
-        return path.read_text().splitlines()
+        lines = path.read_text().splitlines()
     except OSError:
-        return []
-
-
-# What the timed prefills say of every method.
+        return None
+    values = (line.partition(":")[2].strip() for line in lines if line.startswith(name))
+    return next(values, None)
 
 
 @dataclass(frozen=True)
 class SpeedCell:
-    """The speed and the memory of a method.
+    """Speed and memory of a method.
 
     Attributes:
         method: Its label.
-        tokens_per_second: Tokens of the window by the median of the seconds of all rounds; `None` where it failed.
-        lowest: Of the slowest round.
-        highest: Of the fastest round.
+        tokens_per_second: Tokens of the window by the median of the seconds of all rounds; `None` if it failed.
+        lowest: In the slowest round.
+        highest: In the fastest round.
         ratio: Times as fast as the first method: the median over the rounds, both of the same round.
-        peak_bytes: The largest peak of memory; `None` where it cannot be told.
+        peak_bytes: The largest peak of memory; `None` if it is unknown.
         prefill: Tokens that were run at a time; `None`: all.
-        failed: Why there is no number.
+        failed: The reason why there is no number.
     """
 
     method: str
@@ -155,16 +141,16 @@ class SpeedCell:
 
 @dataclass
 class SpeedResult:
-    """The prefill of one window, timed under every method in turn, several times over.
+    """Prefill of one window, timed under every method in turn, in several rounds.
 
     Attributes:
         length: Tokens of the window.
-        device: What ran it.
+        device: Name of the device.
         threads: Threads of a CPU.
-        memory: What `peak_bytes` is.
+        memory: Meaning of `peak_bytes`.
         methods: Labels, the baseline first.
-        rounds: For each round and method seconds, peak and tokens at a time, or why it failed.
-        cells: What follows from it, in the order of the methods.
+        rounds: For each round and method seconds, peak and tokens at a time, or the reason of a failure.
+        cells: The summary, in the order of the methods.
     """
 
     length: int
@@ -179,41 +165,33 @@ class SpeedResult:
         self.cells = [self._cell(label) for label in self.methods]
 
     def cell(self, method: str) -> SpeedCell:
-        """That of a method."""
+        """Return the summary of a method."""
         return self.cells[list(self.methods).index(method)]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready values."""
-        return {
-            "length": self.length,
-            "device": self.device,
-            "threads": self.threads,
-            "memory": self.memory,
-            "methods": list(self.methods),
-            "rounds": [
-                {label: dict(values) for label, values in made.items()} for made in self.rounds
-            ],
-            "summary": [asdict(cell) for cell in self.cells],
-        }
+        """Return JSON-ready values."""
+        values = asdict(self)
+        values["summary"] = values.pop("cells")
+        return values
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SpeedResult:
-        """Reads what `to_dict` wrote; the summary is made anew from the rounds."""
+        """Read the values of `to_dict`; the summary is computed again from the rounds."""
         return cls(**{name: value for name, value in values.items() if name != "summary"})
 
     def _cell(self, label: str) -> SpeedCell:
-        mine = [made[label] for made in self.rounds]
-        failed = next((values["failed"] for values in mine if "failed" in values), None)
-        if failed is not None or not mine:
+        own = [values[label] for values in self.rounds]
+        failed = next((values["failed"] for values in own if "failed" in values), None)
+        if failed is not None or not own:
             return SpeedCell(label, failed=failed or "not measured")
-        seconds = [values["seconds"] for values in mine]
-        first = [made[self.methods[0]] for made in self.rounds]
+        seconds = [values["seconds"] for values in own]
+        first = [values[self.methods[0]] for values in self.rounds]
         ratio = None
         if not any("failed" in values for values in first):
-            pairs = zip(first, mine, strict=True)
-            ratio = statistics.median(theirs["seconds"] / own["seconds"] for theirs, own in pairs)
-        peaks = [values["peak_bytes"] for values in mine]
-        pieces = [values["prefill"] for values in mine if values["prefill"] is not None]
+            pairs = zip(first, own, strict=True)
+            ratio = statistics.median(theirs["seconds"] / ours["seconds"] for theirs, ours in pairs)
+        peaks = [values["peak_bytes"] for values in own]
+        pieces = [values["prefill"] for values in own if values["prefill"] is not None]
         return SpeedCell(
             label,
             tokens_per_second=self.length / statistics.median(seconds),
@@ -225,24 +203,21 @@ class SpeedResult:
         )
 
 
-class SpeedRun:
+class SpeedRun(Measurement[Item, SpeedResult]):
     """Times the prefill of one window: a forward without a key-value cache, and the logits of its last token.
 
     A round times every method once, one after the other in this process, each after a warm-up forward of the same
-    window: what a method builds when it meets a length, and what a library chooses at a first call, is not in the time.
-    A round is stored whole, so two methods are always compared under the same conditions. Where memory runs out, the
-    warm-up finds out how many tokens at a time fit, as for perplexity, and that is what is timed.
+    window: tables that a method builds at a new length, and choices of a library at its first call, are not in the
+    time. An item is a whole round, so two methods are always compared under the same conditions. If memory runs out in
+    the warm-up, less is run at a time, as for perplexity, and that is timed.
 
     Args:
         model: A causal language model, unpatched or with a saved patch.
         window: Token ids, shape (n,).
-        candidates: What to compare, each `checked` against the model.
-        rounds: How often every method is timed.
+        candidates: The methods, each `checked` against the model.
+        rounds: Number of rounds.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
         prefill: Tokens that are run at a time; `None`: all.
-
-    Attributes:
-        clock: What times it.
     """
 
     def __init__(
@@ -256,37 +231,44 @@ class SpeedRun:
         prefill: int | None = None,
     ) -> None:
         self.model, self.window, self.candidates = model, window, candidates
-        self.rounds, self.clock = rounds, Clock(model)
-        self._at_once = (chunk, prefill)
+        self.clock, self._at_once = Clock(model), (chunk, prefill)
         with evaluation_mode(model):
-            self._scorer = TokenScorer(model, window, chunk=chunk, prefill=prefill)
-        self._limits = {c.label: (self._scorer.chunk, self._scorer.prefill) for c in candidates}
-
-    @property
-    def keys(self) -> list[Key]:
-        """What the rounds are stored under."""
-        return [("round", number) for number in range(self.rounds)]
+            self._tokens = TokenScorer(model, window, chunk=chunk, prefill=prefill)
+        self.scorer = FrugalScorer(self._tokens)
+        self._limits = {c.label: (self._tokens.chunk, self._tokens.prefill) for c in candidates}
+        self.items = [
+            Item(
+                key=("round", number),
+                candidate=None,
+                length=len(window),
+                cost=2 * len(window) * len(candidates),
+                cells=tuple((candidate.label,) for candidate in candidates),
+                order=number,
+            )
+            for number in range(rounds)
+        ]
 
     @property
     def forwarded(self) -> int:
         """Tokens that the model reads in the whole run, warm-ups included."""
-        return 2 * len(self.window) * len(self.candidates) * self.rounds
+        return sum(item.cost for item in self.items)
 
     def open_store(
         self, folder: Path | str, described: dict[str, Any], shard: Shard = ALONE
     ) -> Store:
-        """The records of a run in a folder.
+        """Open the records of the run.
 
         Args:
             folder: The run's folder.
-            described: What the model is (`describe_model`).
-            shard: This process's place.
+            described: Description of the model (`describe_model`).
+            shard: The shard of this process.
 
         Raises:
-            PosencError: The folder cannot be written to, or another process writes the same share.
+            PosencError: The folder cannot be written to, or another process writes the same shard.
         """
         settings = {
             "kind": "speed",
+            "format": 2,
             "model": described,
             "window_sha256": hashlib.sha256(self.window.numpy().tobytes()).hexdigest(),
             "length": len(self.window),
@@ -297,100 +279,68 @@ class SpeedRun:
         }
         return Store(Path(folder), settings, shard)
 
-    def measure(self, store: Records, progress: Progress = lambda label, done, total: None) -> None:
-        """Measures the rounds that are missing; at the end the model is what it was.
+    def measure(self, item: Item, attempt: Attempt) -> Value:
+        timed = {}
+        for number, candidate in enumerate(self.candidates, 1):
+            cell = (candidate.label,)
+            if not attempt.is_lost(cell):
+                values = attempt(partial(self._timed, candidate), [cell])
+                if values is not None:
+                    timed[candidate.label] = values
+            attempt.advance(2 * len(self.window) * number)
+        return {"methods": timed}
 
-        Args:
-            store: What was measured before, and where to put the rest.
-            progress: Called after every method.
-        """
-        wanted = missing(store, self.keys)
-        failed: dict[str, dict[str, Any]] = {}
-        for key in self.keys:
-            failed.update(_failures(store.get(key)))
-        each, done = 2 * len(self.window), 0
-        total = each * len(self.candidates) * len(wanted)
-        with evaluation_mode(self.model):
-            for key in wanted:
-                made: dict[str, dict[str, Any]] = {}
-                for candidate in self.candidates:
-                    label = candidate.label
-                    made[label] = failed.get(label) or self._timed(candidate)
-                    done += each
-                    progress(label, done, total)
-                failed.update(_failures(made))
-                store.append(key, made)
-
-    def collect(self, store: Records) -> SpeedResult | None:
-        """The result, from what is stored; `None` while something is missing."""
-        if missing(store, self.keys):
-            return None
-        machine = self.clock.machine()
+    def collect(self, values: Mapping[Key, Value]) -> SpeedResult:
+        failures = Failures.of(self.items, values.get).reasons()
+        reasons = {cell[0]: {"failed": reason} for (_, cell), reason in failures.items()}
+        labels = [candidate.label for candidate in self.candidates]
+        timed = [values[item.key].get("methods", {}) for item in self.items]
         return SpeedResult(
             length=len(self.window),
-            device=machine["device"],
-            threads=machine["threads"],
+            **self.clock.machine(),
             memory=self.clock.memory,
-            methods=[candidate.label for candidate in self.candidates],
-            rounds=[store.get(key) or {} for key in self.keys],
+            methods=labels,
+            rounds=[{x: methods.get(x) or reasons[x] for x in labels} for methods in timed],
         )
 
     def _timed(self, candidate: Candidate) -> dict[str, Any]:
-        """Seconds and memory of one forward, after one that is not timed."""
-        scorer = FrugalScorer(self._scorer)
-        scorer.pieces = not candidate.length_dependent
-        forward = self._forward(scorer)
-        with self._limited(candidate.label), candidate.applied(self.model, len(self.window)):
-            try:
-                if candidate.stateful:
-                    self._scorer(self.window[:2])  # resets transformers' stateful dynamic RoPE
-                forward()
-                while True:
-                    limits = scorer.reduced
-                    seconds, peak = self.clock.time(forward)
-                    if scorer.reduced == limits:  # otherwise memory ran out on the way
-                        break
-            except Exception as error:  # as in a run of perplexities
-                return {"failed": reason_of(error)}
-            prefill = self._scorer.prefill if scorer.pieces else None
-        return {"seconds": seconds, "peak_bytes": peak, "prefill": prefill}
-
-    def _forward(self, scorer: FrugalScorer) -> Callable[[], Any]:
-        last = len(self.window) - 1
-        return lambda: scorer([self.window], last)
-
-    @contextlib.contextmanager
-    def _limited(self, label: str) -> Any:
-        """What a method has come down to is its own, and kept from one round to the next."""
-        scorer = self._scorer
-        before = scorer.chunk, scorer.prefill
-        scorer.chunk, scorer.prefill = self._limits[label]
+        """Return seconds and memory of one forward, after one that is not timed."""
+        tokens, last = self._tokens, len(self.window) - 1
+        before = tokens.chunk, tokens.prefill
+        # reductions of a method are its own, and kept for the next round
+        tokens.chunk, tokens.prefill = self._limits[candidate.label]
         try:
-            yield
+            with patched_in(self.model, self.scorer, candidate, len(self.window)):
+                forward = partial(self.scorer, [self.window], last)
+                forward()
+                self.scorer.stateful = False  # the warm-up has reset the model
+                while True:
+                    limits = self.scorer.reduced
+                    seconds, peak = self.clock.time(forward)
+                    if self.scorer.reduced == limits:  # otherwise memory ran out on the way
+                        break
+            prefill = tokens.prefill if self.scorer.pieces else None
         finally:
-            self._limits[label] = scorer.chunk, scorer.prefill
-            scorer.chunk, scorer.prefill = before
+            self._limits[candidate.label] = tokens.chunk, tokens.prefill
+            tokens.chunk, tokens.prefill = before
+        return {"seconds": seconds, "peak_bytes": peak, "prefill": prefill}
 
 
 def window_of(documents: Sequence[TokenizedDocument], length: int, special: Tensor) -> Tensor:
-    """The first tokens of the documents, special tokens in front: a text to be read at a length.
+    """Return the first tokens of the documents, special tokens in front.
 
     Args:
-        documents: One after the other, and again from the first where they are too short together.
-        length: How many tokens.
+        documents: Concatenated, and repeated if they are too short together.
+        length: Number of tokens.
         special: Token ids, shape (k,).
 
     Returns:
         Token ids, shape (length,).
     """
-    parts, missing_tokens, index = [special], length - len(special), 0
-    while missing_tokens > 0:
+    parts, missing, index = [special], length - len(special), 0
+    while missing > 0:
         document = documents[index % len(documents)]
-        parts.append(document.tokens(0, min(missing_tokens, len(document.ids))))
-        missing_tokens -= len(parts[-1])
+        parts.append(document.tokens(0, min(missing, len(document.ids))))
+        missing -= len(parts[-1])
         index += 1
     return torch.cat(parts)[:length]
-
-
-def _failures(made: Mapping[str, Any] | None) -> dict[str, dict[str, Any]]:
-    return {label: dict(values) for label, values in (made or {}).items() if "failed" in values}

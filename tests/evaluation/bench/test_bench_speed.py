@@ -13,6 +13,7 @@ import torch
 from hf_posenc.evaluation.bench.speed import ON_CPU, Clock, SpeedResult, SpeedRun, window_of
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
+from hf_posenc.evaluation.measuring.execute import collected, execute
 from hf_posenc.evaluation.measuring.store import Memory
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.patch.patching import get_patch
@@ -52,7 +53,7 @@ def test_methods_take_turns_and_every_timed_forward_follows_one_of_the_same_wind
 
     monkeypatch.setattr(TokenScorer, "__call__", spy)
     monkeypatch.setattr(Clock, "time", watch)
-    run.measure(Memory())
+    execute(run, Memory())
     turn = [None, "sliding_window", "yarn"]
     each = [[("forward", m), ("clock", m), ("forward", m)] for m in turn]
     assert events == [event for _ in range(2) for events_of in each for event in events_of]
@@ -139,8 +140,8 @@ def test_a_method_that_failed_is_not_run_again_and_not_averaged() -> None:
 
     run, store = speed_run(model, rounds=3), Memory()
     model.register_forward_pre_hook(fail, with_kwargs=True)
-    run.measure(store)
-    result = run.collect(store)
+    execute(run, store)
+    result = collected(run, store)
     assert result is not None
     assert len(calls) == 1
     assert result.cell("yarn (auto)").failed == "RuntimeError: no kernel"
@@ -152,7 +153,7 @@ def test_a_round_is_stored_whole_and_other_methods_make_another_run(tmp_path: Pa
     model, described = tiny(), {"name": "tiny"}
     run = speed_run(model, rounds=2)
     with pytest.raises(KeyboardInterrupt), run.open_store(tmp_path, described) as store:
-        run.measure(store, progress=_stop_at(4))  # the first method of the second round
+        execute(run, store, progress=_stop_at(4))  # the first method of the second round
     with run.open_store(tmp_path, described) as store:
         assert store.get(("round", 0)) is not None
         assert store.get(("round", 1)) is None
@@ -182,8 +183,8 @@ def test_the_window_is_text_with_special_tokens_in_front() -> None:
 @pytest.mark.gpu
 def test_on_a_gpu_the_peak_is_that_of_pytorch_and_the_forward_is_in_the_time() -> None:
     run, store = speed_run(tiny().to("cuda")), Memory()
-    run.measure(store)
-    result = run.collect(store)
+    execute(run, store)
+    result = collected(run, store)
     assert result is not None
     assert result.threads is None
     assert torch.cuda.get_device_name() in result.device
