@@ -34,7 +34,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # when run as a file
 
-from hf_posenc.evaluation.scoring.estimate import forward_cost
+from hf_posenc.evaluation.scoring.estimate import run_cost
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from scripts.benchmark import _machine
 from scripts.benchmark_attention import MEBIBYTE, peak_mebibytes
@@ -79,7 +79,9 @@ def _estimate(results: Results) -> None:
         if case != FULL:
             with torch.device("meta"):
                 model = _llama(vocabulary)
-            cost = forward_cost(model, length, prefill_chunk=PIECE if case == PIECES else None)
+            cost = run_cost(
+                model, [(length, length - 1)], prefill_chunk=PIECE if case == PIECES else None
+            )
             values = results[_title(length, vocabulary)][case]
             values["estimated_mib"] = cost.beside_weights / MEBIBYTE
 

@@ -210,13 +210,9 @@ def _generated(text: str) -> bool:
     letters = sum(map(str.isalpha, text[:50_000])) / len("".join(text[:50_000].split()) or " ")
     longest = max(map(len, text.splitlines()), default=0)
     packed = len(zlib.compress(text.encode(), 1)) / len(text.encode())
-    return (
-        letters < 0.5 or longest > 1000 or packed < 0.12 or (not head.isascii() and _foreign(text))
-    )
-
-
-def _foreign(text: str) -> bool:
-    return sum(not char.isascii() for char in text) > 0.1 * len(text)
+    if letters < 0.5 or longest > 1000 or packed < 0.12:
+        return True
+    return not head.isascii() and sum(not char.isascii() for char in text) > 0.1 * len(text)
 
 
 def _share(lines: set[bytes], others: set[bytes]) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc.evaluation.scoring.estimate import Cost
+from hf_posenc.evaluation.scoring.estimate import Cost, run_cost
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.shape import Attention, read_shape
 from tests.support import zoo
@@ -72,4 +72,12 @@ def within(cost: Cost, peak: int, most: float = 1.25) -> bool:
 
 
 def attentions(model: nn.Module) -> list[Attention]:
-    return [found for layer in read_shape(model).layers if (found := layer.attention) is not None]
+    return read_shape(model).attentions
+
+
+def forward_cost(
+    model: nn.Module, length: int, *, scored: int | None = None, windows: int = 1, **options: Any
+) -> Cost:
+    """Return the estimate for one forward over windows of one length."""
+    window = (length, length - 1 if scored is None else scored)
+    return run_cost(model, [window] * max(1, windows), batch=windows, **options)

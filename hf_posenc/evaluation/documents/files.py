@@ -2,39 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 import glob
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from hf_posenc.errors import unknown
-from hf_posenc.evaluation.documents.document import (
-    Document,
-    Entry,
-    LongDocument,
-    Skipped,
-    UnreadableError,
-    printable,
-)
+from hf_posenc.evaluation.documents.document import Entry, Skipped, UnreadableError, printable
 from hf_posenc.evaluation.documents.formats import (
-    COMPRESSED,
     TOKEN_DTYPES,
     Column,
-    check_regular,
-    inner_suffix,
     is_saved,
-    read_bin,
-    read_jsonl,
-    read_npy,
-    read_parquet,
+    read_file,
     read_saved,
     system_reason,
-    text_pieces,
 )
-
-SMALL = 1 << 20
-"""Characters, or bytes, from which on a text stays in its file."""
 
 
 def read_paths(
@@ -109,7 +91,7 @@ class _Reader:
         try:
             first = self._first(path)
             if first is path:
-                yield from self._content(path, named)
+                yield from read_file(path, self.column, self.token_dtype if named else None)
             elif os.path.abspath(first) != os.path.abspath(path):  # noqa: PTH100 (links stay)
                 yield Skipped(name, f"the same file as {printable(first)}")
         except UnreadableError as error:
@@ -122,23 +104,6 @@ class _Reader:
         except OSError:
             return path  # its reader raises the reason
         return self.seen.setdefault((status.st_dev, status.st_ino), path)
-
-    def _content(self, path: Path, named: bool) -> Iterator[Entry]:
-        suffix, compressed = inner_suffix(path), path.suffix.lower() in COMPRESSED
-        if suffix in (".jsonl", ".ndjson"):
-            yield from read_jsonl(path, self.column)
-        elif suffix in (".parquet", ".npy", ".bin") and compressed:
-            raise UnreadableError(f"{suffix} files need random access: decompress it first")
-        elif suffix == ".parquet":
-            yield from read_parquet(path, self.column)
-        elif suffix == ".npy":
-            yield from read_npy(path)
-        elif suffix == ".bin" and not named:
-            raise UnreadableError("may be token ids or anything else: name the file to read it")
-        elif suffix == ".bin":
-            yield from read_bin(path, self.token_dtype)
-        else:
-            yield _text(path, compressed)
 
 
 def _below(folder: Path) -> Iterator[Path | Skipped]:
@@ -161,16 +126,3 @@ def _below(folder: Path) -> Iterator[Path | Skipped]:
             yield Skipped(printable(path), system_reason(error))
             continue
         pending += [entry for entry in entries if not entry.name.startswith(".")]
-
-
-def _text(path: Path, compressed: bool) -> Document | LongDocument:
-    name, pieces = printable(path), functools.partial(text_pieces, path)
-    size = check_regular(path)
-    if not compressed and size > SMALL:
-        return LongDocument(name, pieces)
-    held: list[str] = []
-    for piece in pieces():
-        held.append(piece)
-        if sum(map(len, held)) > SMALL:
-            return LongDocument(name, pieces)
-    return Document(name, "".join(held))

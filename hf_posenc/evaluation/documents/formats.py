@@ -25,14 +25,15 @@ from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.documents.document import (
     Document,
     Entry,
+    LongDocument,
     Skipped,
     TokenizedDocument,
     UnreadableError,
     printable,
 )
 
-COMPRESSED = (".gz", ".zst")
-"""Suffixes of files that are decompressed."""
+SMALL = 1 << 20
+"""Characters, or bytes, from which on a text stays in its file."""
 
 PIECE = 1 << 16
 """Bytes that are read at a time."""
@@ -46,6 +47,7 @@ TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
 MAPPED = 1 << 24
 """Bytes from which on a file of token ids is mapped instead of read."""
 
+_COMPRESSED = {".gz": "gzip data", ".zst": "zstd data"}
 _ROWS = 8  # of a parquet file, in memory at a time
 _MAGIC = {
     b"\x1f\x8b": "gzip data: its name must end in .gz",
@@ -53,6 +55,33 @@ _MAGIC = {
     b"\xff\xfe": "UTF-16 (or UTF-32), not UTF-8: convert it with iconv",
     b"\xfe\xff": "UTF-16, not UTF-8: convert it with iconv",
 }
+
+
+def read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[Entry]:
+    """Yield the documents of a file, in the format of its suffix without `.gz` or `.zst`.
+
+    Args:
+        path: The file.
+        column: The column of rows that holds a document.
+        token_dtype: Type of the ids in a `.bin` file; `None`: such a file is refused, since it may be anything.
+    """
+    suffix, compressed = path.suffix.lower(), path.suffix.lower() in _COMPRESSED
+    if compressed:
+        suffix = Path(path.stem).suffix.lower()
+    if suffix in (".jsonl", ".ndjson"):
+        yield from _read_jsonl(path, column)
+    elif suffix in (".parquet", ".npy", ".bin") and compressed:
+        raise UnreadableError(f"{suffix} files need random access: decompress it first")
+    elif suffix == ".parquet":
+        yield from _read_parquet(path, column)
+    elif suffix == ".npy":
+        yield from _read_npy(path)
+    elif suffix == ".bin" and token_dtype is None:
+        raise UnreadableError("may be token ids or anything else: name the file to read it")
+    elif suffix == ".bin":
+        yield from _read_bin(path, np.dtype(token_dtype).newbyteorder("<"))
+    else:
+        yield _read_text(path, compressed)
 
 
 # The errors of files, as reasons of one line.
@@ -76,12 +105,8 @@ def system_reason(error: OSError) -> str:
     return f"cannot be read ({error.strerror or one_line(error)})"
 
 
-def check_regular(path: Path) -> int:
-    """Return the size of a file that can be read any number of times.
-
-    Raises:
-        UnreadableError: It is not a regular file, or the system refuses access.
-    """
+def _regular_size(path: Path) -> int:
+    """Return the size of a regular file, which can be read any number of times."""
     try:
         status = path.stat()
     except OSError as error:
@@ -96,17 +121,24 @@ def check_regular(path: Path) -> int:
 # Text, compressed or not.
 
 
-def inner_suffix(path: Path) -> str:
-    """Return the suffix of the content: `.jsonl` of `a.jsonl.gz`."""
-    suffix = path.suffix.lower()
-    return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+def _read_text(path: Path, compressed: bool) -> Document | LongDocument:
+    name, pieces = printable(path), functools.partial(_text_pieces, path)
+    size = _regular_size(path)
+    if not compressed and size > SMALL:
+        return LongDocument(name, pieces)
+    held: list[str] = []
+    for piece in pieces():
+        held.append(piece)
+        if sum(map(len, held)) > SMALL:
+            return LongDocument(name, pieces)
+    return Document(name, "".join(held))
 
 
 @contextlib.contextmanager
 def _content(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, decompressed if its name ends in `.gz` or `.zst`."""
-    check_regular(path)
-    kind = {".gz": "gzip data", ".zst": "zstd data"}.get(path.suffix.lower(), "a file")
+    _regular_size(path)
+    kind = _COMPRESSED.get(path.suffix.lower(), "a file")
     with _readable(kind):
         try:
             with _opened(path) as file:
@@ -134,12 +166,8 @@ def _needs_pyarrow(suffix: str) -> str:
     return f"{suffix} files need the pyarrow library: pip install 'hf-posenc[data]'"
 
 
-def text_pieces(path: Path) -> Iterator[str]:
-    """Yield the text of a file as it is, without a byte order mark, piece by piece.
-
-    Raises:
-        UnreadableError: It is not UTF-8 text, or cannot be read.
-    """
+def _text_pieces(path: Path) -> Iterator[str]:
+    """Yield the text of a file as it is, without a byte order mark, piece by piece."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with _content(path) as file:
         while data := file.read(PIECE):
@@ -206,12 +234,8 @@ class Column:
         return f"no column {self.name!r}; its columns are {names}. Pass {option}"
 
 
-def read_jsonl(path: Path, column: Column) -> Iterator[Entry]:
-    """Yield a document per line of a file, compressed or not; blank lines are ignored.
-
-    Raises:
-        UnreadableError: The file cannot be read, or not to its end.
-    """
+def _read_jsonl(path: Path, column: Column) -> Iterator[Entry]:
+    """Yield a document per line of a file, compressed or not; blank lines are ignored."""
     name, blank = printable(path), True
     for number, (line, complete) in enumerate(_lines(path), 1):
         label = f"{name}:{number}"
@@ -254,13 +278,9 @@ def _json_entry(label: str, line: bytes, complete: bool, column: Column) -> Entr
     return column.entry(label, row)
 
 
-def read_parquet(path: Path, column: Column) -> Iterator[Entry]:
-    """Yield a document per row of a file; no other column is read.
-
-    Raises:
-        UnreadableError: The file cannot be read, has no such column, or pyarrow is not installed.
-    """
-    check_regular(path)
+def _read_parquet(path: Path, column: Column) -> Iterator[Entry]:
+    """Yield a document per row of a file; no other column is read."""
+    _regular_size(path)
     try:
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
@@ -283,12 +303,7 @@ def read_parquet(path: Path, column: Column) -> Iterator[Entry]:
 
 
 def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
-    """Return a document of token ids, whose text is unknown. A memory-mapped array stays mapped.
-
-    Args:
-        name: The document's name.
-        values: A list or an array of integers, shape (n,).
-    """
+    """Return a document of token ids, a list or an array of shape (n,); a memory-mapped array stays mapped."""
     try:
         ids = np.asarray(values)
     except (ValueError, OverflowError):  # lists of different lengths, numbers of 80 bits
@@ -305,13 +320,9 @@ def document_of_ids(name: str, values: Any) -> TokenizedDocument | Skipped:
     return TokenizedDocument(name, torch.from_numpy(ids), None, None)
 
 
-def read_npy(path: Path) -> Iterator[Entry]:
-    """Yield one document, or a document per row of a matrix.
-
-    Raises:
-        UnreadableError: It is not an array of numbers, or cannot be read.
-    """
-    name, size = printable(path), check_regular(path)
+def _read_npy(path: Path) -> Iterator[Entry]:
+    """Yield one document, or a document per row of a matrix."""
+    name, size = printable(path), _regular_size(path)
     with _readable("a .npy file of numbers"):
         values = np.load(path, mmap_mode="c" if size >= MAPPED else None, allow_pickle=False)
     if not isinstance(values, np.ndarray):  # an archive of several arrays under this name
@@ -324,21 +335,16 @@ def read_npy(path: Path) -> Iterator[Entry]:
         yield document_of_ids(name, values)
 
 
-def read_bin(path: Path, dtype: str) -> Iterator[Entry]:
-    """Yield one document: the whole file.
-
-    Raises:
-        UnreadableError: Its size is not a multiple of the type's, or it cannot be read.
-    """
-    name, size = printable(path), check_regular(path)
-    kind = np.dtype(dtype).newbyteorder("<")
-    if size % kind.itemsize:
+def _read_bin(path: Path, dtype: np.dtype[Any]) -> Iterator[Entry]:
+    """Yield one document: the whole file."""
+    name, size = printable(path), _regular_size(path)
+    if size % dtype.itemsize:
         raise UnreadableError(
-            f"{size:,} bytes are not a whole number of {dtype} ids; set --token-dtype to their type"
+            f"{size:,} bytes are not a whole number of {dtype.name} ids; set --token-dtype to their type"
         )
     with _readable("a file"):
         mapped = size >= MAPPED
-        values = np.memmap(path, kind, mode="c") if mapped else np.fromfile(path, kind)
+        values = np.memmap(path, dtype, mode="c") if mapped else np.fromfile(path, dtype)
     yield document_of_ids(name, values)
 
 
@@ -384,11 +390,7 @@ def is_saved(folder: Path) -> bool:
 
 
 def read_saved(folder: Path, split: str, column: Column) -> Iterator[Entry]:
-    """Yield the rows of a dataset in a folder that `save_to_disk` wrote.
-
-    Raises:
-        PosencError: As `read_dataset`.
-    """
+    """Yield the rows of a dataset in a folder that `save_to_disk` wrote, with the errors of `read_dataset`."""
     library, name = _datasets(), printable(folder)
 
     def load() -> Any:

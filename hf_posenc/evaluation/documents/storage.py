@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents.document import BLOCK
 from hf_posenc.evaluation.documents.tokens import Numbers, Tokens
 
 BUDGET = 1 << 24
@@ -26,6 +25,7 @@ COLUMNS = {"ids": "<i4", "byte_ends": "<i8", "word_ends": "<i8"}
 """The columns of `Tokens` and their types in a file."""
 
 FORMAT = 1  # of the cache
+_NOTHING = np.zeros(0, np.int64)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class Spool:
         values = [values for part in stored.held if (values := getattr(part, name)) is not None]
         if len(values) < len(stored.held):
             return None
-        return torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *values]))
+        return torch.from_numpy(np.concatenate([_NOTHING, *values]))
 
     def _write(self, stored: Stored) -> None:
         try:
@@ -168,7 +168,7 @@ class TokenCache:
         """
         key = f"{self._prefix}/{text_sha256}/{max_tokens}"
         entry = self.folder / hashlib.sha256(key.encode()).hexdigest()
-        return _read(entry) if entry.is_dir() else self._written(entry, parts)
+        return _entry_tokens(entry) if entry.is_dir() else self._written(entry, parts)
 
     def _written(self, entry: Path, parts: Iterable[Tokens]) -> Iterator[Tokens]:
         with contextlib.ExitStack() as stack:
@@ -199,23 +199,17 @@ class TokenCache:
             ) from error
 
 
-def _read(entry: Path) -> Iterator[Tokens]:
+def _entry_tokens(entry: Path) -> Iterator[Tokens]:
     try:
-        with contextlib.ExitStack() as stack:
-            files = {
-                name: stack.enter_context((entry / name).open("rb"))
-                for name in COLUMNS
-                if (entry / name).exists()
-            }
-            while True:
-                block = {n: np.fromfile(file, COLUMNS[n], BLOCK) for n, file in files.items()}
-                if len({len(values) for values in block.values()}) != 1:
-                    raise EOFError("its columns have different lengths")
-                ids = block["ids"].astype(np.int64)
-                yield Tokens(ids, block.get("byte_ends"), block.get("word_ends"))
-                if len(ids) < BLOCK:
-                    return
-    except (OSError, EOFError, KeyError) as error:
+        columns = {
+            name: np.memmap(entry / name, dtype, "r") if (entry / name).stat().st_size else _NOTHING
+            for name, dtype in COLUMNS.items()
+            if (entry / name).exists()
+        }
+        if len({len(values) for values in columns.values()}) != 1:
+            raise ValueError("its columns have different lengths")
+        yield Tokens(columns["ids"], columns.get("byte_ends"), columns.get("word_ends"))
+    except (OSError, ValueError, KeyError) as error:
         raise PosencError(
             f"The token cache {entry} is damaged: remove that folder ({error})"
         ) from error

@@ -71,44 +71,6 @@ class Cost:
         return self.weights + self.beside_weights
 
 
-def forward_cost(
-    model: nn.Module,
-    length: int,
-    *,
-    scored: int | None = None,
-    windows: int = 1,
-    chunk: int | None = None,
-    prefill_chunk: int | None = None,
-    dtype: torch.dtype | None = None,
-    full_logits: bool = False,
-) -> Cost:
-    """Return the cost of one forward of `TokenScorer`.
-
-    Args:
-        model: As for `run_cost`.
-        length: Tokens of a window.
-        scored: Tokens that are scored; by default all that have a prediction.
-        windows: Windows of this length that are run at once.
-        chunk: As for `run_cost`.
-        prefill_chunk: As for `run_cost`.
-        dtype: As for `run_cost`.
-        full_logits: As for `run_cost`.
-
-    Raises:
-        PosencError: As for `run_cost`.
-    """
-    window = (length, length - 1 if scored is None else scored)
-    return run_cost(
-        model,
-        [window] * max(1, windows),
-        batch=windows,
-        chunk=chunk,
-        prefill_chunk=prefill_chunk,
-        dtype=dtype,
-        full_logits=full_logits,
-    )
-
-
 def run_cost(
     model: nn.Module,
     forwards: Iterable[tuple[int, int]],
@@ -223,11 +185,7 @@ def _cache(shape: ModelShape, run: _Pass) -> int:
 def _logits(shape: ModelShape, rows: int, size: int, whole: int) -> int:
     """Return the bytes of logits, of a float32 copy if they are of half precision, and of the log-softmax.
 
-    Args:
-        shape: The model's sizes.
-        rows: Tokens of a chunk.
-        size: Bytes of a logit of the model.
-        whole: Tokens whose logits are all held, if head replay is off.
+    A chunk has `rows` tokens. Without head replay the logits of `whole` tokens are held beside it.
     """
     derived = size if size >= _FLOAT else 2 * _FLOAT
     if whole:

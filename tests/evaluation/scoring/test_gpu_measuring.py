@@ -15,9 +15,9 @@ from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.perplexity.measurement import measure
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.scoring.estimate import forward_cost
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 from tests.support import zoo
+from tests.support.live_bytes import forward_cost
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 128_256
