@@ -1,6 +1,6 @@
 """The errors that `hf_posenc` raises: one family, so that one `except` catches it.
 
-Every message says what was given, what is possible and what to do next.
+Every message names what was given, what is possible and the way out.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ class UnsupportedModelError(PosencError):
 
 
 class VerificationError(PosencError):
-    """What was read back from the model is not what was asked for; the model was restored."""
+    """The model does not compute the requested patch; it was restored."""
 
 
 class UntrainedWarning(UserWarning):
-    """A method was patched in whose parameters mean nothing yet."""
+    """A method was patched in whose parameters are not trained yet."""
 
 
 def unknown(kind: str, given: str, possible: Iterable[str]) -> PosencError:
-    """Builds the error for a name that is not in a table, with the closest names first.
+    """Return the error for an unknown name, with the closest names first.
 
     Args:
-        kind: What the name stands for, e.g. `"method"`.
+        kind: The kind of thing that it names, e.g. `"method"`.
         given: The name as it was given.
-        possible: Every name that would have been right.
+        possible: Every valid name.
     """
     names = sorted(possible)
     close = difflib.get_close_matches(given, names, n=3)
@@ -49,4 +49,4 @@ FREQUENCY_METHODS_WORK = (
     "Frequency methods (yarn, ntk_by_parts, ...; dynamic ones with "
     'update="sequence") work on this model.'
 )
-"""What to do where a method that computes attention itself cannot."""
+"""The way out where a method that computes attention itself cannot be used."""

@@ -1,4 +1,4 @@
-"""Files that are either whole or not there."""
+"""Files that are either complete or absent."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hf_posenc.errors import PosencError
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file that a reader, or a crash, finds whole or as it was before.
+    """Write a text file that is complete or as it was before, also after a crash.
 
     Raises:
-        PosencError: The system refuses; what was there before stays.
+        PosencError: The system refuses; the old file stays.
     """
 
     def write(temporary: Path) -> None:
@@ -30,10 +30,10 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Lets `write` make the file under another name, and puts it into its place once it is on the disk.
+    """Replace a file by the one that `write` creates under a temporary name, once that is on the disk.
 
     Raises:
-        PosencError: The system refuses; what was there before stays.
+        PosencError: The system refuses; the old file stays.
     """
     temporary: Path | None = None
     try:
@@ -53,12 +53,12 @@ def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def to_json(value: Any) -> str:
-    """Readable JSON with a newline at its end; a number that is not finite becomes `null`."""
+    """Return readable JSON with a newline at its end; a number that is not finite becomes `null`."""
     return json.dumps(finite(value), indent=1, allow_nan=False, ensure_ascii=True) + "\n"
 
 
 def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
-    """A header and a line per row (RFC 4180); what a row does not have, or has as `None`, is empty."""
+    """Return a header and a line per row (RFC 4180); values that are absent or `None` are empty."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns)
     writer.writeheader()
@@ -67,7 +67,7 @@ def to_csv(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The same value with `None` in the place of NaN and infinities, and tuples as lists."""
+    """Return the value with `None` for NaN and infinities, and tuples as lists."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,11 +1,11 @@
 """LoRA adapters that carry the patch of the model that they were trained in. Needs peft (`hf-posenc[train]`).
 
-An adapter is a change to weights that were trained under a patch; added to weights under none, it gives another model
-without a word. PEFT has no field for that, and reads over fields that it does not know. What it cannot read over is the
-type of an adapter: with one of our own on disk, plain PEFT stops at once (`KeyError: 'LORA_NEEDS_HF_POSENC'`), as do
-transformers' `from_pretrained` and `load_adapter`, which ask it. In memory the adapter is an ordinary LoRA, so that
-everything that knows LoRA (Trainer, TRL, merging, DoRA, quantized layers) treats it as one. vLLM does not read the
-type, but takes no adapter with modules trained whole (`modules_to_save`), as those of `lora_config` are: merge first.
+An adapter is a change to weights that were trained under a patch. Added to an unpatched model, it gives another model
+in silence. PEFT has no field for that, and ignores fields that it does not know. It cannot ignore the type of an
+adapter: with our own type on disk, plain PEFT raises (`KeyError: 'LORA_NEEDS_HF_POSENC'`), as do transformers'
+`from_pretrained` and `load_adapter`, which call it. In memory the adapter is an ordinary LoRA, so that Trainer, TRL,
+merging, DoRA and quantized layers treat it as one. vLLM does not read the type, but refuses adapters with modules
+trained whole (`modules_to_save`), as those of `lora_config` are: merge first.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.patching import get_patch
 
 PEFT_TYPE = "LORA_NEEDS_HF_POSENC"
-"""The type of the adapter on disk; what plain PEFT stops at, so it says what is needed."""
+"""The type of the adapter on disk; plain PEFT raises an error with this name, so it names what is needed."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class PosencLoraConfig(LoraConfig):
         self.patch()
 
     def patch(self) -> PatchConfig:
-        """The patch.
+        """Return the patch.
 
         Raises:
             PosencError: None was given, or one that this version cannot read.
@@ -57,12 +57,12 @@ class PosencLoraConfig(LoraConfig):
         return PatchConfig.from_dict(self.hf_posenc)
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON form, with the type that plain PEFT does not load."""
+        """Return the JSON form, with the type that plain PEFT does not load."""
         return {**super().to_dict(), "peft_type": PEFT_TYPE}  # type: ignore[no-untyped-call]
 
 
 class _LoadedWithout:
-    """What PEFT finds under `PEFT_TYPE` once this module is loaded: an error that says what to do instead."""
+    """The config class that PEFT calls for `PEFT_TYPE` once this module is loaded: it raises with the way out."""
 
     def __init__(self, **_: Any) -> None:
         self.from_pretrained("this directory")
@@ -80,7 +80,7 @@ PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = _LoadedWithout  # type: ignore[index, a
 
 
 def read_adapter(path: str | Path) -> PeftConfig:
-    """Reads an `adapter_config.json`, with a patch or without.
+    """Read an `adapter_config.json`, with a patch or without.
 
     Raises:
         PosencError: A patch that this version cannot read.
@@ -94,39 +94,39 @@ def read_adapter(path: str | Path) -> PeftConfig:
     return config
 
 
-def check_patch(model: nn.Module, wanted: PatchConfig, source: str | Path) -> None:
-    """Refuses a model whose patch is not that of an adapter.
+def check_patch(model: nn.Module, required: PatchConfig, source: str | Path) -> None:
+    """Refuse a model whose patch is not that of an adapter.
 
     Raises:
-        PosencError: It is another one, or there is none.
+        PosencError: The model has another patch, or none.
     """
     patch = get_patch(model)
-    if patch is None or patch.config != wanted:
-        there = "is not patched" if patch is None else f"is patched with {_words(patch.config)}"
+    if patch is None or patch.config != required:
+        actual = "is not patched" if patch is None else f"is patched with {_short(patch.config)}"
         raise PosencError(
-            f"The adapter in {source} was trained in a model patched with {_words(wanted)}, and this model {there}. "
+            f"The adapter in {source} was trained in a model patched with {_short(required)}, and this model {actual}. "
             "Give hf_posenc.load_adapter a model that is not patched (unpatch_model), or one with that very patch."
         )
 
 
-def _words(patch: PatchConfig) -> str:
+def _short(patch: PatchConfig) -> str:
     values = {**patch.to_dict(), "format": None, "method": None}
-    said = ", ".join(f"{key}={value}" for key, value in values.items() if value not in (None, {}))
-    return f"{patch.method} ({said})"
+    shown = (f"{key}={value}" for key, value in values.items() if value not in (None, {}))
+    return f"{patch.method} ({', '.join(shown)})"
 
 
 def add_adapter(
     model: nn.Module, config: PeftConfig, source: str | Path, **kwargs: Any
 ) -> PeftModel:
-    """Adds a saved adapter to a model.
+    """Add a saved adapter to a model.
 
     Args:
         model: The base model, with the adapter's patch where it has one.
-        config: What `read_adapter` read.
-        source: The directory or the hub repository that the weights are in.
+        config: The adapter's config (`read_adapter`).
+        source: The directory or the hub repository of the weights.
         **kwargs: For `PeftModel.from_pretrained`, `is_trainable` among them.
     """
     if isinstance(config, PosencLoraConfig):
         check_patch(model, config.patch(), source)
-    found: PeftModel = PeftModel.from_pretrained(model, str(source), config=config, **kwargs)
-    return found
+    result: PeftModel = PeftModel.from_pretrained(model, str(source), config=config, **kwargs)
+    return result

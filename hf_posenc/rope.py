@@ -13,7 +13,7 @@ from hf_posenc.errors import PosencError
 
 @dataclass(frozen=True, eq=False)
 class RopeSpec:
-    """What a frequency method needs to know of a rotary table.
+    """The properties of a rotary table that a frequency method reads.
 
     Attributes:
         dim: The rotary dimension `d` (head_dim x partial_rotary_factor); even.
@@ -23,7 +23,7 @@ class RopeSpec:
             start from it, so that `scale=1` gives the very bits of the unpatched model; a table
             with zeros at its end (`proportional` RoPE) keeps them. `None`: `theta ** (-2i/d)`,
             evaluated in float64.
-        order: The pair that stands at each place of the module's table, where that is not the
+        order: The pair at each place of the module's table, where that is not the
             natural order (Ernie 4.5 VL); methods always see the natural one.
 
     Raises:
@@ -53,17 +53,17 @@ class RopeSpec:
             )
 
     def default_inv_freq(self) -> Tensor:
-        """The unscaled frequencies `f_i`, shape (d/2,), float64, radians per token."""
+        """Return the unscaled frequencies `f_i`, shape (d/2,), float64, radians per token."""
         if self.frequencies is not None:
             return self.frequencies.detach().to("cpu", torch.float64)
         return self.theta ** -self.exponents()
 
     def exponents(self) -> Tensor:
-        """`2i/d` for the pair index `i = 0 .. d/2-1`, shape (d/2,), float64."""
+        """Return `2i/d` for the pair index `i = 0 .. d/2-1`, shape (d/2,), float64."""
         return torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim
 
     def pair_index(self, rotations: float) -> float:
-        """The pair index, not rounded, whose frequency makes so many full turns over `L` tokens.
+        """Return the pair index, not rounded, whose frequency makes so many full turns over `L` tokens.
 
         YaRN (arXiv 2309.00071) eq. 18 solved for the index: `d ln(L / (2 pi rotations)) / (2 ln
         b)`.

@@ -1,4 +1,4 @@
-"""Patches on disk: beside a checkpoint, as a recipe, and back into a model."""
+"""Patches on disk: saved beside a checkpoint or as a recipe, and loaded into a model."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.patching import get_patch, patch_model
 
-# The published patches that ship with the package.
+FILE = "posenc_config.json"
+PARAMETER_FILE = "posenc.safetensors"
 
 
 def available_recipes() -> tuple[str, ...]:
-    """The names of the published patches that ship with the package, sorted."""
+    """Return the names of the published patches that ship with the package, sorted."""
     return tuple(sorted(path.stem for path in recipes_folder().glob("*.json")))
 
 
 def get_recipe(name: str) -> dict[str, Any]:
-    """What a recipe says of itself: checkpoint, model types, source and description, and its patch.
+    """Return a recipe: checkpoint, model types, source and description, and its patch.
 
     Raises:
         PosencError: No recipe has this name.
@@ -46,55 +47,45 @@ def get_recipe(name: str) -> dict[str, Any]:
 
 
 def recipes_folder() -> Path:
-    """Where they are, a JSON file each."""
+    """Return the folder of the recipes, a JSON file each."""
     return patches_folder() / "recipes"
-
-
-# transformers' report on a checkpoint's keys, without what is read right after it.
-
-
-_STATUS = "UNEXPECTED"
 
 
 @contextlib.contextmanager
 def without_own_parameters() -> Iterator[None]:
-    """Leaves out a report that says nothing but that the parameters of a patch are unexpected.
+    """Suppress transformers' report on a checkpoint's keys if it lists only parameters of a patch.
 
-    The model is loaded before it is patched, so transformers has no place for them yet. A report that says anything
-    else besides is shown whole.
+    They are unexpected, since the model is loaded before it is patched. A report that lists anything else is shown
+    whole.
     """
     logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_says_more)
+    logger.addFilter(_lists_more)
     try:
         yield
     finally:
-        logger.removeFilter(_says_more)
+        logger.removeFilter(_lists_more)
 
 
-def _says_more(record: logging.LogRecord) -> bool:
+def _lists_more(record: logging.LogRecord) -> bool:
     rows = [line for line in record.getMessage().splitlines() if line.count("|") > 1]
     # The first row is the heading; on a terminal the status is in colour.
     return len(rows) < 2 or any(
-        f".{PARAMETERS}." not in row or _STATUS not in row for row in rows[1:]
+        f".{PARAMETERS}." not in row or "UNEXPECTED" not in row for row in rows[1:]
     )
 
 
-FILE = "posenc_config.json"
-PARAMETER_FILE = "posenc.safetensors"
-
-
 def save_patch(model: nn.Module, directory: str | Path) -> Path:
-    """Writes what is in force in a model to `posenc_config.json`, and what it trains to `posenc.safetensors`.
+    """Write a model's patch to `posenc_config.json`, and its trained parameters to `posenc.safetensors`.
 
     Args:
         model: A patched model.
-        directory: Where to write; made where it does not exist.
+        directory: The folder to write to; created if it does not exist.
 
     Returns:
         The file.
 
     Raises:
-        PosencError: The model is not patched, or with a method of the user's own, which no name finds again.
+        PosencError: The model is not patched, or its method is the user's own and cannot be loaded by name.
     """
     config = patch_to_save(model)
     if config is None:
@@ -114,7 +105,7 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
 
 
 def patch_to_save(model: nn.Module) -> PatchConfig | None:
-    """What is in force in a model, where a name finds it again; `None` where it is not patched.
+    """Return a model's patch, if it can be loaded by name; `None` where it is not patched.
 
     Raises:
         PosencError: A method of the user's own.
@@ -132,7 +123,7 @@ def patch_to_save(model: nn.Module) -> PatchConfig | None:
 
 
 def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
-    """Patches a model as a file says.
+    """Patch a model as a file describes.
 
     Args:
         model: The model to patch, in place.
@@ -154,7 +145,7 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
 
 
 def read_patch(source: str | Path) -> PatchConfig:
-    """The patch that a recipe, file or directory holds.
+    """Return the patch that a recipe, file or directory holds.
 
     Raises:
         PosencError: No such recipe or file, or text that is not a patch.
@@ -174,12 +165,12 @@ def read_patch(source: str | Path) -> PatchConfig:
 
 
 def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False) -> nn.Module:
-    """Patches a model as a `PatchConfig` says.
+    """Patch a model as a `PatchConfig` describes.
 
     Args:
         model: The model, in place.
         config: The patch.
-        trained: What the patch trains is filled in afterwards: no warning that it is untrained.
+        trained: Its parameters are loaded afterwards: no warning that they are untrained.
 
     Returns:
         The same model.
@@ -189,21 +180,19 @@ def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False
             warnings.simplefilter("ignore", UntrainedWarning)
         return patch_model(
             model,
-            config.build() if config.others else config.method,
-            scale=None if config.others else config.scale,
+            config.build(),
             original_max_position_embeddings=config.original_max_position_embeddings,
             layers=config.layers,
             compose=config.compose,
             replace=config.replace,
-            **({} if config.others else config.options),
         )
 
 
 def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
-    """Loads a checkpoint with the patch that it was saved with, whatever the method.
+    """Load a checkpoint with the patch that it was saved with, whatever the method.
 
     Reads the `hf_posenc` block that `model.save_pretrained` writes into `config.json`, or else
-    `posenc_config.json`. Of an adapter, loads the base model, patches it as the adapter says and adds the adapter.
+    `posenc_config.json`. Of an adapter, loads the base model, patches it as the adapter requires and adds the adapter.
 
     Args:
         path_or_id: As for `AutoModelForCausalLM.from_pretrained`.
@@ -211,7 +200,7 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
         **kwargs: Passed on to it; of an adapter, `is_trainable` to PEFT.
 
     Returns:
-        The model, patched where the checkpoint says so; of an adapter a `PeftModel`.
+        The model, patched if the checkpoint was saved with a patch; of an adapter a `PeftModel`.
 
     Raises:
         PosencError: A patch that the model cannot take, or an adapter whose base model is not known.
@@ -238,11 +227,11 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
 
 
 def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
-    """The patch that a checkpoint was saved with, if any; its config becomes that of the model from before.
+    """Return the patch that a checkpoint was saved with, if any, and restore its config from before the patch.
 
     Args:
-        config: The loaded config. The native form of the patch is taken out, so that the patch itself can be put in.
-        path_or_id: Where it was loaded from: `posenc_config.json` may stand there instead.
+        config: The loaded config. The native form of the patch is removed, so that the patch itself can be applied.
+        path_or_id: The folder it was loaded from, which may contain `posenc_config.json` instead.
 
     Raises:
         PosencError: One that this version cannot read.
@@ -260,12 +249,12 @@ def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
 def load_adapter(
     model: nn.Module, path_or_id: str | Path, *, is_trainable: bool = False, **kwargs: Any
 ) -> Any:
-    """Adds a saved adapter to a model that is loaded, and the patch that it carries.
+    """Add a saved adapter to a loaded model, and the patch that it carries.
 
     Args:
         model: The adapter's base model: not patched, or with the adapter's patch.
         path_or_id: The directory or the hub repository of the adapter.
-        is_trainable: Whether to train it further; else it is frozen.
+        is_trainable: Train it further; otherwise it is frozen.
         **kwargs: For `PeftModel.from_pretrained`.
 
     Returns:
@@ -276,15 +265,15 @@ def load_adapter(
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    found = find_adapter_config_file(str(path_or_id), **_adapter_options(kwargs))
-    if found is None:
+    file = find_adapter_config_file(str(path_or_id), **_adapter_options(kwargs))
+    if file is None:
         raise PosencError(
             f"There is no adapter_config.json in {path_or_id}. Give the directory that PEFT saved an adapter to; "
             "hf_posenc.from_pretrained loads a whole model."
         )
     from hf_posenc.lora import PosencLoraConfig, add_adapter, read_adapter
 
-    config = read_adapter(found)
+    config = read_adapter(file)
     patch = config.patch() if isinstance(config, PosencLoraConfig) else None
     if patch is not None and get_patch(model) is None:
         apply_config(model, patch, trained=True)
@@ -294,7 +283,7 @@ def load_adapter(
 def _with_adapter(
     path_or_id: str | Path, file: str, auto_class: Any, kwargs: dict[str, Any]
 ) -> Any:
-    """An adapter with its base model, which is loaded as whoever trained the adapter loaded it."""
+    """An adapter with its base model, which is loaded as it was for the training of the adapter."""
     from hf_posenc.lora import read_adapter
 
     config = read_adapter(file)
@@ -322,7 +311,7 @@ def _adapter_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 def _fill_from_checkpoint(
     trained: Mapping[str, Tensor], path_or_id: str | Path, options: Mapping[str, Any]
 ) -> None:
-    """Reads what a method trained from a checkpoint's own weights, in one file or in several."""
+    """Load the trained parameters from a checkpoint's own weights, in one file or in several."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 
@@ -330,23 +319,23 @@ def _fill_from_checkpoint(
     index = cached_file(path_or_id, SAFE_WEIGHTS_INDEX_NAME, **optional)
     names = [SAFE_WEIGHTS_NAME]
     if index is not None:
-        places = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({places[name] for name in trained if name in places})
-    found: dict[str, Tensor] = {}
+        files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
+        names = sorted({files[name] for name in trained if name in files})
+    loaded: dict[str, Tensor] = {}
     for name in names:
         with safe_open(cached_file(path_or_id, name, **options), "pt") as weights:
-            found |= {key: weights.get_tensor(key) for key in weights.keys() if key in trained}  # noqa: SIM118
-    _fill(trained, found, path_or_id)
+            loaded |= {key: weights.get_tensor(key) for key in weights.keys() if key in trained}  # noqa: SIM118
+    _fill(trained, loaded, path_or_id)
 
 
-def _fill(trained: Mapping[str, Tensor], found: Mapping[str, Tensor], source: str | Path) -> None:
-    missing = sorted(set(trained) - set(found))
+def _fill(trained: Mapping[str, Tensor], loaded: Mapping[str, Tensor], source: str | Path) -> None:
+    missing = sorted(set(trained) - set(loaded))
     if missing:
         raise PosencError(
             f"{source} has no {missing[0]} ({len(missing)} of {len(trained)} parameters of the patch are missing)."
         )
     for name, parameter in trained.items():
-        parameter.data.copy_(found[name])
+        parameter.data.copy_(loaded[name])
 
 
 def _hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whether a saved model computes, without hf_posenc, what the model in memory computes: tried in a clean process."""
+"""Verification of a saved model: a clean process without hf_posenc must compute the same logits."""
 
 from __future__ import annotations
 
@@ -47,26 +47,26 @@ model, info = auto.from_pretrained(
 model.eval()
 probes = torch.load(task["probes"])
 with torch.no_grad():
-    found = [model(**probe, use_cache=False).logits.float() for probe in probes]
+    logits = [model(**probe, use_cache=False).logits.float() for probe in probes]
 if "hf_posenc" in sys.modules:
     raise SystemExit("hf_posenc was imported")
-torch.save(found, task["logits"])
+torch.save(logits, task["logits"])
 json.dump({"version": transformers.__version__, "missing": sorted(info["missing_keys"])}, open(task["report"], "w"))
 """
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What a clean process computed.
+    """The result of a clean process.
 
     Attributes:
-        directory: What it loaded.
-        version: The version of transformers that it had.
+        directory: The folder that it loaded.
+        version: Its version of transformers.
         error: The largest difference of a logit, relative to the largest logit.
-        tolerance: What counts as rounding.
-        tokens: How many tokens were compared.
-        reach: The largest position among them, and one.
-        missing: Weights that the directory does not have.
+        tolerance: The largest such difference that is rounding.
+        tokens: Number of tokens that were compared.
+        reach: The largest position among them, plus one.
+        missing: Weights that are missing in the directory.
     """
 
     directory: str
@@ -79,7 +79,7 @@ class Verification:
 
     @property
     def passed(self) -> bool:
-        """Whether it is the same model."""
+        """True if it is the same model."""
         return self.error <= self.tolerance and not self.missing
 
     def __str__(self) -> str:
@@ -100,15 +100,15 @@ def verify_export(
     packages: str | Path | None = None,
     seed: int = 0,
 ) -> Verification:
-    """Loads a saved model in a process in which hf_posenc cannot be imported, and compares logits.
+    """Load a saved model in a process in which hf_posenc cannot be imported, and compare logits.
 
     Two texts of random tokens are read: one from position 0 on, and one whose positions are spread over the whole
     context that the patch reaches, so that far positions cost no long text.
 
     Args:
-        directory: What `save_pretrained` or `write_export` wrote.
-        model: The model that it should be; by default `source`, loaded with its patch.
-        source: Where `model` is loaded from; by default `directory`.
+        directory: A folder that `save_pretrained` or `write_export` wrote.
+        model: The expected model; by default `source`, loaded with its patch.
+        source: The folder that `model` is loaded from; by default `directory`.
         packages: A folder of packages that come first there, such as another transformers
             (`pip install --target FOLDER transformers==4.57.1`).
         seed: Of the random tokens.
@@ -124,10 +124,10 @@ def verify_export(
     expected = _logits(model, probes)
     probes = probes[: len(expected)]
     with tempfile.TemporaryDirectory() as folder:
-        found, report = _in_a_clean_process(Path(folder), str(directory), inner, probes, packages)
+        logits, report = _in_a_clean_process(Path(folder), str(directory), inner, probes, packages)
     error = max(
         float((one - two).abs().max() / two.abs().max())
-        for one, two in zip(found, expected, strict=True)
+        for one, two in zip(logits, expected, strict=True)
     )
     return Verification(
         str(directory),
@@ -141,17 +141,17 @@ def verify_export(
 
 
 def _reach(probe: dict[str, Tensor]) -> int:
-    """The largest position of a text, and one."""
+    """The largest position of a text, plus one."""
     if "position_ids" in probe:
         return int(probe["position_ids"].max()) + 1
     return probe["input_ids"].shape[1]
 
 
 def require(verification: Verification) -> None:
-    """Stops where the directory holds another model.
+    """Refuse a directory that holds another model.
 
     Raises:
-        VerificationError: It does.
+        VerificationError: The logits differ, or weights are missing.
     """
     if not verification.passed:
         raise VerificationError(f"{verification}. Load it with hf_posenc.from_pretrained instead.")
@@ -176,9 +176,9 @@ def _probes(model: Any, seed: int) -> list[dict[str, Tensor]]:
 
     probes = [{"input_ids": ids(min(_TOKENS, trained))}]
     if "position_ids" in inspect.signature(model.forward).parameters and reach > _SPREAD:
-        places = torch.linspace(0, reach - 1, _SPREAD).round().long()[None]
-        spread = {"input_ids": ids(_SPREAD), "position_ids": places}
-        probes.append({**spread, "attention_mask": torch.ones_like(places)})
+        positions = torch.linspace(0, reach - 1, _SPREAD).round().long()[None]
+        spread = {"input_ids": ids(_SPREAD), "position_ids": positions}
+        probes.append({**spread, "attention_mask": torch.ones_like(positions)})
     return probes
 
 
@@ -188,19 +188,19 @@ def _logits(model: nn.Module, probes: list[dict[str, Tensor]]) -> list[Tensor]:
     device = next(model.parameters()).device
     was_training = model.training
     model.eval()
-    found: list[Tensor] = []
+    logits: list[Tensor] = []
     try:
         for probe in probes:
-            here = {name: value.to(device) for name, value in probe.items()}
+            inputs = {name: value.to(device) for name, value in probe.items()}
             try:
-                found.append(model(**here, use_cache=False).logits.float().cpu())
+                logits.append(model(**inputs, use_cache=False).logits.float().cpu())
             except (IndexError, RuntimeError, ValueError, TypeError):
-                if not found:
+                if not logits:
                     raise
                 break
     finally:
         model.train(was_training)
-    return found
+    return logits
 
 
 def _in_a_clean_process(
@@ -221,15 +221,15 @@ def _in_a_clean_process(
     }
     torch.save(probes, files["probes"])
     # -I: no PYTHONPATH, no current folder, no user's packages
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-I", "-c", _CLEAN, json.dumps(task)],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+    if process.returncode:
+        lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
         raise PosencError(f"A clean process cannot load {directory}: {lines[-1].strip()[:300]}")
     logits: list[Tensor] = torch.load(files["logits"])
     return logits, json.loads((folder / "report").read_text(encoding="utf-8"))

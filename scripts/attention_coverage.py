@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[Case, ...]] = {
 that need not."""
 LOCAL = "only sliding layers rotate"
 REASONS = {
-    "sparse indexer": r"chooses by a .* which keys a query sees",
+    "sparse indexer": r"chooses the keys of a query by a",
     "attention in its own code": r"(rotates and attends|computes attention) in (its own code|code of its own)",
     "not runnable on tokens alone": r"cannot be run on a few tokens alone",
     "unknown rotation": r"is not a rotation in a known layout",

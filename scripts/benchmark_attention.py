@@ -160,13 +160,13 @@ def _decode(known: int, heads: int, key_heads: int, features: int) -> Group:
 
     def bands() -> Tensor:
         tail = _rotated(k[:, :, -WINDOW:], cos, sin)
-        return decode(q, k, v, scaling, near=(q_near, tail, is_near))
+        return decode(q, k, v, scaling, near=(q_near, tail, is_near))[0]
 
     cases: dict[str, Run] = {
         PLAIN: lambda: _plain(q, k, v, causal=False),
         AGAIN: lambda: _plain(q, k, v, causal=False),
         "two bands": bands,
-        "distance bias (KERPLE)": lambda: decode(q, k, v, scaling, bias=bias),
+        "distance bias (KERPLE)": lambda: decode(q, k, v, scaling, bias=bias)[0],
     }
     title = f"decode {known}, heads {heads}/{key_heads}, head dim {features}"
     return Group(title, cases, repeats=STEPS)

@@ -1,10 +1,9 @@
-"""The ways in which pairs of a query and a key are scored: by band, by the length in force, with factors or offsets."""
+"""Ways to score a pair of query and key: by band, by the length in force, with factors or offsets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,12 +11,12 @@ from torch import Tensor
 from hf_posenc.methods import Band, LengthDependent, XPos
 from hf_posenc.rope import RopeSpec
 
-# Rotating queries and keys a little further than the model has.
+Positions = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where in a head's features the rotated pairs lie.
+    """The place of the rotated pairs in a head's features.
 
     Attributes:
         start: The first rotated feature.
@@ -38,8 +37,8 @@ class Rotation:
 
     Attributes:
         inv_freq: The frequencies in force, shape (d/2,), float32, radians per token.
-        layout: Where the pairs lie.
-        factor: What cos and sin are multiplied by (`attention_scaling` in transformers).
+        layout: The place of the pairs.
+        factor: The factor on cos and sin (`attention_scaling` in transformers).
     """
 
     inv_freq: Tensor
@@ -47,7 +46,7 @@ class Rotation:
     factor: float = 1.0
 
     def turn(self, x: Tensor, positions: Tensor, inv_freq: Tensor | None = None) -> Tensor:
-        """Rotates by so many tokens, on top of what x has been rotated by.
+        """Rotate by so many tokens, in addition to the rotation that x already has.
 
         Args:
             x: Shape (batch, heads, length, head_dim).
@@ -60,21 +59,12 @@ class Rotation:
         table = self.inv_freq if inv_freq is None else inv_freq
         exact = torch.promote_types(x.dtype, torch.float32)
         angles = positions[:, None, :, None].to(exact) * table.to(x.device, exact)
-        return self.apply(x, angles.cos(), angles.sin() * self.layout.sign)
-
-    def apply(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Turns every pair by the angle with this cosine and sine.
-
-        Args:
-            x: Shape (batch, heads, length, head_dim).
-            cos: Broadcasts with (batch, heads, length, d/2), as does `sin`.
-            sin: See `cos`.
-        """
-        first, second = self.pairs(x, cos.dtype)
+        cos, sin = angles.cos(), angles.sin() * self.layout.sign
+        first, second = self.pairs(x, exact)
         return self.joined(x, first * cos - second * sin, second * cos + first * sin)
 
     def pairs(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The first and the second feature of every pair, each of shape (..., d/2)."""
+        """Return the first and the second feature of every pair, each of shape (..., d/2)."""
         layout = self.layout
         rotated = x[..., layout.start : layout.start + layout.dim].to(dtype)
         if layout.interleaved:
@@ -82,58 +72,57 @@ class Rotation:
         return rotated[..., : layout.dim // 2], rotated[..., layout.dim // 2 :]
 
     def joined(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
-        """Puts pairs back between the features of x that are not rotated."""
+        """Return x with other pairs; the features that are not rotated stay."""
         layout = self.layout
-        pairs = torch.stack((first, second), -1) if layout.interleaved else None
-        rotated = torch.cat((first, second), -1) if pairs is None else pairs.flatten(-2)
-        rotated = rotated.to(x.dtype)
+        if layout.interleaved:
+            rotated = torch.stack((first, second), -1).flatten(-2).to(x.dtype)
+        else:
+            rotated = torch.cat((first, second), -1).to(x.dtype)
         if layout.dim == x.shape[-1]:
             return rotated
         before, after = x[..., : layout.start], x[..., layout.start + layout.dim :]
         return torch.cat((before, rotated, after), -1)
 
 
-Positions = Callable[[Tensor], Tensor]
+class Branch:
+    """One way to score pairs; this one takes queries and keys as they come.
 
+    Attributes:
+        shares_cache: True if keys are read as they are cached.
+    """
 
-class Branch(Protocol):
-    """One way in which pairs of a query and a key are scored."""
-
-    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
-        """The queries, shape (batch, heads, queries, head_dim), at positions m, (batch or 1, queries)."""
-
-    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        """The same for keys at positions n."""
-
-    def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
-        """The pairs it scores, for positions that broadcast; `None`: all."""
-
-    @property
-    def shares_cache(self) -> bool:
-        """Whether keys are read as they are cached."""
-
-
-@dataclass(frozen=True, eq=False)
-class PlainBranch:
-    """Queries and keys as they come."""
+    shares_cache: bool = True
 
     def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
+        """Return the queries of the branch.
+
+        Args:
+            x: Shape (batch, heads, queries, head_dim).
+            m: Positions, shape (batch or 1, queries).
+            origin: `Plan.origin` of these queries, 0-dim.
+        """
         return x
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
+        """Return the keys of the branch; as `query`, for keys at positions n."""
         return x
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
+        """Return a mask of the pairs that it scores, for positions that broadcast; `None`: all."""
         return None
 
-    @property
-    def shares_cache(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True, eq=False)
-class BandBranch:
-    """The positions of one band."""
+class BandBranch(Branch):
+    """The positions of one band.
+
+    Attributes:
+        rotation: The layer's own rotation.
+        band: The band.
+        cached: The position at which a key is cached.
+        keeps_query: True if the band's query position is the cached one, for every position.
+        keeps_key: The same of its key position.
+    """
 
     rotation: Rotation
     band: Band
@@ -141,33 +130,36 @@ class BandBranch:
     keeps_query: bool
     keeps_key: bool
 
+    @property
+    def shares_cache(self) -> bool:  # type: ignore[override]
+        return self.keeps_key
+
     def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
-        return x if self.keeps_query else self._turned(x, m, self.band.query_position)
+        if self.keeps_query:
+            return x
+        return self.rotation.turn(x, self.band.query_position(m) - self.cached(m))
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        return x if self.keeps_key else self._turned(x, n, self.band.key_position)
+        if self.keeps_key:
+            return x
+        return self.rotation.turn(x, self.band.key_position(n) - self.cached(n))
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         return self.band.contains(m, n)
 
-    def _turned(self, x: Tensor, positions: Tensor, wanted: Positions) -> Tensor:
-        return self.rotation.turn(x, wanted(positions) - self.cached(positions))
-
-    @property
-    def shares_cache(self) -> bool:
-        return self.keeps_key
-
 
 @dataclass(frozen=True, eq=False)
-class MovingBranch:
+class MovingBranch(Branch):
     """Frequencies of the length in force; `origin` is that length."""
+
+    shares_cache = False
 
     rotation: Rotation
     method: LengthDependent
     spec: RopeSpec
 
     def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
-        # Cos and sin of both sides carry the factor; all of it lands on the query.
+        # Cos and sin of both sides carry the factor; all of it is applied to the query.
         factor = (self.method.cos_sin_factor(self.spec, origin) / self.rotation.factor) ** 2
         turned = self.key(x, m, origin)
         if isinstance(factor, Tensor):
@@ -175,25 +167,20 @@ class MovingBranch:
         return (turned * factor).to(x.dtype)
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        wanted = self.method.inv_freq(self.spec, origin).float()
+        inv_freq = self.method.inv_freq(self.spec, origin).float()
         if self.spec.order is not None:
-            wanted = wanted[self.spec.order.to(wanted.device)]
-        moved = wanted - self.rotation.inv_freq.to(wanted.device)
+            inv_freq = inv_freq[self.spec.order.to(inv_freq.device)]
+        moved = inv_freq - self.rotation.inv_freq.to(inv_freq.device)
         if not torch.compiler.is_compiling() and not moved.any():
             return x
         return self.rotation.turn(x, n, moved)
 
-    def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
-        return None
-
-    @property
-    def shares_cache(self) -> bool:
-        return False
-
 
 @dataclass(frozen=True, eq=False)
-class XPosBranch:
+class XPosBranch(Branch):
     """The factor of xPos, with exponents counted from `origin` so that they stay small."""
+
+    shares_cache = False
 
     rotation: Rotation
     method: XPos
@@ -204,13 +191,6 @@ class XPosBranch:
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
         return self._scaled(x, self.method.key_scale(n, self.rotation.layout.dim, origin))
 
-    def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
-        return None
-
-    @property
-    def shares_cache(self) -> bool:
-        return False
-
     def _scaled(self, x: Tensor, factor: Tensor) -> Tensor:
         factor = factor[:, None].to(torch.promote_types(x.dtype, torch.float32))
         first, second = self.rotation.pairs(x, factor.dtype)
@@ -218,8 +198,10 @@ class XPosBranch:
 
 
 @dataclass(frozen=True, eq=False)
-class OffsetBranch:
-    """`(q + a) R (k + b)`; q and k come rotated, so a and b are rotated to where they are added."""
+class OffsetBranch(Branch):
+    """`(q + a) R (k + b)`; q and k come rotated, so a and b are rotated to their positions."""
+
+    shares_cache = False
 
     rotation: Rotation
     parameters: Mapping[str, Tensor]
@@ -229,13 +211,6 @@ class OffsetBranch:
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
         return self._shifted(x, n, "b")
-
-    def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
-        return None
-
-    @property
-    def shares_cache(self) -> bool:
-        return False
 
     def _shifted(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
         offset = self.parameters[name].to(torch.promote_types(x.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The one entry of the engine, and the table that chooses who computes."""
+"""The one entry of the engine, and the table that chooses the path."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_posenc.attention import call as moving
-from hf_posenc.attention import few, prefill
+from hf_posenc.attention import decode, prefill
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
@@ -22,8 +21,8 @@ class Backend:
 
     Attributes:
         name: For reports.
-        accepts: Whether it can compute this call, exactly.
-        run: Computes it: output of shape (batch, heads, queries, value_dim), and weights where asked for.
+        accepts: True if it computes this call, exactly.
+        run: Computes it: output of shape (batch, heads, queries, value_dim), and weights where requested.
     """
 
     name: str
@@ -33,23 +32,23 @@ class Backend:
 
 BACKENDS: tuple[Backend, ...] = (
     Backend("prefill", prefill.accepts, prefill.prefill),
-    Backend("few", few.accepts, few.few),
-    Backend("moving", moving.accepts, moving.step),
+    Backend("few", decode.accepts_few, decode.few),
+    Backend("moving", decode.accepts_moving, decode.moving),
     Backend("exact", lambda call, encoding: True, exact),
 )
 """Tried in this order; a faster kernel joins ahead of the general path."""
 
 
 def choose(call: Call, encoding: Encoding) -> Backend:
-    """The first backend that can compute a call."""
+    """Return the first backend that computes a call."""
     return next(backend for backend in BACKENDS if backend.accepts(call, encoding))
 
 
 def attend(call: Call, encoding: Encoding) -> Result:
-    """Attention with an encoding.
+    """Compute attention with an encoding.
 
     Returns:
         The output, shape (batch, heads, queries, value_dim), and the attention weights, shape (batch, heads,
-        queries, keys), where they are asked for.
+        queries, keys), where they are requested.
     """
     return choose(call, encoding).run(call, encoding)

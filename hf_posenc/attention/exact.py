@@ -10,39 +10,39 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from hf_posenc.attention.branches import Branch
 from hf_posenc.attention.call import Call
-from hf_posenc.attention.decode import grouped_scores, weighted_values
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.flash import accumulation_dtype
 from hf_posenc.methods import DistanceBias
 
 SCRATCH = 1 << 24
-"""Elements of the scores that are in memory at a time, at the most."""
+"""Elements of the scores that are in memory at a time, at most."""
 
 
 def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
-    """Attention with an encoding.
+    """Compute attention with an encoding.
 
     Returns:
         The output, shape (batch, heads, queries, value_dim), and the attention weights, shape (batch, heads,
-        queries, keys), where they are asked for.
+        queries, keys), where they are requested.
     """
+    plan = encoding.plan
     several = len(call.query_position) > 1 or (call.lengths is not None and len(call.lengths) > 1)
-    if several and not encoding.shares_keys:
+    if several and not plan.shares_keys:
         rows = [exact(row, encoding) for row in call.by_row()]
         weights = [weight for _, weight in rows if weight is not None]
         return torch.cat([out for out, _ in rows]), torch.cat(weights) if weights else None
-    branches = encoding.branches()
     shared: list[Tensor] | None = None
-    if encoding.shares_keys:
-        nowhere = call.key_position.new_zeros(())
-        shared = [branch.key(call.key, call.key_position, nowhere) for branch in branches]
+    if plan.shares_keys:
+        origin = call.key_position.new_zeros(())
+        shared = [branch.key(call.key, call.key_position, origin) for branch in plan.branches]
     outs, weights = [], []
     needs_grad = torch.is_grad_enabled() and call.query.requires_grad
     for start, stop in _blocks(call, encoding):
-        arguments = (call, encoding, branches, shared, start, stop)
+        arguments = (call, encoding, shared, start, stop)
         if needs_grad and stop - start < call.query.shape[2]:
             # Kept for the backward, the scores of all blocks would be a matrix of queries times keys.
             out, weight = checkpoint(_block, *arguments, use_reentrant=False)
@@ -50,8 +50,7 @@ def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
             out, weight = _block(*arguments)
         outs.append(out)
         weights.append(weight)
-    together = torch.cat(weights, 2) if call.weights else None
-    return torch.cat(outs, 2), together
+    return torch.cat(outs, 2), torch.cat(weights, 2) if call.weights else None
 
 
 def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
@@ -59,8 +58,8 @@ def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
     batch, heads, queries, _ = call.query.shape
     size = max(16, min(queries, SCRATCH // (batch * heads * max(1, call.key.shape[2]))))
     borders = [0, queries]
-    if not encoding.shares_keys and queries > 1:
-        bucket = encoding.bucket(call.query_position[0])
+    if not encoding.plan.shares_keys and queries > 1:
+        bucket = encoding.plan.bucket(call.query_position[0])
         changes = (bucket[1:] != bucket[:-1]).nonzero()[:, 0] + 1
         borders = [0, *changes.tolist(), queries]
     for start, stop in itertools.pairwise(borders):
@@ -69,21 +68,16 @@ def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
 
 
 def _block(
-    call: Call,
-    encoding: Encoding,
-    branches: tuple[Branch, ...],
-    shared: list[Tensor] | None,
-    start: int,
-    stop: int,
+    call: Call, encoding: Encoding, shared: list[Tensor] | None, start: int, stop: int
 ) -> tuple[Tensor, Tensor | None]:
     m, n = call.query_position[:, start:stop], call.key_position
-    query, key = call.query[:, :, start:stop], call.key
-    query = encoding.scaled(query, m)
-    origin = encoding.origin(m, call.lengths)
+    key = call.key
+    query = encoding.scaled(call.query[:, :, start:stop], m)
+    origin = encoding.plan.origin(m, call.lengths)
     pairs = (m[:, None, :, None], n[:, None, None, :])
     scores: Tensor | None = None
     covered: Tensor | None = None
-    for index, branch in enumerate(branches):
+    for index, branch in enumerate(encoding.plan.branches):
         turned = branch.key(key, n, origin) if shared is None else shared[index]
         part = grouped_scores(branch.query(query, m, origin), turned, call.scaling)
         inside = branch.contains(*pairs)
@@ -107,10 +101,85 @@ def _block(
     return out, weights.to(call.value.dtype) if call.weights else None
 
 
+def grouped_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
+    """Compute `q.k * scaling`.
+
+    The queries of one key head are rows of one product, so that every key is read once.
+
+    Args:
+        query: Shape (B, H, Q, D).
+        key: Shape (B, HK, KV, D), H a multiple of HK.
+        scaling: Factor on the scores.
+
+    Returns:
+        Shape (B, H, Q, KV), float32 (float64 for float64).
+    """
+    # Scores are the largest thing in memory: as few copies as possible. A half is scaled after the product, so that it
+    # is rounded once.
+    dtype = accumulation_dtype(query.dtype)
+    early, late = (scaling, 1.0) if query.dtype == dtype else (1.0, scaling)
+    scores = _folded(query * early, key.shape[1]) @ key.transpose(-1, -2)
+    scores = scores.view(*query.shape[:-1], key.shape[2]).to(dtype)
+    return scores if late == 1.0 else scores.mul_(late)
+
+
+def weighted_values(
+    scores: Tensor,
+    value: Tensor,
+    visible: Tensor | None = None,
+    *,
+    sinks: Tensor | None = None,
+    dropout: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute the softmax of the scores, and the values weighted by it.
+
+    Args:
+        scores: Shape (B, H, Q, KV); overwritten.
+        value: Shape (B, HK, KV, DV).
+        visible: Bool, broadcasts with the scores; a query without any visible key gives zeros.
+        sinks: One logit per head that takes part in the softmax and has no value (gpt-oss), shape (H,).
+        dropout: Probability of leaving out a weight.
+
+    Returns:
+        The output, shape (B, H, Q, DV), of the dtype of the values, and the weights, shape (B, H, Q, KV), of the dtype
+        of the scores.
+    """
+    if visible is not None:
+        # Finite, since a row of nothing but -inf has neither a softmax nor a gradient; it is emptied below.
+        scores = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
+        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    weights = F.dropout(weights, dropout, training=dropout > 0)
+    out = _folded(weights.to(value.dtype), value.shape[1]) @ value
+    out = out.view(*weights.shape[:-1], value.shape[-1])
+    if visible is not None:
+        empty = ~visible.any(-1, keepdim=True)
+        out, weights = out.masked_fill(empty, 0.0), weights.masked_fill(empty, 0.0)
+    return out, weights
+
+
+def _folded(rows: Tensor, key_heads: int) -> Tensor:
+    """From (B, H, Q, N) to (B, HK, H / HK * Q, N): the rows of all query heads that share a key head."""
+    batch, heads, length, features = rows.shape
+    return rows.reshape(batch, key_heads, heads // key_heads * length, features)
+
+
 def score_bias(
     encoding: Encoding, query: Tensor, key: Tensor, m: Tensor, n: Tensor, scaling: float
 ) -> Tensor:
-    """What is added to the scores, shape (batch or 1, heads, queries, keys)."""
+    """Return what the bias adds to the scores, shape (batch or 1, heads, queries, keys).
+
+    Args:
+        encoding: One with a bias.
+        query: Shape (batch, heads, queries, head_dim), rotated as `Call.query`.
+        key: Shape (batch, key heads, keys, head_dim), as cached.
+        m: Positions of the queries, shape (batch or 1, queries).
+        n: Positions of the keys, shape (batch or 1, keys).
+        scaling: The factor on q.k.
+    """
     method, parameters = encoding.bias, encoding.parameters or {}
     distance = (m[:, :, None] - n[:, None, :]).clamp(min=0)
     dtype = torch.promote_types(query.dtype, torch.float32)
@@ -119,23 +188,23 @@ def score_bias(
         bias = method.bias(distance.to(dtype), encoding.heads, parameters, position)
         return bias.transpose(0, 1)
     assert method is not None
-    # Content meets distance: one embedding per distance that occurs, then each pair picks its own.
+    # Content meets distance: one embedding for each distance that occurs, then each pair selects its own.
     span = int(distance.max()) + 1
     every = torch.arange(span, device=query.device, dtype=dtype)
     head_dim = query.shape[-1]
     relative = method.relative(every, encoding.heads, head_dim, parameters).to(dtype)
     # The embeddings meet the query as it was before the rotation, and u is rotated as the query is.
     rotation = encoding.rotation if encoding.rotates else None
-    asking = query.to(dtype) if rotation is None else rotation.turn(query.to(dtype), -m)
-    for_position = method.position_bias(parameters)
-    if for_position is not None:
-        asking = asking + for_position[None, :, None].to(dtype)
-    by_distance = asking @ relative.transpose(-1, -2) * scaling
-    picked = distance[:, None].expand(-1, encoding.heads, -1, -1)
-    bias = by_distance.gather(-1, picked.expand(len(query), -1, -1, -1))
-    for_content = method.content_bias(parameters)
-    if for_content is not None:
-        u = for_content[None, :, None].to(dtype).expand(len(query), -1, query.shape[2], -1)
+    unrotated = query.to(dtype) if rotation is None else rotation.turn(query.to(dtype), -m)
+    position_bias = method.position_bias(parameters)
+    if position_bias is not None:
+        unrotated = unrotated + position_bias[None, :, None].to(dtype)
+    by_distance = unrotated @ relative.transpose(-1, -2) * scaling
+    index = distance[:, None].expand(-1, encoding.heads, -1, -1)
+    bias = by_distance.gather(-1, index.expand(len(query), -1, -1, -1))
+    content_bias = method.content_bias(parameters)
+    if content_bias is not None:
+        u = content_bias[None, :, None].to(dtype).expand(len(query), -1, query.shape[2], -1)
         u = u if rotation is None else rotation.turn(u, m)
         bias = bias + grouped_scores(u, key.to(dtype), scaling)
     return bias

@@ -127,6 +127,15 @@ class Method:
         """
         return {}
 
+    def query_factor(self, m: Tensor, original: int) -> Tensor | None:
+        """Return the factor on the query at m, of m's shape; `None`: no factor.
+
+        Args:
+            m: Positions, an integer tensor of any shape.
+            original: The original context length L, in tokens.
+        """
+        return None
+
     @classmethod
     def knobs(cls) -> dict[str, Any]:
         """Return the options with their defaults, `scale` first; `dataclasses.MISSING`: required."""

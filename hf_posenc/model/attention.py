@@ -1,9 +1,9 @@
-"""The attention seam: one registered function, which reads from the layer that calls it what to do."""
+"""The attention seam: one registered function, which reads from the layer that calls it what to compute."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,7 @@ from hf_posenc.attention.call import Call, Mask, RotatedKeys
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
-from hf_posenc.model.caches import CacheWatch
-from hf_posenc.model.calibration import Recorder
+from hf_posenc.methods import LengthDependent
 from hf_posenc.model.masks import (
     HANDLE,
     CausalMask,
@@ -44,20 +43,128 @@ _KNOWN = frozenset(
         "encoder_hidden_states", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
     }
 )  # fmt: skip
-"""What attention functions are given beside the tensors, and what this one understands or may ignore."""
+"""Arguments of attention functions beside the tensors that this one understands or may ignore."""
+_PINNED = "_hf_posenc_lengths"
+_LAST = "_hf_posenc_last_positions"
+
+# The cache, which the attention function does not see.
+
+
+class CacheWatch:
+    """A forward pre-hook of the decoder, which sees the cache before the layers write to it.
+
+    It refuses positions that leave gaps, since the position of a key is its place in the cache. Where frequencies move
+    with the length, it drops rotated keys that are no longer those of the cache. With `update="request"` it pins the
+    length in force for each row of the batch while its cache lives: a request keeps the length of its first forward,
+    and where generation outgrows it, the length grows by whole buckets.
+
+    Args:
+        method: The method whose frequencies move; `None`: none do.
+        original: The original context length, in tokens: the least length.
+    """
+
+    def __init__(self, method: LengthDependent | None, original: int) -> None:
+        self.method = method
+        self.original = original
+        self.current: Tensor | None = None
+        self.kept: list[tuple[int, RotatedKeys]] = []
+
+    def keep(self, index: int) -> RotatedKeys:
+        """Return a store for the rotated keys of one layer.
+
+        Args:
+            index: The layer of the cache that it writes to.
+        """
+        keys = RotatedKeys()
+        self.kept.append((index, keys))
+        return keys
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Read the decoder's arguments.
+
+        Raises:
+            PosencError: Positions that leave a gap behind the cached ones, or among themselves.
+        """
+        if torch.compiler.is_compiling():
+            return
+        cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
+        layers = getattr(cache, "layers", [])
+        for index, keys in self.kept:
+            keys.check(getattr(layers[index], "keys", None) if index < len(layers) else None)
+        self.current = None
+        if cache is None:
+            return
+        seen = int(cache.get_seq_length())
+        candidates = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
+        inputs = next((value for value in candidates if isinstance(value, Tensor)), None)
+        if inputs is None:
+            return
+        batch, queries = inputs.shape[:2]
+        if positions is None:
+            positions = torch.arange(seen, seen + queries, device=inputs.device)[None]
+        positions = positions.reshape(-1, *positions.shape[-2:])[0]
+        _refuse_gaps(cache, seen, positions)
+        if self.method is not None and self.method.update == "request":
+            bucket = self.method.bucket_size(self.original)
+            self.current = self._pinned(cache, seen, positions.expand(batch, -1), bucket)
+
+    def _pinned(self, cache: Any, seen: int, positions: Tensor, bucket: int) -> Tensor:
+        needed = positions.amax(-1) + 1
+        pinned: Tensor | None = getattr(cache, _PINNED, None)
+        if not seen:
+            pinned = needed.clamp(min=self.original)
+        elif pinned is None or pinned.shape != needed.shape:  # filled before, or repeated
+            pinned = positions[:, 0].clamp(min=self.original)
+        beyond = (needed - pinned).clamp(min=0)
+        pinned = pinned + (beyond + bucket - 1) // bucket * bucket
+        setattr(cache, _PINNED, pinned)
+        return pinned
+
+    def lengths(self, positions: Tensor, batch: int) -> Tensor | None:
+        """Return the length in force for each row of the batch; without a cache, that of the row itself.
+
+        Args:
+            positions: Those of the queries, shape (batch or 1, queries).
+            batch: Number of rows.
+
+        Returns:
+            Shape (batch,); `None` with `update="row"`, where it is each query's own.
+        """
+        if self.method is None or self.method.update != "request":
+            return None
+        if self.current is not None and len(self.current) == batch:
+            return self.current
+        return (positions.amax(-1) + 1).clamp(min=self.original).expand(batch)
+
+
+def _refuse_gaps(cache: Any, seen: int, positions: Tensor) -> None:
+    counted = positions.new_full((len(positions), 1), seen - 1)
+    length, last = getattr(cache, _LAST, (seen, counted))
+    if length != seen or len(last) != len(positions):  # cropped or repeated since
+        last = counted
+    setattr(cache, _LAST, (seen + positions.shape[1], positions[:, -1:]))
+    text = torch.cat((last, positions), 1) if seen else positions
+    if bool((text.diff(dim=1) > 1).any()):
+        raise PosencError(
+            "position_ids leaves a gap and there is a cache, from whose order the methods that compute attention "
+            "themselves derive the position of a key. Pass contiguous positions, or use_cache=False."
+        )
+
+
+# The attention function
 
 
 @dataclass(eq=False)
 class Layer:
-    """What one attention module of a patched model does.
+    """The patch of one attention module.
 
     Attributes:
         encoding: The methods in force.
-        patched: Whether a method is in force here; else the layer computes what it did before.
+        patched: True if a method is in force here; else the layer computes what it did before.
         rotary: The rotary module inside the attention module, where it has one of its own.
-        watch: What sees the cache, where frequencies move with the length.
-        rotated: What is kept of the layer's cache.
-        positions: Those of the current call, where the module does not hand them on itself.
+        watch: The watch of the cache, where frequencies move with the length.
+        rotated: The rotated keys kept for the layer's cache.
+        positions: Those of the current call, where the module does not pass them to attention itself.
     """
 
     encoding: Encoding
@@ -76,26 +183,26 @@ class Layer:
 
 
 def register() -> None:
-    """Makes the attention function known to transformers; other models are as before unless they choose it."""
+    """Register the attention function in transformers; models that do not choose it are as before."""
     AttentionInterface.register(ENGINE, posenc_attention)
     AttentionMaskInterface.register(ENGINE, posenc_mask)
 
 
 def catch_positions(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """A forward pre-hook for attention modules that do not hand `position_ids` to the attention function."""
+    """Store the positions of a call: a forward pre-hook for modules that do not pass `position_ids` to attention."""
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is None:
         return
-    found = (carried_positions(value) for value in (*args, *kwargs.values()))
-    layer.positions = next((positions for positions in found if positions is not None), None)
+    carried = (carried_positions(value) for value in (*args, *kwargs.values()))
+    layer.positions = next((positions for positions in carried if positions is not None), None)
 
 
-_recorder: Recorder | None = None
+_recorder: Callable[..., tuple[Tensor, None]] | None = None
 
 
 @contextlib.contextmanager
-def recording(recorder: Recorder) -> Iterator[None]:
-    """Has a recorder called in the place of attention."""
+def recording(recorder: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
+    """Call a recorder instead of attention."""
     global _recorder  # the attention function is global too
     _recorder = recorder
     try:
@@ -114,7 +221,7 @@ def posenc_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers calls in the place of its own attention functions.
+    """Compute attention for transformers, instead of its own attention functions.
 
     Args:
         module: The attention module; carries a `Layer` if it is patched.
@@ -124,16 +231,21 @@ def posenc_attention(
         attention_mask: `None`, bool, additive, or a handle of `posenc_mask`.
         scaling: The factor on q.k; `head_dim ** -0.5` by default.
         dropout: Probability of leaving out a weight.
-        **kwargs: What else the model says; `position_ids`, `softcap` and `s_aux` are used.
+        **kwargs: Further arguments of the model; `position_ids`, `softcap` and `s_aux` are used.
 
     Returns:
-        The output, shape (batch, queries, heads, value_dim), and the weights where they are asked for.
+        The output, shape (batch, queries, heads, value_dim), and the weights where they are requested.
     """
     if _recorder is not None:
         return _recorder(module, query, key, value, **kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
-    if layer is None:  # another model with the same config, or a layer that is left alone
-        return _unpatched(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+    if layer is None:  # another model with the same config, or a layer that is not patched
+        if attention_mask is not None and attention_mask.dtype == HANDLE:
+            attention_mask = described(attention_mask).rows(0, query.shape[2])
+        native: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+        return native
     positions = kwargs.get("position_ids")
     if positions is None:
         positions = layer.positions if layer.rotary is None else layer.rotary.latest
@@ -147,7 +259,7 @@ def posenc_attention(
         layer.encoding = layer.encoding.with_parameters(trained)
     if kwargs.get("cache") is not None:
         raise PosencError(
-            "Continuous batching keeps keys in pages of its own, in an order that positions cannot be told from. "
+            "Continuous batching keeps keys in pages of its own, in an order from which positions cannot be derived. "
             "Use generate() with an ordinary cache, or a frequency method."
         )
     query_position = text_positions(positions)
@@ -175,7 +287,7 @@ def posenc_attention(
 
 
 def unknown_arguments(kwargs: dict[str, Any]) -> list[str]:
-    """Arguments of an attention call that change its result in a way that this function does not know."""
+    """Return the arguments of an attention call that may change its result and that this function does not know."""
     return sorted(
         name for name, value in kwargs.items() if name not in _KNOWN and value is not None
     )
@@ -192,11 +304,11 @@ def _mask(
 
 
 def _key_position(query_position: Tensor, mask: Mask, queries: int, keys: int) -> Tensor:
-    """Where every key stands; arbitrary for keys that nobody sees.
+    """The position of every key; arbitrary for keys that no query sees.
 
-    Without a past the keys are the queries. With one, the past is contiguous: a key stands as many
-    positions before the last query as there are visible keys between the two. So it is right for dynamic, static and
-    sliding caches, padding, chunks, beams and crops without any state.
+    Without a past the keys are the queries. With one, the past is contiguous: a key is as many
+    positions before the last query as there are visible keys between the two. This is right for dynamic, static and
+    sliding caches, padding, chunks, beams and crops, and needs no state.
     """
     if keys == queries:
         return query_position
@@ -206,21 +318,3 @@ def _key_position(query_position: Tensor, mask: Mask, queries: int, keys: int) -
         return last - torch.arange(keys - 1, -1, -1, device=last.device)
     after = visible.flip(-1).cumsum(-1).flip(-1) - visible.long()
     return last - after
-
-
-def _unpatched(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None,
-    dropout: float,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    if attention_mask is not None and attention_mask.dtype == HANDLE:
-        attention_mask = described(attention_mask).rows(0, query.shape[2])
-    found: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
-        module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-    )
-    return found

@@ -1,38 +1,48 @@
-"""Finds out what every attention layer of a live model does with positions, by trying it.
+"""Calibration by trial: how every attention layer of a live model rotates, and that the engine computes the same.
 
 Two forwards over a few tokens, one with the model's own rotation and one with every token at position 0, in which
-attention itself is replaced by something that does not read queries and keys. So the hidden states are the same in
-both, in every layer, and the queries and keys that reach the attention function differ by the rotation alone: whichever
-of the known layouts turns the one into the other is the layer's. No table of architectures is needed.
+attention itself is replaced by a function that does not read queries and keys. So the hidden states are the same in
+both, in every layer, and the queries and keys that reach the attention function differ by the rotation alone: the
+layer's layout is the known one that turns the one into the other. No table of architectures is needed.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from hf_posenc.attention.branches import Layout, Rotation
-from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError
+from hf_posenc.attention.encoding import Encoding
+from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
+from hf_posenc.methods import Method
+from hf_posenc.model.attention import LAYER, Layer, catch_positions, recording, unknown_arguments
+from hf_posenc.model.discovery import RotaryTable, layer_type
+from hf_posenc.model.repositioned import RepositionedRotary
+from hf_posenc.model.rotary import PosencRotary
 
+# Relative tolerances of a layer's queries and keys, and of the whole model's output.
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 _TOLERANCE_HALF = 0.03
+_OUTPUT_TOLERANCE = {torch.float64: 5e-3, torch.float32: 5e-3}
+_OUTPUT_TOLERANCE_HALF = 0.1
 TOKENS = 7
 """Length of the text that a model is tried on."""
+_UNROTATED = Encoding(original=1, rotates=False)
 
 
 @dataclass(frozen=True, eq=False)
-class Seen:
-    """What one attention layer handed to the attention function.
+class Recorded:
+    """The arguments of one call of the attention function.
 
     Attributes:
         query: Shape (1, heads, tokens, head_dim).
         key: Shape (1, key heads, tokens, head_dim).
-        kwargs: What came beside the tensors.
+        kwargs: The arguments beside the tensors.
     """
 
     query: Tensor
@@ -41,10 +51,10 @@ class Seen:
 
 
 class Recorder:
-    """An attention function that writes down its arguments and lets every token look at itself alone."""
+    """An attention function that records its arguments and lets every token attend to itself alone."""
 
     def __init__(self) -> None:
-        self.seen: dict[nn.Module, list[Seen]] = {}
+        self.calls: dict[nn.Module, list[Recorded]] = {}
 
     def __call__(
         self,
@@ -55,15 +65,38 @@ class Recorder:
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
-        """The values, in the place of attention's output."""
-        self.seen.setdefault(module, []).append(Seen(query.clone(), key.clone(), kwargs))
+        """Return the values instead of attention's output."""
+        self.calls.setdefault(module, []).append(Recorded(query.clone(), key.clone(), kwargs))
         groups = query.shape[1] // value.shape[1]
         return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
 
+@dataclass(frozen=True, eq=False)
+class CalibratedLayer:
+    """One attention module, as calibration found it.
+
+    Attributes:
+        name: Its path in the model.
+        module: The module.
+        recorded: The arguments of its first call.
+        rotation: The rotation of its queries and keys; `None`: it has none, or that need not be known.
+        table: The table of that rotation; `None`: it does not rotate.
+        rotary: The rotary module inside it.
+        calls: Number of calls in one forward.
+    """
+
+    name: str
+    module: nn.Module
+    recorded: Recorded
+    rotation: Rotation | None
+    table: RotaryTable | None
+    rotary: RepositionedRotary | None
+    calls: int
+
+
 @contextlib.contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; every module's mode is restored."""
+    """Run in evaluation mode without gradients; every module's mode is restored."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -75,7 +108,7 @@ def trial(model: nn.Module) -> Iterator[None]:
 
 
 def trial_tokens(model: Any) -> Tensor:
-    """A few different token ids, shape (1, tokens), on the device of the embedding."""
+    """Return a few different token ids, shape (1, tokens), on the device of the embedding."""
     count = min(100, model.config.get_text_config(decoder=True).vocab_size)
     ids = torch.arange(TOKENS) * 13 % max(1, count - 3) + 3
     device: torch.device = next(model.parameters()).device
@@ -83,22 +116,148 @@ def trial_tokens(model: Any) -> Tensor:
     return on_device
 
 
-def rotation_of(
-    native: Seen, still: Seen, tables: Sequence[tuple[Tensor, float]], name: str
-) -> tuple[Rotation | None, int | None]:
-    """The rotation that a layer applies.
+def run(owner: Any, ids: Tensor) -> Tensor:
+    """Return the logits or, of a model without a head, the last hidden states, in float32."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # DiffusionGemma starts from noise
+        output = owner(input_ids=ids, use_cache=False)
+    logits = getattr(output, "logits", None)
+    result: Tensor = output[0] if logits is None else logits
+    return result.float()
+
+
+def calibrate(
+    model: nn.Module,
+    owner: Any,
+    ids: Tensor,
+    tables: Sequence[RotaryTable],
+    wrappers: Mapping[int, RepositionedRotary],
+    methods: Sequence[Method],
+) -> list[CalibratedLayer]:
+    """Find every attention layer of the decoder, and its rotation.
 
     Args:
-        native: What the layer handed over for tokens at their own positions.
+        model: The transformers model, whose attention function is the engine's.
+        owner: The transformers model inside it that holds the text decoder.
+        ids: Token ids, shape (1, tokens).
+        tables: All rotary tables of the text decoder.
+        wrappers: The repositioned rotary modules, by `id` of the model's own.
+        methods: The methods that compute attention.
+
+    Raises:
+        PosencError: Frequencies that move with the length, which no rotation can be added to.
+        UnsupportedModelError: A layer that cannot be calibrated.
+    """
+    native, still = Recorder(), Recorder()
+    with recording(native):
+        owner(input_ids=ids, use_cache=False)
+    with _everything_at_zero(wrappers), recording(still):
+        owner(input_ids=ids, use_cache=False)
+    if not native.calls:
+        raise UnsupportedModelError(
+            f"No layer of {type(owner).__name__} calls the attention function that was set."
+        )
+    needed = any(method.reads_rotation for method in methods)
+    if needed:
+        _refuse_dynamic(tables, wrappers)
+    names = {module: name for name, module in model.named_modules()}
+    layers = []
+    for module, calls in native.calls.items():
+        name, first = names[module], calls[0]
+        _check_arguments(name, module, calls)
+        # Tables of two layer types may hold the same frequencies: the layer's own comes first.
+        candidates = sorted(
+            tables, key=lambda table: table.label != layer_type(module, table.config)
+        )
+        rotation, index = None, None
+        if needed or not torch.equal(first.query, still.calls[module][0].query):
+            frequencies = [_in_force(table, wrappers) for table in candidates]
+            try:
+                rotation, index = _rotation_of(first, still.calls[module][0], frequencies, name)
+            except UnsupportedModelError:
+                if needed:
+                    raise
+                index = 0  # it rotates, in a way that need not be known
+        inner = next((m for m in module.modules() if isinstance(m, RepositionedRotary)), None)
+        if inner is not None:
+            inner.inside_attention = True
+        elif first.kwargs.get("position_ids") is None:
+            module.register_forward_pre_hook(catch_positions, with_kwargs=True)
+        table = None if index is None else candidates[index]
+        layers.append(CalibratedLayer(name, module, first, rotation, table, inner, len(calls)))
+    return layers
+
+
+def _refuse_dynamic(
+    tables: Sequence[RotaryTable], wrappers: Mapping[int, RepositionedRotary]
+) -> None:
+    for table in tables:
+        rotary = wrappers[id(table.module)].base
+        dynamic = isinstance(rotary, PosencRotary) and rotary.method.length_dependent
+        if dynamic or table.rope_type in ("dynamic", "longrope"):
+            raise PosencError(
+                f"The frequencies of {table.name} move with the length of the text, so no rotation can be added to "
+                "them. Replace them by a static method in a list, as in [YaRN(scale=4), ReRoPE()] with "
+                'replace=True, or use a dynamic method with update="row" alone.'
+            )
+
+
+def _check_arguments(name: str, module: nn.Module, calls: Sequence[Recorded]) -> None:
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(
+            f"{name} sees the text in both directions, and the methods that compute attention "
+            f"themselves are defined for keys that come before the query. {FREQUENCY_METHODS_WORK}"
+        )
+    for call in calls:
+        unknown = unknown_arguments(dict(call.kwargs))
+        if unknown:
+            raise UnsupportedModelError(
+                f"{name} passes {', '.join(unknown)} to attention, whose meaning hf_posenc does not "
+                f"know. {FREQUENCY_METHODS_WORK}"
+            )
+
+
+def verify(
+    subject: nn.Module,
+    ids: Tensor,
+    expected: Tensor,
+    layers: Sequence[CalibratedLayer],
+    wrappers: Mapping[int, RepositionedRotary],
+) -> None:
+    """Verify that the model computes the same with plain RoPE computed by the engine.
+
+    Raises:
+        UnsupportedModelError: It does not.
+    """
+    known = all(layer.rotation is not None or layer.table is None for layer in layers)
+    for layer in layers:
+        heads = layer.recorded.query.shape[1]
+        encoding = Encoding(original=1, heads=heads, rotation=layer.rotation)
+        if known and layer.rotation is not None:
+            encoding = replace(encoding, cached_by=_UNROTATED)
+        setattr(layer.module, LAYER, Layer(encoding, rotary=layer.rotary))
+    with _everything_at_zero(wrappers) if known else contextlib.nullcontext():
+        computed = run(subject, ids)
+    dtype = next(subject.parameters()).dtype
+    error = float((computed - expected).abs().max() / expected.abs().max())
+    if not error <= _OUTPUT_TOLERANCE.get(dtype, _OUTPUT_TOLERANCE_HALF):
+        raise UnsupportedModelError(
+            f"With its own rotation computed by hf_posenc's attention, {type(subject).__name__} gives other "
+            f"hidden states than before (relative difference {error:.1e}): something besides attention reads the "
+            f"rotation. The model was restored. {FREQUENCY_METHODS_WORK}"
+        )
+
+
+def _rotation_of(
+    native: Recorded, still: Recorded, tables: Sequence[tuple[Tensor, float]], name: str
+) -> tuple[Rotation | None, int | None]:
+    """The rotation that a layer applies, and the index of its table; `None` twice where it does not rotate.
+
+    Args:
+        native: The layer's call for tokens at their own positions.
         still: The same, all at position 0.
         tables: The model's rotary tables in force: frequencies of shape (d/2,), and the factor on cos and sin.
         name: The layer, for the error.
-
-    Returns:
-        The rotation, and the index of its table; `None` twice for a layer that does not rotate.
-
-    Raises:
-        UnsupportedModelError: No known layout turns the one into the other.
     """
     tolerance = _TOLERANCE.get(native.query.dtype, _TOLERANCE_HALF)
     pairs = ((native.query, still.query), (native.key, still.key))
@@ -113,7 +272,7 @@ def rotation_of(
             ):
                 return rotation, index
     raise UnsupportedModelError(
-        f"{name}: what its queries and keys go through between position 0 and others is not a rotation in a known "
+        f"{name}: the change of its queries and keys from position 0 to others is not a rotation in a known "
         f"layout (a weighted norm after the rotation, say). {FREQUENCY_METHODS_WORK}"
     )
 
@@ -126,5 +285,27 @@ def _layouts(width: int, dim: int) -> Iterator[Layout]:
                     yield Layout(start, dim, interleaved, sign)
 
 
-def _close(found: Tensor, expected: Tensor, tolerance: float) -> bool:
-    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+def _close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def _in_force(
+    table: RotaryTable, wrappers: Mapping[int, RepositionedRotary]
+) -> tuple[Tensor, float]:
+    rotary: Any = wrappers[id(table.module)].base
+    if isinstance(rotary, PosencRotary) and table.label in rotary.specs:
+        inv_freq, factor = rotary.table(table.label)
+    else:
+        inv_freq, factor = table.live()
+    return inv_freq.detach().float(), float(factor)
+
+
+@contextlib.contextmanager
+def _everything_at_zero(wrappers: Mapping[int, RepositionedRotary]) -> Iterator[None]:
+    for wrapper in wrappers.values():
+        wrapper.encoding = _UNROTATED
+    try:
+        yield
+    finally:
+        for wrapper in wrappers.values():
+            wrapper.encoding = None

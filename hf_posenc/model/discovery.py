@@ -348,7 +348,7 @@ def select(
         if not chosen:
             raise UnsupportedModelError(
                 f"Only the layers of type {', '.join(table.label for table in tables)} of this model "
-                'rotate, and they never look past their window. Pass layers="all" to patch them all the same.'
+                'rotate, and they never read past their window. Pass layers="all" to patch them anyway.'
             )
         return chosen
     if (

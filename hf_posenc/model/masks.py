@@ -1,7 +1,7 @@
-"""The mask side of the attention seam: what transformers says of visibility, kept in a form of size O(length).
+"""The mask side of the attention seam: the visible keys, kept in a form of size O(length).
 
-A registered attention function without a registered mask function gets no mask at all: causality and padding vanish
-without a word. The usual masks are matrices of queries times keys, 1 GB at 16k tokens in eager mode.
+A registered attention function without a registered mask function gets no mask at all: causality and padding are lost
+in silence. The usual masks are matrices of queries times keys, 1 GB at 16k tokens in eager mode.
 """
 
 from __future__ import annotations
@@ -27,23 +27,24 @@ from hf_posenc.attention.call import Run
 from hf_posenc.errors import PosencError
 
 DENSE = 1 << 18
-"""Up to so many pairs of a query and a key a mask is simply written out."""
+"""Up to so many pairs of a query and a key, a mask is written as a tensor."""
 
+HANDLE = torch.uint8
+"""The dtype of a mask's handle, which no mask has."""
+# Handles carry a number too; the masks of the latest numbers are kept.
 _NUMBERS = 255
 _KEPT = 16
 _latest: dict[int, LazyMask] = {}
 _count = itertools.count()
-HANDLE = torch.uint8
-"""The dtype of a mask's handle, which no mask has."""
 _ATTRIBUTE = "_hf_posenc_mask"
 
 
 @dataclass(frozen=True, eq=False)
 class LazyMask:
-    """A mask as the arguments that transformers would write it out from.
+    """A mask as the arguments from which transformers would compute it.
 
     Attributes:
-        arguments: What `sdpa_mask` takes.
+        arguments: The arguments of `sdpa_mask`.
     """
 
     arguments: Mapping[str, Any]
@@ -55,7 +56,7 @@ class LazyMask:
         return arguments["batch_size"], arguments["q_length"], arguments["kv_length"]
 
     def rows(self, start: int, stop: int) -> Tensor | None:
-        """Visible keys of some queries: bool, shape (batch or 1, 1, stop - start, keys)."""
+        """Return the visible keys of some queries: bool, shape (batch or 1, 1, stop - start, keys)."""
         offset = self.arguments["q_offset"] + start
         values = {**self.arguments, "q_length": stop - start, "q_offset": offset}
         return sdpa_mask(**{**values, "allow_is_causal_skip": False})
@@ -63,19 +64,19 @@ class LazyMask:
     @functools.cached_property
     def _seen(self) -> Tensor:
         batch, queries, keys = self.shape
-        found = torch.zeros(batch, keys, dtype=torch.bool, device=self.arguments["device"])
+        seen = torch.zeros(batch, keys, dtype=torch.bool, device=self.arguments["device"])
         step = max(1, DENSE // keys)
         for start in range(0, queries, step):
             visible = self.rows(start, min(start + step, queries))
-            found |= True if visible is None else visible[:, 0].any(-2)
-        return found
+            seen |= True if visible is None else visible[:, 0].any(-2)
+        return seen
 
     def seen(self) -> Tensor:
-        """Keys that any query sees: bool, shape (batch, keys)."""
+        """Return the keys that any query sees: bool, shape (batch, keys)."""
         return self._seen
 
     def padding(self) -> Tensor | None:
-        """Keys that are tokens: bool, shape (batch, keys); `None`: all."""
+        """Return the keys that are tokens: bool, shape (batch, keys); `None`: all."""
         arguments = self.arguments
         return prepare_padding_mask(
             arguments.get("attention_mask"), arguments["kv_length"], arguments.get("kv_offset", 0)
@@ -83,12 +84,12 @@ class LazyMask:
 
     @property
     def causal(self) -> bool:
-        """Whether visibility is by order and padding alone."""
+        """True if visibility is by order and padding alone."""
         return self.arguments.get("mask_function", causal_mask_function) is causal_mask_function
 
     @property
     def window(self) -> int | None:
-        """The width of a sliding window, in which visibility is by order and padding; `None`: it is otherwise."""
+        """The width of a sliding window with visibility by order and padding inside it; `None`: another mask."""
         parts = _enclosed(self.arguments["mask_function"], "mask_functions")
         if parts is None or len(parts) != 2 or parts[1] is not causal_mask_function:
             return None
@@ -97,34 +98,34 @@ class LazyMask:
 
     @property
     def packed(self) -> bool:
-        """Whether visibility is by order within the documents that the positions tell apart."""
+        """True if visibility is by order within packed documents, which the positions separate."""
         parts = _enclosed(self.arguments["mask_function"], "mask_functions")
         if parts is None or len(parts) != 2:
             return False
-        tells_documents = _enclosed(parts[0], "packed_sequence_mask") is not None
-        return tells_documents and _enclosed(parts[1], "mask_function") is causal_mask_function
+        by_document = _enclosed(parts[0], "packed_sequence_mask") is not None
+        return by_document and _enclosed(parts[1], "mask_function") is causal_mask_function
 
 
 def posenc_mask(**kwargs: Any) -> Tensor | None:
-    """What is registered beside the attention function: takes what transformers' `sdpa_mask` takes.
+    """Return a mask in the form of the engine, from the arguments of transformers' `sdpa_mask`.
 
     Returns:
         `None` for plain causal attention, as sdpa has it; a bool mask of shape (batch, 1, queries, keys) where that is
-        small or while compiling; else a handle of that shape and no size, which `described` reads.
+        small or while compiling; else a handle of that shape with the memory of one byte, which `described` reads.
     """
     kwargs.pop("dtype", None)
     kwargs.pop("config", None)
     short = kwargs["q_length"] * kwargs["kv_length"] <= DENSE
     if short or kwargs.get("use_vmap") or torch.compiler.is_compiling():
         return sdpa_mask(**kwargs)
-    # A static cache counts in a tensor, which it moves on before the layers read the mask.
+    # A static cache counts in a tensor, which it increments before the layers read the mask.
     kwargs["q_offset"] = int(kwargs.get("q_offset", 0))
     if kwargs.get("allow_is_causal_skip", True):
         with contextlib.suppress(_NeedsMaskError):
             return sdpa_mask(**{**kwargs, "mask_function": _refuse})
     mask = LazyMask(kwargs)
-    # transformers clones what generate() passes to a compileable cache: the attribute is lost, and what was one
-    # byte becomes as many as a bool mask has. The byte still says which mask it was.
+    # transformers clones the mask that generate() passes to a compileable cache: the attribute is lost, and one
+    # byte becomes as many as a bool mask has. The byte is still the number of the mask.
     number = next(_count) % _NUMBERS + 1
     _latest[number] = mask
     _latest.pop((number - 1 - _KEPT) % _NUMBERS + 1, None)
@@ -136,7 +137,7 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
 
 
 def described(handle: Tensor) -> LazyMask:
-    """The mask that a handle stands for, also where somebody has moved or viewed the handle.
+    """Return the mask of a handle, also of one that was moved or viewed.
 
     Raises:
         PosencError: A handle that outlived its forward, or was cut.
@@ -153,29 +154,29 @@ def described(handle: Tensor) -> LazyMask:
 
 
 class _NeedsMaskError(Exception):
-    """No shortcut: transformers wants the mask function evaluated."""
+    """transformers has no shortcut and evaluates the mask function."""
 
 
 def _refuse(*indices: Tensor) -> Tensor:
-    """A mask function that says that it was needed."""
+    """A mask function that raises when it is evaluated."""
     raise _NeedsMaskError
 
 
 def _enclosed(function: Any, name: str) -> Any:
-    """What a mask function that transformers has composed was composed of; `None` where it has no such part."""
+    """A part of a mask function that transformers has composed; `None` where it has no such part."""
     return inspect.getclosurevars(function).nonlocals.get(name)
 
 
-# The masks of one attention call, read from what arrived there: nothing, a tensor, or a handle.
+# The masks of one attention call: from nothing, a tensor, or a handle.
 
 
 @dataclass(frozen=True, eq=False)
 class WrittenMask:
-    """A mask that is there as a tensor.
+    """A mask in the form of a tensor.
 
     Attributes:
         visible: Bool, shape (batch or 1, heads or 1, queries, keys).
-        addition: What is added to visible scores, of the same shape (Doge); `None`: nothing.
+        addition: Added to visible scores, of the same shape (Doge); `None`: nothing.
     """
 
     visible: Tensor
@@ -183,26 +184,26 @@ class WrittenMask:
 
     @classmethod
     def read(cls, mask: Tensor) -> WrittenMask:
-        """A bool mask, or an additive one, whose hidden pairs are the least finite number or less."""
+        """Read a bool mask, or an additive one, whose hidden pairs are the least finite number or less."""
         if mask.dtype == torch.bool:
             return cls(mask)
         visible = mask > torch.finfo(mask.dtype).min / 2
         return cls(visible, mask.masked_fill(~visible, 0.0))
 
     def rows(self, start: int, stop: int) -> Tensor | None:
-        """Visible keys of some queries."""
+        """Return the visible keys of some queries."""
         return self.visible[:, :, start:stop]
 
     def seen(self) -> Tensor | None:
-        """Keys that any query sees."""
+        """Return the keys that any query sees."""
         return self.visible.any(1).any(-2)
 
     def added(self, start: int, stop: int) -> Tensor | None:
-        """What is added to visible scores."""
+        """Return what is added to visible scores."""
         return None if self.addition is None else self.addition[:, :, start:stop]
 
     def runs(self) -> tuple[Run, ...] | None:
-        """Not looked for."""
+        """Return `None`: a tensor is not searched for causal sequences."""
         return None
 
 
@@ -213,7 +214,7 @@ class CausalMask:
     Attributes:
         queries: Number of queries.
         keys: Number of keys; more than queries only for a single query.
-        device: Where they are.
+        device: Their device.
     """
 
     queries: int
@@ -221,29 +222,29 @@ class CausalMask:
     device: torch.device
 
     def rows(self, start: int, stop: int) -> Tensor | None:
-        """Visible keys of some queries."""
+        """Return the visible keys of some queries."""
         if self.queries == 1:
             return None
         index = torch.arange(self.keys, device=self.device)
         return (index <= index[start:stop, None])[None, None]
 
     def seen(self) -> Tensor | None:
-        """Keys that any query sees."""
+        """Return the keys that any query sees."""
         return None
 
     def added(self, start: int, stop: int) -> Tensor | None:
-        """Nothing."""
+        """Return nothing."""
         return None
 
     def runs(self) -> tuple[Run, ...] | None:
-        """One, over everything."""
+        """Return one, over everything."""
         everything = slice(None)
         return (Run(everything, everything, everything, self.keys - self.queries),)
 
 
 @dataclass(frozen=True, eq=False)
 class PositionedMask:
-    """A lazy mask together with the positions of one call, which tell packed documents apart.
+    """A lazy mask together with the positions of one call, which separate packed documents.
 
     Attributes:
         mask: The lazy mask.
@@ -254,19 +255,19 @@ class PositionedMask:
     position_ids: Tensor
 
     def rows(self, start: int, stop: int) -> Tensor | None:
-        """Visible keys of some queries."""
+        """Return the visible keys of some queries."""
         return self.mask.rows(start, stop)
 
     def seen(self) -> Tensor | None:
-        """Keys that any query sees."""
+        """Return the keys that any query sees."""
         return self.mask.seen()
 
     def added(self, start: int, stop: int) -> Tensor | None:
-        """Nothing."""
+        """Return nothing."""
         return None
 
     def runs(self) -> tuple[Run, ...] | None:
-        """One for each row without its padding, or for each packed document."""
+        """Return one for each row without its padding, or for each packed document."""
         batch, queries, keys = self.mask.shape
         offset = self.mask.arguments["q_offset"] - self.mask.arguments.get("kv_offset", 0)
         if offset + queries != keys:
@@ -293,27 +294,27 @@ def _unpadded(
         stop - start != count
         for start, stop, count in zip(first, last.tolist(), tokens, strict=True)
     ):
-        return None  # padding in the midst of a row
-    found = []
+        return None  # padding inside a row
+    runs = []
     for row, (start, stop) in enumerate(zip(first, last.tolist(), strict=True)):
         begin = max(0, start - (keys - queries))  # the first query that is a token
         end = stop - (keys - queries)
         if end > begin:
             offset = begin + keys - queries - start
-            found.append(Run(slice(row, row + 1), slice(begin, end), slice(start, stop), offset))
-    return tuple(found)
+            runs.append(Run(slice(row, row + 1), slice(begin, end), slice(start, stop), offset))
+    return tuple(runs)
 
 
 def _documents(position_ids: Tensor) -> tuple[Run, ...] | None:
     numbers = find_packed_sequence_indices(position_ids)
     if numbers is None:
         return None
-    found = []
+    runs = []
     for row, of_row in enumerate(numbers.expand(len(position_ids), -1)):
         sizes = of_row.unique_consecutive(return_counts=True)[1].tolist()
         start = 0
         for size in sizes:
             part = slice(start, start + size)
-            found.append(Run(slice(row, row + 1), part, part, 0))
+            runs.append(Run(slice(row, row + 1), part, part, 0))
             start += size
-    return tuple(found)
+    return tuple(runs)

@@ -20,33 +20,32 @@ _POSITIONS = "_hf_posenc_positions"
 class RepositionedRotary(RotaryWrapper):
     """Rotates queries and keys to the position at which an encoding caches keys; the attention function does the rest.
 
-    The true positions travel with the output, as an attribute of its first tensor: it is an argument of every layer's
-    call, so that a layer which gradient checkpointing computes again sees those of its own forward.
+    The true positions travel with the output, as an attribute of its first tensor. That tensor is an argument of every
+    layer's call, so a layer that gradient checkpointing computes again gets those of its own forward.
 
     Args:
-        base: The rotary module to stand in for, patched or not.
+        base: The rotary module to replace, patched or not.
         config: The config whose attention implementation the model's layers read.
-        encoding: What says where keys are cached; `None`: where they stand.
         labels: The tables of the patched layers.
     """
 
-    def __init__(
-        self, base: nn.Module, config: Any, encoding: Encoding | None, labels: Collection[str]
-    ) -> None:
+    def __init__(self, base: nn.Module, config: Any, labels: Collection[str]) -> None:
         super().__init__(base)
         self.seam_config = config
-        self.encoding = encoding
+        self.encoding: Encoding | None = (
+            None  # determines where keys are cached; None: at their own positions
+        )
         self.labels = frozenset(labels)
         self.inside_attention = False
         self.latest: Tensor | None = None
 
     @property
     def drops_rotation(self) -> bool:
-        """Whether a bias has taken the rotation's place."""
+        """True if a bias has replaced the rotation."""
         return self.encoding is not None and not self.encoding.rotates
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """What the base gives for the positions at which keys are cached.
+        """Return the base's output for the positions at which keys are cached.
 
         Args:
             x: Gives device and dtype, as in transformers.
@@ -55,7 +54,7 @@ class RepositionedRotary(RotaryWrapper):
             **kwargs: The same by name.
 
         Raises:
-            PosencError: Another attention implementation was set after the patch, which would not know of it.
+            PosencError: Another attention implementation was set after the patch and would ignore the patch.
         """
         chosen = self.seam_config._attn_implementation
         if chosen != ENGINE:
@@ -64,26 +63,26 @@ class RepositionedRotary(RotaryWrapper):
                 f"was set to {chosen!r} afterwards. Call unpatch_model(model), choose it, and patch again."
             )
         label = kwargs.get("layer_type", args[0] if args else None) or ""
-        where = position_ids
+        cached = position_ids
         if label in self.labels and self.encoding is not None:
-            where = self.encoding.cached_position(position_ids)
+            cached = self.encoding.cached_position(position_ids)
         if self.inside_attention:  # called by the very layer that needs them
             self.latest = position_ids
-        output = self.base(x, where, *args, **kwargs)
+        output = self.base(x, cached, *args, **kwargs)
         carrier = output[0] if isinstance(output, tuple) else output
         setattr(carrier, _POSITIONS, position_ids)
         return output
 
 
 def carried_positions(value: Any) -> Tensor | None:
-    """The positions that came with a rotary module's output, if it is one."""
+    """Return the positions that a rotary module's output carries; `None` for any other value."""
     carrier = value[0] if isinstance(value, tuple | list) and len(value) else value
-    found = getattr(carrier, _POSITIONS, None) if isinstance(carrier, Tensor) else None
-    return found if isinstance(found, Tensor) else None
+    positions = getattr(carrier, _POSITIONS, None) if isinstance(carrier, Tensor) else None
+    return positions if isinstance(positions, Tensor) else None
 
 
 def text_positions(position_ids: Tensor) -> Tensor:
-    """Positions of shape (batch or 1, length), from those or from M-RoPE's three or four axes.
+    """Return positions of shape (batch or 1, length), from those or from M-RoPE's three or four axes.
 
     Raises:
         PosencError: Axes that differ: an image or a video.
@@ -94,7 +93,7 @@ def text_positions(position_ids: Tensor) -> Tensor:
         return position_ids[None]
     if not torch.compiler.is_compiling() and not bool((position_ids == position_ids[:1]).all()):
         raise PosencError(
-            "An image or a video has positions on three axes, of which a method that computes attention itself knows "
-            "one. Use a frequency method (yarn, ntk_by_parts, ...), or text alone."
+            "An image or a video has positions on three axes, of which a method that computes attention itself "
+            "supports one. Use a frequency method (yarn, ntk_by_parts, ...), or text alone."
         )
     return position_ids[0]

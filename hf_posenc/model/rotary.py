@@ -1,4 +1,4 @@
-"""The rotary seam: a wrapper module that stands in the place of a model's rotary embedding.
+"""The rotary seam: a wrapper module that replaces a model's rotary embedding.
 
 Of five ways to get other frequencies into a live model (edited buffers, forward hooks, a replaced
 forward as closure or bound method, a wrapper module) the wrapper is the only one that survives
@@ -18,14 +18,12 @@ from torch import Tensor, nn
 from hf_posenc.methods import RopeScaling
 from hf_posenc.rope import RopeSpec
 
-# What every module does that stands in the place of a model's rotary embedding.
-
 
 class RotaryWrapper(nn.Module):
     """Keeps the wrapped rotary module as the child `base`, invisible to checkpoints and to code that reads it.
 
     Args:
-        base: The rotary module to stand in for.
+        base: The rotary module to replace.
     """
 
     def __init__(self, base: nn.Module) -> None:
@@ -40,7 +38,7 @@ class RotaryWrapper(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             # Model code reads `rotary_emb.config`, `.layer_types`, `.mrope_section` of the module it
-            # built. Private names are somebody's hooks on the base, which are not the wrapper's.
+            # built. Private names are hooks on the base, which are not the wrapper's.
             if name == "base" or name.startswith("_"):
                 raise
             return getattr(self.base, name)
@@ -71,7 +69,7 @@ _ACCELERATE_HOOK = frozenset({"_hf_hook", "_old_forward", "forward"})
 
 
 def table_labels(rotary: nn.Module) -> tuple[str, ...]:
-    """The tables of a rotary module: `("",)`, or one label per layer type (`full_attention`, ...)."""
+    """Return the tables of a rotary module: `("",)`, or one label per layer type (`full_attention`, ...)."""
     names = [name for name, _ in rotary.named_buffers(recurse=False) if name.endswith(FREQUENCIES)]
     prefixes = [
         name.removesuffix(FREQUENCIES)
@@ -82,23 +80,23 @@ def table_labels(rotary: nn.Module) -> tuple[str, ...]:
 
 
 def attribute(label: str, name: str) -> str:
-    """The attribute of a rotary module that belongs to one table: `inv_freq` or `full_attention_inv_freq`."""
+    """Return the attribute of a rotary module that belongs to one table: `inv_freq` or `full_attention_inv_freq`."""
     return f"{label}_{name}" if label else name
 
 
 class PosencRotary(RotaryWrapper):
-    """Calls the wrapped rotary's own forward, whatever its layout, with other frequencies.
+    """A wrapper that calls the rotary module's own forward, whatever its layout, with other frequencies.
 
     The original stays untouched as the child `base`; tables of other layer types than the patched
     ones still come from it. The patched tables are float32 attributes outside the buffers: no cast,
     `to_empty` or buffer broadcast reaches them.
 
     Args:
-        base: The rotary module to stand in for.
+        base: The rotary module to replace.
         method: A frequency method.
         specs: The tables to patch, by label; the label is `""` for a module with one table.
-        base_factors: What the method's factor on cos and sin is multiplied by, by label (an already
-            scaled checkpoint that the method is composed with); 1 where absent.
+        base_factors: A second factor on cos and sin, by label (of an already scaled checkpoint that
+            the method is composed with); 1 where absent.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class PosencRotary(RotaryWrapper):
     def table(
         self, label: str = "", length: int | Tensor | None = None
     ) -> tuple[Tensor, float | Tensor]:
-        """What one table is: float32 frequencies of shape (d/2,), the factor on cos and sin.
+        """Return one table: float32 frequencies of shape (d/2,), and the factor on cos and sin.
 
         Args:
             label: The table.
@@ -135,7 +133,7 @@ class PosencRotary(RotaryWrapper):
         return inv_freq.to(torch.float32), factor
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """The rotation in the base module's own form: (cos, sin) or complex.
+        """Return the rotation in the base module's own form: (cos, sin) or complex.
 
         Args:
             x: Gives device and dtype, as in transformers.
@@ -151,7 +149,7 @@ class PosencRotary(RotaryWrapper):
             length = position_ids.max() + 1
             if not self._warned and not torch.compiler.is_compiling():
                 self._warn_of_cache(position_ids, length, label)
-            if x.device.type == "mps":  # has no float64, in which tables are made
+            if x.device.type == "mps":  # has no float64, in which tables are computed
                 length = length.cpu()
             _set_table(engine, label, *self.table(label, length), x.device)
         if self.own_forward:
@@ -159,7 +157,7 @@ class PosencRotary(RotaryWrapper):
         return _half_split_forward(engine, label, x, position_ids)
 
     def use_half_split_forward(self) -> None:
-        """For a base whose forward does not read its table: compute (cos, sin) here, in the half-split layout."""
+        """Compute (cos, sin) here, in the half-split layout: for a base whose forward does not read its table."""
         self.own_forward = False
 
     def extra_repr(self) -> str:
@@ -175,12 +173,12 @@ class PosencRotary(RotaryWrapper):
 
     @property
     def device(self) -> torch.device:
-        """Where the base keeps its tables; the CPU for a model on the meta device."""
+        """The device of the base's tables; the CPU for a model on the meta device."""
         devices = [buffer.device for buffer in self.base.buffers() if buffer.device.type != "meta"]
         return devices[0] if devices else torch.device("cpu")
 
     def _prepare_device(self) -> None:
-        """Makes the engine ahead of the first forward, which may be a compiled one."""
+        """Build the engine before the first forward, which may be a compiled one."""
         self._engine(self.device)
 
     def _engine(self, device: torch.device) -> nn.Module:
@@ -198,7 +196,7 @@ class PosencRotary(RotaryWrapper):
             self._warned = True
             warnings.warn(
                 f"{self.method.name} met a cache past the original {trained} tokens: cached keys keep the "
-                "frequencies of their own time, so the result is not that of a full forward. Use a static "
+                "frequencies of their own step, so the result is not that of a full forward. Use a static "
                 "method (yarn, ntk_by_parts, ...) or use_cache=False.",
                 stacklevel=4,
             )
@@ -225,7 +223,7 @@ def _engine_of(base: nn.Module) -> nn.Module:
 def _set_table(
     engine: nn.Module, label: str, inv_freq: Tensor, factor: float | Tensor, device: torch.device
 ) -> None:
-    """Puts a table where the engine's forward reads it, as plain attributes."""
+    """Set a table as the plain attributes that the engine's forward reads."""
     setattr(engine, attribute(label, FREQUENCIES), inv_freq.to(device))
     setattr(engine, attribute(label, "attention_scaling"), factor)
 
@@ -240,10 +238,9 @@ def _half_split_forward(
     return (angles.cos() * factor).to(x.dtype), (angles.sin() * factor).to(x.dtype)
 
 
-# Reads back from a rotary module what it really computes.
+# Read-back: the rotation that a rotary module really computes.
 
-
-# Small positions tell fast frequencies apart, large ones slow frequencies. The expectation is
+# Small positions separate fast frequencies, large ones slow frequencies. The expectation is
 # computed by the same float32 product as in the models, so that the large ones do not amplify
 # rounding.
 _POSITIONS = (0, 1, 2, 5, 13, 34, 255, 1023, 4095)
@@ -251,7 +248,7 @@ _TOLERANCE = 1e-3
 
 
 def probed_length(original: int) -> int:
-    """The length to probe at, in tokens: past the original one, where dynamic tables move."""
+    """Return the length to probe at, in tokens: past the original one, where dynamic tables move."""
     return max(1 + max(_POSITIONS), 2 * original)
 
 
@@ -259,31 +256,31 @@ def probed_length(original: int) -> int:
 def rotary_output(
     rotary: nn.Module, label: str, device: torch.device, *, length: int
 ) -> tuple[Tensor, Tensor] | None:
-    """The (cos, sin) of a few positions, each of shape (positions, width), float32.
+    """Return the (cos, sin) of a few positions, each of shape (positions, width), float32.
 
     `None` where the module cannot be called.
 
     Args:
         rotary: A rotary module, wrapped or not.
         label: Its table.
-        device: Where to call it.
-        length: Tokens of the text that the positions are from.
+        device: The device to call it on.
+        length: Length of the text that the positions are from, in tokens.
     """
     return _output_at((*_POSITIONS, length - 1), rotary, label, device)
 
 
 @torch.no_grad()
 def moves_with_length(rotary: nn.Module, label: str, device: torch.device) -> bool:
-    """Whether the rotation of a text's first tokens depends on how many tokens follow.
+    """Return whether the rotation of a text's first tokens depends on the number of tokens that follow.
 
     `False` where the module cannot be called.
 
     Args:
         rotary: A rotary module, wrapped or not.
         label: Its table.
-        device: Where to call it.
+        device: The device to call it on.
     """
-    # Long before short: transformers' dynamic tables keep the largest length they met until a short text resets them.
+    # Long before short: transformers' dynamic tables keep their largest length until a short text resets them.
     long = _output_at((0, 1, 2, 3, 2**20), rotary, label, device)
     short = _output_at((0, 1, 2, 3, 4), rotary, label, device)
     if long is None or short is None:
@@ -292,13 +289,13 @@ def moves_with_length(rotary: nn.Module, label: str, device: torch.device) -> bo
 
 
 def _output_at(
-    places: Sequence[int], rotary: nn.Module, label: str, device: torch.device
+    positions: Sequence[int], rotary: nn.Module, label: str, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """The (cos, sin) at all places but the last, which is there for the length: rounding makes its phase a guess."""
+    """The (cos, sin) at all positions but the last, which sets the length: rounding makes its phase arbitrary."""
     kwargs = {"layer_type": label} if label else {}
-    positions = torch.tensor(places, device=device)
-    x = torch.zeros(1, len(positions), 1, device=device)
-    for position_ids in (positions[None], positions[None, None].expand(3, 1, -1)):  # text, M-RoPE
+    ids = torch.tensor(positions, device=device)
+    x = torch.zeros(1, len(ids), 1, device=device)
+    for position_ids in (ids[None], ids[None, None].expand(3, 1, -1)):  # text, M-RoPE
         try:
             parts = _cos_sin(rotary(x, position_ids, **kwargs))
         except (RuntimeError, IndexError, TypeError, AttributeError, KeyError, ValueError):
@@ -316,7 +313,7 @@ def _output_at(
 def computes(
     output: tuple[Tensor, Tensor] | None, inv_freq: Tensor, factor: float | Tensor
 ) -> bool:
-    """Whether an output of `rotary_output` is the rotation by `inv_freq`, in any layout.
+    """Return whether an output of `rotary_output` is the rotation by `inv_freq`, in any layout.
 
     Every output column must be the rotation of some pair, and every pair must have a column.
     """
@@ -327,15 +324,15 @@ def computes(
     expected = torch.cat((angles.cos(), angles.sin())) * factor
     tolerance = _TOLERANCE * max(1.0, float(factor))
     for sign in (1, -1):
-        found = torch.cat((output[0], sign * output[1]))
-        fits = torch.cdist(found.T[None], expected.T[None], p=torch.inf)[0] < tolerance
+        actual = torch.cat((output[0], sign * output[1]))
+        fits = torch.cdist(actual.T[None], expected.T[None], p=torch.inf)[0] < tolerance
         if bool(fits.any(0).all() & fits.any(1).all()):
             return True
     return False
 
 
 def is_half_split(output: tuple[Tensor, Tensor] | None, pairs: int) -> bool:
-    """Whether cos and sin come as two equal halves of `pairs` features each, as in Llama."""
+    """Return whether cos and sin come as two equal halves of `pairs` features each, as in Llama."""
     return output is not None and all(
         part.shape[-1] == 2 * pairs and torch.equal(part[:, :pairs], part[:, pairs:])
         for part in output

@@ -1,7 +1,7 @@
-"""How the config follows a patch, so that a saved model loads in plain transformers.
+"""The config of a patched model, with which a saved model loads in plain transformers.
 
-Every form is proven before it is written: the config makes the trip through its own JSON, the
-rotary class is built from it, and what that computes is compared with the patch.
+Every form is proven before it is written: the config is saved to its own JSON and loaded, the
+rotary class is built from it, and its output is compared with the patch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hf_posenc.model.rotary import PosencRotary, computes, probed_length, rotary
 from hf_posenc.rope import RopeSpec
 
 BLOCK = "hf_posenc"
-"""The config attribute that names the patch and keeps what the config said before it."""
+"""The config attribute that holds the patch and the config's values from before it."""
 
 # Keys of `rope_parameters` that belong to a scaling; every other key (mrope_section,
 # partial_rotary_factor, ...) stays.
@@ -50,17 +50,17 @@ class PatchedTable:
 
     @property
     def spec(self) -> RopeSpec:
-        """What the method starts from."""
+        """The frequencies that the method starts from."""
         return self.wrapper.specs[self.table.label]
 
     def in_force(self) -> tuple[Tensor, float]:
-        """The patched frequencies, shape (d/2,), and factor, at the length that the probe uses."""
+        """Return the patched frequencies, shape (d/2,), and factor, at the length of the probe."""
         length = probed_length(self.spec.original_max_position_embeddings)
         inv_freq, factor = self.wrapper.table(self.table.label, length)
         return inv_freq, float(factor)
 
     def computed_by(self, rotary: nn.Module) -> bool:
-        """Whether another module computes the same."""
+        """Return whether another module computes the same."""
         length = probed_length(self.spec.original_max_position_embeddings)
         output = rotary_output(rotary, self.table.label, torch.device("cpu"), length=length)
         return computes(output, *self.in_force())
@@ -68,13 +68,13 @@ class PatchedTable:
 
 @dataclass(frozen=True)
 class ConfigEdit:
-    """What changes in one config.
+    """The changes of one config.
 
     Attributes:
         values: Attributes to set; those that plain transformers 4 reads are among them where the
-            trip proves them harmless.
-        form: `"rope_parameters"` or `"longrope"`: how plain transformers will compute the patch;
-            `None` where it cannot.
+            proof shows them harmless.
+        form: The form in which plain transformers computes the patch, `"rope_parameters"` or
+            `"longrope"`; `None` where it cannot.
     """
 
     values: Mapping[str, Any]
@@ -88,14 +88,14 @@ def plan_edit(
     extended: int | None,
     legacy: LegacyKeys,
 ) -> ConfigEdit:
-    """Finds the first form in which plain transformers computes the same as the patch.
+    """Return the first form in which plain transformers computes the same as the patch.
 
     Args:
         config: The config that the tables' modules were built from.
         tables: The patched tables of that config.
         method: The method in force.
         extended: The context length that the model now reaches, in tokens; `None`: as before.
-        legacy: How transformers 4.57 reads this model type.
+        legacy: The attributes that transformers 4.57 reads for this model type.
     """
     lengths = lengths_of(config, tables, extended)
     forms = list(rope_forms(config, tables, method))
@@ -113,7 +113,7 @@ def plan_edit(
 
 
 def write(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sets attributes of a config and returns what was there, for `restore`."""
+    """Set attributes of a config and return their old values, for `restore`."""
     mapping = getattr(config, "attribute_map", {})
     before: dict[str, Any] = {}
     for key, value in values.items():
@@ -125,7 +125,7 @@ def write(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def restore(config: Any, before: Mapping[str, Any]) -> None:
-    """Undoes `write`."""
+    """Undo `write`."""
     for key, value in before.items():
         if isinstance(value, str) and value == _ABSENT:
             vars(config).pop(key, None)
@@ -134,7 +134,7 @@ def restore(config: Any, before: Mapping[str, Any]) -> None:
 
 
 def config_parts(config: Any) -> Iterator[tuple[str, Any]]:
-    """A config and every config inside it, by dotted path; the outermost is `""`."""
+    """Yield a config and every config inside it, by dotted path; the outermost is `""`."""
     yield "", config
     for key, value in vars(config).items():
         if hasattr(value, "get_text_config"):
@@ -143,7 +143,7 @@ def config_parts(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def lengths_of(config: Any, tables: list[PatchedTable], extended: int | None) -> dict[str, Any]:
-    """The config's attributes that say how long a text may be."""
+    """Return the config's attributes for the length of a text."""
     values: dict[str, Any] = {}
     if extended is not None:
         values["max_position_embeddings"] = extended
@@ -157,7 +157,7 @@ def lengths_of(config: Any, tables: list[PatchedTable], extended: int | None) ->
 def rope_forms(
     config: Any, tables: list[PatchedTable], method: RopeScaling
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The ways to say a patch in `rope_parameters`, each with its name; the first that is proven will do."""
+    """Yield the forms of a patch in `rope_parameters`, each with its name; the first that is proven is written."""
     makers = [("rope_parameters", _native)]
     if not method.length_dependent:
         makers.append(("longrope", _longrope))
@@ -187,14 +187,14 @@ def _merged(config: Any, entries: Mapping[str, dict[str, Any] | None]) -> dict[s
 
 
 def _native(patched: PatchedTable, method: RopeScaling) -> dict[str, Any] | None:
-    """The method in transformers' own words, for a table that starts from `rope_theta`."""
+    """The method by transformers' own `rope_type`, for a table that starts from `rope_theta`."""
     spec = patched.spec
-    words = None if patched.wrapper.base_factors else method.rope_parameters(spec)
-    if words is None:
+    entry = None if patched.wrapper.base_factors else method.rope_parameters(spec)
+    if entry is None:
         return None
-    if patched.table.rope_type == "proportional" and words["rope_type"] in ("default", "linear"):
-        words = {**words, "rope_type": "proportional"}
-    return {**_kept(patched, dropped=()), **words}
+    if patched.table.rope_type == "proportional" and entry["rope_type"] in ("default", "linear"):
+        entry = {**entry, "rope_type": "proportional"}
+    return {**_kept(patched, dropped=()), **entry}
 
 
 def _longrope(patched: PatchedTable, method: RopeScaling) -> dict[str, Any]:
@@ -238,7 +238,7 @@ def _kept(patched: PatchedTable, dropped: Iterable[str]) -> dict[str, Any]:
 def _proven(
     config: Any, values: Mapping[str, Any], expected: Mapping[str, Any], tables: list[PatchedTable]
 ) -> bool:
-    """Whether a config with these values, saved and loaded, builds rotary modules that compute the patch."""
+    """True if a config with these values, saved and loaded, builds rotary modules that compute the patch."""
     try:
         trial = copy.deepcopy(config)
         write(trial, values)
@@ -256,7 +256,7 @@ def _proven(
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keeps transformers from talking about configs that are only tried."""
+    """Suppress the log and the warnings of transformers about configs that are only tried."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -269,7 +269,7 @@ def quiet() -> Iterator[None]:
 
 
 def _readable_head_dim(config: Any) -> dict[str, Any]:
-    """What lets Transformers' own yarn, dynamic and longrope read `head_dim`, where they cannot."""
+    """Attributes with which transformers' own yarn, dynamic and longrope can read `head_dim`, where they cannot."""
     if getattr(config, "is_heterogeneous", False):  # one size for each layer type (Gemma 4)
         return {"allow_global_per_layer_attribute_access": True}
     if "head_dim" in vars(config) and vars(config)["head_dim"] is None:  # Mixtral's default

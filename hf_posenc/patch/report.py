@@ -1,4 +1,4 @@
-"""What is in force in a model, as an object that prints well."""
+"""The patch in force in a model, as an object that prints well."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class EffectiveTable:
         layer_type: The layer type it belongs to; `None` where one table serves all layers.
         modules: The paths of the modules that hold it.
         rope_type: The method's name for a patched table, transformers' `rope_type` for another; `"dropped"` where a
-            bias has taken the rotation's place.
-        theta: The base it started from; `None` where the config does not say.
+            bias has replaced the rotation.
+        theta: The base it started from; `None` where the config does not name one.
         inv_freq: Shape (d/2,), float32, radians per token.
         attention_factor: The factor on cos and sin.
     """
@@ -39,7 +39,7 @@ class EffectiveTable:
         return 2 * self.inv_freq.shape[0]
 
     def same_as(self, other: EffectiveTable) -> bool:
-        """Whether another module holds the same table."""
+        """Return whether another module holds the same table."""
         return (
             (self.layer_type, self.rope_type, self.theta, self.attention_factor)
             == (other.layer_type, other.rope_type, other.theta, other.attention_factor)
@@ -49,7 +49,7 @@ class EffectiveTable:
         )
 
     def row(self) -> tuple[str, ...]:
-        """The table in one line: layers, modules, kind, d, theta, fastest and slowest frequency, factor."""
+        """Return the table in one line: layers, modules, kind, d, theta, fastest and slowest frequency, factor."""
         more = f" (+{len(self.modules) - 1})" if len(self.modules) > 1 else ""
         ends = (
             ("", "")
@@ -67,10 +67,10 @@ COLUMNS = ("layers", "module", "type", "d", "theta", "fastest", "slowest", "fact
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """What `get_patch` read back from a model.
+    """The patch that `get_patch` read back from a model.
 
     Attributes:
-        config: What was asked for, with everything resolved.
+        config: The request, with everything resolved.
         tables: Every rotary table of the text decoder, patched or not.
         original_max_position_embeddings: The context length that the method starts from, in tokens.
         extended_length: The context length that it reaches; `None` for methods that follow the
@@ -79,7 +79,7 @@ class Patch:
             `"rope_parameters"`, as a `"longrope"` list, from the `"weights"`, or `None` where only
             hf_posenc can (`from_pretrained`, `load_patch`).
         layers: The attention layers in which a method computes attention itself, by path.
-        attention: The attention implementation in whose place it does; `None` where none does.
+        attention: The attention implementation that it replaces; `None` where none is replaced.
     """
 
     config: PatchConfig
@@ -148,7 +148,7 @@ class Patch:
         engine = (
             ""
             if self.attention is None
-            else f"; attention of {len(self.layers)} layers by hf_posenc in the place of {self.attention}"
+            else f"; attention of {len(self.layers)} layers by hf_posenc instead of {self.attention}"
         )
         return f"{self.original_max_position_embeddings} -> {reach}; {saved}{engine}"
 

@@ -62,7 +62,6 @@ def test_decode(sizes: Sizes, rows: int, data: st.DataObject) -> None:
             k,
             v,
             SCALING,
-            weights=True,
             near=(q_near, tail, is_near) if wanted["near"] else None,
             bias=bias if wanted["bias"] else None,
             mask=mask if wanted["mask"] else None,
@@ -92,13 +91,13 @@ def test_decode_in_halves_keeps_the_bias_in_float32() -> None:
     expected = attend_naively(
         scores_of(q.double(), k.double()) + bias, torch.tensor(True), v.double()
     )
-    actual = decode(q, k, v, SCALING, bias=bias).double()
+    actual = decode(q, k, v, SCALING, bias=bias)[0].double()
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[torch.bfloat16])
 
 
 def test_the_softmax_of_halves_is_taken_in_float32() -> None:
     q, k, v = (torch.randn(1, 2, length, 16).bfloat16() for length in (1, 300, 300))
-    out, weights = decode(q, k, v, SCALING, weights=True)
+    out, weights = decode(q, k, v, SCALING)
     assert out.dtype == torch.bfloat16
     assert weights.dtype == torch.float32
     torch.testing.assert_close(weights.sum(-1), torch.ones(1, 2, 1), rtol=0, atol=1e-6)
@@ -111,7 +110,9 @@ def test_decode_compiles_in_one_graph() -> None:
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         near = (q.flip(-1), tail, is_near)
-        return decode(q, k, v, SCALING, near=near, bias=bias, mask=mask, softcap=3.0, sinks=sinks)
+        return decode(q, k, v, SCALING, near=near, bias=bias, mask=mask, softcap=3.0, sinks=sinks)[
+            0
+        ]
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), step(q, k, v))

@@ -141,7 +141,7 @@ def reasons(model_type: str, names: Iterable[str]) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------
 # Refusals
 
-SPARSE = "chooses by a .* which keys a query sees"
+SPARSE = "chooses the keys of a query by a"
 OWN_CODE = "computes attention in its own code|rotates and attends in code of its own"
 NOT_A_ROTATION = "is not a rotation in a known layout"
 NOT_ALONE = "cannot be run on a few tokens alone"

@@ -66,7 +66,7 @@ def test_unpatching_restores_everything(model: PreTrainedModel, name: str) -> No
 
 
 @pytest.mark.parametrize(
-    "where", ["_choose_engine", "_reposition", "calibrated", "verify", "give_encodings"]
+    "where", ["_choose_engine", "_reposition", "calibrate", "verify", "_give_encodings"]
 )
 def test_a_patch_that_fails_leaves_no_trace(
     model: PreTrainedModel, where: str, monkeypatch: pytest.MonkeyPatch

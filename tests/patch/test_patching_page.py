@@ -31,7 +31,7 @@ def test_methods_that_compute_attention(
     names: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(CODE[0], names)
-    assert "attention of 4 layers by hf_posenc in the place of sdpa" in capsys.readouterr().out
+    assert "attention of 4 layers by hf_posenc instead of sdpa" in capsys.readouterr().out
     patch = get_patch(names["model"])
     assert patch is not None
     assert patch.methods == ("yarn", "rerope", "alibi", "log_n")

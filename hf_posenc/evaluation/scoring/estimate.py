@@ -216,7 +216,9 @@ def _attention(shape: ModelShape, layer: Attention, run: _Pass, masked: bool) ->
     total = (layer.query + layer.cached) * run.queries * run.size
     if layer.encoding is not None:
         total += _ROTATIONS * layer.query * run.queries * _FLOAT
-        kernels = shape.device.type == "cpu" and not run.pieced and layer.encoding.pairs is None
+        kernels = (
+            shape.device.type == "cpu" and not run.pieced and layer.encoding.plan.kernel is not None
+        )
         if not kernels:  # blocks of scores instead
             rows = max(_LEAST_ROWS, SCRATCH // (layer.heads * keys))
             total += min(rows, run.queries) * layer.heads * keys * _EXACT
