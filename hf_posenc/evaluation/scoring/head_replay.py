@@ -348,14 +348,14 @@ class FrugalScorer:
 
     @property
     def head_replay(self) -> str:
-        """How the probe by head replay compared with full logits: `"bit-exact"`, `"up to rounding"` or `"off"`."""
+        """Agreement of head replay with full logits on the probe: `"bit-exact"`, `"up to rounding"` or `"off"`."""
         if not self.scorer.replays:
             return "off"
         return "bit-exact" if self.scorer.exact else "up to rounding"
 
     @property
     def reduced(self) -> dict[str, int | None]:
-        """How much is run at a time now."""
+        """Windows and tokens that are run at a time, after any reduction."""
         return {"batch": self.batch, "chunk": self.scorer.chunk, "prefill": self.scorer.prefill}
 
     def _attempt(self, forward: Callable[[], Tensor], ids: Tensor, scored: int) -> Tensor | None:
