@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.evaluation.perplexity.result import PerplexityResult, number
+from hf_posenc.evaluation.grid import number
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training.log import TrainingLog
 from hf_posenc.training.scoring import conclusion
 from scripts.make_finetuned import COMMANDS, FOLDER

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
-from hf_posenc.files import to_json, write_atomically
+from hf_posenc.files import to_csv, to_json, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -313,11 +313,13 @@ class Result(abc.ABC):
 
     Attributes:
         kind: The name of the measurement, and of its files.
+        columns: The columns of its CSV file; empty for none.
         formats: The formats of its figures.
         width: Width of its tables in a notebook, in characters.
     """
 
     kind: ClassVar[str]
+    columns: ClassVar[Sequence[str]] = ()
     formats: ClassVar[tuple[str, ...]] = ("png", "svg")
     width: ClassVar[int] = 160
 
@@ -350,13 +352,24 @@ class Result(abc.ABC):
     def figures(self) -> dict[str, Figure]:
         """Draw the figures, by the names of their files. Needs matplotlib."""
 
+    def csv_rows(self) -> Iterable[Mapping[str, Any]]:
+        """Return the rows of the CSV file."""
+        return ()
+
     def files(self) -> dict[str, str]:
         """Return the text files of the result, by their names."""
-        return {f"{self.kind}.json": to_json(self.to_dict())}
+        files = {f"{self.kind}.json": to_json(self.to_dict())}
+        if self.columns:
+            files[f"{self.kind}.csv"] = to_csv(self.columns, self.csv_rows())
+        return files
 
     def write_json(self, path: Path) -> None:
         """Write everything to a file."""
         write_atomically(path, to_json(self.to_dict()))
+
+    def write_csv(self, path: Path) -> None:
+        """Write the rows of the CSV file; a number that could not be measured has a `status` and no value."""
+        write_atomically(path, to_csv(self.columns, self.csv_rows()))
 
     def write(self, folder: Path, *, plots: bool = True) -> list[str]:
         """Write the files and the figures, each whole or not at all.

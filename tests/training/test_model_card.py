@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from hf_posenc import from_pretrained, patch_model, unpatch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
-from hf_posenc.evaluation.perplexity.result import PerplexityResult, number
+from hf_posenc.evaluation.grid import number
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training.arguments import command_line
 from hf_posenc.training.log import FILE as LOG
 from hf_posenc.training.log import TrainingLog, published, shown_name

@@ -94,7 +94,7 @@ def _contents(
         ("runs", "Runs"),
         *numbered,
         *(
-            (f"tuning-{index}", f"{section.title.split()[0]} of run {section.source.number}")
+            (f"tuning-{index}", f"{section['title'].split()[0]} of run {section['source'].number}")
             for index, section in enumerate(sections["tuning"], 1)
         ),
         ("failures", "Missing numbers") if failed else None,

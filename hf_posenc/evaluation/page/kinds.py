@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hf_posenc.errors import PosencError
@@ -29,40 +28,8 @@ BEATEN = "share of distractors that are less probable than the answer (one half 
 _FREE = frozenset({"lengths", "tasks", "chunk"})
 
 
-@dataclass(frozen=True)
-class Task:
-    """One task of a retrieval section: its definition, its table, and heat maps of one quantity."""
-
-    name: str
-    definition: str
-    table: Grid
-    quantity: str
-    heats: Sequence[Grid]
-
-
-@dataclass(frozen=True)
-class Retrieval:
-    """The results that read the same prompts.
-
-    Attributes:
-        sources: The results.
-        apart: The settings that separate it from the first section.
-        decode: The criterion of a right answer, in one sentence.
-        samples: Samples of a task at one length.
-        haystack: The text around the needles.
-        tasks: The tasks.
-    """
-
-    sources: Sequence[Source]
-    apart: Sequence[str]
-    decode: str
-    samples: int
-    haystack: str
-    tasks: Sequence[Task]
-
-
-def retrieval(sources: Sequence[Source]) -> list[Retrieval]:
-    """Return all retrieval results, those that read the same prompts together."""
+def retrieval(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """Return the values of `sections.html`: all retrieval results, those that read the same prompts together."""
     groups: dict[str, list[Source]] = {}
     for source in sources:
         if source.kind == "retrieval":
@@ -74,14 +41,16 @@ def retrieval(sources: Sequence[Source]) -> list[Retrieval]:
         settings, haystack = data["settings"], data.get("haystack") or {}
         tasks = dict.fromkeys(task for source in group for task in source.data["tasks"])
         sections.append(
-            Retrieval(
-                group,
-                settings_differ(_prompts(first), _prompts(data)),
-                data["decode"],
-                len(settings["depths"]) * settings["samples"],
-                "sentences of noise" if haystack.get("kind") == "noise" else json.dumps(haystack),
-                [_task(group, task) for task in tasks],
-            )
+            {
+                "sources": group,
+                "apart": settings_differ(_prompts(first), _prompts(data)),
+                "decode": data["decode"],
+                "samples": len(settings["depths"]) * settings["samples"],
+                "haystack": "sentences of noise"
+                if haystack.get("kind") == "noise"
+                else json.dumps(haystack),
+                "tasks": [_task(group, task) for task in tasks],
+            }
         )
     return sections
 
@@ -98,7 +67,7 @@ def _prompts(data: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _task(group: Sequence[Source], task: str) -> Task:
+def _task(group: Sequence[Source], task: str) -> dict[str, Any]:
     sources = [source for source in group if task in source.data["tasks"]]
     settings = sources[0].data["settings"]
     lengths = sorted({n for source in sources for n in source.data["settings"]["lengths"]})
@@ -134,7 +103,14 @@ def _task(group: Sequence[Source], task: str) -> Task:
             _count(reached),
         )
     quantity, heats = _heats(methods, names, task)
-    return Task(task, sources[0].data["tasks"][task], grid, quantity, heats)
+    definition = sources[0].data["tasks"][task]
+    return {
+        "name": task,
+        "definition": definition,
+        "table": grid,
+        "quantity": quantity,
+        "heats": heats,
+    }
 
 
 def _answers(data: Mapping[str, Any], method: str, task: str, length: int) -> Field:
@@ -219,36 +195,16 @@ def _shaded(share: float | None) -> Field:
 # Benchmarks: speed, memory and published tables. Their perplexities and retrieval are in the sections above.
 
 
-@dataclass(frozen=True)
-class Published:
-    """A published table: its title, the reasons why it is not comparable with the run, and its rows."""
-
-    title: str
-    apart: Sequence[str]
-    table: Grid | None
-
-
-@dataclass(frozen=True)
-class Bench:
-    """One benchmark: its suite, its remarks, its speed, and the requested published tables."""
-
-    source: Source
-    suite: str
-    remarks: Sequence[str]
-    speed: Grid | None
-    published: Sequence[Published]
-
-
-def bench(sources: Sequence[Source]) -> list[Bench]:
-    """Return one section for each benchmark."""
+def bench(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """Return the values of `sections.html` for each benchmark."""
     return [
-        Bench(
-            source,
-            str(source.data.get("suite", "")),
-            [str(remark) for remark in source.data.get("remarks", ())],
-            _speed(source.data["speed"]) if source.data.get("speed") else None,
-            [_published(name, source) for name in source.data.get("compare", ())],
-        )
+        {
+            "source": source,
+            "suite": source.data.get("suite", ""),
+            "remarks": source.data.get("remarks", ()),
+            "speed": _speed(source.data["speed"]) if source.data.get("speed") else None,
+            "published": [_published(name, source) for name in source.data.get("compare", ())],
+        }
         for source in sources
         if source.kind == "bench"
     ]
@@ -286,12 +242,13 @@ def _rate(value: float, mark: str) -> Span:
     return Span(f"{value:,.0f}" if value >= 100 else number(value, 3), mark, value)
 
 
-def _published(name: str, source: Source) -> Published:
+def _published(name: str, source: Source) -> dict[str, Any]:
     settings = Settings.from_dict(source.data["perplexity"]["settings"])
     try:
         table = published.get(name)
     except PosencError:  # made by another version of the package
-        return Published(name, ["this version of hf-posenc does not have it"], None)
+        apart = ["this version of hf-posenc does not have it"]
+        return {"title": name, "apart": apart, "table": None}
     title = f"{table.paper}, {table.table}"
     caption = f"As printed, at the lengths of this run. {' '.join(published.remarks(table))}"
     grid = Grid(f"Published: {title}", caption=caption)
@@ -302,7 +259,8 @@ def _published(name: str, source: Source) -> Published:
         if any(value is not None for value in values):
             printed = [published.printed(table, value) for value in values]
             grid.row(row_name(row.method, row.model), *printed)
-    return Published(title, published.differences(table, settings), grid if grid.rows else None)
+    apart = published.differences(table, settings)
+    return {"title": title, "apart": apart, "table": grid if grid.rows else None}
 
 
 # Sweeps and searches: every method at the target length, and the recipe.
@@ -310,53 +268,24 @@ def _published(name: str, source: Source) -> Published:
 TITLES = {"sweep": "Sweep of methods and scales", "search": "Search of a factor for every pair"}
 
 
-@dataclass(frozen=True)
-class Tuning:
-    """One sweep or search.
-
-    Attributes:
-        source: The result.
-        title: Its title.
-        protocol: The objective, in one sentence.
-        target: The length of the objective, in tokens.
-        winner: The label of the best method; `None` if there is none.
-        undecided: The methods that these documents do not distinguish from it.
-        table: The methods.
-        recipe: The winner as `load_patch` reads it, as JSON text; `""` if there is none.
-    """
-
-    source: Source
-    title: str
-    protocol: str
-    target: int
-    winner: str | None
-    undecided: Sequence[str]
-    table: Grid
-    recipe: str
-
-
-def tuning(sources: Sequence[Source]) -> list[Tuning]:
-    """Return one section for each sweep and search: each compares its methods on its own documents."""
-    sections = []
-    for source in sources:
-        if source.kind in TITLES:
-            data, title = source.data, TITLES[source.kind]
-            target, recipe = data["settings"]["target"], data.get("recipe")
-            text = json.dumps(recipe, indent=2) if recipe else ""
-            undecided, table = data.get("undecided") or [], _tuning(data, title)
-            sections.append(
-                Tuning(
-                    source,
-                    title,
-                    data["protocol"],
-                    target,
-                    data.get("winner"),
-                    undecided,
-                    table,
-                    text,
-                )
-            )
-    return sections
+def tuning(sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """Return the values of `sections.html` for each sweep and search; each has its own documents."""
+    return [
+        {
+            "source": source,
+            "title": TITLES[source.kind],
+            "protocol": source.data["protocol"],
+            "target": source.data["settings"]["target"],
+            "winner": source.data.get("winner"),
+            "undecided": source.data.get("undecided") or [],
+            "table": _tuning(source.data, TITLES[source.kind]),
+            "recipe": json.dumps(source.data["recipe"], indent=2)
+            if source.data.get("recipe")
+            else "",
+        }
+        for source in sources
+        if source.kind in TITLES
+    ]
 
 
 def _tuning(data: Mapping[str, Any], title: str) -> Grid:

@@ -7,7 +7,6 @@ import io
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -113,79 +112,45 @@ WIDE = 12
 """With more lengths than this, lengths are rows and methods are columns."""
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A figure of the page: the drawing, its caption, and its description in words."""
+def sections(sources: Sequence[Source], *, figures: bool) -> list[dict[str, Any]]:
+    """Return the values of `sections.html`: all perplexity results, comparable ones together.
 
-    svg: Markup
-    caption: str
-    description: str
-
-
-@dataclass(frozen=True)
-class Part:
-    """One protocol of a section.
-
-    Attributes:
-        protocol: Its name.
-        definition: Its definition in a sentence.
-        apart: The reason why the same protocol has another table above, if it has one.
-        summary: Short and long texts side by side; `None` if the original length is not known.
-        pictures: The figures.
-        table: The numbers.
-    """
-
-    protocol: str
-    definition: str
-    apart: str
-    summary: Grid | None
-    pictures: Sequence[Picture]
-    table: Grid
-
-
-@dataclass(frozen=True)
-class Section:
-    """The results that read the same tokens.
-
-    Attributes:
+    Args:
         sources: The results.
-        apart: The reasons why it is not part of the first section.
-        documents: Number of documents.
-        parts: One per protocol and settings of it.
+        figures: Draw figures, which needs matplotlib.
     """
-
-    sources: Sequence[Source]
-    apart: Sequence[str]
-    documents: int
-    parts: Sequence[Part]
-
-
-def sections(sources: Sequence[Source], *, figures: bool) -> list[Section]:
-    """Return all perplexity results, comparable ones together, with figures or without."""
     groups = by_texts([source for source in sources if source.kind == "perplexity"])
     return [
-        Section(
-            group,
-            texts_differ(groups[0][0].data, group[0].data),
-            len(group[0].data["documents"]),
-            _parts(group, figures),
-        )
+        {
+            "sources": group,
+            "apart": texts_differ(groups[0][0].data, group[0].data),
+            "documents": len(group[0].data["documents"]),
+            "parts": _parts(group, figures),
+        }
         for group in groups
     ]
 
 
-def _parts(group: Sequence[Source], figures: bool) -> list[Part]:
-    parts: list[Part] = []
+def _parts(group: Sequence[Source], figures: bool) -> list[dict[str, Any]]:
+    """One part per protocol and settings of it."""
+    parts: list[dict[str, Any]] = []
     firsts: dict[str, Merged] = {}
     for merged in merge(group):
         name = merged.protocol
         first = firsts.setdefault(name, merged)
-        apart = ""
+        reason = ""
         if first is not merged:
             reason = protocol_differs(first.sources[0].data, merged.sources[0].data, name)
-            apart = f"Not comparable with the {name} above: {reason}."
-        drawn = pictures(merged) if figures else []
-        parts.append(Part(name, merged.definition, apart, _summary(merged), drawn, _table(merged)))
+        parts.append(
+            {
+                "protocol": name,
+                "definition": merged.definition,
+                "apart": f"Not comparable with the {name} above: {reason}." if reason else "",
+                "summary": _summary(merged),
+                "pictures": pictures(merged) if figures else [],
+                "table": _table(merged),
+            }
+        )
     return parts
 
 
@@ -328,8 +293,8 @@ _TRANSPARENT: Any = dict.fromkeys(
 )
 
 
-def pictures(merged: Merged) -> list[Picture]:
-    """Draw the figures of one protocol; none without a number.
+def pictures(merged: Merged) -> list[tuple[Markup, str, str]]:
+    """Draw the figures of one protocol, each with its caption and its description in words; none without a number.
 
     Raises:
         PosencError: matplotlib is not installed.
@@ -342,37 +307,28 @@ def pictures(merged: Merged) -> list[Picture]:
 
     key = f"f{hashlib.sha256(name.encode()).hexdigest()[:6]}-{merged.sources[0].number}"
     with mpl.rc_context({**STYLE, **_TRANSPARENT}):
-        drawn = [
-            Picture(
-                themed(plots.figure(merged, [name]), f"{key}-length"),
-                f"Perplexity against context length, {name}: {merged.definition}.",
-                _ends(
-                    [[(n, line.cells[n].perplexity) for n in sorted(line.cells)] for line in lines],
-                    lines,
-                    "{} at {:,} tokens to {} at {:,}",
-                ),
-            )
-        ]
+        svg = themed(plots.figure(merged, [name]), f"{key}-length")
+        caption = f"Perplexity against context length, {name}: {merged.definition}."
+        ends = [[(n, line.cells[n].perplexity) for n in sorted(line.cells)] for line in lines]
+        description = _ends(ends, lines, "{} at {:,} tokens to {} at {:,}")
+        drawn = [(svg, caption, description)]
         if any(cell.ratio_interval for line in lines for cell in line.cells.values()):
-            drawn.append(
-                Picture(
-                    themed(plots.ratio_figure(merged, name), f"{key}-ratio"),
-                    "The same as a multiple of the baseline, with paired 95 % intervals: below 1 is better, and "
-                    "only an interval that excludes 1 shows a difference.",
-                    "The ratios are in the table.",
-                )
+            svg = themed(plots.ratio_figure(merged, name), f"{key}-ratio")
+            caption = (
+                "The same as a multiple of the baseline, with paired 95 % intervals: below 1 is better, and only an "
+                "interval that excludes 1 shows a difference."
             )
+            drawn.append((svg, caption, "The ratios are in the table."))
         points = [position_points(curve, line.label) for line in lines] if curve else []
         if curve and any(points):
-            drawn.append(
-                Picture(
-                    themed(plots.position_figure(merged), f"{key}-position"),
-                    "Perplexity of the tokens at each position of the text, each read with all tokens before it, in "
-                    f"windows of {curve['edges'][-1]:,} tokens. Past the dashed line texts are longer than those of "
-                    "the training.",
-                    _ends(points, lines, "{} near token {:,.0f} to {} near {:,.0f}"),
-                )
+            svg = themed(plots.position_figure(merged), f"{key}-position")
+            caption = (
+                "Perplexity of the tokens at each position of the text, each read with all tokens before it, in "
+                f"windows of {curve['edges'][-1]:,} tokens. Past the dashed line texts are longer than those of the "
+                "training."
             )
+            description = _ends(points, lines, "{} near token {:,.0f} to {} near {:,.0f}")
+            drawn.append((svg, caption, description))
     return drawn
 
 

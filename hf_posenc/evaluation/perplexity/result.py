@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.grid import (
@@ -23,14 +17,14 @@ from hf_posenc.evaluation.grid import (
     failure_field,
     length_head,
     listed,
+    number,
 )
-from hf_posenc.evaluation.grid import number as number
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.statistics import Cell, Record, summarize
 from hf_posenc.evaluation.perplexity.measurement import Failure, Measured, edges
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings
 from hf_posenc.evaluation.plots import figure
-from hf_posenc.files import finite, to_csv, write_atomically
+from hf_posenc.files import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -128,6 +122,7 @@ class PerplexityResult(Result):
     """
 
     kind = "perplexity"
+    columns = COLUMNS
 
     model: dict[str, Any]
     source: dict[str, Any]
@@ -257,21 +252,12 @@ class PerplexityResult(Result):
 
     # Files
 
-    def files(self) -> dict[str, str]:
-        return {**super().files(), "perplexity.csv": self._csv()}
-
-    def write_csv(self, path: Path) -> None:
-        """Write one row per cell of the table; a cell that could not be measured has a `status` and no numbers."""
-        write_atomically(path, self._csv())
-
-    def _csv(self) -> str:
-        rows = (
-            self._csv_row(entry, protocol, length)
-            for entry in self.candidates
-            for protocol in self.settings.protocols
-            for length in self.settings.lengths
-        )
-        return to_csv(COLUMNS, rows)
+    def csv_rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield one row per cell of the table."""
+        for entry in self.candidates:
+            for protocol in self.settings.protocols:
+                for length in self.settings.lengths:
+                    yield self._csv_row(entry, protocol, length)
 
     def _csv_row(self, entry: MethodEntry, protocol: str, length: int) -> dict[str, Any]:
         key = {
@@ -490,23 +476,3 @@ def _change(ratio: float, interval: tuple[float, float] | None) -> str:
         low, high = ((bound - 1) * 100 for bound in interval)
         text += f" ({low:+.1f} to {high:+.1f})"
     return text
-
-
-# Rendering by rich for results that do not build grids yet.
-
-
-def failed(reason: str | None) -> Text:
-    """Return the field of a number that could not be measured."""
-    return Text(failure_field(reason).text, style="red")
-
-
-def as_html(tables: Iterable[Table], lines: Iterable[str], width: int = 160) -> str:
-    """Render tables and lines as HTML."""
-    console = Console(
-        file=io.StringIO(), record=True, width=width, highlight=False, force_jupyter=False
-    )
-    for table in tables:
-        console.print(table)
-    for line in lines:
-        console.print(line, markup=False)
-    return console.export_html(inline_styles=True, code_format="<pre>{code}</pre>")

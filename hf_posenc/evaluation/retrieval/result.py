@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
@@ -34,7 +33,7 @@ from hf_posenc.evaluation.retrieval.statistics import (
     summarize,
 )
 from hf_posenc.evaluation.retrieval.tasks import get_task
-from hf_posenc.files import finite, to_csv, write_atomically
+from hf_posenc.files import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -75,6 +74,7 @@ class RetrievalResult(Result):
     """
 
     kind = "retrieval"
+    columns = COLUMNS
 
     model: dict[str, Any]
     haystack: dict[str, Any]
@@ -196,22 +196,12 @@ class RetrievalResult(Result):
 
     # Files
 
-    def files(self) -> dict[str, str]:
-        return {**super().files(), "retrieval.csv": self._csv()}
-
-    def write_csv(self, path: Path) -> None:
-        """Write a row for each method, task and length, and one for each depth; `status` explains an empty one."""
-        write_atomically(path, self._csv())
-
-    def _csv(self) -> str:
-        rows = (
-            row
-            for entry in self.candidates
-            for task in self.settings.tasks
-            for length in self.settings.lengths
-            for row in self._csv_rows(entry, task, length)
-        )
-        return to_csv(COLUMNS, rows)
+    def csv_rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield a row for each method, task and length, and one for each depth."""
+        for entry in self.candidates:
+            for task in self.settings.tasks:
+                for length in self.settings.lengths:
+                    yield from self._csv_rows(entry, task, length)
 
     def _csv_rows(self, entry: MethodEntry, task: str, length: int) -> list[dict[str, Any]]:
         key = {"method": entry.label, "task": task, "length": length}
