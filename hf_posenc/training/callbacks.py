@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -38,70 +38,13 @@ _LINES = 30
 """Approximate number of progress lines of a run."""
 
 
-class Interruption:
-    """Records signals while it is open; repeated ones have no effect, as launchers and schedulers both send them.
-
-    The death of the launcher counts as a signal: `accelerate launch` with one process dies of a signal without passing
-    it on, and its child process would continue unnoticed.
-
-    For a bare loop; `SaveOnSignal` uses it for the Trainer.
-
-    Args:
-        signals: The signals to record.
-    """
-
-    def __init__(self, signals: Iterable[signal.Signals] = SIGNALS) -> None:
-        self._signals = tuple(signals)
-        self._before: dict[signal.Signals, Any] = {}
-        self._received: int = 0
-        self._launcher: int | None = None
-
-    def __enter__(self) -> Interruption:
-        self.open()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def open(self) -> None:
-        """Install the signal handlers, if this is the process's main thread."""
-        parent = launcher()
-        self._received, self._launcher = 0, None if parent is None else parent[0]
-        if threading.current_thread() is threading.main_thread() and not self._before:
-            self._before = {each: signal.signal(each, self._record) for each in self._signals}
-
-    def close(self) -> None:
-        """Restore the previous signal handlers."""
-        self.block(False)
-        for each, handler in self._before.items():
-            signal.signal(each, signal.SIG_DFL if handler is None else handler)
-        self._before = {}
-
-    def block(self, on: bool) -> None:
-        """Block or unblock the signals, for this process and for processes started meanwhile.
-
-        A scheduler also signals the workers of a dataloader, and the death of a worker would end the run before it has
-        saved. So signals are blocked while workers are started.
-        """
-        if self._before and hasattr(signal, "pthread_sigmask"):
-            how = signal.SIG_BLOCK if on else signal.SIG_UNBLOCK
-            signal.pthread_sigmask(how, self._signals)
-
-    def agreed(self) -> int:
-        """Return the number of a signal that any process has received, else 0. Call it in all processes."""
-        if self._launcher is not None and os.getppid() != self._launcher:
-            self._received = self._received or signal.SIGTERM
-        return all_max(self._received)
-
-    def _record(self, number: int, frame: FrameType | None) -> None:
-        self._received = number
-
-
 class SaveOnSignal(TrainerCallback):
     """On SIGTERM or SIGUSR1 to any process: save at the end of the step, in all processes, and stop.
 
     An evaluation that is due at that step, or running, is finished first, as without a signal: it draws random numbers,
-    which the later losses depend on.
+    which the later losses depend on. Repeated signals have no effect, as launchers and schedulers both send them. The
+    death of the launcher counts as a signal: `accelerate launch` with one process dies of a signal without passing it
+    on, and its child process would continue unnoticed.
 
     Attributes:
         received: The number of the signal that ended the training, or 0. A program exits with 128 plus this number, as
@@ -109,31 +52,34 @@ class SaveOnSignal(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        self._interruption = Interruption()
         self.received = 0
+        self._pending = 0
+        self._handlers: dict[signal.Signals, Any] = {}
+        self._launcher: int | None = None
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self.received = 0
-        self._interruption.open()
+        parent = launcher()
+        self.received, self._pending = 0, 0
+        self._launcher = None if parent is None else parent[0]
+        if threading.current_thread() is threading.main_thread() and not self._handlers:
+            self._handlers = {each: signal.signal(each, self._record) for each in SIGNALS}
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self._interruption.block(True)  # the Trainer starts the workers of its dataloader now
+        self._block(True)  # the Trainer starts the workers of its dataloader now
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        self._interruption.block(False)
+        self._block(False)
 
     on_prediction_step = on_step_begin
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self._stop_if_signalled(control)
-        self._interruption.block(control.should_evaluate)
+        self._block(control.should_evaluate)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self._interruption.block(False)
+        self._block(False)
         if state.global_step > 0:
             self._stop_if_signalled(control)
 
@@ -145,13 +91,30 @@ class SaveOnSignal(TrainerCallback):
             control.should_log = control.should_evaluate = control.should_save = False
         elif not self.received:
             self._stop_if_signalled(control)
-        self._interruption.block(control.should_evaluate)
+        self._block(control.should_evaluate)
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self._interruption.close()
+        self._block(False)
+        for each, handler in self._handlers.items():
+            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+        self._handlers = {}
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self._pending = number
+
+    def _block(self, on: bool) -> None:
+        """Block or unblock the signals, for this process and for processes started meanwhile.
+
+        A scheduler also signals the workers of a dataloader, and the death of a worker would end the run before it has
+        saved. So signals are blocked while workers are started.
+        """
+        if self._handlers and hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_BLOCK if on else signal.SIG_UNBLOCK, SIGNALS)
 
     def _stop_if_signalled(self, control: TrainerControl) -> None:
-        self.received = self._interruption.agreed()
+        if self._launcher is not None and os.getppid() != self._launcher:
+            self._pending = self._pending or signal.SIGTERM
+        self.received = all_max(self._pending)
         if self.received:
             control.should_save = control.should_training_stop = True
 
@@ -173,11 +136,7 @@ class ExactResume(TrainerCallback):
     - evaluates again at the start (`eval_on_start`), and keeps the checkpoint's intervals of logs and saves.
 
     Add it between `SaveOnSignal` and `SafeCheckpoints`: it decides on the saves of the former and writes files that the
-    latter marks complete.
-
-    Args:
-        trainer: The Trainer of this callback.
-        checkpoint: The checkpoint that `train()` resumes from, if any.
+    latter marks complete. `checkpoint` is the one that `train()` resumes from, if any.
     """
 
     def __init__(self, trainer: Trainer, checkpoint: Path | None) -> None:
@@ -188,7 +147,7 @@ class ExactResume(TrainerCallback):
         self._eval_on_start: bool | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         if not state.global_step:
             return
@@ -200,9 +159,7 @@ class ExactResume(TrainerCallback):
         if self._finished:
             self._trainer.get_batch_samples = lambda *_: ([], None)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_epoch_begin(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         if self._finished:
             control.should_training_stop = True
 
@@ -213,26 +170,20 @@ class ExactResume(TrainerCallback):
         if control.should_save and due_then and _ends_epoch(state):
             control.should_save, self._save_at_epoch_end = False, True
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         if self._finished:
             control.should_log = control.should_evaluate = control.should_save = False
         if self._save_at_epoch_end:
             control.should_save, self._save_at_epoch_end = True, False
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         sums = gather(self._trainer._tr_loss.item())
         if args.should_save:
             values = {"logged_at": self._trainer._globalstep_last_logged, "sums": sums}
             folder = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
             write_atomically(folder / LOSSES, json.dumps(values) + "\n")  # keeps NaN
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         if self._finished:
             del self._trainer.get_batch_samples
         if self._eval_on_start is not None:
@@ -277,19 +228,10 @@ class _VersionOnly:
 
 
 class StopOnNonFinite(TrainerCallback):
-    """Ends the training when the loss or the gradient norm is not finite, before anything is saved from it.
-
-    Raises:
-        PosencError: From the Trainer's `train()`, in every process.
-    """
+    """Raises from the Trainer's `train()` when loss or gradient norm are not finite, before anything is saved."""
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
     ) -> None:
         for name in ("loss", "grad_norm"):
             value = (logs or {}).get(name)
@@ -308,20 +250,13 @@ class ProgressLines(TrainerCallback):
         self._began = 0.0
         self._first = 0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._began, self._first = time.perf_counter(), state.global_step
         if state.is_world_process_zero and state.global_step:
             _print(f"resuming after step {state.global_step:,} of {state.max_steps:,}")
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **_: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
     ) -> None:
         step, steps = state.global_step, state.max_steps
         if not state.is_world_process_zero or not logs or "loss" not in logs:
@@ -372,7 +307,7 @@ class PerplexityCallback(TrainerCallback):
         self,
         args: TrainingArguments,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         model: Any = None,
         **_: Any,
     ) -> None:
@@ -380,18 +315,16 @@ class PerplexityCallback(TrainerCallback):
             self._log(self._measure(model, state), state)
             self._remember(args.eval_on_start)
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self._remember(control.should_evaluate)
 
     on_epoch_end = on_step_end
 
     def on_evaluate(
         self,
-        args: TrainingArguments,
+        args: Any,
         state: TrainerState,
-        control: TrainerControl,
+        control: Any,
         model: Any = None,
         metrics: dict[str, Any] | None = None,
         **_: Any,
@@ -426,14 +359,10 @@ class PerplexityCallback(TrainerCallback):
 
 
 def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:
-    """Check that the scores alone, without a loss of an `eval_dataset`, include the metric for the best model.
-
-    Args:
-        arguments: The Trainer's.
-        scores: The perplexities that are measured, if any.
+    """Check that the scores include the metric for the best model: the Trainer would fail at its first evaluation.
 
     Raises:
-        PosencError: They do not: the Trainer would fail at its first evaluation.
+        PosencError: They do not, or nothing is measured.
     """
     metric = arguments.metric_for_best_model  # "loss" if it is required and was not given
     if metric is None or arguments.eval_strategy == "no":

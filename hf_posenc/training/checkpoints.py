@@ -55,11 +55,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def mark_complete(path: Path | str, *, processes: int = 1) -> None:
-    """Flush a checkpoint to disk, then write its manifest. Call it in one process, after all have written.
-
-    Args:
-        path: The checkpoint's folder.
-        processes: Number of processes that wrote it.
+    """Flush a checkpoint to disk, then write its manifest. Call it in one process, after all `processes` have written.
 
     Raises:
         PosencError: The disk is full, for instance; the checkpoint stays partial.
@@ -78,20 +74,12 @@ def mark_complete(path: Path | str, *, processes: int = 1) -> None:
 
 
 def is_complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has a manifest.
-
-    Raises:
-        PosencError: A newer version of this package wrote it.
-    """
+    """Return whether a checkpoint has a manifest."""
     return _manifest(checkpoint) is not None
 
 
 def complete_checkpoints(folder: Path | str) -> list[Path]:
-    """Return the complete checkpoints, by step.
-
-    Raises:
-        PosencError: A newer version of this package wrote one.
-    """
+    """Return the complete checkpoints, by step."""
     return [path for path in checkpoints(folder) if is_complete(path)]
 
 
@@ -117,11 +105,7 @@ def last_complete_checkpoint(folder: Path | str) -> Path | None:
 
 
 def clear_partial(folder: Path | str) -> list[Path]:
-    """Remove partial checkpoints and return their paths. Call it in one process, while no run writes to the folder.
-
-    Raises:
-        PosencError: A file cannot be removed.
-    """
+    """Remove partial checkpoints and return their paths. Call it in one process, while no run writes to the folder."""
     partial = [path for path in checkpoints(folder) if not is_complete(path)]
     for path in partial:
         discard(path)
@@ -129,11 +113,7 @@ def clear_partial(folder: Path | str) -> list[Path]:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, its manifest first: after a kill, the rest counts as partial.
-
-    Raises:
-        PosencError: A file cannot be removed.
-    """
+    """Remove a checkpoint, its manifest first: after a kill, the rest counts as partial."""
     try:
         if (checkpoint / MANIFEST).exists():
             (checkpoint / MANIFEST).unlink()
@@ -150,9 +130,6 @@ def rotate(folder: Path | str, limit: int | None, best: Path | None = None) -> N
         folder: The run's folder.
         limit: Number of checkpoints to keep; `None` or 0: all.
         best: A checkpoint that is kept whatever its step, for `load_best_model_at_end`.
-
-    Raises:
-        PosencError: A file cannot be removed.
     """
     complete = complete_checkpoints(folder)
     if not limit or limit < 0 or not complete:
@@ -169,18 +146,14 @@ class SafeCheckpoints(TrainerCallback):
 
     The Trainer itself removes older checkpoints before the new one is complete. Therefore its `save_total_limit` is
     unset during the training and applied here. Add this callback behind `SaveOnSignal`, whose saves it marks.
-
-    Args:
-        limit: Number of checkpoints to keep beside the best one; by default `save_total_limit`.
     """
 
-    def __init__(self, limit: int | None = None) -> None:
-        self._requested_limit = limit
+    def __init__(self) -> None:
         self._limit: int | None = None
         self._saved: int | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         if state.is_hyper_param_search:
             raise PosencError(
@@ -195,7 +168,7 @@ class SafeCheckpoints(TrainerCallback):
             self._rotate(args, state)
 
     def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         # A complete checkpoint is not written again: a kill would leave its manifest beside torn files.
         if control.should_save and self._saved == state.global_step:
@@ -203,9 +176,7 @@ class SafeCheckpoints(TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
         complete_together(
             checkpoint,
@@ -217,16 +188,13 @@ class SafeCheckpoints(TrainerCallback):
         if args.should_save:
             self._rotate(args, state)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, *_: Any, **__: Any) -> None:
         if self._limit is not None:
             args.save_total_limit = self._limit
 
     def _rotate(self, args: TrainingArguments, state: TrainerState) -> None:
         best = state.best_model_checkpoint
-        limit = self._limit if self._requested_limit is None else self._requested_limit
-        rotate(args.output_dir or ".", limit, None if best is None else Path(best))
+        rotate(args.output_dir or ".", self._limit, None if best is None else Path(best))
 
 
 def complete_together(checkpoint: Path, *, processes: int, flushes: bool, marks: bool) -> None:
@@ -237,9 +205,6 @@ def complete_together(checkpoint: Path, *, processes: int, flushes: bool, marks:
         processes: Number of processes.
         flushes: Whether this process flushes the files that its machine wrote.
         marks: Whether this process writes the manifest: one per disk.
-
-    Raises:
-        PosencError: The disk is full, for instance.
     """
     barrier()
     if flushes:
@@ -322,11 +287,7 @@ def reason_of(error: Exception) -> str:
 
 
 def flush(folder: Path) -> None:
-    """Flush every file below a folder to disk.
-
-    Raises:
-        PosencError: A file cannot be written.
-    """
+    """Flush every file below a folder to disk."""
     try:
         for path in (folder, *folder.rglob("*")):
             _sync(path)

@@ -117,7 +117,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing_older(
     (line,) = [line for line in output(folder).splitlines() if line.startswith("ERROR")]
     assert "checkpoint-6 could not be saved: " in line
     assert "No space left on device" in line
-    assert "Checkpoint-3 is whole: make room and run the same command again." in line
+    assert "Checkpoint-3 is complete: make room and run the same command again." in line
     assert [path.name for path in checkpoints(folder)] == ["checkpoint-3"]
     run.check(folder)
 
