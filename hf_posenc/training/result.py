@@ -36,29 +36,13 @@ PERPLEXITY_PLOT = "perplexity.png"
 _TEMPLATE = Path(__file__).parent / "card.md.jinja"
 _TAGS = ("hf_posenc", "long-context", "positional-encoding")
 _PLAIN = "transformers5"
-_TRAINED = {
-    "full": "all weights",
-    "lora": "a LoRA adapter, with embeddings and norms",
-    "encoding": "the encoding's own parameters only",
-}
-_POSITIONS = {
-    "contiguous": "as they come",
-    "packed": "anew in every document of a block; the documents do not attend to each other",
-    "pose": "PoSE (Zhu et al. 2023, arXiv 2309.10400), up to {target:,}",
-    "random": "randomized (Ruoss et al. 2023, arXiv 2305.16843), up to {target:,}",
-    "cream": "CREAM (Wu et al. 2024, arXiv 2406.07138), up to {target:,}",
-}
 # Folders in the output folder are checkpoints, records and the training text. The pickle of the arguments holds paths,
 # and the hub's token if one was given.
 _NOT_PUSHED = ("*/*", ".*", "*.lock", "training_args.bin")
 
 
 def check_verifiable(patch: Patch | None, train: str) -> None:
-    """Check before the training that plain transformers can load the result, for `--verify_export`.
-
-    Raises:
-        PosencError: It cannot.
-    """
+    """Check before the training that plain transformers can load the result, for `--verify_export`."""
     if train == "lora":
         raise PosencError(
             "--verify_export loads whole weights in plain transformers, and --train lora saves an adapter. Merge it "
@@ -197,11 +181,7 @@ def write_card(
 
 
 def all_exports(directory: Path) -> list[Export]:
-    """Return the export of a saved model for each engine.
-
-    Raises:
-        PosencError: The folder holds no model.
-    """
+    """Return the export of a saved model for each engine."""
     from hf_posenc.engines.exporting import ENGINES, export
 
     return [export(directory, engine) for engine in ENGINES]
@@ -218,17 +198,9 @@ def model_card(
     verified: str | None = None,
     name: str = "PATH",
 ) -> str:
-    """Return the text of a model card.
+    """Return the text of a model card, given the saved `config.json`, and title and file of each plot.
 
-    Args:
-        log: As for `write_card`.
-        scores: As for `write_card`.
-        exports: As for `write_card`.
-        config: The saved `config.json`.
-        plots: Title and file of each plot.
-        licence: As for `write_card`.
-        verified: As for `write_card`.
-        name: As for `write_card`.
+    The other arguments are those of `write_card`.
     """
     from jinja2 import Environment, StrictUndefined
 
@@ -257,13 +229,7 @@ def model_card(
         conclusion="" if shown is None else conclusion(shown),
         tables=() if shown is None else _tables(shown),
         plots=plots,
-        trained=_TRAINED[log.train],
         text=_text(log.data),
-        positions=_POSITIONS[log.data["positions"]].format(
-            target=log.data.get("target_length") or 0
-        )
-        if "positions" in log.data
-        else None,
         versions=[
             f"{package} {version}" for package, version in log.environment.items() if version
         ],

@@ -29,7 +29,6 @@ from hf_posenc.evaluation.measuring.store import (
     Key,
     Memory,
     Records,
-    Shard,
     Store,
     fingerprint_of,
 )
@@ -121,12 +120,7 @@ def _with_row(
 
 
 class GroupRecords:
-    """Records of all ranks of a process group; new values are also stored by this rank alone.
-
-    Args:
-        keys: The keys of all values.
-        own: The records of this rank.
-    """
+    """Records of all ranks of a process group; this rank's new values go to its own records too."""
 
     def __init__(self, keys: Sequence[Key], own: Records) -> None:
         self._keys, self._own, self._all = keys, own, Memory()
@@ -256,7 +250,10 @@ class Scores:
         fixed = hasattr(model, "hf_device_map") or getattr(model, "is_quantized", False)
         if self._device is not None and not sharded and not fixed:
             model.to(self._device)
-        with without_side_effects(model), self._precision(model):
+        precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self._autocast is not None:
+            precision = torch.autocast(next(model.parameters()).device.type, self._autocast)
+        with without_side_effects(model), precision:
             described = self._describe(model, sharded)
             # Everything that the numbers depend on and that changes from row to row.
             unchanging = ("name", "revision", "tokenizer", "bos")
@@ -283,19 +280,18 @@ class Scores:
         progress: Progress,
     ) -> PerplexityResult:
         shard = group_shard()
+        together = sharded and shard.count > 1
+        share = ALONE if sharded else shard
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
         run = PerplexityRun(
             model, self.documents, [candidate], self.settings, special=self._special
         )
-        with self._open_store(shard, sharded) as store:
-            records = GroupRecords([item.key for item in run.items], store)
-            execute(
-                run,
-                records,
-                ALONE if sharded else shard,
-                progress,
-                strict=sharded and shard.count > 1,
-            )
+        store: contextlib.AbstractContextManager[Records] = contextlib.nullcontext(Memory())
+        if self.output is not None and not (sharded and shard.index):
+            store = Store(self.output, self._decisive, share)
+        with store as own:
+            records = GroupRecords([item.key for item in run.items], own)
+            execute(run, records, share, progress, strict=together)
         records.refresh()
         result = result_of(
             run,
@@ -319,18 +315,6 @@ class Scores:
             described["autocast"] = str(self._autocast).removeprefix("torch.")
         return described
 
-    def _precision(self, model: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast(next(model.parameters()).device.type, self._autocast)
-
-    def _open_store(
-        self, shard: Shard, sharded: bool
-    ) -> contextlib.AbstractContextManager[Records]:
-        if self.output is None or (sharded and shard.index):
-            return contextlib.nullcontext(Memory())
-        return Store(self.output, self._decisive, ALONE if sharded else shard)
-
     def _read_table(self) -> PerplexityResult | None:
         """Return the rows so far of the same documents and settings."""
         if self.output is None or group_shard().index:
@@ -351,22 +335,10 @@ def score(
     model: nn.Module,
     tokenizer: Any,
     documents: Iterable[str | Entry],
-    *,
-    lengths: Sequence[int],
-    output: Path | str | None = None,
     **options: Any,
 ) -> PerplexityResult:
-    """Measure a model in its present state once; `Scores` measures it repeatedly during a training.
-
-    Args:
-        model: The model, patched or not.
-        tokenizer: Its tokenizer.
-        documents: As for `Scores`.
-        lengths: As for `Scores`.
-        output: As for `Scores`.
-        **options: As for `Scores`.
-    """
-    return Scores(tokenizer, documents, lengths=lengths, output=output, **options).measure(model)
+    """Measure a model in its present state once, with the arguments of `Scores`, which measures repeatedly."""
+    return Scores(tokenizer, documents, **options).measure(model)
 
 
 def label_of(model: nn.Module, step: int = 0) -> str:
@@ -397,11 +369,7 @@ def _digest(value: Any) -> str:
 def conclusion(scores: PerplexityResult) -> str:
     """Return the effect of the training at the longest length and at the model's original one, in one line.
 
-    Args:
-        scores: The rows of `Scores`.
-
-    Returns:
-        For example `tail perplexity at 1,024 tokens: 160.9 unpatched, 9.87 patched, 9.05 after 48 steps; ...`.
+    For example `tail perplexity at 1,024 tokens: 160.9 unpatched, 9.87 patched, 9.05 after 48 steps; ...`.
     """
     shown = before_and_after(scores)
     protocol, lengths = shown.settings.protocols[-1], shown.settings.lengths
