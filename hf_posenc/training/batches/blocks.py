@@ -208,65 +208,6 @@ class Blocks:
         return blocks
 
 
-class Writer:
-    """Writes blocks into an empty folder: an Arrow file, and last of all the counts.
-
-    Raises:
-        PosencError: The datasets library is not installed.
-    """
-
-    def __init__(self, folder: Path, packed: bool) -> None:
-        if importlib.util.find_spec("datasets") is None:
-            raise PosencError(
-                "Training needs the datasets library: pip install 'hf-posenc[train]'."
-            )
-        import pyarrow as pa
-
-        numbers = pa.list_(pa.int32())
-        names = ("input_ids", "document_lengths") if packed else ("input_ids",)
-        self._schema = pa.schema([(name, numbers) for name in names])
-        self._packed, self._folder = packed, folder
-        self._hash, self.blocks, self.largest = hashlib.sha256(), 0, -1
-
-    def write(self, blocks: Iterable[Block]) -> None:
-        """Write all blocks in batches and flush them to disk."""
-        import pyarrow as pa
-
-        with (self._folder / _TOKENS).open("wb") as file:
-            with pa.ipc.new_stream(file, self._schema) as stream:
-                rows: list[Block] = []
-                for block in blocks:
-                    self._count(block)
-                    rows.append(block)
-                    if len(rows) == _ROWS_PER_BATCH:
-                        stream.write_batch(self._batch(rows))
-                        rows = []
-                stream.write_batch(self._batch(rows))
-            file.flush()
-            os.fsync(file.fileno())
-
-    def close(self, **counts: Any) -> None:
-        """Write the counts, given those that the writer does not have; this completes the folder."""
-        hashed = self._hash.hexdigest()
-        written = Counts(blocks=self.blocks, largest=self.largest, sha256=hashed, **counts)
-        write_atomically(self._folder / _COUNTS, to_json(asdict(written)))
-
-    def _count(self, block: Block) -> None:
-        self.blocks += 1
-        self.largest = max(self.largest, int(block.ids.max()))
-        for numbers in (block.ids, np.asarray(block.documents)):
-            self._hash.update(numbers.astype("<i8").tobytes())
-
-    def _batch(self, rows: list[Block]) -> Any:
-        import pyarrow as pa
-
-        columns = [pa.array([row.ids for row in rows], self._schema.field(0).type)]
-        if self._packed:
-            documents = [row.documents for row in rows]
-            columns.append(pa.array(documents, self._schema.field(1).type))
-        return pa.record_batch(columns, schema=self._schema)
-
-
 def read_standard_library() -> Iterator[Document]:
     """Yield the part of the embedded model's training corpus that every Python has: its standard library.
 
@@ -323,11 +264,11 @@ def prepare_blocks(
         )
     ending = tokenizer.eos_token_id
     cutter = Cutter(length, positions == "packed", prefix, [] if ending is None else [int(ending)])
-    reader = _Reader(entries, tokenizer, cutter, limit, seen)
+    writer = Writer(entries, tokenizer, cutter, limit, seen)
     if cache is None:
         place = f"the folder for temporary files {tempfile.gettempdir()}"
         with _disk_errors(place), tempfile.TemporaryDirectory(prefix="hf-posenc-") as folder:
-            reader.write(Path(folder))
+            writer.write(Path(folder))
             return Blocks.read(Path(folder), in_memory=True)
     if source is None:
         raise PosencError("A cache needs source, the description of the documents.")
@@ -341,7 +282,7 @@ def prepare_blocks(
         "source": {**source, "files": _file_stamps(source)},
     }
     text = json.dumps(decisive, sort_keys=True, default=repr)
-    return _read_cached(cache, hashlib.sha256(text.encode()).hexdigest()[:32], reader)
+    return _read_cached(cache, hashlib.sha256(text.encode()).hexdigest()[:32], writer)
 
 
 def _file_stamps(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -363,7 +304,7 @@ def _files(name: str) -> Iterator[Path]:
         yield from (path.rglob("*") if path.is_dir() else [path])
 
 
-def _read_cached(cache: Path, key: str, reader: _Reader) -> Blocks:
+def _read_cached(cache: Path, key: str, writer: Writer) -> Blocks:
     from filelock import FileLock
 
     folder, unfinished = cache / key, cache / f"unfinished-{key}"
@@ -376,7 +317,7 @@ def _read_cached(cache: Path, key: str, reader: _Reader) -> Blocks:
                         shutil.rmtree(incomplete)
                 unfinished.mkdir()
                 try:
-                    reader.write(unfinished)
+                    writer.write(unfinished)
                     unfinished.rename(folder)
                 finally:
                     if unfinished.exists():
@@ -394,49 +335,91 @@ def _disk_errors(place: str) -> Iterator[None]:
         ) from error
 
 
-@dataclass
-class _Reader:
-    """Reads and tokenizes documents, and writes their blocks."""
+class Writer:
+    """Reads documents and writes their blocks into an empty folder: an Arrow file, and last of all the counts.
 
-    entries: Iterable[Entry]
-    tokenizer: Any
-    cutter: Cutter
-    limit: int | None
-    seen: Callable[[str], None]
-    used: int = 0
-    longest: int = 0
-    skipped: int = 0
-    reasons: list[Skipped] = field(default_factory=list)
+    Raises:
+        PosencError: The datasets library is not installed.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        tokenizer: Any,
+        cutter: Cutter,
+        limit: int | None,
+        seen: Callable[[str], None],
+    ) -> None:
+        if importlib.util.find_spec("datasets") is None:
+            raise PosencError(
+                "Training needs the datasets library: pip install 'hf-posenc[train]'."
+            )
+        import pyarrow as pa
+
+        numbers = pa.list_(pa.int32())
+        names = ("input_ids", "document_lengths") if cutter.packed else ("input_ids",)
+        self._schema = pa.schema([(name, numbers) for name in names])
+        self._entries, self._tokenizer, self._cutter = entries, tokenizer, cutter
+        self._limit, self._seen = limit, seen
+        self._hash, self._blocks, self._largest = hashlib.sha256(), 0, -1
+        self._used = self._longest = self._skipped = 0
+        self._reasons: list[Skipped] = []
 
     def write(self, folder: Path) -> None:
-        writer = Writer(folder, self.cutter.packed)
-        writer.write(self._blocks())
-        if not writer.blocks:
-            raise PosencError(self._explanation())
-        writer.close(
-            length=self.cutter.length,
-            documents=self.used,
-            tokens=self.cutter.tokens - self.cutter.unused,
-            unused=self.cutter.unused,
-            skipped=self.skipped,
-            reasons=tuple(self.reasons),
-        )
+        """Write all blocks and flush them to disk; the counts complete the folder."""
+        import pyarrow as pa
 
-    def _blocks(self) -> Iterator[Block]:
-        vocabulary = Vocabulary(self.tokenizer)
-        for entry in self.entries:
-            self.seen(entry.name)
+        with (folder / _TOKENS).open("wb") as file:
+            with pa.ipc.new_stream(file, self._schema) as stream:
+                blocks = self._cut()
+                while rows := list(itertools.islice(blocks, _ROWS_PER_BATCH)):
+                    stream.write_batch(self._batch(rows))
+            file.flush()
+            os.fsync(file.fileno())
+        if not self._blocks:
+            raise PosencError(self._explanation())
+        counts = Counts(
+            length=self._cutter.length,
+            blocks=self._blocks,
+            documents=self._used,
+            tokens=self._cutter.tokens - self._cutter.unused,
+            unused=self._cutter.unused,
+            largest=self._largest,
+            sha256=self._hash.hexdigest(),
+            skipped=self._skipped,
+            reasons=tuple(self._reasons),
+        )
+        write_atomically(folder / _COUNTS, to_json(asdict(counts)))
+
+    def _batch(self, rows: list[Block]) -> Any:
+        import pyarrow as pa
+
+        columns = [pa.array([row.ids for row in rows], self._schema.field(0).type)]
+        if self._cutter.packed:
+            documents = [row.documents for row in rows]
+            columns.append(pa.array(documents, self._schema.field(1).type))
+        return pa.record_batch(columns, schema=self._schema)
+
+    def _cut(self) -> Iterator[Block]:
+        vocabulary = Vocabulary(self._tokenizer)
+        for entry in self._entries:
+            self._seen(entry.name)
             document = self._tokenize(entry, vocabulary)
             if isinstance(document, Skipped):
-                self.skipped += 1
-                if len(self.reasons) < _MAX_REASONS:
-                    self.reasons.append(document)
+                self._skipped += 1
+                if len(self._reasons) < _MAX_REASONS:
+                    self._reasons.append(document)
                 continue
-            self.used += 1
-            yield from self.cutter.cut(document)
-            if self.used == self.limit:
+            self._used += 1
+            for block in self._cutter.cut(document):
+                self._blocks += 1
+                self._largest = max(self._largest, int(block.ids.max()))
+                for numbers in (block.ids, np.asarray(block.documents)):
+                    self._hash.update(numbers.astype("<i8").tobytes())
+                yield block
+            if self._used == self._limit:
                 break
-        self.cutter.finish()
+        self._cutter.finish()
 
     def _tokenize(self, entry: Entry, vocabulary: Vocabulary) -> TokenizedDocument | Skipped:
         if isinstance(entry, Skipped):
@@ -452,29 +435,29 @@ class _Reader:
                 ) from error
         else:
             try:
-                document = tokenize(entry, self.tokenizer)
+                document = tokenize(entry, self._tokenizer)
             except UnreadableError as error:
                 return Skipped(entry.name, str(error))
-        self.longest = max(self.longest, len(document))
-        if len(document) < (least := self.cutter.least):
+        self._longest = max(self._longest, len(document))
+        if len(document) < (least := self._cutter.least):
             return Skipped(entry.name, f"too short: {len(document):,} tokens, {least:,} are needed")
         return document
 
     def _explanation(self) -> str:
         """Return why there is no block."""
-        if not self.skipped and not self.used:
+        if not self._skipped and not self._used:
             return "There is no document to read."
-        if not self.skipped:
+        if not self._skipped:
             return (
-                f"All documents together have {self.cutter.tokens:,} tokens, fewer than a block of "
-                f"{self.cutter.length:,}: give more text, or a shorter --block_length."
+                f"All documents together have {self._cutter.tokens:,} tokens, fewer than a block of "
+                f"{self._cutter.length:,}: give more text, or a shorter --block_length."
             )
-        first = f"{self.reasons[0].name}: {self.reasons[0].reason}"
-        others = f"; and {self.skipped - 1:,} more" if self.skipped > 1 else ""
+        first = f"{self._reasons[0].name}: {self._reasons[0].reason}"
+        others = f"; and {self._skipped - 1:,} more" if self._skipped > 1 else ""
         advice = ""
-        if self.longest:
+        if self._longest:
             advice = (
-                f" The longest document has {self.longest:,} tokens, a block has {self.cutter.length:,}: give a "
+                f" The longest document has {self._longest:,} tokens, a block has {self._cutter.length:,}: give a "
                 "shorter --block_length, or --positions packed, which puts short documents side by side."
             )
         return f"No document can be used for training ({first}{others}).{advice}"
