@@ -30,10 +30,9 @@ _SAMPLE = 4096
 
 
 def join_on_cpu() -> None:
-    """Connect the processes of a launcher on a machine without a GPU. Call it first.
+    """Connect the processes of a launcher on a machine without a GPU: accelerate alone would let each train by itself.
 
-    accelerate searches for a GPU in each process that torchrun or a launch file with `use_cpu: true` started. Without
-    one, each process trains alone, unless an environment variable is set.
+    Call it first.
     """
     sharded = _is_set("ACCELERATE_USE_FSDP") or _is_set("ACCELERATE_USE_DEEPSPEED")
     if "LOCAL_RANK" in os.environ and not sharded and not torch.accelerator.is_available():

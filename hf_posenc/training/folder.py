@@ -68,9 +68,8 @@ _LAUNCH = ("FSDP_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_MIXED_PRECISION", "ACCE
 def settings_of(arguments: TrainingArguments, **more: Any) -> dict[str, Any]:
     """Return everything that determines the losses of a training, JSON-ready.
 
-    Args:
-        arguments: The Trainer's; options that only affect output and the frequency of saves are left out.
-        **more: The model, its patch, the data, the positions.
+    That is the Trainer's arguments, except those that only affect output and the frequency of saves, the processes, and
+    `more`: the model, its patch, the data, the positions.
     """
     from accelerate import PartialState
 
@@ -94,7 +93,7 @@ def resume_point(
     fresh: bool = False,
     device: str | None = None,
 ) -> Path | None:
-    """Return the checkpoint that a run resumes from, and remove partial ones.
+    """Return the checkpoint that a run resumes from (`None` if it begins), and remove partial ones.
 
     Call it in one process per disk, while no other run writes to the folder.
 
@@ -105,9 +104,6 @@ def resume_point(
             a later one, the same command resumes from that.
         fresh: Remove checkpoints of other settings instead of refusing them.
         device: The device that the run computes on; a change is warned of.
-
-    Returns:
-        The checkpoint; `None` if the run begins.
 
     Raises:
         PosencError: The folder holds another run or a damaged checkpoint, or cannot be written to.
@@ -302,16 +298,12 @@ class TrainingFolder:
         Raises:
             SystemExit: SIGTERM or SIGUSR1 was received: 128 plus its number, as in shells.
         """
-        for callback in (
-            self._interruption,
-            ExactResume(trainer, self.checkpoint),
-            SafeCheckpoints(),
-        ):
+        resume = ExactResume(trainer, self.checkpoint)
+        for callback in (self._interruption, resume, SafeCheckpoints()):
             trainer.add_callback(callback)
+        checkpoint = None if self.checkpoint is None else str(self.checkpoint)
         with configs_of_both_styles():
-            trainer.train(
-                resume_from_checkpoint=None if self.checkpoint is None else str(self.checkpoint)
-            )
+            trainer.train(resume_from_checkpoint=checkpoint)
         if self._interruption.received:
             if self._arguments.process_index == 0:
                 step = trainer.state.global_step
@@ -441,11 +433,6 @@ def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, 
 
 def save(accelerator: Accelerator, folder: Path | str, step: int) -> None:
     """Write a checkpoint, and mark it complete last. All processes call it.
-
-    Args:
-        accelerator: As for `resume`.
-        folder: The run's folder.
-        step: The number of finished steps.
 
     Raises:
         PosencError: The disk is full, for instance; older checkpoints are unchanged.

@@ -90,15 +90,7 @@ class TrainingLog:
         data: Mapping[str, Any] | None = None,
         command: str | None = None,
     ) -> TrainingLog:
-        """Return the log of a Trainer.
-
-        Args:
-            trainer: The Trainer, after `train()`.
-            base: The name or folder that the model was loaded from.
-            train: The choice of trained parameters.
-            data: As the attribute; file names in it lose their paths.
-            command: As the attribute.
-        """
+        """Return the log of a Trainer after `train()`; folders and files in `base` and `data` lose their paths."""
         model: Any = trainer.model
         patch = get_patch(model)
         parameters = list(model.parameters())
@@ -170,7 +162,7 @@ def _run(trainer: Trainer) -> dict[str, Any]:
 
 
 def _plain(option: Any) -> str:
-    """Return the value of a member of one of transformers' enumerations."""
+    """Return the value of one of transformers' enumerations."""
     return str(getattr(option, "value", option))
 
 
@@ -302,20 +294,14 @@ def smoothed(points: Points) -> tuple[list[tuple[float, float]], int]:
 def _loss_panel(panel: Axes, losses: Points, held_out: Points) -> None:
     """Draw every logged loss, their trend, and the Trainer's own evaluations, if any."""
     means, width = smoothed(losses)
-    panel.plot(
-        *zip(*losses, strict=True),
-        color=COLOURS[0],
-        linewidth=0.6 if means else 1.3,
-        alpha=0.45 if means else 1.0,
-        label="logged" if means else "training",
-    )
+    thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.45} if means else {"linewidth": 1.3}
+    name = "logged" if means else "training"
+    panel.plot(*zip(*losses, strict=True), color=COLOURS[0], label=name, **thin)
     if means:
-        panel.plot(
-            *zip(*means, strict=True), color=COLOURS[0], linewidth=1.6, label=f"mean of {width}"
-        )
+        name = f"mean of {width}"
+        panel.plot(*zip(*means, strict=True), color=COLOURS[0], linewidth=1.6, label=name)
     if held_out:
-        style: dict[str, Any] = {**MARKED, "color": COLOURS[1], "marker": MARKERS[0]}
-        panel.plot(*zip(*held_out, strict=True), label="evaluation", **style)
+        panel.plot(*zip(*held_out, strict=True), label="evaluation", **_style(1, 0))
     if means or held_out:
         panel.legend(frameon=False)
     panel.set_title("training loss", loc="left")
@@ -328,13 +314,8 @@ def _score_panel(
     """Draw held-out perplexities by step, one line per length, and that of the unpatched model."""
     names = [f"{length:,} tokens" for length in lines]
     for index, points in enumerate(lines.values()):
-        style: dict[str, Any] = {
-            **MARKED,
-            "color": COLOURS[index % len(COLOURS)],
-            "marker": MARKERS[index % len(MARKERS)],
-        }
         if points:
-            panel.plot(*zip(*points, strict=True), label=names[index], **style)
+            panel.plot(*zip(*points, strict=True), label=names[index], **_style(index, index))
     first, original = table.candidates[0], table.original
     unpatched = (
         None if first.method or original is None else table.cell(first.label, protocol, original)
@@ -343,14 +324,9 @@ def _score_panel(
         # A line of the data, so that its name is at its end, as for the others.
         names.append(f"{first.label} at {original:,}: {number(unpatched.perplexity)}")
         steps = [step for points in lines.values() for step, _ in points]
-        panel.plot(
-            [min(steps), max(steps)],
-            [unpatched.perplexity] * 2,
-            label=names[-1],
-            color=CONTROL_COLOUR,
-            linewidth=1.0,
-            linestyle=_DOTTED,
-        )
+        dotted: dict[str, Any] = {"color": CONTROL_COLOUR, "linewidth": 1.0, "linestyle": _DOTTED}
+        ends, values = [min(steps), max(steps)], [unpatched.perplexity] * 2
+        panel.plot(ends, values, label=names[-1], **dotted)
     panel.set_title(f"held-out perplexity, {protocol}", loc="left")
     panel.set_xlabel("step")
     panel.set_ylabel("perplexity")
@@ -358,11 +334,17 @@ def _score_panel(
     name_lines(panel, names, (_HEIGHT - 1.0) * 72)
 
 
+def _style(colour: int, marker: int) -> dict[str, Any]:
+    return {
+        **MARKED,
+        "color": COLOURS[colour % len(COLOURS)],
+        "marker": MARKERS[marker % len(MARKERS)],
+    }
+
+
 def _step_label(log_history: Sequence[Mapping[str, Any]]) -> str:
     """Return `step`, with the number of tokens per step if the Trainer counts them."""
-    tokens = [
-        (e["step"], e["num_input_tokens_seen"]) for e in log_history if "num_input_tokens_seen" in e
-    ]
-    if not tokens or not tokens[-1][0]:
+    counted = [entry for entry in log_history if "num_input_tokens_seen" in entry]
+    if not counted or not counted[-1]["step"]:
         return "step"
-    return f"step ({tokens[-1][1] / tokens[-1][0]:,.0f} tokens each)"
+    return f"step ({counted[-1]['num_input_tokens_seen'] / counted[-1]['step']:,.0f} tokens each)"

@@ -147,11 +147,7 @@ def resolve_lengths(
 
 
 def check_enough(blocks: int, arguments: TrainingArguments) -> None:
-    """Check that the blocks fill one batch on every process, if incomplete batches are dropped.
-
-    Raises:
-        PosencError: They do not.
-    """
+    """Check that the blocks fill one batch on every process, if incomplete batches are dropped."""
     batch = arguments.train_batch_size * arguments.world_size
     if arguments.dataloader_drop_last and blocks < batch:
         raise PosencError(
@@ -173,11 +169,7 @@ def needs_one_row(model: Any, positions: str) -> bool:
 
 @contextlib.contextmanager
 def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
-    """Load models with all their weights on every process, under ZeRO-3 too; without it, nothing changes.
-
-    Args:
-        arguments: The Trainer's; created before, so that DeepSpeed is set up.
-    """
+    """Load models with all their weights on every process, under ZeRO-3 too. Create the arguments first."""
     if not _is_zero3(arguments):
         yield
         return
@@ -198,11 +190,8 @@ def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
 def partition_weights(model: nn.Module, arguments: TrainingArguments) -> None:
     """Partition a whole model over the processes for ZeRO-3, in place; without it, do nothing.
 
-    All processes get the first one's values. Call it last, just before `Trainer(model, ...)`.
-
-    Args:
-        model: Loaded in `whole_weights`, patched, with its adapter.
-        arguments: The Trainer's.
+    All processes get the first one's values. The model was loaded in `whole_weights`, and has its patch and adapter.
+    Call it last, just before `Trainer(model, ...)`.
     """
     if not _is_zero3(arguments):
         return

@@ -94,9 +94,6 @@ def dependencies(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
     Returns:
         Bool, shape (b, n, n): query, key.
-
-    Raises:
-        PosencError: The model does not accept the batch, or its logits are not finite.
     """
     rows = []
     with _embedding_leaves(model) as leaves:

@@ -68,14 +68,9 @@ class Decoder:
         return decoder
 
     def run(self, arguments: Arguments, outputs: list[Any] | None = None) -> tuple[Any, Any]:
-        """Run the forward with the logits of the last token only.
+        """Run the forward with the logits of the last token only; return its output and the decoder's whole one.
 
-        Args:
-            arguments: Arguments of the forward.
-            outputs: List that receives the decoder's output before the head runs.
-
-        Returns:
-            The output of the forward, and the whole output of the decoder.
+        The list `outputs` receives the decoder's output before the head runs.
         """
         outputs = [] if outputs is None else outputs
 
@@ -118,9 +113,6 @@ class Decoder:
             targets: The label that each position predicts, shape (batch, n).
             chunk: Tokens whose logits exist at a time.
             loss: Sum of the losses from logits, shape (batch, m, vocabulary), and targets, shape (batch, m).
-
-        Returns:
-            A scalar, with a gradient if the hidden states or the head have one.
         """
         hidden = hidden_states(output)
         assert hidden is not None

@@ -244,10 +244,7 @@ class ChunkedLoss:
         """Compare the loss in chunks with the plain one, for an output of the decoder.
 
         If gradients are enabled, those of the hidden states and of all weights behind them are compared; those of the
-        decoder's weights follow from them.
-
-        Returns:
-            The difference in one line, or `None` if there is none beyond rounding.
+        decoder's weights follow from them. The result is one line, or `None` up to rounding.
         """
         hidden = hidden_states(output)
         assert hidden is not None
