@@ -60,7 +60,10 @@ def methods() -> None:
 def show(name: Annotated[str, typer.Argument(help="A method or one of its aliases.")]) -> None:
     """Show a method: its equation, knobs with their defaults, source, and what it needs."""
     method = get_method(name)
-    paragraphs, meanings = _read_docstring(inspect.cleandoc(method.__doc__ or "").replace("`", ""))
+    paragraphs, _ = _read_docstring(method)
+    meanings = {
+        k: v for base in reversed(method.__mro__) for k, v in _read_docstring(base)[1].items()
+    }
     console = out()
     also = f" (also {', '.join(method.aliases)})" if method.aliases else ""
     console.print(f"{method.name}{also}", style="bold")
@@ -83,8 +86,9 @@ def show(name: Annotated[str, typer.Argument(help="A method or one of its aliase
     console.print(f"Try: hf-posenc perplexity --patch none --patch {example}", markup=False)
 
 
-def _read_docstring(text: str) -> tuple[list[str], dict[str, str]]:
-    """The paragraphs of a Google-style docstring, unwrapped, and what it says of each argument."""
+def _read_docstring(cls: type) -> tuple[list[str], dict[str, str]]:
+    """Return the paragraphs of a Google-style docstring, unwrapped, and the meaning of each argument."""
+    text = inspect.cleandoc(cls.__doc__ or "").replace("`", "")
     body, _, arguments = text.partition("\nArgs:\n")
     paragraphs = [
         " ".join(paragraph.split()) for paragraph in body.split("\n\n") if paragraph.strip()

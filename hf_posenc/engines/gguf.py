@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,21 +13,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.patch.request import MethodLike
 
 _PREFIXES = ("rope.", "context_length")
-
-
-@dataclass(frozen=True)
-class GGUFRope:
-    """The rotary table of a file.
-
-    Attributes:
-        architecture: `general.architecture`.
-        keys: The keys of rotary embedding and context, without the architecture's name in front.
-        tensors: The tensors with divisors, by name.
-    """
-
-    architecture: str
-    keys: Mapping[str, Any]
-    tensors: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -51,22 +35,6 @@ class GGUFCheck:
     def right(self) -> bool:
         """True if llama.cpp computes the same as the model."""
         return self.error.small
-
-
-def read(path: str | Path) -> GGUFRope:
-    """Read a file's rotary table; the weights stay on the disk.
-
-    Raises:
-        PosencError: There is no such file, it is no GGUF file, or the package gguf is missing.
-    """
-    reader = _open(path)
-    architecture = str(reader.fields["general.architecture"].contents())
-    fields = {name.removeprefix(f"{architecture}."): f for name, f in reader.fields.items()}
-    return GGUFRope(
-        architecture,
-        {name: f.contents() for name, f in fields.items() if name.startswith(_PREFIXES)},
-        {t.name: [float(v) for v in t.data] for t in reader.tensors if t.name in GGUF_TENSORS},
-    )
 
 
 def check_gguf(
@@ -96,14 +64,18 @@ def check_gguf(
             f"{source.path} has no rotary table that a GGUF file could hold: methods that compute attention, and "
             "tables in the weights, stay with hf_posenc."
         )
-    rope = read(file)
-    computed = runtime(rope.keys, rope.tensors, table.dim, source.reach, flags)
+    reader = _open(file)
+    architecture = str(reader.fields["general.architecture"].contents())
+    fields = {name.removeprefix(f"{architecture}."): f for name, f in reader.fields.items()}
+    keys = {name: f.contents() for name, f in fields.items() if name.startswith(_PREFIXES)}
+    tensors = {t.name: [float(v) for v in t.data] for t in reader.tensors if t.name in GGUF_TENSORS}
+    computed = runtime(keys, tensors, table.dim, source.reach, flags)
     error = TableError.between(table.label, source.reach, computed, table.in_force(source.reach))
     every = (draft.divisors for draft in LlamaCpp().drafts(source))
     divisors = next((one for one in every if one is not None), None)
-    if divisors is not None and rope.architecture not in divisors.architectures:
+    if divisors is not None and architecture not in divisors.architectures:
         divisors = None
-    return GGUFCheck(str(file), rope.architecture, error, divisors)
+    return GGUFCheck(str(file), architecture, error, divisors)
 
 
 def write_gguf(check: GGUFCheck, target: str | Path) -> Path:

@@ -23,7 +23,6 @@ class ALiBi(DistanceBias):
 
     Args:
         scale: Divides the slopes: target context as a multiple of the one that ALiBi was trained with.
-        keep_rope: Keep the model's rotation beside the bias.
     """
 
     name: ClassVar[str] = "alibi"

@@ -25,7 +25,6 @@ class DualChunk(RotaryBands):
         chunk: Tokens c a chunk; three quarters of the original context L by default.
         window: Local window w, the distances that are exact over a chunk's border; `L - c` by
             default, with which positions reach `L - 1`.
-        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`.
     """
 
     name: ClassVar[str] = "dual_chunk"

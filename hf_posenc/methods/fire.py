@@ -27,7 +27,6 @@ class FIRE(DistanceBias):
         hidden: Width of the hidden layer.
         threshold: Initial T in tokens: up to it, positions count as T.
         c: Initial c.
-        keep_rope: Keep the model's rotation beside the bias.
     """
 
     name: ClassVar[str] = "fire"

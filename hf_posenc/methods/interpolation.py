@@ -18,9 +18,6 @@ class PositionInterpolation(Scaled):
     Positions are squeezed into the trained range, `m -> m / s` (Chen et al. 2023, arXiv 2306.15595,
     eq. 4), which is the same as dividing every frequency. Neighbouring tokens are then `s` times
     closer than in training, so the method needs a short fine-tuning.
-
-    Args:
-        scale: Target context as a multiple `s` of the original one.
     """
 
     name: ClassVar[str] = "pi"
@@ -41,11 +38,6 @@ class DynamicPI(LengthDependent):
     """Position interpolation by the length of the text: `f_i / s`, `s = max(1, N / L)`.
 
     Up to the original length `L` nothing changes (emozilla 2023, "Dynamically Scaled RoPE").
-
-    Args:
-        update: The length `N`: `"row"`, that of each query's position; `"request"`, each batch row's
-            own; `"sequence"`, the longest row of the batch.
-        bucket: Tokens by which it grows at once in the first two; half of `L` by default.
     """
 
     name: ClassVar[str] = "dynamic_pi"

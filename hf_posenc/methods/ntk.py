@@ -31,9 +31,6 @@ class NTKAware(Scaled):
 
     The slowest pair is interpolated by exactly `s`, the fastest not at all, the others by less than
     `s`. Without training the method therefore works up to somewhat less than `s` times the context.
-
-    Args:
-        scale: Target context as a multiple `s` of the original one.
     """
 
     name: ClassVar[str] = "ntk"
@@ -58,9 +55,6 @@ class DynamicNTK(LengthDependent):
 
     Args:
         scale: The factor `a`; 1 is the original proposal, above 1 is transformers' `factor`.
-        update: The length `N`: `"row"`, that of each query's position; `"request"`, each batch row's
-            own; `"sequence"`, the longest row of the batch.
-        bucket: Tokens by which it grows at once in the first two; half of `L` by default.
     """
 
     name: ClassVar[str] = "dynamic_ntk"
@@ -88,7 +82,6 @@ class NTKMixed(Scaled):
     slowest by `s`.
 
     Args:
-        scale: Target context as a multiple `s` of the original one.
         q: Exponent: 0.75 in the author's code (bojone/rerope), 0.625 in the derivation.
     """
 

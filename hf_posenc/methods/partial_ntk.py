@@ -45,7 +45,16 @@ def index_ramp(rope: RopeSpec, fast: float, slow: float, *, truncate: bool = Tru
 
 @dataclass(frozen=True, kw_only=True)
 class _PartialNTK(RopeScaling):
-    """The knobs and the blend of the static and the dynamic form."""
+    """The blend of the static and the dynamic form.
+
+    Args:
+        ntk_factor: Weight of the NTK-aware part, 0 to 1.
+        extrapolation_factor: Weight of the unscaled part, 0 to 1.
+        beta_0: Turns above which the NTK-aware table counts in full.
+        beta_1: Turns below which the linear table counts in full.
+        gamma_0: Turns above which the unscaled table counts in full.
+        gamma_1: Turns below which it does not count.
+    """
 
     ntk_factor: float = field(default=1.0, metadata=number(0))
     extrapolation_factor: float = field(default=1.0, metadata=number(0))
@@ -71,15 +80,6 @@ class PartialNTK(_PartialNTK, Scaled):
     NTK-aware frequencies are blended into linear ones between `beta_0` and `beta_1` turns over the
     original context. The unscaled ones are then blended into the result between `gamma_0` and
     `gamma_1` turns.
-
-    Args:
-        scale: Target context as a multiple `s` of the original one.
-        ntk_factor: Weight of the NTK-aware part, 0 to 1.
-        extrapolation_factor: Weight of the unscaled part, 0 to 1.
-        beta_0: Turns above which the NTK-aware table counts in full.
-        beta_1: Turns below which the linear table counts in full.
-        gamma_0: Turns above which the unscaled table counts in full.
-        gamma_1: Turns below which it does not count.
     """
 
     name: ClassVar[str] = "partial_ntk"
@@ -93,13 +93,7 @@ class PartialNTK(_PartialNTK, Scaled):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicPartialNTK(_PartialNTK, LengthDependent):
-    """Partial NTK with `s = max(1, N / L)` (jquesnelle/yarn); the other knobs as in `partial_ntk`.
-
-    Args:
-        update: The length `N`: `"row"`, that of each query's position; `"request"`, each batch row's
-            own; `"sequence"`, the longest row of the batch.
-        bucket: Tokens by which it grows at once in the first two; half of `L` by default.
-    """
+    """Partial NTK with `s = max(1, N / L)` (jquesnelle/yarn)."""
 
     name: ClassVar[str] = "dynamic_partial_ntk"
     summary: ClassVar[str] = "partial NTK with s = max(1, N/L)"

@@ -23,7 +23,6 @@ class Shaw(RelativeKeys):
 
     Args:
         max_distance: The distance K in tokens from which all keys share an embedding.
-        keep_rope: Keep the model's rotation beside the embeddings.
     """
 
     name: ClassVar[str] = "shaw"
@@ -50,9 +49,6 @@ class TransformerXL(RelativeKeys):
     The score is `((q + u).k + (q + v).(W R_r)) * scaling` with R_r the sinusoidal embedding of the
     distance, `[sin(r f), cos(r f)]` with `f_i = 10000 ** (-2i/head_dim)`. Each head has its own u, v
     and W, zeros at first. (In the paper R_r is as wide as the model; here as wide as a head.)
-
-    Args:
-        keep_rope: Keep the model's rotation beside the embeddings.
     """
 
     name: ClassVar[str] = "transformer_xl"

@@ -43,16 +43,6 @@ class ResonanceYaRN(YaRN):
     """Resonance YaRN (Wang et al. 2024, arXiv 2403.00071): YaRN, then `2 pi / round(2 pi / f'_i)`.
 
     The wavelengths of YaRN's frequencies `f'_i` are rounded to whole tokens; its temperature stays.
-
-    Args:
-        scale: Target context as a multiple `s` of the original one.
-        beta_fast: Turns above which a pair is not divided by the scale.
-        beta_slow: Turns below which it is divided in full.
-        truncate: Round the ends of the ramp outwards to whole pairs.
-        ramp: `"index"` or `"rotations"`, as in `ntk_by_parts`.
-        attention_factor: The factor on cos and sin, given outright.
-        mscale: As in `yarn`.
-        mscale_all_dim: As in `yarn`.
     """
 
     name: ClassVar[str] = "resonance_yarn"

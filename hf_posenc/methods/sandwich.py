@@ -23,7 +23,6 @@ class Sandwich(DistanceBias):
 
     Args:
         dim: Width D of the sinusoidal embeddings; independent of the model's own width.
-        keep_rope: Keep the model's rotation beside the bias.
     """
 
     name: ClassVar[str] = "sandwich"

@@ -26,7 +26,6 @@ class SelfExtend(RotaryBands):
         window: Distances W below it are kept; half of the original context by default.
         group: Tokens G that share a position past the window, given outright; 8 if there is no
             scale either.
-        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`.
     """
 
     name: ClassVar[str] = "self_extend"

@@ -24,7 +24,6 @@ class STRING(RotaryBands):
         shift: Offset S in tokens; a third of the original context by default.
         window: Local window W, the least distance that a shifted pair gets; 128 by default, and
             below S.
-        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`.
     """
 
     name: ClassVar[str] = "string"

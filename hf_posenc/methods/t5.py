@@ -24,7 +24,6 @@ class T5(DistanceBias):
     Args:
         buckets: Rows of the table.
         max_distance: Distance in tokens from which all keys share a bucket.
-        keep_rope: Keep the model's rotation beside the bias.
     """
 
     name: ClassVar[str] = "t5"

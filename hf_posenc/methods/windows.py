@@ -35,7 +35,6 @@ class LMInfinite(_WithSinks):
     Args:
         window: Tokens w that are read as usual; the original context by default.
         sinks: First keys that every query reads.
-        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`.
     """
 
     name: ClassVar[str] = "lm_infinite"
@@ -64,7 +63,6 @@ class AttentionSinks(_WithSinks):
     Args:
         window: Last keys that are read, the query's own among them; `L - sinks` by default.
         sinks: First keys that every query reads.
-        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`.
     """
 
     name: ClassVar[str] = "attention_sinks"
@@ -105,7 +103,6 @@ class SlidingWindow(RotaryBands):
 
     Args:
         window: Last keys that are read, the query's own among them; the original context by default.
-        log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`.
     """
 
     name: ClassVar[str] = "sliding_window"

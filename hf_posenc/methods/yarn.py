@@ -32,7 +32,15 @@ def mscale(scale: float | Tensor, weight: float = 1.0) -> float | Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class _ByParts(RopeScaling):
-    """The ramp of NTK-by-parts, YaRN and dynamic YaRN."""
+    """The ramp of NTK-by-parts, YaRN and dynamic YaRN.
+
+    Args:
+        beta_fast: Turns above which a pair is kept.
+        beta_slow: Turns below which it is interpolated in full.
+        truncate: Round the ends of the ramp outwards to whole pairs.
+        ramp: `"index"`, linear in the pair index, as in the authors' code and transformers;
+            `"rotations"`, linear in the number of turns, as in the paper's text (eq. 18).
+    """
 
     beta_fast: float = field(default=32.0, metadata=number(0, above=True))
     beta_slow: float = field(default=1.0, metadata=number(0, above=True))
@@ -82,14 +90,6 @@ class NTKByParts(_ByParts, Scaled):
     Pairs that make more than `beta_fast` turns over the original context keep their frequency, those
     that make fewer than `beta_slow` get `f_i / s`, with a ramp between. It is YaRN without its
     temperature.
-
-    Args:
-        scale: Target context as a multiple `s` of the original one.
-        beta_fast: Turns above which a pair is kept.
-        beta_slow: Turns below which it is interpolated in full.
-        truncate: Round the ends of the ramp outwards to whole pairs.
-        ramp: `"index"`, linear in the pair index, as in the authors' code and transformers;
-            `"rotations"`, linear in the number of turns, as in the paper's text (eq. 18).
     """
 
     name: ClassVar[str] = "ntk_by_parts"
@@ -111,11 +111,6 @@ class YaRN(_ByParts, Scaled):
     cos and sin are multiplied by `t = 0.1 ln s + 1` (sec. 3.4), the scores thus by `t ** 2`.
 
     Args:
-        scale: Target context as a multiple `s` of the original one.
-        beta_fast: Turns above which a pair is kept.
-        beta_slow: Turns below which it is interpolated in full.
-        truncate: Round the ends of the ramp outwards to whole pairs.
-        ramp: `"index"` or `"rotations"`, as in `ntk_by_parts`.
         attention_factor: The factor on cos and sin, given outright.
         mscale: DeepSeek's weight of the logarithm in the numerator; used together with
             `mscale_all_dim` only.
@@ -150,15 +145,7 @@ class YaRN(_ByParts, Scaled):
 
 @dataclass(frozen=True, kw_only=True)
 class DynamicYaRN(_ByParts, LengthDependent):
-    """YaRN with `s = max(1, N / L)`, its temperature included (jquesnelle/yarn).
-
-    The other knobs are those of `yarn`.
-
-    Args:
-        update: The length `N`: `"row"`, that of each query's position; `"request"`, each batch row's
-            own; `"sequence"`, the longest row of the batch.
-        bucket: Tokens by which it grows at once in the first two; half of `L` by default.
-    """
+    """YaRN with `s = max(1, N / L)`, its temperature included (jquesnelle/yarn)."""
 
     name: ClassVar[str] = "dynamic_yarn"
     summary: ClassVar[str] = "YaRN with s = max(1, N/L), its temperature included"

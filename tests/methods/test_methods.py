@@ -311,7 +311,7 @@ def test_every_method_says_what_it_is(name: str) -> None:
     assert method.needs
     assert method.__doc__
     for field in dataclasses.fields(method):
-        assert field.name in (method.__doc__ or "") or name.startswith("dynamic_"), field.name
+        assert any(f" {field.name}: " in (base.__doc__ or "") for base in method.__mro__)
 
 
 def test_a_method_is_registered_by_its_definition() -> None:
@@ -354,7 +354,7 @@ def test_a_new_file_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "assert get_method('half') is Halving\n"
         "kinds = [method.kind for method in METHODS]\n"
         "last = len(kinds) - 1 - kinds[::-1].index('frequencies')\n"
-        "assert METHODS[last] is Halving\n"
+        "assert METHODS.index(get_method('nope')) < METHODS.index(Halving) <= last\n"
         "print(*available_methods())\n"
     )
     ran = subprocess.run(
