@@ -179,7 +179,7 @@ def bench(
     loaded once, every document is tokenized once. The same command resumes an interrupted run. Writes bench.json,
     bench.csv, table.md, curve.png and heatmap.png.
     """
-    from hf_posenc.evaluation.bench.run import Bench, gather, get_suite
+    from hf_posenc.evaluation.bench.run import get_suite, prepare
     from hf_posenc.evaluation.documents.source import source_of
     from hf_posenc.evaluation.measuring.candidates import parse_candidates
     from hf_posenc.evaluation.published import get
@@ -191,7 +191,7 @@ def bench(
     frame, source = Frame(run), source_of(documents)
     session = open_session(model)
     with frame.reading(source) as shown:
-        inputs = gather(
+        job = prepare(
             session.model,
             session.tokenizer,
             shown,
@@ -199,8 +199,7 @@ def bench(
             name=session.name,
             command=command_line(context),
         )
-    job = Bench(inputs)
-    frame.announce(inputs.settings, inputs.skipped)
+    frame.announce(job.perplexity.run.settings, job.perplexity.metadata["skipped"])
     result = frame.measure(job, lambda: _print_costs(job))
     if result is not None:
         frame.present(result, result.perplexity.model)
@@ -209,11 +208,11 @@ def bench(
 
 def _print_costs(job: Any) -> None:
     """Print the cost of a benchmark: the perplexities by method, the rest in tokens."""
-    print_cost(job.perplexity)
+    print_cost(job.perplexity.run)
     parts = (("retrieval", job.retrieval), ("timed prefill, warm-ups included", job.speed))
     for name, part in parts:
         if part is not None:
-            out().print(f"{name}: {part.forwarded:,} tokens", markup=False)
+            out().print(f"{name}: {part.run.forwarded:,} tokens", markup=False)
 
 
 def sweep(

@@ -99,7 +99,7 @@ def test_two_shares_then_the_whole(tiny: tuple[Path, Path], tmp_path: Path) -> N
     assert values["kind"] == "bench"
     assert values["perplexity"]["kind"] == "perplexity"
     assert "--shard" not in values["perplexity"]["command"]
-    assert "3 documents are long enough; 4 were asked for" in second.output
+    assert "3 documents are long enough; 4 were requested" in second.output
     assert "No retrieval: No task fits into 128 tokens" in second.output
 
 

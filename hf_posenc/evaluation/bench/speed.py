@@ -22,10 +22,12 @@ from hf_posenc.evaluation.measuring.execute import (
     Item,
     Measurement,
     Value,
+    collected,
     patched_in,
 )
 from hf_posenc.evaluation.measuring.identity import environment
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Shard, Store
+from hf_posenc.evaluation.measuring.job import Job
+from hf_posenc.evaluation.measuring.store import Key, Records, Shard, Store
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 
 ON_GPU = "allocated by PyTorch on the GPU at the peak, weights included"
@@ -253,23 +255,10 @@ class SpeedRun(Measurement[Item, SpeedResult]):
         """Tokens that the model reads in the whole run, warm-ups included."""
         return sum(item.cost for item in self.items)
 
-    def open_store(
-        self, folder: Path | str, described: dict[str, Any], shard: Shard = ALONE
-    ) -> Store:
-        """Open the records of the run.
-
-        Args:
-            folder: The run's folder.
-            described: Description of the model (`describe_model`).
-            shard: The shard of this process.
-
-        Raises:
-            PosencError: The folder cannot be written to, or another process writes the same shard.
-        """
-        settings = {
-            "kind": "speed",
-            "format": 2,
-            "model": described,
+    @property
+    def decisive(self) -> dict[str, Any]:
+        """Everything that determines a number, except the model."""
+        return {
             "window_sha256": hashlib.sha256(self.window.numpy().tobytes()).hexdigest(),
             "length": len(self.window),
             "methods": [candidate.key for candidate in self.candidates],
@@ -277,7 +266,6 @@ class SpeedRun(Measurement[Item, SpeedResult]):
             **self.clock.machine(),
             "environment": environment(),
         }
-        return Store(Path(folder), settings, shard)
 
     def measure(self, item: Item, attempt: Attempt) -> Value:
         timed = {}
@@ -324,6 +312,20 @@ class SpeedRun(Measurement[Item, SpeedResult]):
             self._limits[candidate.label] = tokens.chunk, tokens.prefill
             tokens.chunk, tokens.prefill = before
         return {"seconds": seconds, "peak_bytes": peak, "prefill": prefill}
+
+
+@dataclass
+class SpeedJob(Job[SpeedResult]):
+    """Timed prefill that is ready; its metadata contain the description of the model."""
+
+    run: SpeedRun
+
+    def store(self, folder: Path, shard: Shard) -> Store:
+        header = {"kind": "speed", "format": 2, "model": self.metadata["model"]}
+        return Store(folder, {**header, **self.run.decisive}, shard)
+
+    def result(self, store: Records) -> SpeedResult | None:
+        return collected(self.run, store)
 
 
 def window_of(documents: Sequence[TokenizedDocument], length: int, special: Tensor) -> Tensor:

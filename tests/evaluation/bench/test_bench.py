@@ -17,7 +17,7 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.bench import SUITES, BenchResult
 from hf_posenc.evaluation.bench.result import pooled
-from hf_posenc.evaluation.bench.run import Bench, gather, get_suite, suite_lengths
+from hf_posenc.evaluation.bench.run import BenchJob, get_suite, prepare, suite_lengths
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import to_markdown
@@ -194,11 +194,11 @@ def test_speed_is_timed_in_pieces_where_the_whole_does_not_fit() -> None:
     assert any("yarn (auto): prefill in pieces of 512 tokens" in line for line in result.notes())
 
 
-def work(model: Any, **changes: Any) -> Bench:
+def work(model: Any, **changes: Any) -> BenchJob:
     texts = (Document(f"#{index}", text) for index, text in enumerate(TEXTS))
     given = {"methods": METHODS, "lengths": LENGTHS, "tasks": ("passkey",), "rounds": 1, **changes}
     options = BenchOptions(suite="smoke", **given)
-    return Bench(gather(model, byte_tokenizer(), Source.of(texts), options, name="tiny"))
+    return prepare(model, byte_tokenizer(), Source.of(texts), options, name="tiny")
 
 
 @pytest.fixture(scope="module")

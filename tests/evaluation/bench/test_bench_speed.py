@@ -10,11 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from hf_posenc.evaluation.bench.speed import ON_CPU, Clock, SpeedResult, SpeedRun, window_of
+from hf_posenc.evaluation.bench.speed import (
+    ON_CPU,
+    Clock,
+    SpeedJob,
+    SpeedResult,
+    SpeedRun,
+    window_of,
+)
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import collected, execute
-from hf_posenc.evaluation.measuring.store import Memory
+from hf_posenc.evaluation.measuring.store import ALONE, Memory
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.patch.patching import get_patch
 from tests.support.bench_cases import METHODS, tiny
@@ -150,15 +157,16 @@ def test_a_method_that_failed_is_not_run_again_and_not_averaged() -> None:
 
 
 def test_a_round_is_stored_whole_and_other_methods_make_another_run(tmp_path: Path) -> None:
-    model, described = tiny(), {"name": "tiny"}
+    model, described = tiny(), {"model": {"name": "tiny"}}
     run = speed_run(model, rounds=2)
-    with pytest.raises(KeyboardInterrupt), run.open_store(tmp_path, described) as store:
+    with pytest.raises(KeyboardInterrupt), SpeedJob(run, described).store(tmp_path, ALONE) as store:
         execute(run, store, progress=_stop_at(4))  # the first method of the second round
-    with run.open_store(tmp_path, described) as store:
+    with SpeedJob(run, described).store(tmp_path, ALONE) as store:
         assert store.get(("round", 0)) is not None
         assert store.get(("round", 1)) is None
         first = store.fingerprint
-    with speed_run(model, methods=METHODS[:2]).open_store(tmp_path, described) as other:
+    fewer = speed_run(model, methods=METHODS[:2])
+    with SpeedJob(fewer, described).store(tmp_path, ALONE) as other:
         assert other.fingerprint != first
 
 
