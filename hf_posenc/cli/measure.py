@@ -58,7 +58,7 @@ def perplexity(
     from hf_posenc.evaluation import published
     from hf_posenc.evaluation.documents.source import source_of
     from hf_posenc.evaluation.measuring.candidates import parse_candidates
-    from hf_posenc.evaluation.perplexity.runs import prepare
+    from hf_posenc.evaluation.perplexity.measurement import prepare
 
     # refused before a model is loaded: methods, published tables, output, share, documents
     options = dataclasses.replace(options, methods=options.methods or PERPLEXITY_METHODS)
@@ -110,7 +110,7 @@ def retrieval(
     Without arguments: the embedded model, in about a minute. The same command resumes an interrupted run.
     """
     from hf_posenc.evaluation.measuring.candidates import parse_candidates
-    from hf_posenc.evaluation.retrieval.measuring import prepare, settings_of
+    from hf_posenc.evaluation.retrieval.run import prepare, settings_of
 
     if model.model is None:
         options = dataclasses.replace(

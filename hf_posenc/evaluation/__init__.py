@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench import BenchResult
     from hf_posenc.evaluation.documents import read_dataset, read_paths
+    from hf_posenc.evaluation.perplexity.measurement import measure_perplexity
     from hf_posenc.evaluation.perplexity.result import PerplexityResult
-    from hf_posenc.evaluation.perplexity.runs import measure_perplexity
     from hf_posenc.evaluation.retrieval import RetrievalResult, measure_retrieval
     from hf_posenc.evaluation.scoring.head_replay import TokenScorer
     from hf_posenc.evaluation.tuning import SearchResult, SweepResult
@@ -39,7 +39,7 @@ _HOMES = {
     "SearchResult": "tuning",
     "SweepResult": "tuning",
     "TokenScorer": "scoring.head_replay",
-    "measure_perplexity": "perplexity.runs",
+    "measure_perplexity": "perplexity.measurement",
     "measure_retrieval": "retrieval",
     "read_dataset": "documents",
     "read_paths": "documents",

@@ -32,9 +32,13 @@ from hf_posenc.evaluation.measuring.store import (
     Store,
     fingerprint_of,
 )
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
+from hf_posenc.evaluation.perplexity.measurement import (
+    PerplexityRun,
+    make_settings,
+    result_of,
+)
+from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.perplexity.runs import make_settings, result_of, special_tokens
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training.ranks import (

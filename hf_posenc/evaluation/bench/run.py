@@ -18,6 +18,7 @@ from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import original_length, parse_candidates
 from hf_posenc.evaluation.measuring.execute import (
+    Job,
     Progress,
     execute,
     silent,
@@ -25,20 +26,19 @@ from hf_posenc.evaluation.measuring.execute import (
     write_timings,
 )
 from hf_posenc.evaluation.measuring.identity import describe_model, name_of
-from hf_posenc.evaluation.measuring.job import Job
 from hf_posenc.evaluation.measuring.store import ALONE, Memory, Records, Shard, missing
 from hf_posenc.evaluation.options import BenchOptions, with_fields
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
-from hf_posenc.evaluation.perplexity.runs import (
+from hf_posenc.evaluation.perplexity.measurement import (
     PerplexityJob,
+    PerplexityRun,
     joined,
     settings_of,
-    special_tokens,
 )
+from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.published import comparable
 from hf_posenc.evaluation.published import get as get_table
 from hf_posenc.evaluation.retrieval import RetrievalRun, RetrievalSettings
-from hf_posenc.evaluation.retrieval.measuring import RetrievalJob
+from hf_posenc.evaluation.retrieval.run import RetrievalJob
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from hf_posenc.evaluation.measuring.execute import (
     Attempt,
     Failures,
     Item,
+    Job,
     Measurement,
     Value,
     collected,
     patched_in,
 )
 from hf_posenc.evaluation.measuring.identity import environment
-from hf_posenc.evaluation.measuring.job import Job
 from hf_posenc.evaluation.measuring.store import Key, Records, Shard, Store
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 

@@ -11,6 +11,7 @@ first failure is found in any order, by any number of processes.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import itertools
 import time
@@ -24,7 +25,7 @@ import torch
 from torch import nn
 
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, missing
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard, Store, missing
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, evaluation_mode
 from hf_posenc.evaluation.scoring.memory import reason_of
 from hf_posenc.files import to_json, write_atomically
@@ -365,3 +366,70 @@ def write_timings(measurement: Measurement[ItemT, ResultT], store: Records, path
         timings = {name: value.get(name) for name in TIMINGS}
         rows.append({"method": item.label, **item.about, **timings})
     write_atomically(path, to_json({"kind": "timings", "format": 1, "items": rows}))
+
+
+@dataclass
+class Job(abc.ABC, Generic[ResultT]):
+    """A measurement that is ready; the kinds of measurement add its records and its result.
+
+    Attributes:
+        run: The work.
+        metadata: Description of model, source and command that the result stores.
+        missing: Once `measure` has returned `None`: items that other processes have not stored yet.
+    """
+
+    run: Measurement[Any, Any]
+    metadata: dict[str, Any]
+    missing: int = 0
+
+    @property
+    def total(self) -> int:
+        """Number of items."""
+        return len(self.run.items)
+
+    @abc.abstractmethod
+    def store(self, folder: Path, shard: Shard) -> Store:
+        """Open the records in a folder, keyed by everything that determines a number.
+
+        Raises:
+            PosencError: The folder cannot be written to, or another process writes the same share.
+        """
+
+    @abc.abstractmethod
+    def result(self, store: Records) -> ResultT | None:
+        """Return the result of the stored values; `None` while some are missing."""
+
+    def measure(
+        self,
+        folder: Path | None,
+        shard: Shard = ALONE,
+        progress: Progress = silent,
+        waiting: Callable[[int], None] = silent,
+    ) -> ResultT | None:
+        """Measure whatever is missing of this process's share.
+
+        Args:
+            folder: Folder of records and timings; `None`: nothing is written.
+            shard: This process's place among those of the run.
+            progress: Called after every forward.
+            waiting: Called once, with the number of missing items, when a launched process has waited long.
+
+        Returns:
+            The result; `None` while other processes are at work, or where another one returns it.
+
+        Raises:
+            PosencError: The folder cannot be written to, or another process writes the same share.
+        """
+        if folder is None:
+            memory = Memory()
+            execute(self.run, memory, shard, progress)
+            return self.result(memory)
+        with self.store(folder, shard) as store:
+            execute(self.run, store, shard, progress)
+            if not wait_for_all(self.run, store, shard, waiting):
+                self.missing = len(missing(store, (item.key for item in self.run.items)))
+                return None
+            if shard.launched and shard.index:  # the first process returns the result
+                return None
+            write_timings(self.run, store, folder / "timings.json")
+            return self.result(store)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 RESAMPLES = 10_000
 INTERVAL = (0.025, 0.975)
@@ -44,6 +48,48 @@ class Record:
     words: int | None
     weighted: float
     weight: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A number that could not be measured, and why."""
+
+    method: str
+    protocol: str
+    length: int
+    reason: str
+
+
+@dataclass
+class Measured:
+    """The numbers of a run.
+
+    Attributes:
+        records: Sums per candidate, protocol, length and document.
+        failures: Cells without a number.
+        curves: For each candidate's label, the nats and the tokens of every bucket of the longest prefix.
+        shared_prefix: For each candidate's label, whether its prefix curve came from one forward per document.
+        head_replay: `"bit-exact"`, `"up to rounding"` or `"off"`: how the scorer's probe compared with full logits.
+    """
+
+    records: list[Record] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    curves: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)
+    shared_prefix: dict[str, bool] = field(default_factory=dict)
+    head_replay: str = "off"
+
+
+def edges(length: int, buckets: int) -> list[int]:
+    """Return the first token of every bucket of the longest prefix, and its end: equal parts, of whole tokens."""
+    count = min(buckets, length)
+    return [length * index // count for index in range(count + 1)]
+
+
+def curve(losses: Tensor, first: int, length: int, buckets: int) -> dict[str, list[Any]]:
+    """Return nats and tokens per bucket, of losses that begin at token `first` of the prefix."""
+    bounds = [max(0, edge - first) for edge in edges(length, buckets)]
+    parts = [losses[begin:end] for begin, end in itertools.pairwise(bounds)]
+    return {"nats": [float(part.sum()) for part in parts], "tokens": [len(part) for part in parts]}
 
 
 @dataclass(frozen=True)

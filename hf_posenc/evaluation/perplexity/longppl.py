@@ -29,7 +29,8 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
-from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.options import PerplexityOptions
+from hf_posenc.evaluation.perplexity.protocols import Settings, special_tokens
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 
 SHORT = 4096
@@ -186,6 +187,31 @@ class Evaluator:
             "alpha": ALPHA,
             "beta": BETA,
         }
+
+
+def evaluator_of(
+    options: PerplexityOptions,
+    settings: Settings,
+    model: nn.Module,
+    tokenizer: Any,
+    original: int | None,
+    policy: str,
+    load: Callable[[str], tuple[nn.Module, Any]] | None,
+) -> Evaluator:
+    """Return the evaluator of LongPPL: the measured model itself, or one that is loaded."""
+    name, spec = split_evaluator(options.longppl or SELF)
+    if name != SELF:
+        if load is None:
+            raise PosencError(f"longppl={name!r}: in Python only {SELF!r}, with @METHOD or not.")
+        model, tokenizer = load(name)
+    return Evaluator(
+        name=name,
+        model=model,
+        tokenizer=tokenizer,
+        candidate=Candidate.parse(spec).checked(model),
+        special=special_tokens(tokenizer, policy),
+        short=options.longppl_short or default_short(settings.lengths[-1], original),
+    )
 
 
 def split_evaluator(text: str) -> tuple[str, str]:

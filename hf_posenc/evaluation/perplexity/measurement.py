@@ -1,24 +1,33 @@
-"""Perplexity: every candidate on the same tokens, as sums per document."""
+"""Perplexity: every candidate on the same tokens; `measure_perplexity`, and its parts that the command shares."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.evaluation.documents import TokenizedDocument
+from hf_posenc.errors import unknown
+from hf_posenc.evaluation.documents import Entry, TokenizedDocument
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring import execute as machine
-from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.candidates import (
+    Candidate,
+    original_length,
+    parse_candidates,
+)
 from hf_posenc.evaluation.measuring.execute import (
     Attempt,
     Failures,
+    Job,
     Measurement,
     Progress,
     Value,
@@ -26,12 +35,41 @@ from hf_posenc.evaluation.measuring.execute import (
     execute,
     silent,
 )
-from hf_posenc.evaluation.measuring.identity import check_vocabulary
-from hf_posenc.evaluation.measuring.statistics import Record
-from hf_posenc.evaluation.measuring.store import Key, Memory, Records
-from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan
+from hf_posenc.evaluation.measuring.identity import (
+    check_vocabulary,
+    describe_model,
+    environment,
+    name_of,
+)
+from hf_posenc.evaluation.measuring.statistics import Failure, Measured, Record, curve
+from hf_posenc.evaluation.measuring.store import (
+    ALONE,
+    Key,
+    Memory,
+    Records,
+    Shard,
+    Store,
+)
+from hf_posenc.evaluation.options import PerplexityOptions, ProtocolOptions, with_fields
+from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder, with_evaluator
+from hf_posenc.evaluation.perplexity.protocols import (
+    Settings,
+    Window,
+    default_lengths,
+    plan,
+    preset_settings,
+    special_tokens,
+)
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.published import PublishedTable, comparable
+from hf_posenc.evaluation.published import get as get_table
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 
+EMBEDDED_DOCUMENTS = 12
+"""Default number of the held-out modules."""
+
+# Settings of the summary, which determine none of the stored numbers.
+_OF_THE_SUMMARY = ("seed", "resamples", "base", "preset")
 WINDOWS_PER_ITEM = 64
 """A long document is measured in parts of so many windows, so that an interrupted run loses little."""
 
@@ -83,35 +121,6 @@ class Sum:
         self.words = None if words is None or self.words is None else self.words + words
         self.weighted += math.nan if weighted is None else weighted
         self.weight += weight
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A number that could not be measured, and why."""
-
-    method: str
-    protocol: str
-    length: int
-    reason: str
-
-
-@dataclass
-class Measured:
-    """The numbers of a run.
-
-    Attributes:
-        records: Sums per candidate, protocol, length and document.
-        failures: Cells without a number.
-        curves: For each candidate's label, the nats and the tokens of every bucket of the longest prefix.
-        shared_prefix: For each candidate's label, whether its prefix curve came from one forward per document.
-        head_replay: `"bit-exact"`, `"up to rounding"` or `"off"`: how the scorer's probe compared with full logits.
-    """
-
-    records: list[Record] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    curves: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)
-    shared_prefix: dict[str, bool] = field(default_factory=dict)
-    head_replay: str = "off"
 
 
 class PerplexityRun(Measurement[Item, Measured]):
@@ -313,19 +322,6 @@ class PerplexityRun(Measurement[Item, Measured]):
         return measured
 
 
-def edges(length: int, buckets: int) -> list[int]:
-    """Return the first token of every bucket of the longest prefix, and its end: equal parts, of whole tokens."""
-    count = min(buckets, length)
-    return [length * index // count for index in range(count + 1)]
-
-
-def curve(losses: Tensor, first: int, length: int, buckets: int) -> dict[str, list[Any]]:
-    """Return nats and tokens per bucket, of losses that begin at token `first` of the prefix."""
-    bounds = [max(0, edge - first) for edge in edges(length, buckets)]
-    parts = [losses[begin:end] for begin, end in itertools.pairwise(bounds)]
-    return {"nats": [float(part.sum()) for part in parts], "tokens": [len(part) for part in parts]}
-
-
 def _add_curve(measured: Measured, label: str, part: Mapping[str, Any]) -> None:
     count = len(part["nats"])
     nats, tokens = measured.curves.setdefault(label, ([0.0] * count, [0] * count))
@@ -366,3 +362,243 @@ def measure(
     measured = collected(run, store)
     assert measured is not None
     return measured
+
+
+def measure_perplexity(
+    model: nn.Module,
+    tokenizer: Any,
+    documents: Iterable[str | Entry],
+    options: PerplexityOptions | None = None,
+    *,
+    output: Path | str | None = None,
+    progress: Progress = silent,
+    **fields: Any,
+) -> PerplexityResult:
+    """Measure methods against each other on the same tokens.
+
+    The model is patched and unpatched for every method; at the end it is what it was.
+
+    Args:
+        model: A causal language model of transformers.
+        tokenizer: Its tokenizer.
+        documents: Texts, or the entries of a reader of `hf_posenc.evaluation.documents`.
+        options: Methods, lengths, protocols and their numbers.
+        output: Folder of the records: an interrupted call, made again, resumes.
+        progress: Called after every forward with the method's label, tokens done and tokens in all.
+        **fields: Fields of `PerplexityOptions` that replace those of `options`, such as `methods` or `tail_tokens`.
+
+    Raises:
+        PosencError: Options exclude each other, or no document can be used.
+    """
+    options = with_fields(PerplexityOptions, options, fields)
+    job = prepare(model, tokenizer, Source.of(documents), options)
+    result = job.measure(None if output is None else Path(output), progress=progress)
+    assert result is not None
+    return result
+
+
+@dataclass
+class PerplexityJob(Job[PerplexityResult]):
+    """Perplexities whose model and documents are loaded.
+
+    Attributes:
+        run: The work.
+        compare: Published tables of the same protocol, to show beside the result.
+    """
+
+    run: PerplexityRun
+    compare: Sequence[PublishedTable] = ()
+
+    def store(self, folder: Path, shard: Shard) -> Store:
+        return open_store(folder, self.run, self.metadata["model"], shard, self.metadata["command"])
+
+    def result(self, store: Records) -> PerplexityResult | None:
+        return result_of(self.run, store, **self.metadata)
+
+
+def prepare(
+    model: nn.Module,
+    tokenizer: Any,
+    source: Source,
+    options: PerplexityOptions,
+    *,
+    name: str | None = None,
+    command: str | None = None,
+    load: Callable[[str], tuple[nn.Module, Any]] | None = None,
+) -> PerplexityJob:
+    """Check the methods against the model, choose lengths and protocols, and read the documents.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        source: The documents.
+        options: Methods, lengths, protocols and their numbers.
+        name: Name of the model in results; `None`: read from its config.
+        command: Command line that gives this result again.
+        load: Load the model and the tokenizer of this name, for an evaluator of LongPPL that is another model.
+
+    Raises:
+        PosencError: Options exclude each other, or no document can be used.
+    """
+    candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
+    original = original_length(model, candidates)
+    settings, policy = settings_of(options, original)
+    compare = [get_table(table) for table in options.compare]
+    for table in compare:
+        comparable(table, settings)
+    special = special_tokens(tokenizer, policy)
+    needed = max(1, settings.shortest_document - len(special))
+    documents, skipped, about = source.load(
+        tokenizer,
+        options,
+        min_tokens=needed,
+        embedded_limit=EMBEDDED_DOCUMENTS,
+        embedded_tokens=max(needed, settings.lengths[-1] - len(special)),
+    )
+    key_tokens = None
+    if options.longppl is not None:
+        evaluator = evaluator_of(options, settings, model, tokenizer, original, policy, load)
+        settings = with_evaluator(settings, evaluator)
+        key_tokens = finder(
+            evaluator,
+            documents,
+            tokenizer,
+            settings.lengths[-1],
+            lambda: source.reload(documents, evaluator.tokenizer),
+        )
+    run = PerplexityRun(
+        model,
+        joined(documents) if settings.streams else documents,
+        candidates,
+        settings,
+        special=special,
+        key_tokens=key_tokens,
+    )
+    metadata = {
+        "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
+        "source": about,
+        "original": original,
+        "skipped": skipped,
+        "command": command,
+    }
+    return PerplexityJob(run, metadata, compare=compare)
+
+
+def settings_of(
+    options: ProtocolOptions, original: int | None, lengths: Sequence[int] | None = None
+) -> tuple[Settings, str]:
+    """Return the settings of a run, and the policy for special tokens.
+
+    Args:
+        options: The options; a field that is `None` leaves the decision to the preset, and then to the defaults.
+        original: The model's trained length in tokens, which the default lengths come from.
+        lengths: Context lengths in tokens, instead of those of the options.
+
+    Raises:
+        PosencError: An unknown preset, or options that exclude each other.
+    """
+    names = {field.name for field in dataclasses.fields(Settings)} - {"preset", "lengths"}
+    values = {name: getattr(options, name, None) for name in names}
+    if isinstance(options, PerplexityOptions):
+        lengths = options.lengths
+        short = options.short and options.preset is None
+        if lengths and short and original and original < min(lengths):
+            lengths = (original, *lengths)
+    values["lengths"] = None if lengths is None else tuple(sorted(set(lengths)))
+    return make_settings(values, original, preset=options.preset, bos=options.bos)
+
+
+def make_settings(
+    values: Mapping[str, Any],
+    original: int | None,
+    *,
+    preset: str | None = None,
+    bos: str | None = None,
+) -> tuple[Settings, str]:
+    """Return the settings of a run, and the policy for special tokens.
+
+    Args:
+        values: Fields of `Settings`; `None` leaves the decision to the preset, and then to the defaults.
+        original: The model's trained length in tokens, which the default lengths come from.
+        preset: Name of a preset.
+        bos: The policy for special tokens.
+
+    Raises:
+        PosencError: An unknown preset or setting, or settings that exclude each other.
+    """
+    chosen, policy = preset_settings(preset)
+    chosen |= {name: value for name, value in values.items() if value is not None}
+    names = [field.name for field in dataclasses.fields(Settings)]
+    for name in chosen:
+        if name not in names:
+            raise unknown("setting", name, names)
+    if chosen.get("lengths") is None:
+        chosen["lengths"] = default_lengths(original)
+    return Settings(**chosen), policy if bos is None else bos
+
+
+def joined(documents: Sequence[TokenizedDocument]) -> list[TokenizedDocument]:
+    """Return the documents as one stream of tokens; a single one, maybe larger than memory, stays in its file."""
+    if len(documents) == 1:
+        return list(documents)
+    identities = [document.to_dict() for document in documents]
+    hashes = [f"{each['tokens_sha256']} {each['text_sha256']}" for each in identities]
+    digest = hashlib.sha256("\n".join(hashes).encode())
+    ids = torch.cat([document.tokens(0, len(document.ids)) for document in documents])
+    name = f"stream of {len(documents)} document{'s' * (len(documents) != 1)}"
+    byte_ends = _cumulative([document.byte_ends for document in documents])
+    word_ends = _cumulative([document.word_ends for document in documents])
+    return [TokenizedDocument(name, ids, byte_ends, digest.hexdigest(), word_ends)]
+
+
+def _cumulative(ends: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    total, parts = 0, []
+    for part in ends:
+        if part is None:
+            return None
+        parts.append(part + total)
+        total += int(part[-1]) if len(part) else 0
+    return torch.cat(parts)
+
+
+def open_store(
+    folder: Path | str,
+    run: PerplexityRun,
+    described: dict[str, Any],
+    shard: Shard = ALONE,
+    command: str | None = None,
+) -> Store:
+    """Open the records of a run in a folder, keyed by everything that determines a number.
+
+    Raises:
+        PosencError: The folder cannot be written to, or another process writes the same share.
+    """
+    return Store(Path(folder), record_settings(run, described), shard, command)
+
+
+def record_settings(run: PerplexityRun, described: dict[str, Any]) -> dict[str, Any]:
+    """Return everything that determines a number, except the parts of the keys: the method and the document."""
+    values = run.settings.to_dict()
+    kept = {name: value for name, value in values.items() if name not in _OF_THE_SUMMARY}
+    return {
+        "kind": "perplexity",
+        "model": described,
+        "settings": kept,
+        "environment": environment(),
+    }
+
+
+def result_of(run: PerplexityRun, store: Records, **metadata: Any) -> PerplexityResult | None:
+    """Return the result of the stored values; `None` while some are missing."""
+    measured = collected(run, store)
+    if measured is None:
+        return None
+    return PerplexityResult.of(
+        measured,
+        run.candidates,
+        settings=run.settings,
+        documents=[document.to_dict() for document in run.documents],
+        environment=environment(),
+        fingerprint=store.fingerprint if isinstance(store, Store) else None,
+        **metadata,
+    )

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.measuring.statistics import RESAMPLES
 
 DEFINITIONS = {
@@ -300,6 +301,16 @@ def preset_settings(name: str | None) -> tuple[dict[str, Any], str]:
     if name not in PRESETS:
         raise unknown("preset", name, PRESETS)
     return {**PRESETS[name].settings, "preset": name}, PRESETS[name].bos
+
+
+def special_tokens(tokenizer: Any, policy: str) -> list[int]:
+    """Return the special tokens in front of a window; `bos-or-eos` is lm-evaluation-harness's policy."""
+    if policy != "bos-or-eos":
+        return special_prefix(tokenizer, policy)
+    token = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if token is None:
+        raise PosencError("--preset lm-eval puts BOS or EOS first; this tokenizer has neither.")
+    return [int(token)]
 
 
 @dataclass(frozen=True)

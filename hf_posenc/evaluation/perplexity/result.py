@@ -20,8 +20,14 @@ from hf_posenc.evaluation.grid import (
     number,
 )
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
-from hf_posenc.evaluation.measuring.statistics import Cell, Record, summarize
-from hf_posenc.evaluation.perplexity.measurement import Failure, Measured, edges
+from hf_posenc.evaluation.measuring.statistics import (
+    Cell,
+    Failure,
+    Measured,
+    Record,
+    edges,
+    summarize,
+)
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings
 from hf_posenc.evaluation.plots import figure
 from hf_posenc.files import finite

@@ -22,17 +22,18 @@ from hf_posenc.evaluation.grid import (
 )
 from hf_posenc.evaluation.perplexity.result import MethodEntry
 from hf_posenc.evaluation.plots.retrieval import HeatMap, heat_figure
-from hf_posenc.evaluation.retrieval.run import DECODES, Failure, LeftOut, RetrievalSettings
 from hf_posenc.evaluation.retrieval.statistics import (
     PI_SUCCESS,
     YARN_SUCCESS,
     Cell,
+    Failure,
+    LeftOut,
     Record,
     k_max,
     passing,
     summarize,
 )
-from hf_posenc.evaluation.retrieval.tasks import get_task
+from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task
 from hf_posenc.files import finite
 
 if TYPE_CHECKING:

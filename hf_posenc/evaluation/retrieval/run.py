@@ -1,136 +1,51 @@
-"""Retrieval: every candidate on the same prompts."""
+"""Retrieval: every candidate on the same prompts; `measure_retrieval`, and its parts that the command shares."""
 
 from __future__ import annotations
 
-import dataclasses
+import hashlib
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.measuring import execute as machine
-from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Measurement, Value
-from hf_posenc.evaluation.measuring.identity import check_vocabulary
-from hf_posenc.evaluation.measuring.store import Key
+from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
+from hf_posenc.evaluation.measuring.execute import (
+    Attempt,
+    Failures,
+    Job,
+    Measurement,
+    Progress,
+    Value,
+    collected,
+    silent,
+)
+from hf_posenc.evaluation.measuring.identity import (
+    check_vocabulary,
+    describe_model,
+    environment,
+    name_of,
+)
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
+from hf_posenc.evaluation.options import RetrievalOptions, with_fields
+from hf_posenc.evaluation.perplexity.protocols import default_lengths
+from hf_posenc.evaluation.perplexity.result import MethodEntry
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate, judge
 from hf_posenc.evaluation.retrieval.prompts import Encoder, OwnText, Prompt, Sample, lay_out
-from hf_posenc.evaluation.retrieval.statistics import Record
-from hf_posenc.evaluation.retrieval.tasks import Kit, get_task
+from hf_posenc.evaluation.retrieval.result import RetrievalResult
+from hf_posenc.evaluation.retrieval.statistics import Failure, LeftOut, Record
+from hf_posenc.evaluation.retrieval.tasks import DEFAULT_TASKS, Kit, RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 
-DECODES = {
-    "teacher-forced": "the answer is right if each of its tokens is the most probable one; nothing is generated",
-    "generate": "the answer is right if the greedily generated text contains all of it",
-}
-DEFAULT_TASKS = ("passkey", "niah_single_1", "niah_multikey_2")
-
-
-@dataclass(frozen=True)
-class RetrievalSettings:
-    """Settings that determine the numbers of a run, beside the model, the methods and the haystack.
-
-    Attributes:
-        lengths: Tokens of prompt and answer, special tokens included, ascending.
-        tasks: Names of tasks.
-        depths: Depths of the needle from 0 to 1, ascending.
-        samples: Samples at every depth; tasks without a depth have as many at every length as the others.
-        distractors: Wrong answers that the right one is ranked among; 0 for no rank.
-        decode: `"teacher-forced"` or `"generate"`.
-        seed: Seed of all draws.
-        chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
-
-    Raises:
-        PosencError: A number out of range, or an unknown task.
-    """
-
-    lengths: tuple[int, ...]
-    tasks: tuple[str, ...] = DEFAULT_TASKS
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    samples: int = 4
-    distractors: int = 10
-    decode: str = "teacher-forced"
-    seed: int = 0
-    chunk: int | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("lengths", "tasks", "depths"):
-            values: Sequence[Any] = getattr(self, name)
-            object.__setattr__(self, name, tuple(values))
-            ordered = name == "tasks" or list(values) == sorted(values)
-            if not values or len(set(values)) != len(values) or not ordered:
-                raise PosencError(
-                    f"{name.capitalize()} are different and ascending, not {list(values)}."
-                )
-        for task in self.tasks:
-            get_task(task)
-        if self.depths[0] < 0 or self.depths[-1] > 1:
-            raise PosencError(
-                f"Depths go from 0 to 1, not from {self.depths[0]:g} to {self.depths[-1]:g}."
-            )
-        if self.decode not in DECODES:
-            raise PosencError(f"Unknown way to decode {self.decode!r}: {', '.join(DECODES)}.")
-        for name, least in (("samples", 1), ("distractors", 0), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise PosencError(f"{name} is at least {least}, not {getattr(self, name)}.")
-
-    @property
-    def ranks(self) -> bool:
-        """True if the answers are ranked among distractors."""
-        return self.decode == "teacher-forced" and self.distractors > 0
-
-    def samples_of(self, name: str, length: int) -> list[Sample]:
-        """Return the samples of a task at a length."""
-        count = self.samples
-        depths: Sequence[float | None] = self.depths
-        if not get_task(name).has_depth:
-            depths, count = (None,), count * len(self.depths)
-        return [
-            Sample(self.seed, name, length, depth, number)
-            for depth in depths
-            for number in range(count)
-        ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RetrievalSettings:
-        """Read the values of `to_dict`."""
-        return cls(**values)
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A cell that could not be measured, and why."""
-
-    method: str
-    task: str
-    length: int
-    reason: str
-
-
+# Settings that are parts of the keys, or only determine their number.
+_OF_THE_KEYS = ("lengths", "tasks", "depths", "samples")
 Measured = tuple[list[Record], list[Failure]]
-
-
-@dataclass(frozen=True)
-class LeftOut:
-    """A task without prompts of a length.
-
-    Attributes:
-        task: Its name.
-        length: The requested length.
-        needed: Tokens of its shortest prompt and answer.
-    """
-
-    task: str
-    length: int
-    needed: int
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -289,4 +204,162 @@ def _record(item: Item, value: Value) -> Record:
         candidates=value.get("candidates"),
         distance=value["distance"],
         text=value.get("text"),
+    )
+
+
+def measure_retrieval(
+    model: nn.Module,
+    tokenizer: Any,
+    options: RetrievalOptions | None = None,
+    *,
+    haystack: str | None = None,
+    output: Path | str | None = None,
+    progress: Progress = silent,
+    **fields: Any,
+) -> RetrievalResult:
+    """Measure what methods find in long prompts, all in the same ones.
+
+    The model is patched and unpatched for every method; at the end it is what it was.
+
+    Args:
+        model: A causal language model of transformers.
+        tokenizer: Its tokenizer.
+        options: Methods, lengths, tasks and their numbers.
+        haystack: Text that replaces the noise sentences.
+        output: Folder of the records: an interrupted call, made again, resumes.
+        progress: Called after every sample with the method's label, tokens done and tokens in all.
+        **fields: Fields of `RetrievalOptions` that replace those of `options`, such as `methods` or `samples`.
+
+    Raises:
+        PosencError: Options exclude each other, or no task has prompts of these lengths.
+    """
+    options = with_fields(RetrievalOptions, options, fields)
+    job = prepare(model, tokenizer, options, haystack=haystack)
+    result = job.measure(None if output is None else Path(output), progress=progress)
+    assert result is not None
+    return result
+
+
+@dataclass
+class RetrievalJob(Job[RetrievalResult]):
+    """A measurement whose model and prompts are ready."""
+
+    run: RetrievalRun
+
+    def store(self, folder: Path, shard: Shard) -> Store:
+        return open_store(folder, self.run, self.metadata, shard)
+
+    def result(self, store: Records) -> RetrievalResult | None:
+        return result_of(self.run, store, **self.metadata)
+
+
+def prepare(
+    model: nn.Module,
+    tokenizer: Any,
+    options: RetrievalOptions,
+    *,
+    haystack: str | None = None,
+    paths: Sequence[str] = (),
+    name: str | None = None,
+    command: str | None = None,
+) -> RetrievalJob:
+    """Check the methods against the model, choose lengths and tasks, and lay out the prompts.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        options: Methods, lengths, tasks and their numbers.
+        haystack: Text that replaces the noise sentences.
+        paths: Files that the text comes from.
+        name: Name of the model in results; `None`: read from its config.
+        command: Command line that gives this result again.
+
+    Raises:
+        PosencError: Options exclude each other, or no task has prompts of these lengths.
+    """
+    candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
+    original = original_length(model, candidates)
+    policy = options.bos or "auto"
+    special = special_prefix(tokenizer, policy)
+    settings = settings_of(options, options.lengths or default_lengths(original))
+    run = RetrievalRun(model, tokenizer, candidates, settings, special=special, haystack=haystack)
+    metadata = {
+        "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
+        "haystack": describe_haystack(haystack, paths),
+        "original": original,
+        "command": command,
+    }
+    return RetrievalJob(run, metadata)
+
+
+def settings_of(options: RetrievalOptions, lengths: Sequence[int]) -> RetrievalSettings:
+    """Return the settings of a run at these lengths.
+
+    Raises:
+        PosencError: Options exclude each other, or an unknown task.
+    """
+    return RetrievalSettings(
+        lengths=tuple(sorted(set(lengths))),
+        tasks=DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),
+        depths=tuple(options.depths),
+        samples=options.samples,
+        distractors=options.distractors,
+        decode=options.decode,
+        seed=options.seed,
+        chunk=options.chunk,
+    )
+
+
+def describe_haystack(text: str | None, paths: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the description of the text between the needles, which the result stores."""
+    if text is None:
+        return {"kind": "noise"}
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+    return {"kind": "text", "sha256": digest, "characters": len(text), "paths": list(paths)}
+
+
+def open_store(
+    folder: Path | str, run: RetrievalRun, metadata: dict[str, Any], shard: Shard = ALONE
+) -> Store:
+    """Open the records of a run in a folder, keyed by everything that determines a number, except parts of the keys.
+
+    A run with more lengths, tasks, depths, samples or methods therefore keeps what a smaller one has measured.
+
+    Raises:
+        PosencError: The folder cannot be written to, or another process writes the same share.
+    """
+    settings = run.settings.to_dict()
+    haystack = {name: value for name, value in metadata["haystack"].items() if name != "paths"}
+    values = {
+        "kind": "retrieval",
+        "model": metadata["model"],
+        "haystack": haystack,
+        "settings": {name: settings[name] for name in settings if name not in _OF_THE_KEYS},
+        "environment": environment(),
+    }
+    return Store(Path(folder), values, shard)
+
+
+def result_of(run: RetrievalRun, store: Records, **metadata: Any) -> RetrievalResult | None:
+    """Return the result of the stored values; `None` while some are missing.
+
+    Args:
+        run: The work.
+        store: Its records.
+        **metadata: `model`, `haystack`, `original` and `command`, which the result stores.
+    """
+    measured = collected(run, store)
+    if measured is None:
+        return None
+    records, failures = measured
+    return RetrievalResult(
+        settings=run.settings,
+        candidates=[MethodEntry.of(candidate, False) for candidate in run.candidates],
+        records=records,
+        failures=failures,
+        left_out=run.left_out,
+        head_replay=run.scorer.head_replay,
+        environment=environment(),
+        fingerprint=store.fingerprint if isinstance(store, Store) else None,
+        **metadata,
     )

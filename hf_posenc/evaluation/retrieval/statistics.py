@@ -45,6 +45,31 @@ class Record:
 
 
 @dataclass(frozen=True)
+class Failure:
+    """A cell that could not be measured, and why."""
+
+    method: str
+    task: str
+    length: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A task without prompts of a length.
+
+    Attributes:
+        task: Its name.
+        length: The requested length.
+        needed: Tokens of its shortest prompt and answer.
+    """
+
+    task: str
+    length: int
+    needed: int
+
+
+@dataclass(frozen=True)
 class Cell:
     """One number of a table or a heat map.
 

@@ -1,16 +1,17 @@
-"""Retrieval tasks: the hidden text, the question, and the wrong answers."""
+"""Retrieval tasks: the hidden text, the question and the wrong answers; the settings of a run."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from hf_posenc.errors import unknown
+from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.retrieval.prompts import (
     NOISE,
     Answer,
@@ -474,3 +475,85 @@ def get_task(name: str) -> Task:
     if name not in TASKS:
         raise unknown("task", name, TASKS)
     return TASKS[name]
+
+
+DECODES = {
+    "teacher-forced": "the answer is right if each of its tokens is the most probable one; nothing is generated",
+    "generate": "the answer is right if the greedily generated text contains all of it",
+}
+DEFAULT_TASKS = ("passkey", "niah_single_1", "niah_multikey_2")
+
+
+@dataclass(frozen=True)
+class RetrievalSettings:
+    """Settings that determine the numbers of a run, beside the model, the methods and the haystack.
+
+    Attributes:
+        lengths: Tokens of prompt and answer, special tokens included, ascending.
+        tasks: Names of tasks.
+        depths: Depths of the needle from 0 to 1, ascending.
+        samples: Samples at every depth; tasks without a depth have as many at every length as the others.
+        distractors: Wrong answers that the right one is ranked among; 0 for no rank.
+        decode: `"teacher-forced"` or `"generate"`.
+        seed: Seed of all draws.
+        chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
+
+    Raises:
+        PosencError: A number out of range, or an unknown task.
+    """
+
+    lengths: tuple[int, ...]
+    tasks: tuple[str, ...] = DEFAULT_TASKS
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    samples: int = 4
+    distractors: int = 10
+    decode: str = "teacher-forced"
+    seed: int = 0
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("lengths", "tasks", "depths"):
+            values: Sequence[Any] = getattr(self, name)
+            object.__setattr__(self, name, tuple(values))
+            ordered = name == "tasks" or list(values) == sorted(values)
+            if not values or len(set(values)) != len(values) or not ordered:
+                raise PosencError(
+                    f"{name.capitalize()} are different and ascending, not {list(values)}."
+                )
+        for task in self.tasks:
+            get_task(task)
+        if self.depths[0] < 0 or self.depths[-1] > 1:
+            raise PosencError(
+                f"Depths go from 0 to 1, not from {self.depths[0]:g} to {self.depths[-1]:g}."
+            )
+        if self.decode not in DECODES:
+            raise PosencError(f"Unknown way to decode {self.decode!r}: {', '.join(DECODES)}.")
+        for name, least in (("samples", 1), ("distractors", 0), ("seed", 0)):
+            if getattr(self, name) < least:
+                raise PosencError(f"{name} is at least {least}, not {getattr(self, name)}.")
+
+    @property
+    def ranks(self) -> bool:
+        """True if the answers are ranked among distractors."""
+        return self.decode == "teacher-forced" and self.distractors > 0
+
+    def samples_of(self, name: str, length: int) -> list[Sample]:
+        """Return the samples of a task at a length."""
+        count = self.samples
+        depths: Sequence[float | None] = self.depths
+        if not get_task(name).has_depth:
+            depths, count = (None,), count * len(self.depths)
+        return [
+            Sample(self.seed, name, length, depth, number)
+            for depth in depths
+            for number in range(count)
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RetrievalSettings:
+        """Read the values of `to_dict`."""
+        return cls(**values)

@@ -24,7 +24,7 @@ from hf_posenc.evaluation.grid import to_markdown
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.store import Shard
 from hf_posenc.evaluation.options import BenchOptions
-from hf_posenc.evaluation.perplexity.runs import measure_perplexity
+from hf_posenc.evaluation.perplexity.measurement import measure_perplexity
 from hf_posenc.evaluation.retrieval import get_task, measure_retrieval
 from hf_posenc.files import to_json
 from hf_posenc.patch.patching import get_patch

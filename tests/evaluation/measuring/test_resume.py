@@ -20,9 +20,8 @@ from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import collected, execute
 from hf_posenc.evaluation.measuring.identity import describe_model
 from hf_posenc.evaluation.measuring.store import Shard
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, joined, open_store, result_of
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.runs import joined, open_store, result_of
 from hf_posenc.files import to_json
 from tests.support import zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose

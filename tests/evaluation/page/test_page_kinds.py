@@ -12,8 +12,8 @@ from hf_posenc.evaluation import published
 from hf_posenc.evaluation.page import collect
 from hf_posenc.evaluation.perplexity.result import MethodEntry
 from hf_posenc.evaluation.retrieval.result import RetrievalResult
-from hf_posenc.evaluation.retrieval.run import Failure, LeftOut, RetrievalSettings
-from hf_posenc.evaluation.retrieval.statistics import Record
+from hf_posenc.evaluation.retrieval.statistics import Failure, LeftOut, Record
+from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from tests.support.page_results import exact, page, result, write
 
 DEPTHS = (0.0, 0.5, 1.0)

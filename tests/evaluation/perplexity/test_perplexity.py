@@ -16,8 +16,8 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
-from hf_posenc.evaluation.measuring.statistics import Record
-from hf_posenc.evaluation.perplexity.measurement import Failure, Measured, measure
+from hf_posenc.evaluation.measuring.statistics import Failure, Measured, Record
+from hf_posenc.evaluation.perplexity.measurement import measure
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import MethodEntry
 from hf_posenc.methods import LogN, PositionInterpolation

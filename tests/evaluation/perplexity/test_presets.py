@@ -13,9 +13,8 @@ from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.statistics import Cell, summarize
 from hf_posenc.evaluation.options import parse_lengths
-from hf_posenc.evaluation.perplexity.measurement import measure
+from hf_posenc.evaluation.perplexity.measurement import joined, make_settings, measure
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings, plan
-from hf_posenc.evaluation.perplexity.runs import joined, make_settings
 from tests.support import peers, zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 

@@ -23,8 +23,7 @@ from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
 from hf_posenc.evaluation.grid import Column, Grid, number, to_notebook, to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
-from hf_posenc.evaluation.measuring.statistics import Record
-from hf_posenc.evaluation.perplexity.measurement import Failure, Measured
+from hf_posenc.evaluation.measuring.statistics import Failure, Measured, Record
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 

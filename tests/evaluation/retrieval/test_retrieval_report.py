@@ -18,8 +18,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import percent, to_rich
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval import RetrievalResult, RetrievalSettings
-from hf_posenc.evaluation.retrieval.run import Failure, LeftOut
-from hf_posenc.evaluation.retrieval.statistics import Record
+from hf_posenc.evaluation.retrieval.statistics import Failure, LeftOut, Record
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 APP = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)

@@ -23,7 +23,7 @@ from hf_posenc.evaluation.retrieval import (
     even_depths,
     measure_retrieval,
 )
-from hf_posenc.evaluation.retrieval.measuring import open_store, result_of
+from hf_posenc.evaluation.retrieval.run import open_store, result_of
 from hf_posenc.evaluation.retrieval.statistics import (
     Cell,
     Record,

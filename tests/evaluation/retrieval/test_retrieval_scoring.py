@@ -13,8 +13,8 @@ from hf_posenc.evaluation.measuring.execute import execute
 from hf_posenc.evaluation.measuring.store import Memory
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate, judge
 from hf_posenc.evaluation.retrieval.prompts import Answer, Encoder, Prompt, Sample, lay_out
-from hf_posenc.evaluation.retrieval.run import RetrievalRun, RetrievalSettings
-from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit
+from hf_posenc.evaluation.retrieval.run import RetrievalRun
+from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit, RetrievalSettings
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 from tests.support import zoo
 from tests.support.retrieval_models import Copier

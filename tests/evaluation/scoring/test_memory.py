@@ -11,7 +11,8 @@ from torch import Tensor
 from hf_posenc import patch_model
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
-from hf_posenc.evaluation.perplexity.measurement import Measured, measure
+from hf_posenc.evaluation.measuring.statistics import Measured
+from hf_posenc.evaluation.perplexity.measurement import measure
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 from tests.evaluation.scoring.test_head_replay import expected_losses, full_logits
