@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.evaluation.grid import number
+from hf_posenc.evaluation.grid import markdown_table, number
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training.log import TrainingLog
 from hf_posenc.training.scoring import conclusion
@@ -72,9 +72,7 @@ def ways() -> str:
         f"{made['steps']} steps of as many tokens each; one seed, so small differences say nothing."
     )
     by = f"torch {versions['torch']}, transformers {versions['transformers']}"
-    return (
-        f"{intro}\n\n{_markdown(header, lines)}\n\n{by}; `scripts/compare_finetuning.py` made it."
-    )
+    return f"{intro}\n\n{markdown_table(header, lines, numeric=True)}\n\n{by}; `scripts/compare_finetuning.py` made it."
 
 
 def short() -> str:
@@ -94,12 +92,8 @@ def _table(scores: PerplexityResult) -> str:
     for row in scores.candidates:
         cells = [scores.cell(row.label, "tail", length) for length in lengths]
         rows.append([row.label, *(number(c.perplexity) if c else "-" for c in cells)])
-    return _markdown(["tail perplexity", *(f"{length:,}" for length in lengths)], rows)
-
-
-def _markdown(header: list[str], rows: list[list[str]]) -> str:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
+    heads = ["tail perplexity", *(f"{length:,}" for length in lengths)]
+    return markdown_table(heads, rows, numeric=True)
 
 
 def _fence(text: str, language: str = "bash") -> str:

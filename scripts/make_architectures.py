@@ -26,6 +26,7 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
+from hf_posenc.evaluation.grid import markdown_table
 from scripts import attention_coverage
 from tests.support import zoo
 from tests.support.zoo_registry import causal_lm_types
@@ -165,13 +166,6 @@ def refusal(model_type: str) -> tuple[str, str]:
     )
 
 
-def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Format a table in Markdown."""
-    head = list(columns)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def page() -> str:
     """Return the whole page."""
     refusals = attention_coverage.Refusals()
@@ -179,12 +173,14 @@ def page() -> str:
     def rows(title: str, types: Iterable[str]) -> list[tuple[str, ...]]:
         return [row(model_type, refusals) for model_type in track(list(types), title)]
 
-    decoders = table(COLUMNS, rows("decoders", zoo.decoder_types()))
-    towers = table(COLUMNS, rows("text towers", zoo.text_tower_types()))
-    composites = table(COLUMNS, rows("multimodal", zoo.composite_types()))
+    decoders = markdown_table(COLUMNS, rows("decoders", zoo.decoder_types()))
+    towers = markdown_table(COLUMNS, rows("text towers", zoo.text_tower_types()))
+    composites = markdown_table(COLUMNS, rows("multimodal", zoo.composite_types()))
     others = sorted(set(causal_lm_types()) - set(zoo.decoder_types()) - set(zoo.NOT_BUILT))
-    refused = table(("model type", "reason"), [refusal(t) for t in track(others, "without RoPE")])
-    untried = table(("model type", "reason"), sorted(zoo.NOT_BUILT.items()))
+    refused = markdown_table(
+        ("model type", "reason"), [refusal(t) for t in track(others, "without RoPE")]
+    )
+    untried = markdown_table(("model type", "reason"), sorted(zoo.NOT_BUILT.items()))
     return (
         "\n\n".join(
             (

@@ -20,7 +20,7 @@ from hf_posenc.cli.catalog import kinds
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, survey
 from hf_posenc.evaluation.bench import BenchResult
-from hf_posenc.evaluation.grid import to_markdown
+from hf_posenc.evaluation.grid import markdown_table, to_markdown
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.methods import METHODS
 from scripts.finetuned_page import example, short, ways
@@ -54,7 +54,7 @@ def demo() -> str:
         f"length of the text\nread with them, for a Llama trained at {original} tokens; `auto` is a scale "
         f"of length / {original}:"
     )
-    table = _table(["method", *(f"{length:,}" for length in lengths)], rows, right=True)
+    table = markdown_table(["method", *(f"{length:,}" for length in lengths)], rows, numeric=True)
     verdict = _verdict(result, lengths)
     plot = "![Perplexity by length](docs/data/demo/perplexity.png)"
     versions = result["environment"]
@@ -95,7 +95,7 @@ def methods() -> str:
         for m in group:
             names = ", ".join(f"`{name}`" for name in (m.name, *m.aliases))
             rows.append([names, m.summary, m.needs, m.source])
-    return _table(["method", "what it does", "needs", "source"], rows)
+    return markdown_table(["method", "what it does", "needs", "source"], rows)
 
 
 def index() -> str:
@@ -104,7 +104,7 @@ def index() -> str:
         [f"[`{m.name}`](#{m.name})", m.summary, m.needs, ", ".join(f"`{a}`" for a in m.aliases)]
         for m in METHODS
     ]
-    return _table(["method", "in one line", "needs", "alias"], rows)
+    return markdown_table(["method", "in one line", "needs", "alias"], rows)
 
 
 def shipping() -> str:
@@ -115,7 +115,7 @@ def shipping() -> str:
         for method, *engines in zip(METHODS, *found, strict=True)
         if method.kind == "frequencies"
     ]
-    return _table(["method", *ENGINES], rows)
+    return markdown_table(["method", *ENGINES], rows)
 
 
 def attention() -> str:
@@ -130,7 +130,7 @@ def attention() -> str:
             for column in columns
         ]
         rows.append([label, *(cell or "-" for cell in cells)])
-    table = _table(["tokens", *columns], rows, right=True)
+    table = markdown_table(["tokens", *columns], rows, numeric=True)
     peaks = []
     for label in (next(iter(runs)), [label for label in runs if label.startswith("prefill")][-1]):
         extra = ", ".join(
@@ -211,7 +211,9 @@ def updates() -> str:
             [f"`{family}`", *(_pair(whole, family, chosen, protocol, length) for length in lengths)]
             for family in families
         ]
-        parts.append(_table([protocol, *(f"{length:,}" for length in lengths)], rows, right=True))
+        parts.append(
+            markdown_table([protocol, *(f"{length:,}" for length in lengths)], rows, numeric=True)
+        )
     rows = []
     for family in families:
         cells = []
@@ -223,7 +225,7 @@ def updates() -> str:
             ]
             cells.append(" / ".join(f"{mean:.2f}" for mean in means))
         rows.append([f"`{family}`", *cells])
-    parts.append(_table(["bucket", *map(str, buckets)], rows, right=True))
+    parts.append(markdown_table(["bucket", *map(str, buckets)], rows, numeric=True))
     return "\n\n".join([*parts, _generation(result, whole)])
 
 
@@ -254,7 +256,7 @@ def _generation(result: dict[str, Any], whole: dict[Any, Any]) -> str:
             ]
             rows.append(["", f"`{mode}`", *(f"{value:.2f}" for value in values)])
     columns = [f"{n:,} {feed}" for feed in ("in steps", "after a prompt") for n in lengths]
-    return _table(["with a cache", "mode", *columns], rows, right=True)
+    return markdown_table(["with a cache", "mode", *columns], rows, numeric=True)
 
 
 def _mode(row: dict[str, Any]) -> tuple[str, str, int | None]:
@@ -300,11 +302,6 @@ def filled(page: Path) -> str:
 
 def _number(cell: dict[str, Any] | None) -> str:
     return "-" if cell is None else f"{cell['perplexity']:.2f}"
-
-
-def _table(header: list[str], rows: list[list[str]], *, right: bool = False) -> str:
-    rule = ["---", *(["---:" if right else "---"] * (len(header) - 1))]
-    return "\n".join(f"| {' | '.join(row)} |" for row in (header, rule, *rows))
 
 
 if __name__ == "__main__":

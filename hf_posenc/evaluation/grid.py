@@ -265,17 +265,18 @@ def _markdown_field(field: Field) -> str:
 
 
 def markdown_table(
-    heads: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: Sequence[bool] = ()
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: bool | Sequence[bool] = False
 ) -> str:
     """Assemble a table of fields that are Markdown already.
 
     Args:
         heads: The headings.
         rows: The fields of each row.
-        numeric: Columns to align right; by default none.
+        numeric: For each column, align it right; a single value applies to all columns but the first.
     """
-    aligned = [*numeric, *[False] * (len(heads) - len(numeric))]
-    rule = ["---:" if right else "---" for right in aligned]
+    if isinstance(numeric, bool):
+        numeric = [False, *[numeric] * (len(heads) - 1)]
+    rule = ["---:" if right else "---" for right in numeric]
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, rule, *rows))
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.statistics import Cell
 from hf_posenc.evaluation.plots.style import (
     BASELINE,
     MAX_BANDS,
     Measured,
-    Point,
     length_axis,
     line_panels,
     looks,
@@ -160,7 +160,7 @@ def ratio_panel(panel: Axes, result: Measured, protocol: str) -> None:
     value_axis(panel)
 
 
-def _intervals(panel: Axes, cells: list[Point], shift: float, look: dict[str, Any]) -> None:
+def _intervals(panel: Axes, cells: list[Cell], shift: float, look: dict[str, Any]) -> None:
     ranges = [
         (cell.length * shift, *cell.ratio_interval)
         for cell in cells

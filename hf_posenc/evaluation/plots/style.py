@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.statistics import Cell
 from hf_posenc.files import replace_atomically
 
 if TYPE_CHECKING:
@@ -57,21 +58,6 @@ class Named(Protocol):
     def method(self) -> str | None: ...
 
 
-class Point(Protocol):
-    """One number of a table, such as `hf_posenc.evaluation.measuring.statistics.Cell`."""
-
-    @property
-    def length(self) -> int: ...
-    @property
-    def perplexity(self) -> float: ...
-    @property
-    def interval(self) -> tuple[float, float] | None: ...
-    @property
-    def ratio(self) -> float | None: ...
-    @property
-    def ratio_interval(self) -> tuple[float, float] | None: ...
-
-
 class Axis(Protocol):
     """Settings behind the axes, such as `hf_posenc.evaluation.perplexity.protocols.Settings`."""
 
@@ -94,7 +80,7 @@ class Measured(Protocol):
     def candidates(self) -> Sequence[Named]: ...
     @property
     def curve(self) -> Mapping[str, Any] | None: ...
-    def cell(self, method: str, protocol: str, length: int, /) -> Point | None: ...
+    def cell(self, method: str, protocol: str, length: int, /) -> Cell | None: ...
 
 
 def available() -> bool:
