@@ -1,4 +1,4 @@
-"""The `hf-posenc` command, a file per group of subcommands."""
+"""The `hf-posenc` command."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits; the entry point of `hf-posenc`.
+    """Run the command line and exit; the entry point of `hf-posenc`.
 
     Args:
-        arguments: Instead of `sys.argv[1:]`.
+        arguments: Arguments that replace `sys.argv[1:]`.
     """
     from hf_posenc.cli.app import app
 

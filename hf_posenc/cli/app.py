@@ -1,20 +1,21 @@
-"""The command's root, and how its errors look: one line, exit status 2, no traceback; warnings too are one line."""
+"""Root of the command. An error is one line without traceback, exit status 2; a warning is one line too."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from hf_posenc.cli import catalog, export, measure
+from hf_posenc.cli import catalog, export, inspection, measure
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.errors import PosencError
 
 
 class OneLineErrors(TyperGroup):
-    """Turns what a command raises into one line on stderr."""
+    """Prints the errors of commands as one line on stderr."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -29,8 +30,8 @@ class OneLineErrors(TyperGroup):
             # typer's own usage errors, whose module moved between its versions: wrong option, value or subcommand
             if not hasattr(error, "format_message"):
                 raise
-            where = getattr(error, "ctx", None) or ctx
-            print_error(f"{error.format_message()} Try: {where.command_path} --help")
+            context = getattr(error, "ctx", None) or ctx
+            print_error(f"{error.format_message()} Try: {context.command_path} --help")
         raise typer.Exit(2)
 
 
@@ -43,15 +44,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for register in (
-    measure.register,
-    catalog.register_recommend,
-    catalog.register_report,
-    export.register,
-    catalog.register,
-    catalog.register_inspect,
-):
-    register(app)
+measure.register(app)
+COMMANDS: tuple[Callable[..., None], ...] = (
+    *(inspection.recommend, measure.report, export.export),
+    *(catalog.methods, catalog.show, catalog.models, catalog.recipes),
+)
+for command in COMMANDS:
+    app.command()(command)
+app.command("inspect")(inspection.inspect_model)
 
 
 @app.callback(invoke_without_command=True)

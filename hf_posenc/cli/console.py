@@ -1,4 +1,4 @@
-"""Where the commands print: results on stdout, everything else on stderr."""
+"""Output of the commands: results on stdout, everything else on stderr."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ from rich.console import Console
 
 
 def out() -> Console:
-    """The console for results."""
+    """Return the console for results."""
     return Console(highlight=False)
 
 
 def err() -> Console:
-    """The console for progress, warnings and errors."""
+    """Return the console for progress, warnings and errors."""
     return Console(stderr=True, highlight=False)
 
 
 def print_error(message: str) -> None:
-    """One line, whatever the message; not wrapped, so that it can be searched for."""
+    """Print an error on one line, not wrapped, so that it can be searched for."""
     typer.echo(f"error: {' '.join(message.split())}", err=True)
 
 
 def print_warning(message: str) -> None:
-    """One line."""
+    """Print a warning on one line."""
     typer.echo(f"warning: {' '.join(message.split())}", err=True)
 
 
 @contextlib.contextmanager
 def one_line_warnings() -> Iterator[None]:
-    """Shows each of Python's warnings once and as one line, without the place in the code."""
+    """Print each of Python's warnings once and on one line, without its file and line number."""
     seen: set[str] = set()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -48,7 +48,7 @@ def one_line_warnings() -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Keeps transformers' own log lines and progress bars out of the commands' output; errors are still raised."""
+    """Disable the log lines and progress bars of transformers; errors are still raised."""
     import transformers
 
     log: Any = transformers.logging

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posenc.cli.console import err, out, print_error, quiet_transformers
+from hf_posenc.cli.loading import check_name, parse_patch
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import OUTPUT
 
@@ -83,9 +84,7 @@ def export(
     And say how far its rotary table is from the model's, by the engine's own published formula. Exit status 1 where
     the engine cannot have the method.
     """
-    from hf_posenc.cli.loading import check_name
-    from hf_posenc.engines import export as exported
-    from hf_posenc.engines import write_export
+    from hf_posenc import engines
 
     quiet_transformers()
     name = check_name(model)
@@ -95,85 +94,73 @@ def export(
     if gguf is not None:
         _check_file(gguf, name, to, patch, output)
         return
-    method, options = _asked(patch)
-    found = exported(name, to, method=method, **options)
-    _show(found)
-    if not found.possible:
-        print_error(f"{to} cannot have {name}: {found.reason}. See --methods")
+    method, options = _patch(patch)
+    exported = engines.export(name, to, method=method, **options)
+    _show(exported)
+    if not exported.possible:
+        print_error(f"{to} cannot have {name}: {exported.reason}. See --methods")
         raise typer.Exit(1)
     folder = output or Path(f"{Path(name).resolve().name}-{to}")
-    written = write_export(found, folder, weights=weights)
+    written = engines.write_export(exported, folder, weights=weights)
     out().print(f"Wrote {', '.join(path.name for path in written)} to {folder}", markup=False)
     if verify:
-        _verify(found, folder, packages, patch)
+        _verify(exported, folder, packages, patch)
 
 
-def register(app: typer.Typer) -> None:
-    """Adds the subcommand of this file."""
-    app.command("export")(export)
+def _patch(patch: str | None) -> tuple[Any, dict[str, Any]]:
+    """Return the method and the options of `--patch`."""
+    return (None, {}) if patch is None else parse_patch(patch).arguments()
 
 
-def _asked(patch: str | None) -> tuple[Any, dict[str, Any]]:
-    """What to patch with; there is no text here whose length could set an automatic scale."""
-    from hf_posenc.evaluation.measuring.candidates import Candidate
-
-    if patch is None:
-        return None, {}
-    return Candidate.parse(patch, unpatched=False).without_automatic_scale().arguments()
-
-
-def _show(found: Export) -> None:
-    """Prints how the engine is told, and the difference that is left."""
+def _show(exported: Export) -> None:
+    """Print the form of the export, and the remaining difference."""
     console = out()
-    console.print(f"[bold]{found.engine}[/bold] {found.version}: {found.path}")
-    if not found.possible:
+    console.print(f"[bold]{exported.engine}[/bold] {exported.version}: {exported.path}")
+    if not exported.possible:
         return
-    console.print(f"told as {found.form}", markup=False)
-    for error in found.errors:
+    console.print(f"told as {exported.form}", markup=False)
+    for error in exported.errors:
         layers = f"{error.layers}, " if error.layers else ""
         console.print(
             f"  {layers}{error.length:,} tokens: frequencies within {error.frequency:.1e} of the model's, factor "
             f"within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad",
             markup=False,
         )
-    for flag, value in zip(found.flags[::2], found.flags[1::2], strict=True):
+    for flag, value in zip(exported.flags[::2], exported.flags[1::2], strict=True):
         console.print(f"flag: {flag} {value}", markup=False, soft_wrap=True)
-    if found.overrides:
-        option, value = found.overrides
+    if exported.overrides:
+        option, value = exported.overrides
         console.print(
             f"or, on the original folder: {option} '{value}'", markup=False, soft_wrap=True
         )
-    for note in found.notes:
+    for note in exported.notes:
         console.print(note, style="dim", markup=False)
 
 
 def _print_methods(name: str, engine: str) -> None:
-    from rich import box
-    from rich.table import Table
-
     from hf_posenc.engines import survey
+    from hf_posenc.evaluation.grid import Grid, to_rich
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("method", "told as", "why not"):
-        table.add_column(column)
+    grid = Grid()
+    for head in ("method", "told as", "why not"):
+        grid.column(head)
     with err().status("Trying every method"):
         rows = survey(name, engine)
     for row in rows:
-        table.add_row(row.method, row.form or "-", row.reason)
-    out().print(table)
+        grid.row(row.method, row.form or "-", row.reason)
+    out().print(to_rich(grid))
 
 
 def _check_file(file: Path, name: str, engine: str, patch: str | None, output: Path | None) -> None:
-    """Says what llama.cpp makes of a file, and writes another where that is not the model."""
-    from hf_posenc.engines import check_gguf, write_gguf
-    from hf_posenc.engines import export as exported
+    """Print the difference between llama.cpp's reading of a file and the model; if there is one, write a right file."""
+    from hf_posenc import engines
 
     if engine != "llama.cpp":
         raise PosencError(f"--gguf goes with --to llama.cpp, not with --to {engine}.")
-    method, options = _asked(patch)
-    told = exported(name, engine, method=method, **options)
-    flags = told.flags if told.divisors is None else ()
-    check = check_gguf(file, name, flags=flags, method=method, **options)
+    method, options = _patch(patch)
+    result = engines.export(name, engine, method=method, **options)
+    flags = result.flags if result.divisors is None else ()
+    check = engines.check_gguf(file, name, flags=flags, method=method, **options)
     console = out()
     console.print(_file_line(check), markup=False)
     if check.right:
@@ -182,9 +169,11 @@ def _check_file(file: Path, name: str, engine: str, patch: str | None, output: P
         return
     folder = output or Path()
     folder.mkdir(parents=True, exist_ok=True)
-    target = write_gguf(check, folder / f"{file.stem}-posenc.gguf")
+    target = engines.write_gguf(check, folder / f"{file.stem}-posenc.gguf")
     console.print(f"Wrote {target}", markup=False)
-    console.print(_file_line(check_gguf(target, name, method=method, **options)), markup=False)
+    console.print(
+        _file_line(engines.check_gguf(target, name, method=method, **options)), markup=False
+    )
 
 
 def _file_line(check: GGUFCheck) -> str:
@@ -194,26 +183,26 @@ def _file_line(check: GGUFCheck) -> str:
     )
 
 
-def _verify(found: Export, folder: Path, packages: Path | None, patch: str | None) -> None:
+def _verify(exported: Export, folder: Path, packages: Path | None, patch: str | None) -> None:
     from hf_posenc.engines.folders import merged_dtype
     from hf_posenc.patch.patching import patch_model
     from hf_posenc.saving import from_pretrained
     from hf_posenc.verification import require, verify_export
 
-    if not found.engine.startswith("transformers"):
+    if not exported.engine.startswith("transformers"):
         raise PosencError(
-            f"--verify loads in transformers; {found.engine} is not here to be tried."
+            f"--verify loads in transformers; {exported.engine} cannot be tried here."
         )
     import torch
 
-    if found.is_adapter:  # merged in the precision of what was written
-        dtype = merged_dtype(found.path)
-        live = from_pretrained(found.path, dtype=dtype).merge_and_unload().float()
+    if exported.is_adapter:  # merged in the precision of what was written
+        dtype = merged_dtype(exported.path)
+        model = from_pretrained(exported.path, dtype=dtype).merge_and_unload().float()
     else:
-        live = from_pretrained(found.path, dtype=torch.float32)
-    method, options = _asked(patch)
+        model = from_pretrained(exported.path, dtype=torch.float32)
+    method, options = _patch(patch)
     if method is not None:
-        patch_model(live, method, **options)
-    result = verify_export(folder, live, packages=packages)
+        patch_model(model, method, **options)
+    result = verify_export(folder, model, packages=packages)
     require(result)
     out().print(str(result), markup=False)

@@ -5,27 +5,41 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_posenc.cli.console import quiet_transformers
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.options import ModelOptions
 
+if TYPE_CHECKING:
+    from hf_posenc.evaluation.measuring.candidates import Candidate
+
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
+def parse_patch(text: str) -> Candidate:
+    """Return the patch that an option names; no text is read here whose length could set an automatic scale.
+
+    Raises:
+        PosencError: An unknown method or option, or a scale is missing.
+    """
+    from hf_posenc.evaluation.measuring.candidates import Candidate
+
+    return Candidate.parse(text, unpatched=False).without_automatic_scale()
+
+
 def embedded_model() -> str:
-    """The model that ships with the package."""
+    """Return the folder of the model that ships with the package."""
     from hf_posenc.embedded import model_path
 
     return str(model_path())
 
 
 def one_thread() -> None:
-    """Keeps torch to one thread, for the embedded model.
+    """Limit torch to one thread, for the embedded model.
 
-    Its matrices are too small to gain much from a second one, and threads that wait for each other on
-    a busy machine cost minutes. Nor do the numbers then depend on how many cores there are.
+    Its matrices are too small to gain much from a second thread, and threads that wait for each other on a busy
+    machine cost minutes. With one thread the numbers do not depend on the number of cores.
     """
     import torch
 
@@ -33,7 +47,7 @@ def one_thread() -> None:
 
 
 def check_name(name: str) -> str:
-    """Refuses a path that does not exist before anything asks the hub for it.
+    """Return the name of a model; raise for a path that does not exist, before the hub is asked for it.
 
     Raises:
         PosencError: There is no such folder.
@@ -49,10 +63,10 @@ def check_name(name: str) -> str:
 
 
 def load_tokenizer(name: str) -> Any:
-    """A tokenizer that turns text into tokens.
+    """Load a tokenizer.
 
     Raises:
-        PosencError: There is none, or it knows no words.
+        PosencError: There is none, or its vocabulary is empty.
     """
     from transformers import AutoTokenizer
 
@@ -79,17 +93,17 @@ def load_model(
     device_map: str | None = None,
     attention: str | None = None,
 ) -> Any:
-    """A causal language model, with the patch that it was saved with.
+    """Load a causal language model, with the patch that it was saved with.
 
     Args:
         name: A folder or a hub name.
         dtype: One of `DTYPES`; `auto` is the checkpoint's own on an accelerator and float32 on a CPU.
-        device: Where to put it; by default the first accelerator, or the CPU.
+        device: Its device; by default the first accelerator, or the CPU.
         device_map: Passed to transformers instead, e.g. `auto` to spread a large model.
         attention: transformers' attention implementation.
 
     Raises:
-        PosencError: It cannot be loaded so.
+        PosencError: It cannot be loaded.
     """
     import torch
 
@@ -98,8 +112,8 @@ def load_model(
     quiet_transformers()
     if dtype not in DTYPES:
         raise PosencError(f"Unknown dtype {dtype!r}: {', '.join(DTYPES)}.")
-    place = _device(device)
-    on_cpu = place.type == "cpu" and device_map is None
+    target = _device(device)
+    on_cpu = target.type == "cpu" and device_map is None
     precision: Any = getattr(torch, dtype, None) or (torch.float32 if on_cpu else "auto")
     options: dict[str, Any] = {"dtype": precision}
     if attention is not None:
@@ -109,7 +123,7 @@ def load_model(
     name = check_name(name)
     try:
         model = from_pretrained(name, **options)
-        return model if device_map is not None else model.to(place)
+        return model if device_map is not None else model.to(target)
     except PosencError:
         raise
     except Exception as error:  # as for the tokenizer
@@ -117,7 +131,7 @@ def load_model(
 
 
 def live_model(name: str, *, whole: bool) -> Any:
-    """The model on the meta device: its rotary tables are real, its weights are never read.
+    """Build the model on the meta device: its rotary tables are real, its weights are never read.
 
     Args:
         name: A folder or a hub name.
@@ -162,16 +176,13 @@ def _device(name: str | None) -> Any:
             return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         return torch.device("cpu")
     try:
-        place = torch.device(name)
-        torch.empty(0, device=place)
+        device = torch.device(name)
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise PosencError(
             f"The device {name!r} cannot be used: {str(error).splitlines()[0]}"
         ) from error
-    return place
-
-
-# What most commands begin with: a model, its tokenizer, and what goes in front of a text.
+    return device
 
 
 EMBEDDED = "hf_posenc's embedded model"

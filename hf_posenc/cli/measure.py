@@ -1,8 +1,9 @@
-"""`hf-posenc perplexity`, `retrieval`, `bench`, `sweep` and `search`: a Python function each, and its rendering."""
+"""`hf-posenc perplexity`, `retrieval`, `bench`, `sweep` and `search`: a Python function each; `report`, their page."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,12 +34,13 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.tuning.results import TuningResult
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
+REPORT = Path("report.html")
 EMBEDDED_TASKS = ("passkey", "niah_single_1")
 MOST_TEXT = 2**24  # characters of a haystack that are read: some four million tokens
 
 
 def register(app: typer.Typer) -> None:
-    """Add the commands of this file."""
+    """Add the commands that measure."""
     for command in (perplexity, retrieval, bench, sweep, search):
         app.command(command.__name__, cls=Command)(expand(command))
 
@@ -300,3 +302,37 @@ def _present_tuning(frame: Frame, result: TuningResult) -> None:
         raise typer.Exit(1)
     recipe = str(frame.output / f"{result.kind}_recipe.json")
     out().print(f"Use it: hf_posenc.load_patch(model, {recipe!r})", markup=False, soft_wrap=True)
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="DIR...",
+            help="Output folders of perplexity, retrieval, bench or sweep, folders of such folders, or result files.",
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option(metavar="FILE", help="The page that is written.")
+    ] = REPORT,
+    title: Annotated[str | None, typer.Option(metavar="TEXT", help="The page's heading.")] = None,
+) -> None:
+    """Put the results of many runs and machines into one HTML page: tables, plots, settings, how to do it again.
+
+    Needs no model and no network. The page loads nothing and opens from a file. Results that may not be compared (other
+    protocol, documents or tokenizer) are in separate tables, with the reason. Unfinished runs are named.
+    """
+    from hf_posenc.evaluation import plots
+    from hf_posenc.evaluation.page import TITLE, collect, render
+    from hf_posenc.files import write_atomically
+
+    collection = collect(runs)
+    for remark in collection.remarks:
+        print_warning(remark)
+    if not plots.available():
+        print_warning("no plots: they need matplotlib (pip install 'hf-posenc[plot]').")
+    write_atomically(output, render(collection, title=title or TITLE))
+    count, waiting = len(collection.sources), len(collection.unfinished)
+    also = f" and {waiting} unfinished run{'s' * (waiting != 1)}" if waiting else ""
+    results = f"{count} result{'s' * (count != 1)}"
+    out().print(f"Wrote {output}: {results}{also}", markup=False)

@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from hf_posenc.cli import catalog as report
+from hf_posenc.cli import measure
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
 from hf_posenc.evaluation.page import collect, render
@@ -194,7 +194,7 @@ def test_a_file_may_be_given_and_the_page_is_the_same_every_time(tmp_path: Path)
 
 def test_the_command_writes_the_page(tmp_path: Path) -> None:
     app = typer.Typer()
-    report.register_report(app)
+    app.command()(measure.report)
     write(tmp_path / "runs" / "a", result())
     (tmp_path / "runs" / "b").mkdir()
     (tmp_path / "runs" / "b" / "perplexity.json").write_text("{")

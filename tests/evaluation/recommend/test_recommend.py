@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc import PosencError, inspect_rope, patch_model, patched
-from hf_posenc.cli import catalog as command
+from hf_posenc.cli import inspection
 from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.measuring.candidates import Candidate
@@ -354,7 +354,7 @@ def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
 
 
 APP = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
-command.register_recommend(APP)
+APP.command()(inspection.recommend)
 
 
 @APP.callback()
