@@ -29,7 +29,7 @@ from scripts.train_tiny_llama import END_OF_TEXT, Batches, model_card
 
 # --- the held-out documents -------------------------------------------------------------------------
 
-# Which modules are packages, and which moved, in every Python that we support.
+# The held-out modules that are packages, in every supported Python.
 PACKAGES: dict[tuple[int, int], set[str]] = {
     (3, 10): set(),
     (3, 11): set(),
@@ -51,7 +51,7 @@ def test_every_held_out_module_is_a_long_document_of_this_python() -> None:
 def test_the_forms_of_the_held_out_modules_are_pinned() -> None:
     version = sys.version_info[:2]
     if version not in PACKAGES:
-        pytest.skip(f"nobody has looked at Python {version[0]}.{version[1]} yet")
+        pytest.skip(f"the modules of Python {version[0]}.{version[1]} are not pinned yet")
     assert {name for name in HELD_OUT if len(held_out_files(name)) > 1} == PACKAGES[version]
     moved = version >= (3, 12)
     assert held_out_files("datetime")[0].name == ("_pydatetime.py" if moved else "datetime.py")
@@ -87,19 +87,19 @@ def test_the_embedded_package_imports_nothing_heavy() -> None:
 
 
 def prose(name: str, lines: int = 60) -> str:
-    """A file of distinctive lines, none of which another name's has."""
+    """Return a file of distinctive lines, disjoint from those of any other name."""
     words = [blake2b(f"{name} {i}".encode(), digest_size=12).digest() for i in range(lines)]
     letters = ("".join(chr(ord("a") + byte % 26) for byte in word) for word in words)
     return "".join(f"{word} = {name}({word[::-1]})\n" for word in letters)
 
 
 def digits(lines: int) -> str:
-    """The rows of a table of numbers without a pattern."""
+    """Return the rows of a table of numbers without a pattern."""
     return "".join(f"    {int(blake2b(str(i).encode()).hexdigest(), 16)},\n" for i in range(lines))
 
 
 def mixed(a: str, b: str, share: float, lines: int = 60) -> str:
-    """A file that shares `share` of its lines with `b` and the rest with nothing but `a`."""
+    """Return a file that shares `share` of its lines with `b`, the rest only with `a`."""
     cut = round(share * lines)
     return "".join(
         prose(b, lines).splitlines(keepends=True)[:cut]
@@ -259,7 +259,7 @@ def test_a_corpus_too_small_for_a_batch_is_an_error() -> None:
 
 @pytest.fixture
 def small_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The standard library's `json` and `email`: a corpus of a second."""
+    """Replace the environment by the standard library's `json` and `email`, a corpus of a second."""
     root = held_out_files("typing")[0].parent
     files = [
         file.relative_to(root).as_posix()

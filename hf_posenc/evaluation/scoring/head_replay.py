@@ -295,12 +295,7 @@ class FrugalScorer:
     def __call__(
         self, windows: Sequence[Tensor], first: int, *, read_last: bool = True
     ) -> list[Tensor]:
-        """Return the losses of each window, as `TokenScorer` computes them.
-
-        Args:
-            windows: Token ids, each of shape (n,).
-            first: As for `TokenScorer`.
-            read_last: As for `TokenScorer`.
+        """Return the losses of windows of shape (n,), each with the arguments and the result of `TokenScorer`.
 
         Raises:
             torch.OutOfMemoryError: Memory ran out, and nothing is left to reduce; or the platform's own error for it.
@@ -317,12 +312,9 @@ class FrugalScorer:
         return done
 
     def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Tensor:
-        """Return the logits that predict tokens `first .. n-1` of a window, shape (n - first, vocabulary).
+        """Return the logits that predict tokens `first .. n-1` of a window of shape (n,).
 
-        Args:
-            ids: Token ids, shape (n,).
-            first: As for `TokenScorer`.
-            read_last: As for `TokenScorer`.
+        The arguments are those of `TokenScorer.logits`, the shape of the result is (n - first, vocabulary).
 
         Raises:
             torch.OutOfMemoryError: As for a call.
@@ -338,11 +330,7 @@ class FrugalScorer:
                 return logits
 
     def reset(self, ids: Tensor) -> None:
-        """Make a stateful model forget the largest length it has read.
-
-        Args:
-            ids: Token ids of which two are read, shape (n,).
-        """
+        """Make a stateful model forget the largest length it has read; it reads two of these token ids."""
         if self.stateful:
             self.scorer(ids[:2])
 

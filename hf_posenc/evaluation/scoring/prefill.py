@@ -47,10 +47,6 @@ _NEAR = 4  # tokens behind a seam, where a lost state shows most
 _REACH = re.compile(r"window|chunk|topk|compress|budget|local_attention|block_size")
 
 
-class NoCacheError(Exception):
-    """A forward returned no cache."""
-
-
 class _RefusedError(Exception):
     """A prefill in pieces differs from one forward; the message is the reason."""
 
@@ -77,23 +73,20 @@ class Pieces:
         return list(itertools.pairwise(edges))
 
     def arguments(self, output: Any, windows: Tensor, begin: int, end: int) -> dict[str, Any]:
-        """Return the arguments for the forward of a piece, beside its token ids.
+        """Return the arguments for the forward of tokens `begin .. end-1`, beside their ids.
 
         Args:
-            output: Output of the forward of the piece before; `None` for the first.
-            windows: Token ids, shape (windows, n).
+            output: Output of the forward of the piece before, which contains the cache; `None` for the first.
+            windows: Token ids of the whole text, shape (windows, n).
             begin: The piece's first token.
             end: One past its last.
-
-        Raises:
-            NoCacheError: The piece before left no cache.
         """
         arguments: dict[str, Any] = {"use_cache": True}
         if begin:
             names = (name for name in CACHES if getattr(output, name, None) is not None)
             name = next(names, None)
             if name is None:
-                raise NoCacheError
+                raise _RefusedError("it returns no cache")
             arguments[name] = getattr(output, name)
         elif self.cache is not None:
             arguments["past_key_values"] = self.cache()
@@ -203,8 +196,8 @@ class Prefill:
         try:
             losses = self._score(ids, pieces)
             expected = self._score(ids, other)
-        except NoCacheError as error:
-            raise _RefusedError("it returns no cache") from error
+        except _RefusedError:
+            raise
         except Exception as error:  # whatever a family's code raises when it meets a cache
             if is_out_of_memory(error):
                 raise

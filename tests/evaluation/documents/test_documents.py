@@ -1,4 +1,4 @@
-"""Reading documents, and turning them into tokens."""
+"""Documents: reading and tokenization."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_files_folders_and_patterns_each_file_once(tmp_path: Path) -> None:
     assert names(read_paths([str(tmp_path)])) == ["a.txt", "b.txt", "c.md"]
     assert names(read_paths([f"{tmp_path}/*.txt", str(tmp_path / "a.txt")])) == ["a.txt", "b.txt"]
     assert names(read_paths([f"{tmp_path}/**/*.md"])) == ["c.md"]
-    assert names(read_paths([str(tmp_path / ".e.txt")])) == [".e.txt"]  # asked for by name
+    assert names(read_paths([str(tmp_path / ".e.txt")])) == [".e.txt"]  # named explicitly
 
 
 def test_text_is_read_as_it_stands(tmp_path: Path) -> None:
     path = write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\ntwo\xc3\xa9\n")
     assert list(read_paths([str(path)])) == [
         Document(str(path), "one\r\ntwoé\n")
-    ]  # the byte order mark is no text
+    ]  # without the byte order mark
 
 
 def test_what_cannot_be_read_is_named_with_the_reason(tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_documents_are_cut_after_tokenization_and_hashed_before() -> None:
     whole = tokenize(Document("d", "abcdef"), tokenizer)
     cut = tokenize(Document("d", "abcdef"), tokenizer, max_tokens=4)
     assert cut.ids.tolist() == whole.ids.tolist()[:4]
-    assert len(whole.ids) == 6  # no <s>: special tokens are the window's business
+    assert len(whole.ids) == 6  # no <s>: special tokens belong to windows
     assert cut.sha256 == whole.sha256
     assert cut.to_dict()["tokens_sha256"] != whole.to_dict()["tokens_sha256"]
     assert (cut.to_dict()["tokens"], cut.to_dict()["bytes"]) == (4, 4)

@@ -1,4 +1,4 @@
-"""Every kind of file and dataset that documents come from."""
+"""Documents of every file format and kind of dataset."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_token_files(tmp_path: Path) -> None:
     assert ids(wide) == [values.view("<u4").tolist()]
     with pytest.raises(PosencError, match="Unknown token type 'float32'"):
         list(read_paths(given, token_dtype="float32"))
-    # in a folder a .bin file may be anything
+    # a .bin file found in a folder may contain anything
     reasons = {type(entry).__name__ for entry in read_paths([str(tmp_path)])}
     assert reasons == {"Skipped", "TokenizedDocument"}
 

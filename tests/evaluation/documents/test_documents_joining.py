@@ -1,4 +1,4 @@
-"""A text that is tokenized window by window has the tokens that it has as a whole."""
+"""Texts tokenized window by window have the tokens of the whole text."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ FRAGMENTS = (
 
 @st.composite
 def long_texts(draw: st.DrawFn) -> str:
-    """A few fragments in any order, some of them many times in a row: with phases, runs and characters in parts."""
+    """Draw texts of a few fragments in any order, with repetitions: phases, runs and characters in parts."""
     fragments = draw(st.lists(st.sampled_from(FRAGMENTS) | st.text(max_size=6), min_size=3))
     generator = random.Random(draw(st.integers(0, 2**16)))
     repeats = draw(st.sampled_from([(1,), (1, 1, 1, 1, 2, 3, 7), (1, 1, 1, 1, 1, 1, 1, 1, 40)]))
@@ -79,15 +79,15 @@ def check(text: str, pieces: list[Piece], whole: Tokens, max_tokens: int | None)
     for name in ("ids", "byte_ends", "word_ends"):
         found = np.concatenate([getattr(piece.tokens, name) for piece in pieces])
         assert found.tolist() == getattr(whole, name)[:max_tokens].tolist(), name
-    said = "".join(piece.text for piece in pieces)
+    covered = "".join(piece.text for piece in pieces)
     assert not any(piece.stopped for piece in pieces[:-1])
     if pieces[-1].stopped:
         assert max_tokens is not None
         assert whole.byte_ends is not None
-        assert len(said.encode()) == whole.byte_ends[max_tokens - 1]
-        assert text.startswith(said)
+        assert len(covered.encode()) == whole.byte_ends[max_tokens - 1]
+        assert text.startswith(covered)
     else:
-        assert said == text
+        assert covered == text
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,7 +116,7 @@ def test_ordinary_text_is_cut_into_many_windows(kind: str) -> None:
     pieces = list(joined(chunks(CODE), tokenizer, None, sizes))
     whole = open_window(Part(CODE), tokenizer, Cutting.NEVER).tokens
     check(CODE, pieces, whole, None)
-    assert len(pieces) >= len(CODE) // 1000  # so none had to grow
+    assert len(pieces) >= len(CODE) // 1000  # no window had to grow
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -176,7 +176,7 @@ def test_a_word_longer_than_any_window_is_refused() -> None:
 
 @pytest.mark.parametrize("size", range(3000, 3006))
 def test_reading_stops_early_only_where_the_text_behind_changes_nothing(size: int) -> None:
-    # The path of least cost through a word of many a's begins with "aa" or "aaa", depending on where the word ends.
+    # The cheapest path through a word of many a's begins with "aa" or "aaa", depending on where the word ends.
     pieces = [("<unk>", -20.0), ("a", -3.0), ("aa", -3.2), ("aaa", -3.3), ("▁", -2.0), ("b", -3.0)]
     backend: Any = Tokenizer(models.Unigram(pieces, unk_id=0))
     backend.pre_tokenizer = pre_tokenizers.Metaspace()

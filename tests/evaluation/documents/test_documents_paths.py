@@ -1,4 +1,4 @@
-"""Links, pipes, permissions and names: each file once, and none of them a surprise."""
+"""Links, pipes, permissions and names: each file is read once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of JSON lines, parquet files and datasets that are no documents, or enormous ones."""
+"""Rows of JSON lines, parquet files and datasets that are invalid or very large."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long texts stay in their files, many tokens go to files, and a cache keeps them from run to run."""
+"""Long texts stay in their files, many tokens go to files, and a cache stores them from run to run."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def test_long_files_stay_on_disk_and_give_the_same_tokens(ending: str, tmp_path:
     path = write(tmp_path / f"long.txt{ending}", PACK[ending](text.encode()))
     (entry,) = read_paths([str(path)])
     assert isinstance(entry, LongDocument)
-    told: list[str] = []
-    (found,), _ = load_documents([entry], byte_tokenizer(), min_tokens=9, seen=told.append)
+    reports: list[str] = []
+    (found,), _ = load_documents([entry], byte_tokenizer(), min_tokens=9, seen=reports.append)
     expected = tokenize(Document(str(path), text), byte_tokenizer())
     assert found.to_dict() == expected.to_dict()
     assert found.to_dict()["text_sha256_of"] == "all"
-    assert told[0] == str(path)
-    assert len(told) > 5
+    assert reports[0] == str(path)
+    assert len(reports) > 5
 
 
 @pytest.mark.usefixtures("small")
@@ -59,7 +59,7 @@ def test_reading_stops_where_enough_is_known_and_the_result_says_so(tmp_path: Pa
     with path.open("r+b") as file:
         file.truncate(
             50 << 30
-        )  # 50 GB of NUL bytes behind the text, in no space: reading one is an error
+        )  # 50 GB of NUL bytes behind the text, as a sparse file: reading one is an error
     (found,), skipped = load_documents(
         read_paths([str(path)]), byte_tokenizer(), min_tokens=9, max_tokens=4096
     )
@@ -150,17 +150,17 @@ class Counting:
     """A tokenizer that counts its calls."""
 
     def __init__(self) -> None:
-        self.words, self.calls = byte_tokenizer(), 0
+        self.tokenizer, self.calls = byte_tokenizer(), 0
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.words, name)
+        return getattr(self.tokenizer, name)
 
     def __len__(self) -> int:
-        return len(self.words)
+        return len(self.tokenizer)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.calls += 1
-        return self.words(*args, **options)
+        return self.tokenizer(*args, **options)
 
 
 @pytest.mark.usefixtures("small")

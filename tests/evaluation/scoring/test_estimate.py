@@ -1,4 +1,4 @@
-"""Estimates of operations against PyTorch's own count; whole runs, and models without weights."""
+"""Estimates of operations against PyTorch's own count; runs of many windows; models without weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def grouped(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) ->
 
 
 def counted_flops(model: Any, ids: Tensor) -> int:
-    """Every matrix product of a forward with eager attention, which computes all pairs."""
+    """Count every matrix product of a forward with eager attention, which computes all pairs."""
     model.set_attn_implementation("eager")
     mapping: Any = {torch.ops.aten._grouped_mm: grouped}
     with FlopCounterMode(display=False, custom_mapping=mapping) as counter, torch.no_grad():
@@ -58,7 +58,7 @@ def test_operations_are_those_that_pytorch_counts(model_type: str) -> None:
     )  # fmt: skip
     cost = forward_cost(model, length, scored=length)
     counted = counted_flops(model, ids)
-    # transformers up to 5.17 makes the angles of a rotation by a matrix product, which PyTorch counts
+    # transformers up to 5.17 computes the angles of a rotation by a matrix product, which PyTorch counts
     assert 0 <= counted - (cost.flops + hidden_pairs) <= counted / 2000
     assert cost.tokens == length
 
@@ -156,7 +156,7 @@ def test_llama_3_8b() -> None:
     length = 131_072
     cost, pieces = (forward_cost(model, length, prefill_chunk=p) for p in (None, 8192))
     parameters = 8_030_261_248  # as published
-    assert cost.weights == pytest.approx(2 * parameters, rel=1e-6)  # and the table of frequencies
+    assert cost.weights == pytest.approx(2 * parameters, rel=1e-6)  # plus the table of frequencies
     attention = 32 * 4 * 4096 * (length**2 + length) / 2
     multiplied = parameters - 128256 * 4096 - 65 * 4096  # the embeddings are looked up; norms
     head = 2 * 128256 * 4096  # the last token is not scored

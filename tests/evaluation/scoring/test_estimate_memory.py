@@ -1,4 +1,4 @@
-"""Estimates of memory against every tensor that a forward makes."""
+"""Estimates of memory against every tensor that a forward creates."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_prefill_in_pieces_keeps_a_cache(
     assert pieces.activations < whole.activations / 2
     assert pieces.flops == whole.flops
     rows = [forward_cost(model, 1024, chunk=4096, prefill_chunk=p).logits for p in (None, 128)]
-    assert rows[0] / rows[1] == 1023 / 128  # a chunk of logits is of one piece
+    assert rows[0] / rows[1] == 1023 / 128  # a chunk of logits lies within one piece
     for cost, prefill in ((whole, None), (pieces, 128)):
         assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), 1.35)
 
@@ -147,7 +147,7 @@ def test_windows_of_a_batch() -> None:
     assert four.flops == 4 * one.flops
     assert four.tokens == 4 * 256
     assert four.activations == 4 * one.activations
-    assert four.logits == one.logits  # a chunk is shared out
+    assert four.logits == one.logits  # the windows share a chunk
     scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=16)
     live: Any = LiveBytes(model)
     with live:

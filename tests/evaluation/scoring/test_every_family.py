@@ -1,4 +1,4 @@
-"""The scorer on every family of transformers that a tiny model can be built of.
+"""The scorer on every family of transformers of which a tiny model can be built.
 
 Head replay gives the very bits of the full logits; a prefill in pieces gives the numbers of one forward, or is refused
 with a reason; what reads ahead is no language model to it. The tables name every exception. Representative types run
@@ -40,7 +40,7 @@ READS_AHEAD = {
     "paligemma": "reads a prompt in both directions",
     "xlnet": "a permutation language model",
 }
-"""Types that are no causal language models; nor are BERT and its kin, unless they are built as decoders, as here."""
+"""Types that are not causal language models; BERT and similar encoders are built as decoders here."""
 
 OFF = r"nats a token off those of one forward"
 WHOLE_ONLY: dict[str, tuple[str, str]] = {
@@ -59,7 +59,7 @@ WHOLE_ONLY: dict[str, tuple[str, str]] = {
     "recurrent_gemma": ("returns no cache", "keeps its states in its modules"),
     "xlm": ("returns no cache", "does not return it"),
 }
-"""Types that cannot be prefilled in pieces: what the message says, and what was found in their code."""
+"""Types that cannot be prefilled in pieces: a part of the message, and the cause in their code."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2},  # else none of 4 layers attends
@@ -70,7 +70,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }
 INDEX_HEADS = 16
 """Sparse attention ranks keys by a sum of ReLUs. With the 2 heads of a tiny model, a quarter of the keys get exactly 0,
-and which of them are taken is anyone's guess; the real models have 32 and more."""
+and which of them are selected is undefined; the real models have 32 or more."""
 
 PIECES = (
     7,
@@ -82,7 +82,7 @@ FAST |= {"prophetnet", "qwen3_next", "unlimited_ocr_text"}
 
 
 class Wrapped(nn.Module):
-    """Gives a model what it insists on beside tokens, and one without a head a head."""
+    """Supplies a model's required inputs beside tokens, and a head to a model without one."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Wrapped(nn.Module):
 
 
 def build(model_type: str, **overrides: Any) -> Any:
-    """A tiny causal language model of the type."""
+    """Build a tiny causal language model of the type."""
     config = zoo.tiny_config(model_type, **OVERRIDES.get(model_type, {}), **overrides)
     if model_type in OTHERS and hasattr(config, "is_decoder"):
         config.is_decoder = True
@@ -130,7 +130,7 @@ def full_logits(model: Any) -> Tensor:
 
 
 def scored(model: nn.Module, **options: Any) -> tuple[Tensor, str | None]:
-    """The losses, and why they were not made in pieces."""
+    """Return the losses, and the reason if they were not computed in pieces."""
     with quiet():
         scorer = TokenScorer(model, IDS, chunk=16, **options)
         assert scorer.replays
@@ -138,7 +138,7 @@ def scored(model: nn.Module, **options: Any) -> tuple[Tensor, str | None]:
 
 
 def keep_double(patch: pytest.MonkeyPatch) -> None:
-    """Leaves a double what it is, where a model's code asks for single precision, as many do within a layer."""
+    """Keep double precision where a model's code casts to single precision, as many do within a layer."""
     to, single = Tensor.to, Tensor.float
 
     def kept(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -154,13 +154,13 @@ def keep_double(patch: pytest.MonkeyPatch) -> None:
 
 
 def check_pieces(model: Any, expected: Tensor, size: int, patch: pytest.MonkeyPatch) -> None:
-    """Demands the losses of one forward, but for rounding: where it is amplified, double precision makes it vanish."""
+    """Require the losses of one forward up to rounding; amplified rounding must vanish in double precision."""
     losses, refused = scored(model, prefill=size)
     assert refused is None
     off = float((losses - expected).abs().max())
     if off > 1e-5:
         assert off < 5e-3
-        model.set_experts_implementation("eager")  # the others know no doubles
+        model.set_experts_implementation("eager")  # the others do not support doubles
         with patch.context() as inside:
             keep_double(inside)
             model.double()
@@ -211,7 +211,7 @@ def is_encoder(model_type: str) -> bool:
     if model_type in {
         *NOT_BUILT,
         "trocr",
-    }:  # TrOCR's reads the text in one direction whatever it says
+    }:  # TrOCR's reads the text in one direction in any case
         return False
     with quiet():
         fields = vars(config_class_of(model_type)())
@@ -265,7 +265,7 @@ def test_a_forward_that_cannot_be_asked_for_few_logits_is_replayed(model_type: s
     [*("llama", "gemma2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next", "bamba", "mamba")],
 )
 def test_half_precision(model_type: str) -> None:
-    """Replay keeps the bits; pieces differ by what rounding makes of them, or are refused."""
+    """Replay is bit-identical; pieces differ by rounding, or are refused."""
     model = build(model_type).bfloat16()
     logits = full_logits(model)
     losses, _ = scored(model)

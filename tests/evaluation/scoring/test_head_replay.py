@@ -1,4 +1,4 @@
-"""Losses in chunks against losses from full logits; how much memory the chunks need; what is left behind."""
+"""Losses in chunks against losses from full logits; memory of the chunks; no side effects."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ _DispatchMode: Any = TorchDispatchMode
 
 
 class LargestTensor(_DispatchMode):  # type: ignore[misc]
-    """Notes the number of elements of the largest floating-point tensor that any operation makes, views aside."""
+    """Records the size of the largest floating-point tensor that any operation creates, views aside."""
 
     elements = 0
 
@@ -194,7 +194,7 @@ def test_a_forward_that_was_already_replaced_is_put_back() -> None:
     expected = TokenScorer(model, ids)(ids)
     own, calls = model.model.forward, []
 
-    def hooked(*args: Any, **kwargs: Any) -> Any:  # what accelerate's hooks do
+    def hooked(*args: Any, **kwargs: Any) -> Any:  # as accelerate's hooks do
         calls.append(1)
         return own(*args, **kwargs)
 
@@ -218,7 +218,7 @@ def test_models_wrapped_by_peft() -> None:
 
 
 class OldStyle(nn.Module):
-    """As remote code may be: the decoder returns a tuple, the head sits in the outer forward, no `use_cache`."""
+    """Imitates remote code: the decoder returns a tuple, the head is in the outer forward, no `use_cache`."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class OldStyleBody(nn.Module):
         hidden = self.inner(input_ids, use_cache=False).last_hidden_state
         places = torch.arange(
             hidden.shape[1], dtype=hidden.dtype
-        )  # so that the inner module's slices would not do
+        )  # so that slices of the inner module would be wrong
         return hidden * places[:, None], None
 
 
@@ -257,7 +257,7 @@ _Llama: Any = LlamaForCausalLM
 
 
 class PositionBias(_Llama):  # type: ignore[misc]
-    """Its head depends on where a token stands, which a slice of hidden states does not tell."""
+    """Has a head that depends on a token's position, which a slice of hidden states does not contain."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Less at a time gives the same numbers; a lack of memory is answered and never a crash."""
+"""Smaller batches, chunks and pieces give the same numbers; running out of memory is never a crash."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_pieces_bound_what_the_decoder_makes() -> None:
     )
     ids = zoo.tokens(57)[0]
     scorer = TokenScorer(model, ids, prefill=16)
-    scorer(ids)  # tries pieces first, on a text of its own
+    scorer(ids)  # the first call tries pieces on a text of its own
     seen.clear()
     scorer(ids)
     hook.remove()
@@ -112,7 +112,7 @@ def tiny() -> Any:
 
 
 class Limited:
-    """Makes a model run out of memory above so many tokens in its decoder or in its head."""
+    """Makes a model run out of memory above a number of tokens in its decoder or in its head."""
 
     def __init__(self, model: Any, *, decoder: int = 10**9, head: int = 10**9) -> None:
         self.largest = {"decoder": 0, "head": 0}

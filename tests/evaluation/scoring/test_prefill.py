@@ -1,4 +1,4 @@
-"""A prefill in pieces: what is tried before it is used, and what happens where it would give other numbers."""
+"""Prefill in pieces: its trial, and the fallback if it would change the numbers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_disagreement_is_a_mean_behind_the_first_seam() -> None:
     pieces[16:] = torch.linspace(0, 1, 15)
     assert disagreement(pieces, whole, [16]) == pytest.approx(0.5)
     forgotten = torch.zeros(1023)
-    forgotten[[512, 513, 514]] = 0.4  # a convolution that begins anew
+    forgotten[[512, 513, 514]] = 0.4  # a convolution that restarts
     assert disagreement(forgotten, torch.zeros(1023), [512]) == pytest.approx(0.075)
 
 
@@ -52,7 +52,7 @@ def test_infinite_losses_may_be_equal() -> None:
 
 
 def largest_pieces(model: Any) -> list[int]:
-    """Grows by the tokens of every forward of the first layer."""
+    """Return a list that records the tokens of every forward of the first layer."""
     seen: list[int] = []
     model.model.layers[0].mlp.register_forward_pre_hook(
         lambda module, args: seen.append(args[0].shape[1])
@@ -76,7 +76,7 @@ def test_trying_pieces_takes_no_more_at_a_time_than_they_do(window: int | None) 
 
 
 class Forgetful:
-    """Makes a Llama lose its past where a text is longer than `after`: positions and cache start anew."""
+    """Makes a model lose its past in a text longer than `after`: positions and cache restart."""
 
     def __init__(self, model: Any, after: int) -> None:
         self.forward, self.after = model.forward, after
@@ -94,7 +94,7 @@ class Forgetful:
 def test_a_past_that_gets_lost_is_found(
     after: int, window: int | None, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also beyond what is run whole, where the config names a window."""
+    """Detect it also beyond the text that is run whole, if the config names a window."""
     model, ids = zoo.build("mistral", sliding_window=window), zoo.tokens(300)[0]
     expected = TokenScorer(model, ids)(ids)
     scorer = TokenScorer(model, ids, prefill=48)
@@ -107,7 +107,7 @@ def test_a_past_that_gets_lost_is_found(
 
 
 def test_a_window_that_only_the_cache_knows_is_found() -> None:
-    """As in transformers' Moshi, whose real window is 3,000 tokens."""
+    """Detect the window of transformers' Moshi, which is 3,000 tokens in the real model."""
     model, ids = zoo.build("moshi", sliding_window=100), zoo.tokens(300)[0]
     expected = TokenScorer(model, ids)(ids)
     scorer = TokenScorer(model, ids, prefill=48)
@@ -140,7 +140,7 @@ def test_a_checkpoint_that_is_dynamic_by_itself_is_run_whole() -> None:
 
 
 def limited(layer: Any, most: int) -> None:
-    """Makes a layer run out of memory above so many tokens."""
+    """Make a layer run out of memory above a number of tokens."""
 
     def check(module: Any, args: tuple[Tensor, ...]) -> None:
         if args[0].shape[1] > most:
@@ -188,7 +188,7 @@ def test_a_piece_of_one_token_is_no_prefill() -> None:
 
 
 def test_nothing_is_left_in_modules() -> None:
-    """Recurrent Gemma keeps its states in its modules while it has a cache."""
+    """Recurrent Gemma stores its states in its modules while it has a cache."""
     model, ids = zoo.build("recurrent_gemma"), zoo.tokens(57)[0]
     states = [module for module in model.modules() if hasattr(module, "conv1d_state")]
     scorer = TokenScorer(model, ids, prefill=16)
