@@ -1,4 +1,4 @@
-"""What a model is, as far as its numbers go."""
+"""Identity of a model: everything about it that determines a number."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from hf_posenc.patch.patching import get_patch
 
 _PACKAGES = ("hf-posenc", "torch", "transformers", "tokenizers", "numpy")
 _BLOCK = 2**24
-"""Elements summed at a time, so that a large matrix needs no second copy of its own size."""
+"""Elements summed at a time, so that a large matrix is never copied whole."""
 
 
 def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
-    """Everything about a loaded model that determines a number, and its size.
+    """Return everything about a loaded model that determines a number, and its size.
 
     Args:
-        model: The model, unpatched or with the patch that it was saved with.
-        name: The name under which it was loaded.
+        model: The model, unpatched or with its saved patch.
+        name: The name that it was loaded by.
 
     Returns:
         JSON-ready values: class, revision, hashes of its config and of all its weights, dtype, kind of device,
@@ -54,7 +54,7 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
 def describe_model(
     name: str, model: nn.Module, tokenizer: Any, special: Sequence[int], bos: str
 ) -> dict[str, Any]:
-    """What a result stores of the model and its tokenizer."""
+    """Return the description of a model and its tokenizer that a result stores."""
     return {
         **model_identity(model, name),
         "tokenizer": {
@@ -67,29 +67,29 @@ def describe_model(
 
 
 def name_of(model: Any) -> str:
-    """Where a model was loaded from; its class, if from nowhere."""
+    """Return the name or path that a model was loaded from; else its class."""
     return getattr(model.config, "_name_or_path", "") or type(model).__name__
 
 
 def check_vocabulary(model: Any, largest: int) -> None:
-    """Makes sure that the model has an embedding for every token.
+    """Check that the model has an embedding for every token.
 
     Args:
         model: The model.
-        largest: The largest token id that it will be given.
+        largest: The largest token id of its input.
 
     Raises:
         PosencError: It has not.
     """
-    words = global_shape(model.get_input_embeddings().weight)[0]
-    if largest >= words:
+    vocabulary = global_shape(model.get_input_embeddings().weight)[0]
+    if largest >= vocabulary:
         raise PosencError(
-            f"The tokenizer does not belong to the model: it gives token {largest:,}, the model has {words:,}."
+            f"The tokenizer does not belong to the model: it gives token {largest:,}, the model has {vocabulary:,}."
         )
 
 
 def tokenizer_hash(tokenizer: Any) -> str:
-    """A hash of all that decides how a text becomes tokens."""
+    """Return a hash of everything that determines the tokens of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     text = (
         backend.to_str()
@@ -100,14 +100,14 @@ def tokenizer_hash(tokenizer: Any) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """The versions that a run used."""
+    """Return the versions of Python and packages, and the platform."""
     system = f"{platform.system()} {platform.machine()}"
     versions = {package: version_of(package) for package in _PACKAGES}
     return {"python": platform.python_version(), "system": system, **versions}
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package; this one's own is that of the source."""
+    """Return the installed version of a package; for this package that of the source."""
     if package == "hf-posenc":
         return str(sys.modules["hf_posenc"].__version__)
     try:
@@ -117,13 +117,13 @@ def version_of(package: str) -> str | None:
 
 
 def device_kind(model: nn.Module) -> str:
-    """The name of the GPU, or `cpu`: how many there are does not matter, their kind may."""
+    """Return the name of the GPU, or `cpu`: their number does not matter, their kind may."""
     device = next(model.parameters()).device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def config_hash(config: Any) -> str:
-    """A hash of a model's config, without where it was loaded from."""
+    """Return a hash of a model's config, independent of where it was loaded from."""
     values = config.to_dict()
     for origin in ("_name_or_path", "transformers_version"):
         values.pop(origin, None)
@@ -132,10 +132,10 @@ def config_hash(config: Any) -> str:
 
 
 def weights_hash(model: nn.Module) -> str:
-    """A hash of every parameter's and buffer's name, shape and bits; of a sharded one, of this process's part.
+    """Return a hash of the name, shape and bits of every parameter and buffer; if sharded, of this process's part.
 
-    Computed where the weights are, from exact sums of integers: the bits, and the bits times their place, both modulo
-    2^64. So the order of summation does not matter and no weight leaves its device.
+    Computed on the weights' device, from exact sums of integers: the bits, and the bits times their index, both modulo
+    2^64. So the order of summation does not matter, and no weight leaves its device.
     """
     digest = hashlib.sha256()
     for name, tensor in _tensors(model):
@@ -144,7 +144,7 @@ def weights_hash(model: nn.Module) -> str:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer once, by name; what accelerate has offloaded is brought in."""
+    """Yield every parameter and buffer once, by name; those that accelerate has offloaded are loaded."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -158,14 +158,14 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _own_part(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor that FSDP2 or DeepSpeed ZeRO-3 has sharded; any other as it is."""
+    """Return this process's part of a tensor that FSDP2 or DeepSpeed ZeRO-3 has sharded; any other as it is."""
     tensor = getattr(tensor, "ds_tensor", tensor)
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 def global_shape(parameter: Tensor) -> torch.Size:
-    """The shape of a whole parameter, which ZeRO-3 leaves empty outside its layer's forward."""
+    """Return the shape of a whole parameter, which ZeRO-3 leaves empty outside its layer's forward."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
 
 
@@ -180,10 +180,10 @@ def _sums(tensor: Tensor) -> tuple[int, int]:
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     bits = flat.view(kinds[flat.element_size()])
-    plain = placed = 0
+    plain = weighted = 0
     for start in range(0, len(bits), _BLOCK):
         part = bits[start : start + _BLOCK].to(torch.int64)
-        places = torch.arange(start + 1, start + 1 + len(part), device=part.device)
+        index = torch.arange(start + 1, start + 1 + len(part), device=part.device)
         plain += int(part.sum())
-        placed += int((part * places).sum())
-    return plain % 2**64, placed % 2**64
+        weighted += int((part * index).sum())
+    return plain % 2**64, weighted % 2**64

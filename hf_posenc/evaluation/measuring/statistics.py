@@ -174,121 +174,103 @@ def summarize(
     base: float | None = None,
     baseline: str | None = None,
 ) -> list[Cell]:
-    """Adds up the records of each (method, protocol, length), in the order of their first appearance.
+    """Return the cell of each (method, protocol, length), in the order of their first appearance.
 
     Args:
         records: One per document and cell.
         seed: Seed of the bootstrap.
         resamples: Its number of resamples.
         aggregate: With `"documents"`, every document weighs the same; the others are in the records' weights.
-        base: What is raised to the mean loss; `None`: e.
-        baseline: The method that ratios refer to, which may have no record where it failed; `None`: the first record's.
+        base: Base of the power of the mean loss; `None`: e.
+        baseline: The method that ratios refer to, maybe without records where it failed; `None`: the first record's.
     """
     groups: dict[tuple[str, str, int], dict[str, Record]] = {}
+    documents: dict[str, dict[str, None]] = {}  # of every protocol, in order
     for record in records:
-        groups.setdefault((record.method, record.protocol, record.length), {})[record.document] = (
-            record
-        )
-    names: dict[str, list[str]] = {}
-    for record in records:
-        here = names.setdefault(record.protocol, [])
-        if record.document not in here:
-            here.append(record.document)
+        cell = record.method, record.protocol, record.length
+        groups.setdefault(cell, {})[record.document] = record
+        documents.setdefault(record.protocol, {})[record.document] = None
     if baseline is None and records:
         baseline = records[0].method
-    bootstraps = {
-        count: Bootstrap(count, seed, resamples)
-        for count in {len(here) for here in names.values()}
-        if count > 1
-    }
+    counts = {len(names) for names in documents.values() if len(names) > 1}
+    bootstraps = {count: Bootstrap(count, seed, resamples) for count in counts}
     cells = []
-    for (method, protocol, length), group in groups.items():
-        if len(group) < len(names[protocol]):
+    for (_, protocol, length), group in groups.items():
+        names = documents[protocol]
+        if len(group) < len(names):
             continue  # a document failed here: a mean over others would not be comparable
         if not any(record.tokens for record in group.values()):
             continue  # no key token at all
-        rows = [group[name] for name in names[protocol]]
+        rows = [group[name] for name in names]
         reference = groups.get((baseline or "", protocol, length), {})
-        other = [reference[name] for name in names[protocol] if name in reference]
-        cells.append(
-            _Cells(aggregate, base, bootstraps.get(len(rows))).cell(
-                method, protocol, length, rows, other
-            )
-        )
+        others = [reference[name] for name in names if name in reference]
+        cells.append(_cell(rows, others, bootstraps.get(len(rows)), aggregate, base))
     return cells
 
 
-@dataclass(frozen=True)
-class _Cells:
-    """How records become a cell."""
+def _cell(
+    rows: Sequence[Record],
+    baseline: Sequence[Record],
+    bootstrap: Bootstrap | None,
+    aggregate: str,
+    base: float | None,
+) -> Cell:
+    """Return the cell of records of all documents, and its ratio to the baseline if that is complete."""
 
-    aggregate: str
-    base: float | None
-    bootstrap: Bootstrap | None
+    def power(loss: float) -> float:
+        return exp_or_inf(loss) if base is None else exp_or_inf(loss * math.log(base))
 
-    def cell(
-        self,
-        method: str,
-        protocol: str,
-        length: int,
-        rows: Sequence[Record],
-        baseline: Sequence[Record],
-    ) -> Cell:
-        sums, weights = self._weighed(rows)
-        loss = math.fsum(sums) / math.fsum(weights)
-        interval = ratio = ratio_interval = losses = None
-        if self.bootstrap is not None:
-            losses = self.bootstrap.means(sums, weights)
-            interval = self._interval(losses)
-        if len(baseline) == len(rows):
-            base_sums, base_weights = self._weighed(baseline)
-            ratio = self._power(loss - math.fsum(base_sums) / math.fsum(base_weights))
-            if self.bootstrap is not None and losses is not None:
-                with np.errstate(invalid="ignore"):
-                    differences = losses - self.bootstrap.means(base_sums, base_weights)
-                ratio_interval = self._interval(differences)
-        nats = math.fsum(row.nats for row in rows)
-        size, words = _total(row.bytes for row in rows), _total(row.words for row in rows)
-        return Cell(
-            method,
-            protocol,
-            length,
-            perplexity=self._power(loss),
-            interval=interval,
-            ratio=ratio,
-            ratio_interval=ratio_interval,
-            bits_per_byte=nats / math.log(2) / size if size else None,
-            word_perplexity=exp_or_inf(nats / words) if words else None,
-            nats=nats,
-            tokens=sum(row.tokens for row in rows),
-            bytes=size,
-            words=words,
-            documents=len(rows),
-        )
-
-    def _weighed(self, rows: Sequence[Record]) -> tuple[list[float], list[float]]:
-        if self.aggregate == "documents":
-            means = [row.weighted / row.weight if row.weight else 0.0 for row in rows]
-            return means, [1.0 if row.weight else 0.0 for row in rows]
-        return [row.weighted for row in rows], [row.weight for row in rows]
-
-    def _interval(self, logs: np.ndarray[Any, Any]) -> tuple[float, float]:
+    def interval_of(losses: np.ndarray[Any, Any]) -> tuple[float, float]:
         with np.errstate(invalid="ignore"):  # infinite losses have no interval
-            low, high = np.quantile(logs, INTERVAL)
-        return self._power(float(low)), self._power(float(high))
+            low, high = np.quantile(losses, INTERVAL)
+        return power(float(low)), power(float(high))
 
-    def _power(self, loss: float) -> float:
-        return exp_or_inf(loss) if self.base is None else exp_or_inf(loss * math.log(self.base))
+    sums, weights = _weighted(rows, aggregate)
+    loss = math.fsum(sums) / math.fsum(weights)
+    losses = None if bootstrap is None else bootstrap.means(sums, weights)
+    ratio = ratio_interval = None
+    if len(baseline) == len(rows):
+        base_sums, base_weights = _weighted(baseline, aggregate)
+        ratio = power(loss - math.fsum(base_sums) / math.fsum(base_weights))
+        if bootstrap is not None and losses is not None:
+            with np.errstate(invalid="ignore"):
+                differences = losses - bootstrap.means(base_sums, base_weights)
+            ratio_interval = interval_of(differences)
+    nats = math.fsum(row.nats for row in rows)
+    size, words = _total(row.bytes for row in rows), _total(row.words for row in rows)
+    return Cell(
+        rows[0].method,
+        rows[0].protocol,
+        rows[0].length,
+        perplexity=power(loss),
+        interval=None if losses is None else interval_of(losses),
+        ratio=ratio,
+        ratio_interval=ratio_interval,
+        bits_per_byte=nats / math.log(2) / size if size else None,
+        word_perplexity=exp_or_inf(nats / words) if words else None,
+        nats=nats,
+        tokens=sum(row.tokens for row in rows),
+        bytes=size,
+        words=words,
+        documents=len(rows),
+    )
+
+
+def _weighted(rows: Sequence[Record], aggregate: str) -> tuple[list[float], list[float]]:
+    if aggregate == "documents":
+        means = [row.weighted / row.weight if row.weight else 0.0 for row in rows]
+        return means, [1.0 if row.weight else 0.0 for row in rows]
+    return [row.weighted for row in rows], [row.weight for row in rows]
 
 
 def _total(values: Iterable[int | None]) -> int | None:
-    """The sum, where every value is known."""
-    known = list(values)
-    return None if None in known else sum(value for value in known if value is not None)
+    """Return the sum; `None` if a value is missing."""
+    numbers = list(values)
+    return None if None in numbers else sum(number for number in numbers if number is not None)
 
 
 def exp_or_inf(value: float) -> float:
-    """`exp` that overflows to infinity instead of raising; NaN stays NaN."""
+    """Return `exp(value)`, infinity where it overflows; NaN stays NaN."""
     try:
         return math.exp(value)
     except OverflowError:

@@ -1,9 +1,13 @@
-"""What a run has measured so far, in files that survive a kill at any moment.
+"""Records of a run, in files that survive a kill at any moment and are shared by several processes.
 
 `FOLDER/records/<fingerprint>/` holds the settings in `settings.json` and one append-only file of JSON lines per
-process. A line is on the disk before the next item is begun: a run started again repeats at most the item in flight.
-The fingerprint is a hash of everything that determines a number: a run with other settings has another folder, and what
-was measured under the old ones is neither read nor lost.
+process. A line is on the disk before the next item begins: a run started again repeats at most the item in flight. The
+fingerprint is a hash of everything that determines a number. A run with other settings has another folder, and the
+records of the old ones are neither read nor lost.
+
+Processes meet in this folder only: no collective, no port, no process group. Items are shared out by index. So
+processes may be started by a launcher, as a Slurm array, or by hand in several terminals, and one that dies leaves the
+others running.
 """
 
 from __future__ import annotations
@@ -23,22 +27,17 @@ from filelock import FileLock, Timeout
 from hf_posenc.errors import PosencError
 from hf_posenc.files import finite, to_json, write_atomically
 
-# Several processes on one run: each takes its share of the work items, and they meet in the run's folder only.
-#
-# No collective, no port, no process group: the shares are dealt out by index, so processes may be started by a
-# launcher, as a Slurm array, or by hand in several terminals, and one that dies takes nothing down with it.
-
-
 T = TypeVar("T")
+Key = tuple[str | int | float | None, ...]
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One process's place among those of a run.
+    """One of the processes of a run.
 
     Attributes:
-        index: Its place, from 0.
-        count: How many there are.
+        index: Its number, from 0.
+        count: Number of processes.
         launched: Whether a launcher started all of them together, so that the first may wait for the others.
     """
 
@@ -47,22 +46,25 @@ class Shard:
     launched: bool = False
 
     def mine(self, items: Sequence[T]) -> list[T]:
-        """Every `count`-th item from `index` on: fixed by the items alone, whatever is done already."""
+        """Return every `count`-th item from `index` on: determined by the items alone, whatever is stored already."""
         return list(items[self.index :: self.count])
 
 
+ALONE = Shard()
+
+
 def current_shard(text: str | None = None) -> Shard:
-    """This process's place: as given, else as the launcher says in the environment.
+    """Return this process's shard: as given, else from the launcher's environment variables.
 
     Args:
-        text: `"2/8"`, the second of eight; counted from 1.
+        text: `"2/8"` for the second of eight; counted from 1.
 
     Raises:
         PosencError: `text` is of another form, or out of range.
     """
     if text is not None:
-        found = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
-        index, count = (int(found[1]), int(found[2])) if found else (0, 0)
+        match = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
+        index, count = (int(match[1]), int(match[2])) if match else (0, 0)
         if not 1 <= index <= count:
             raise PosencError(
                 f"--shard {text}: give one of 1/N ... N/N, such as 2/8 for the second of eight processes."
@@ -79,21 +81,17 @@ def current_shard(text: str | None = None) -> Shard:
     return Shard()
 
 
-Key = tuple[str | int | float | None, ...]
-ALONE = Shard()
-
-
 def fingerprint_of(settings: Mapping[str, Any]) -> str:
-    """A hash of JSON-ready settings, whatever their order."""
+    """Return a hash of JSON-ready settings, independent of their order."""
     text = json.dumps(finite(dict(settings)), sort_keys=True, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Records(Protocol):
-    """Where a run keeps what it has measured."""
+    """The stored values of a run."""
 
     def get(self, key: Key) -> dict[str, Any] | None:
-        """What was stored under a key."""
+        """Return the value of a key; `None` if there is none."""
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
         """Store a value."""
@@ -109,11 +107,11 @@ class Memory:
         self._records: dict[Key, dict[str, Any]] = {}
 
     def get(self, key: Key) -> dict[str, Any] | None:
-        """What was stored under a key."""
+        """Return the value of a key; `None` if there is none."""
         return self._records.get(key)
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Store a value, as a file would give it back."""
+        """Store a value, as it would be read from a file."""
         self._records[key] = json.loads(json.dumps(finite(dict(value))))
 
     def refresh(self) -> None:
@@ -126,12 +124,12 @@ class Store:
     Args:
         folder: The run's output folder.
         settings: Everything that determines a number and is not part of the keys, JSON-ready.
-        shard: This process's place among those of the run.
-        command: What began the run, written down beside the settings for whoever finds it unfinished.
+        shard: This process.
+        command: Command line of the run, written beside the settings: it resumes an unfinished run.
 
     Attributes:
         fingerprint: Hash of the settings.
-        folder: Where the records are.
+        folder: Folder of the records.
 
     Raises:
         PosencError: The folder cannot be written to, or another process writes the same shard.
@@ -150,28 +148,22 @@ class Store:
         self._path = self.folder / f"{name}.jsonl"
         self._records: dict[Key, dict[str, Any]] = {}
         self._read_to: dict[Path, int] = {}
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise PosencError(
-                f"{folder} cannot be written to: {error.strerror or error}."
-            ) from error
         self._lock = FileLock(self.folder / f"{name}.lock", timeout=0)
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
         except Timeout:
             raise PosencError(
                 f"Another process is writing {self._path}. Wait for it, or give each process a --shard of its own."
             ) from None
         except OSError as error:
-            raise PosencError(
-                f"{folder} cannot be written to: {error.strerror or error}."
-            ) from error
+            reason = error.strerror or error
+            raise PosencError(f"{folder} cannot be written to: {reason}.") from error
         try:
             if not (self.folder / "settings.json").exists():
                 about = {} if command is None else {"command": command}
                 write_atomically(self.folder / "settings.json", to_json({**about, **settings}))
-            self._heal()
+            self._remove_torn_line()
             self._file: BinaryIO = self._path.open("ab")
             self.refresh()
         except OSError as error:
@@ -193,76 +185,76 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        """Lets another process write this shard."""
+        """Close the file, and release its lock."""
         self._file.close()
         self._lock.release()
 
     def get(self, key: Key) -> dict[str, Any] | None:
-        """What was stored under a key, by whichever process, as of the last `refresh`."""
+        """Return the value of a key from any process, as of the last `refresh`; `None` if there is none."""
         return self._records.get(key)
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Stores a value; on return it is on the disk.
+        """Store a value; on return it is on the disk.
 
         Raises:
-            PosencError: It cannot be written, on a full disk for instance; all earlier records are intact.
+            PosencError: It cannot be written, e.g. on a full disk; all earlier records are intact.
         """
         entry = {"key": list(key), "value": finite(dict(value))}
         line = json.dumps(entry, allow_nan=False).encode() + b"\n"
-        whole = self._file.tell()
+        end = self._file.tell()
         try:
             self._file.write(line)
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            self._drop_torn_line(whole)
+            self._undo_write(end)
             raise PosencError(
                 f"{self._path} cannot be written: {error.strerror or error}. Everything measured before is kept: "
                 "make room and run the same command again."
             ) from error
-        # As a reader gets it: a resumed run and one that was never interrupted see the same values.
+        # As a reader gets it: a resumed and an uninterrupted run get the same values.
         self._records[key] = json.loads(line)["value"]
 
     def refresh(self) -> None:
-        """Reads what other processes have written since the last time; a line in the making waits for its end."""
+        """Read the lines that processes have written since the last time; an incomplete line is left for the next."""
         for path in sorted(self.folder.glob("shard-*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._read_to.get(path, 0))
                 text = file.read()
-            whole = text.rfind(b"\n") + 1
-            for line in text[:whole].splitlines():
+            end = text.rfind(b"\n") + 1
+            for line in text[:end].splitlines():
                 if (entry := _parse(line)) is not None:
                     self._records.setdefault(*entry)
-            self._read_to[path] = self._read_to.get(path, 0) + whole
+            self._read_to[path] = self._read_to.get(path, 0) + end
 
-    def _heal(self) -> None:
-        """Cuts off a last line that a kill left without its end."""
+    def _remove_torn_line(self) -> None:
+        """Remove a last line that a kill left incomplete."""
         if not self._path.exists():
             return
         with self._path.open("rb+") as file:
             text = file.read()
             file.truncate(text.rfind(b"\n") + 1)
 
-    def _drop_torn_line(self, whole: int) -> None:
-        """After a failed write: forgets what is buffered and cuts the file back to its last whole line."""
+    def _undo_write(self, end: int) -> None:
+        """After a failed write: drop the buffer, and truncate the file to its last complete line."""
         descriptor = os.dup(self._file.fileno())
         try:
-            self._file.close()  # tries to write the rest once more
+            self._file.close()  # tries to write the rest again
         except OSError:
             pass
         finally:
-            os.ftruncate(descriptor, whole)
+            os.ftruncate(descriptor, end)
             os.close(descriptor)
             self._file = self._path.open("ab")
 
 
 def missing(store: Records, keys: Iterable[Key]) -> list[Key]:
-    """The keys that no process has stored yet."""
+    """Return the keys that no process has stored yet."""
     return [key for key in keys if store.get(key) is None]
 
 
 def _parse(line: bytes) -> tuple[Key, dict[str, Any]] | None:
-    """A line's key and value; `None` for what is no record, such as the torn line of a disk that lost power."""
+    """Return a line's key and value; `None` if it is no record, such as the torn line of a disk that lost power."""
     try:
         entry = json.loads(line)
         return tuple(entry["key"]), dict(entry["value"])
