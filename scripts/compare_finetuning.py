@@ -1,9 +1,9 @@
-"""Trains the embedded model in several ways, as `scripts/finetune.py` does, and keeps what each came to.
+"""Train the embedded model in several ways with `scripts/finetune.py`, and write their perplexities.
 
     python scripts/compare_finetuning.py --output docs/data/benchmarks/finetuning.json
 
-Every way gets the same number of steps and, but where positions are drawn, the same number of tokens; the held-out
-tokens are the same for all.
+Every way gets the same number of steps and, unless positions are drawn, the same number of tokens. The held-out tokens
+are the same for all.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(
     only: Annotated[str, typer.Option(help="Only ways with this in their name.")] = "",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each.")] = 150,
 ) -> None:
-    """Runs every way and writes tail perplexities before and after."""
+    """Run every way and write tail perplexities before and after."""
     rows: dict[str, Any] = {}
     before = _untrained({_patch_of(options) for options in WAYS.values()})
     if only and output.is_file():
@@ -65,18 +65,18 @@ def main(
         for name in WAYS
         if name in rows
     }
-    made = {
+    values = {
         "kind": "finetuning",
         "format": 1,
         "steps": steps,
         "environment": environment(),
         "ways": rows,
     }
-    write_atomically(output, to_json(made))
+    write_atomically(output, to_json(values))
 
 
 def _trained(folder: Path, options: list[str], steps: int) -> dict[str, Any]:
-    """Perplexities by protocol and length at the end of a training."""
+    """Return perplexities by protocol and length at the end of a training."""
     command = [
         *(sys.executable, str(ROOT / "scripts" / "finetune.py"), "--fresh"),
         *("--output_dir", str(folder), "--max_steps", str(steps), "--save_strategy", "no"),
@@ -92,7 +92,7 @@ def _trained(folder: Path, options: list[str], steps: int) -> dict[str, Any]:
 
 
 def _untrained(patches: set[str]) -> dict[str, Any]:
-    """The same perplexities with every patch before any training."""
+    """Return the same perplexities with every patch before any training."""
     from hf_posenc.cli.loading import embedded_model, load_model, load_tokenizer, one_thread
 
     one_thread()
@@ -100,13 +100,13 @@ def _untrained(patches: set[str]) -> dict[str, Any]:
         load_model(embedded_model(), dtype="float32"),
         load_tokenizer(embedded_model()),
     )
-    found = {}
+    perplexities = {}
     for patch in sorted(patches):
         result = measure_perplexity(
             model, tokenizer, read_embedded(), methods=[patch], lengths=LENGTHS
         )
-        found[patch] = _cells(result, result.candidates[0].label)
-    return found
+        perplexities[patch] = _cells(result, result.candidates[0].label)
+    return perplexities
 
 
 def _patch_of(options: list[str]) -> str:
@@ -114,11 +114,11 @@ def _patch_of(options: list[str]) -> str:
 
 
 def _cells(scores: PerplexityResult, label: str) -> dict[str, Any]:
-    found: dict[str, Any] = {"prefix": {}, "tail": {}}
+    cells: dict[str, Any] = {"prefix": {}, "tail": {}}
     for cell in scores.cells:
         if cell.method == label:
-            found[cell.protocol][str(cell.length)] = cell.perplexity
-    return found
+            cells[cell.protocol][str(cell.length)] = cell.perplexity
+    return cells
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Adapts a patched model to a longer context.
+"""Fine-tune a patched model for a longer context.
 
     accelerate launch scripts/finetune.py                             # the embedded Llama, a few minutes of CPU
     accelerate launch scripts/finetune.py --model MODEL --patch yarn:scale=16 --text books --score_text held_out
     accelerate launch --config_file scripts/configs/fsdp2.yaml scripts/finetune.py ...
 
-Every option of transformers' TrainingArguments works; the same command goes on where it was stopped or killed. The
-parts are in `hf_posenc.training`, each for itself; scripts/finetune_loop.py puts them into a loop of its own.
+Every option of transformers' TrainingArguments works. The same command resumes a stopped or killed run. The parts are
+in `hf_posenc.training` and work alone; scripts/finetune_loop.py assembles them in a bare accelerate loop.
 """
 
 from __future__ import annotations
@@ -22,11 +22,7 @@ from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.cli.loading import EMBEDDED
 from hf_posenc.evaluation.measuring.identity import weights_hash
 from hf_posenc.training import arguments as options
-from hf_posenc.training import callbacks as watching
-from hf_posenc.training import checks as launching
-from hf_posenc.training import preparation, result
-from hf_posenc.training import preparation as sharding
-from hf_posenc.training.callbacks import check_best
+from hf_posenc.training import callbacks, checks, preparation, result
 from hf_posenc.training.folder import settings_of
 from hf_posenc.training.scoring import precision_of
 
@@ -34,8 +30,8 @@ RECIPE = Path(__file__).parent / "recipes" / "embedded.yaml"
 
 
 def main() -> None:
-    """Reads the command line, and turns what goes wrong into one line."""
-    launching.join_on_cpu()
+    """Parse the command line, fine-tune, and print errors in one line."""
+    checks.join_on_cpu()
     try:
         with one_line_warnings():
             finetune(options.parse_arguments(RECIPE))
@@ -50,17 +46,17 @@ def main() -> None:
 
 
 def finetune(given: options.Arguments) -> None:
-    """From a checkpoint to one that reads longer texts."""
+    """Patch, train, score and save a model."""
     choice, data, arguments = given
-    launching.check_launch(arguments)  # more processes than were started, sharding that is not done
+    checks.check_launch(arguments)  # fewer processes than requested, sharding that is not done
     if choice.model is None:
         loading.one_thread()
     name, output = choice.model or loading.embedded_model(), Path(arguments.output_dir or ".")
     tokenizer = loading.load_tokenizer(choice.tokenizer or name)
-    with sharding.whole_weights(arguments):  # ZeRO-3 splits what it loads; a patch is tried on all
+    with preparation.whole_weights(arguments):  # a patch is verified on all of them
         model = loading.load_model(name, dtype=choice.dtype, device="cpu", attention=choice.attn)
     loaded = weights_hash(model)
-    set_seed(arguments.seed)  # a patch may draw its parameters, and a LoRA does
+    set_seed(arguments.seed)  # for random parameters of a patch or a LoRA
     preparation.apply_patch(model, choice.patch, data.target_length)
     patch = get_patch(model)
     if arguments.verify_export:
@@ -70,7 +66,7 @@ def finetune(given: options.Arguments) -> None:
     )
     hub, repository = result.Hub.taken_from(arguments), "PATH"
     if hub is not None and arguments.process_index == 0:
-        repository = hub.create()  # a wrong token is known before the training
+        repository = hub.create()  # a wrong token fails before the training
 
     entries, source = options.training_text(data)
     blocks = training.prepare_blocks(
@@ -100,15 +96,15 @@ def finetune(given: options.Arguments) -> None:
             lengths=data.score_lengths or [lengths.original, lengths.target],
             output=output / "scores",
             limit=data.score_documents,
-            device=None if sharding.will_be_sharded(arguments) else arguments.device,
+            device=None if preparation.will_be_sharded(arguments) else arguments.device,
             autocast=precision_of(arguments),
             tail_tokens=data.tail_tokens,
         )
-        if choice.patch is not None and not sharding.will_be_sharded(arguments):
+        if choice.patch is not None and not preparation.will_be_sharded(arguments):
             with preparation.without_patch(model):
                 scores.measure(model)
 
-    check_best(arguments, scores)
+    callbacks.check_best(arguments, scores)
     lora = {"lora_rank": choice.lora_rank, "lora_alpha": choice.lora_alpha}
     model = training.choose_parameters(
         model, choice.train, **lora, lora_dropout=choice.lora_dropout
@@ -116,7 +112,7 @@ def finetune(given: options.Arguments) -> None:
     if choice.loss_chunk != 0:
         training.chunk_loss(model, choice.loss_chunk)
     training.check_run(model, positions=data.positions, arguments=arguments)
-    sharding.partition_weights(model, arguments)
+    preparation.partition_weights(model, arguments)
 
     settings = settings_of(
         arguments, **options.decisive(given, loaded, patch, lengths, blocks.counts)
@@ -129,7 +125,7 @@ def finetune(given: options.Arguments) -> None:
             eval_dataset=[],  # the scores are the evaluation
             data_collator=collator,
             processing_class=tokenizer,
-            callbacks=[collator, watching.StopOnNonFinite(), watching.ProgressLines()],
+            callbacks=[collator, callbacks.StopOnNonFinite(), callbacks.ProgressLines()],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)

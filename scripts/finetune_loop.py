@@ -17,7 +17,7 @@ from hf_posenc.training.batches import blocks as sources
 
 @dataclass
 class Options:
-    """Named as in scripts/finetune.py; precision, processes and shards are for `accelerate launch`."""
+    """Options of scripts/finetune.py; precision, processes and shards are set by `accelerate launch`."""
 
     model: str = str(embedded.model_path())
     patch: str = "yarn:scale=4"
@@ -37,7 +37,7 @@ class Options:
 
 @loop.command
 def main() -> None:
-    """Trains; the same command continues where it was killed."""
+    """Train; the same command resumes a killed run."""
     (run,) = HfArgumentParser(Options, allow_abbrev=False).parse_args_into_dataclasses()  # type: ignore[arg-type]
     set_seed(run.seed)  # every process draws the same patch and adapter
     model = from_pretrained(run.model, dtype=torch.float32)
@@ -50,14 +50,14 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(run.model)
     texts = evaluation.read_paths([run.text]) if run.text else sources.read_standard_library()
     data = training.prepare_blocks(texts, tokenizer, length=lengths.block, positions=run.positions)
-    order = DataLoaderConfiguration(use_seedable_sampler=True)  # else it would be in no checkpoint
+    order = DataLoaderConfiguration(use_seedable_sampler=True)  # checkpoints contain its state
     folder, accumulated = run.output_dir, run.gradient_accumulation_steps
     accelerator = Accelerator(log_with=run.report_to, project_dir=folder, dataloader_config=order)
     training.check_run(model, positions=run.positions)
     loader = DataLoader(data.dataset, run.per_device_train_batch_size, True, collate_fn=collate)
     optimizer = torch.optim.Adam(model.parameters(), run.learning_rate, (0.9, 0.95))
     model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
-    # Not prepared: accelerate would step it once for every process, and so too fast.
+    # Not prepared: accelerate would step it once per process, which is too fast.
     scheduler = get_scheduler("linear", optimizer, run.warmup_steps, run.max_steps)
     accelerator.register_for_checkpointing(scheduler)
     accelerator.init_trackers("finetune_loop", asdict(run))
@@ -68,7 +68,7 @@ def main() -> None:
         collate.set_epoch(epoch)
         loader.set_epoch(epoch)
         batches = iter(skip_first_batches(loader, done * accumulated))
-        # An epoch's first batch draws a random number: a state restored within it has that behind.
+        # An epoch's first batch draws a random number: a state restored within it has drawn it already.
         with torch.random.fork_rng(devices=[], enabled=done > 0):
             parts = list(itertools.islice(batches, accumulated))
         while parts and step < run.max_steps:
@@ -79,7 +79,7 @@ def main() -> None:
                 accelerator.sync_gradients = last = part is parts[-1]
                 with nullcontext() if last else accelerator.no_sync(model):
                     loss = model(**part, num_items_in_batch=tokens).loss
-                    accelerator.backward(loss * accelerator.num_processes)  # it averages over them
+                    accelerator.backward(loss * accelerator.num_processes)  # gradients are averaged
                 total += loss.detach()
             norm = float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
             optimizer.step()

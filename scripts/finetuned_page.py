@@ -1,4 +1,4 @@
-"""The parts of docs/finetuning.md and README.md that come from committed runs; scripts/make_readme.py puts them in."""
+"""Parts of docs/finetuning.md and README.md that are generated from committed runs, for scripts/make_readme.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ENGINES = ("transformers4", "vllm", "llama.cpp")
 
 
 def example() -> str:
-    """Extend, fine-tune, evaluate, export: each command and what it came to."""
+    """Return the worked example: extend, fine-tune, evaluate, export, each command with its results."""
     log = TrainingLog.read(FOLDER)
     scores = _scores("perplexity.json")
     evaluated = _scores("evaluation.json")
@@ -29,29 +29,29 @@ def example() -> str:
         f"{conclusion(scores)}:"
     )
     beyond = (
-        "Evaluate what was saved, also beyond what it was trained for. These are other tokens, of the "
-        f"{len(evaluated.documents)} modules that are long enough, so the numbers are others:"
+        "Evaluate the saved model, also beyond the length that it was trained for. The tokens differ, and so do the "
+        f"numbers: they are those of the {len(evaluated.documents)} modules that are long enough."
     )
     parts = [
         "Extend and fine-tune:",
         _fence(COMMANDS["finetune"]),
         trained,
         _table(scores),
-        "![Training loss, and held-out perplexity on the way](data/finetuned/loss.png)",
+        "![Training loss, and held-out perplexity during the training](data/finetuned/loss.png)",
         beyond,
         _fence(COMMANDS["evaluate"]),
         _table(evaluated),
-        "Export. transformers 5 needs none; for the others:",
+        "Export. transformers 5 loads the model without one; the other engines need it:",
         *(f"{_fence(COMMANDS[name])}\n\n{_fence(_printed(name), 'text')}" for name in _ENGINES),
-        "[docs/data/finetuned/](data/finetuned/) has the model card, the log and every number.",
+        "[docs/data/finetuned/](data/finetuned/) contains the model card, the log and every number.",
     ]
     return "\n\n".join(parts)
 
 
 def ways() -> str:
-    """Tail perplexities of the embedded model after each way of training."""
-    made: dict[str, Any] = json.loads(WAYS.read_text(encoding="utf-8"))
-    rows = made["ways"]
+    """Return the tail perplexities of the embedded model after each way of training."""
+    result: dict[str, Any] = json.loads(WAYS.read_text(encoding="utf-8"))
+    rows = result["ways"]
     lengths = list(next(iter(rows.values()))["tail"])
     header = [
         "way",
@@ -66,20 +66,21 @@ def ways() -> str:
         lines.append(
             [name, *before, *after, f"`{' '.join(row['options'])}`" if row["options"] else ""]
         )
-    versions = made["environment"]
+    versions = result["environment"]
     intro = (
         "Tail perplexity of the embedded Llama (trained at 256 tokens) on the same held-out tokens, "
-        f"{made['steps']} steps of as many tokens each; one seed, so small differences say nothing."
+        f"{result['steps']} steps with the same number of tokens each. There is one seed, so small differences are not "
+        "significant."
     )
     by = f"torch {versions['torch']}, transformers {versions['transformers']}"
-    return f"{intro}\n\n{markdown_table(header, lines, numeric=True)}\n\n{by}; `scripts/compare_finetuning.py` made it."
+    return f"{intro}\n\n{markdown_table(header, lines, numeric=True)}\n\n{by}; measured by `scripts/compare_finetuning.py`."
 
 
 def short() -> str:
-    """The README's line on the worked example."""
+    """Return the README's line on the worked example."""
     log = TrainingLog.read(FOLDER)
-    said = conclusion(_scores("perplexity.json"))
-    return f"{log.run['steps']} steps ({log.run['seconds']:.0f} s of a CPU) with yarn: {said}."
+    effect = conclusion(_scores("perplexity.json"))
+    return f"{log.run['steps']} steps ({log.run['seconds']:.0f} s of a CPU) with yarn: {effect}."
 
 
 def _scores(file: str) -> PerplexityResult:

@@ -1,4 +1,4 @@
-"""The worked example of docs/finetuning.md: runs its commands and keeps what they wrote in docs/data/finetuned/.
+"""Run the commands of the worked example in docs/finetuning.md, and keep their output in docs/data/finetuned/.
 
 python scripts/make_finetuned.py
 """
@@ -25,12 +25,12 @@ COMMANDS = {
     "vllm": f"hf-posenc export {RESULT} --to vllm",
     "llama.cpp": f"hf-posenc export {RESULT} --to llama.cpp",
 }  # fmt: skip
-"""The commands, by the name of the file that keeps what each printed."""
+"""The commands, by the name of the file with their output."""
 KEPT = ("README.md", "loss.png", "perplexity.png", "perplexity.json", "training_log.json")
 
 
 def main() -> None:
-    """Runs the commands one after the other."""
+    """Run the commands one after the other."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     programs = Path(sys.executable).parent
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": f"{programs}:{os.environ['PATH']}"}
