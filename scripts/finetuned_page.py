@@ -73,7 +73,8 @@ def ways() -> str:
         "significant."
     )
     by = f"torch {versions['torch']}, transformers {versions['transformers']}"
-    return f"{intro}\n\n{markdown_table(header, lines, numeric=True)}\n\n{by}; measured by `scripts/compare_finetuning.py`."
+    table = markdown_table(header, lines, numeric=True)
+    return f"{intro}\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py`."
 
 
 def short() -> str:
