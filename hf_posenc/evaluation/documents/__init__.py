@@ -15,12 +15,10 @@ from hf_posenc.evaluation.documents.document import (
     TokenizedDocument,
     UnreadableError,
     as_entries,
-    printable,
 )
 from hf_posenc.evaluation.documents.files import read_paths
 from hf_posenc.evaluation.documents.formats import read_dataset
 from hf_posenc.evaluation.documents.loading import (
-    EMBEDDED_SOURCE,
     Vocabulary,
     load_documents,
     read_embedded,
@@ -30,7 +28,6 @@ from hf_posenc.evaluation.documents.loading import (
 from hf_posenc.evaluation.documents.storage import TokenCache
 
 __all__ = [
-    "EMBEDDED_SOURCE",
     "Document",
     "Entry",
     "LongDocument",
@@ -41,7 +38,6 @@ __all__ = [
     "Vocabulary",
     "as_entries",
     "load_documents",
-    "printable",
     "read_dataset",
     "read_embedded",
     "read_paths",

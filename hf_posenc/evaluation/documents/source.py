@@ -25,7 +25,7 @@ from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
 
 @dataclass(frozen=True)
 class Source:
-    """A reader of documents that can begin anew.
+    """A reader of documents that can be restarted.
 
     Attributes:
         read: Return the reader, from its first document.
@@ -110,7 +110,7 @@ def source_of(options: DocumentOptions) -> Source:
     if options.text and options.dataset is not None:
         raise PosencError("--text and --dataset exclude each other: give one of them.")
     cache = options.token_cache
-    how: dict[str, Any] = {
+    reading: dict[str, Any] = {
         "split": options.split,
         "column": options.column,
         "tokenized": options.tokenized,
@@ -124,14 +124,14 @@ def source_of(options: DocumentOptions) -> Source:
             raise PosencError(
                 f"--text {model} is a model's folder. MODEL goes in front of the options."
             )
-        how["token_dtype"] = options.token_dtype
-        about = {"kind": "text", "paths": [printable(path) for path in paths], **how}
-        return Source(lambda: read_paths(paths, **how), about, False, cache)
+        reading["token_dtype"] = options.token_dtype
+        about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
+        return Source(lambda: read_paths(paths, **reading), about, False, cache)
     if options.dataset is not None:
         name = options.dataset
-        how = {"config": options.config, **how, "streaming": options.streaming}
-        about = {"kind": "dataset", "name": name, **how}
-        return Source(lambda: read_dataset(name, **how), about, False, cache)
+        reading = {"config": options.config, **reading, "streaming": options.streaming}
+        about = {"kind": "dataset", "name": name, **reading}
+        return Source(lambda: read_dataset(name, **reading), about, False, cache)
     if options.tokenized is not None:
         raise PosencError("--tokenized names a column of a --dataset, or of rows in --text files.")
     return Source(token_cache=cache)
