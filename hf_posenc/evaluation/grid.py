@@ -150,6 +150,11 @@ class Grid:
     caption: str = ""
     kind: str = "numbers"
 
+    @classmethod
+    def of(cls, title: str, *heads: str, caption: str = "", kind: str = "numbers") -> Grid:
+        """Make a grid without rows from the headings of its columns."""
+        return cls(title, [Column(head) for head in heads], [], caption, kind)
+
     @property
     def groups(self) -> list[tuple[str, int]]:
         """The shared headings of the columns after the first, each with its number of columns."""

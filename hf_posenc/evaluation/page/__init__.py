@@ -106,16 +106,9 @@ def _contents(
     return [entry for entry in entries if entry is not None]
 
 
-def _grid(title: str, caption: str, *heads: str, kind: str = "words") -> Grid:
-    grid = Grid(title, caption=caption, kind=kind)
-    for head in heads:
-        grid.column(head)
-    return grid
-
-
 def _runs(files: Sequence[Source]) -> Grid:
     heads = ("run", "folder", "kind", "model", "dtype, attention, device")
-    grid = _grid("Runs", "Results in this report.", *heads)
+    grid = Grid.of("Runs", *heads, caption="Results in this report.", kind="words")
     for source in files:
         model = (source.data.get("perplexity") or source.data).get("model", {})
         values = (model.get("dtype"), model.get("attention"), model.get("device"))
@@ -146,9 +139,9 @@ def _failures(sources: Sequence[Source]) -> Grid:
         for row in data["summary"] if source.kind in kinds.TITLES else ():
             if row["failed"] is not None:
                 add(source, row["label"], "tail", row["failed"], data["settings"]["target"])
-    title = "Missing numbers"
     caption = "OOM: out of memory. nan: the loss was not a finite number. Nothing is averaged over the rest."
-    grid = _grid(title, caption, "run", "method", "where", "why")
+    heads = ("run", "method", "where", "why")
+    grid = Grid.of("Missing numbers", *heads, caption=caption, kind="words")
     for (run, method, where, reason), lengths in reasons.items():
         listed = ", ".join(f"{length:,}" for length in sorted(lengths))
         grid.row(str(run), method, f"{where} at {listed}" if where else listed, reason)
@@ -161,7 +154,7 @@ def _settings(sources: Sequence[Source]) -> Grid:
     several = {number for number in numbers if numbers.count(number) > 1}
     heads = [f"run {s.number}" + (f", {s.kind}" if s.number in several else "") for s in sources]
     caption = "One column per result; a single field where all that have the setting agree."
-    grid = _grid("Settings", caption, "setting", *heads, kind="words settings")
+    grid = Grid.of("Settings", "setting", *heads, caption=caption, kind="words settings")
     tables = [_flat(source.data) for source in sources]
     for name in dict.fromkeys(name for table in tables for name in table):
         values = [table.get(name, "") for table in tables]
@@ -206,7 +199,7 @@ def _shortened(value: str, mark: str = "", columns: int = 1) -> Field:
 def _methods(source: Source) -> Grid:
     heads = ("method", "--patch", "scale", "forwards for prefix")
     caption = "As they were requested, and the scale in force."
-    grid = _grid(f"Methods of run {source.number}", caption, *heads)
+    grid = Grid.of(f"Methods of run {source.number}", *heads, caption=caption, kind="words")
     for method in source.data["methods"]:
         shared, scale = method.get("prefix_from_one_forward"), method.get("scale")
         shown = "-" if scale is None else f"{scale:g}"
@@ -222,7 +215,7 @@ def _methods(source: Source) -> Grid:
 def _documents(source: Source) -> Grid:
     heads = ("document", "tokens", "bytes", "text", "tokens read")
     caption = "Hashes: SHA-256 of the text and of the tokens that were read, first digits; the JSON has all of them."
-    grid = _grid(f"Documents of run {source.number}", caption, *heads)
+    grid = Grid.of(f"Documents of run {source.number}", *heads, caption=caption, kind="words")
     for document in source.data["documents"]:
         counts = (document.get(name) for name in ("tokens", "bytes"))
         hashes = (document.get(name) or "-" for name in ("text_sha256", "tokens_sha256"))

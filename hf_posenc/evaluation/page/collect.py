@@ -14,22 +14,18 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.statistics import RESAMPLES, Cell, Record, summarize
 from hf_posenc.evaluation.perplexity.result import nan_if_none, record_of
 
-KINDS = ("perplexity", "retrieval", "bench", "sweep", "search")
+_TUNING = ("model", "settings", "methods", "records", "documents")
+KINDS = {
+    "perplexity": (*_TUNING, "curve", "failures"),
+    "retrieval": ("model", "settings", "methods", "records", "failures", "haystack"),
+    "bench": ("perplexity",),
+    "sweep": _TUNING,
+    "search": _TUNING,
+}
+"""Each kind of result, with the objects and lists that every result of the kind has."""
 RECORDS = "records"
 PARTS = ("perplexity", "retrieval")
 """Results inside a benchmark's."""
-NEEDED = {
-    "model": ("perplexity", "retrieval", "sweep", "search"),
-    "settings": ("perplexity", "retrieval", "sweep", "search"),
-    "methods": ("perplexity", "retrieval", "sweep", "search"),
-    "records": ("perplexity", "retrieval", "sweep", "search"),
-    "documents": ("perplexity", "sweep", "search"),
-    "curve": ("perplexity",),
-    "failures": ("perplexity", "retrieval"),
-    "haystack": ("retrieval",),
-    "perplexity": ("bench",),
-}
-"""Objects and lists that every result of a kind has."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +121,7 @@ def _results_in(folder: Path) -> list[Path]:
     names = {f"{kind}.json" for kind in KINDS}
     files = (path for path in folder.rglob("*.json") if path.name in names)
     inside = (p for p in files if RECORDS not in p.relative_to(folder).parts)
-    return sorted(inside, key=lambda p: (p.parent.as_posix(), KINDS.index(p.stem)))
+    return sorted(inside, key=lambda p: (p.parent.as_posix(), list(KINDS).index(p.stem)))
 
 
 def _add(collection: Collection, file: Path, name: Path, seen: dict[str, str]) -> None:
@@ -158,8 +154,7 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, str]) -
 
 def _lacking(kind: str, data: dict[str, Any]) -> str:
     """List the necessary parts that a result lacks; empty for a whole one."""
-    needed = [name for name, of in NEEDED.items() if kind in of]
-    lacking = [name for name in needed if not isinstance(data.get(name), dict | list)]
+    lacking = [name for name in KINDS[kind] if not isinstance(data.get(name), dict | list)]
     for part in PARTS if kind == "bench" else ():
         inside = data.get(part)
         if inside is not None:

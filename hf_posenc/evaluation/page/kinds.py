@@ -87,9 +87,8 @@ def _task(group: Sequence[Source], task: str) -> dict[str, Any]:
         "longest context with that accuracy (YaRN). k_max 20 %: the distance up to which at least that many are found, "
         "at the longest length (Position Interpolation)."
     )
-    grid = Grid(title, caption=caption)
-    for head in ("method", *(f"{length:,}" for length in lengths), "passes 80 %", "k_max 20 %"):
-        grid.column(head)
+    heads = ("method", *(f"{length:,}" for length in lengths), "passes 80 %", "k_max 20 %")
+    grid = Grid.of(title, *heads, caption=caption)
     for (source, label), name in zip(methods, names, strict=True):
         data = source.data
         about = f"run {source.number}, {data['model'].get('name', '')}" if len(group) > 1 else ""
@@ -175,9 +174,9 @@ def _heats(
     lengths = sorted({cell["length"] for cell in cells})
     heats = []
     for name, own in zip(names, by_method, strict=True) if cells else ():
-        grid = Grid(f"{name} in {task}, by depth and length", caption=name, kind="heat")
-        for head in ("depth", *(f"{length:,}" for length in lengths)):
-            grid.column(head)
+        heads = ("depth", *(f"{length:,}" for length in lengths))
+        title = f"{name} in {task}, by depth and length"
+        grid = Grid.of(title, *heads, caption=name, kind="heat")
         shares = {(cell["depth"], cell["length"]): cell[key] for cell in own}
         for depth in sorted({cell["depth"] for cell in cells}):
             fields = [_shaded(shares.get((depth, length))) for length in lengths]
@@ -218,10 +217,8 @@ def _speed(speed: Mapping[str, Any]) -> Grid:
         f"Speed and memory. One prefill of {speed['length']:,} tokens on {speed['device']}{threads}{kind}. Median of "
         "the rounds, slowest to fastest."
     )
-    grid = Grid("Speed and memory", caption=caption)
     heads = ("tokens per second", "times as fast as the first", "peak memory", "tokens at a time")
-    for head in ("method", *heads):
-        grid.column(head)
+    grid = Grid.of("Speed and memory", "method", *heads, caption=caption)
     for row in speed.get("summary", ()):
         field, rate = missing_field(row.get("failed")), row.get("tokens_per_second")
         if rate is not None:
@@ -251,9 +248,8 @@ def _published(name: str, source: Source) -> dict[str, Any]:
         return {"title": name, "apart": apart, "table": None}
     title = f"{table.paper}, {table.table}"
     caption = f"As printed, at the lengths of this run. {' '.join(published.remarks(table))}"
-    grid = Grid(f"Published: {title}", caption=caption)
-    for head in ("model and method", *(f"{length:,}" for length in settings.lengths)):
-        grid.column(head)
+    heads = ("model and method", *(f"{length:,}" for length in settings.lengths))
+    grid = Grid.of(f"Published: {title}", *heads, caption=caption)
     for row in table.rows:
         values = [table.value(row, length) for length in settings.lengths]
         if any(value is not None for value in values):
@@ -294,14 +290,11 @@ def _tuning(data: Mapping[str, Any], title: str) -> Grid:
         "Ratios are paired over the documents that both methods have read, with their 95 % interval: "
         "below 1 is better."
     )
-    grid = Grid(title, caption=caption)
-    heads = ("method", "documents", f"at {target:,} tokens")
-    for head in (
-        *heads,
-        f"at {original:,}, to the unpatched model",
-        f"at {target:,}, to the best",
-    ):
-        grid.column(head)
+    heads = (
+        *("method", "documents", f"at {target:,} tokens"),
+        *(f"at {original:,}, to the unpatched model", f"at {target:,}, to the best"),
+    )
+    grid = Grid.of(title, *heads, caption=caption)
     for row in data["summary"]:
         tail = missing_field(row["failed"])
         if row["failed"] is None and row["perplexity"] is not None:
