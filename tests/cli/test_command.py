@@ -1,0 +1,85 @@
+"""Option classes become commands: names, defaults, parsers, and what is not given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import typer
+from typer.testing import CliRunner
+
+from hf_posenc.cli.command import expand
+from hf_posenc.evaluation.options import (
+    MODEL,
+    BenchOptions,
+    PerplexityOptions,
+    even_depths,
+    option,
+    parse_lengths,
+)
+
+RUNNER = CliRunner()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    methods: Sequence[str] | None = option(None, "Methods.", name="patch")
+    lengths: Sequence[int] | None = option(None, "Lengths.", parse=parse_lengths)
+    depths: Sequence[float] = option((0.0,), "Depths.", parse=even_depths, kind=int, default=3)
+    short: bool = option(False, "Short.", default=True)
+    count: int = option(4, "A number.", least=1, panel=MODEL)
+    replace: bool = option(False, "Replace.", negatable=False)
+    python_only: int = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Other:
+    name: str | None = option(None, "A name.", argument=True)
+
+
+def invoke(*arguments: str) -> tuple[Any, list[Any]]:
+    seen: list[Any] = []
+
+    def command(options: Options, other: Other) -> None:
+        """Do something."""
+        seen.extend((options, other))
+
+    app = typer.Typer()
+    app.command()(expand(command))
+    return RUNNER.invoke(app, list(arguments)), seen
+
+
+def test_what_is_not_given_is_the_default() -> None:
+    result, (options, other) = invoke()
+    assert result.exit_code == 0, result.output
+    assert options == Options(depths=(0.0, 0.5, 1.0), short=True)
+    assert other == Other()
+
+
+def test_values_are_parsed_into_their_classes() -> None:
+    arguments = "--patch a --patch b --lengths 1k,64 --depths 2 --no-short --count 5 --replace x"
+    result, (options, other) = invoke(*arguments.split())
+    assert result.exit_code == 0, result.output
+    assert options == Options(
+        methods=["a", "b"], lengths=(64, 1024), depths=(0.0, 1.0), count=5, replace=True
+    )
+    assert (other.name, options.python_only) == ("x", 7)
+
+
+def test_refused_values_and_unknown_options() -> None:
+    for arguments in (
+        ["--count", "0"],
+        ["--no-replace"],
+        ["--python-only", "1"],
+        ["--methods", "a"],
+    ):
+        assert invoke(*arguments)[0].exit_code == 2
+
+
+def test_a_command_takes_what_its_function_takes() -> None:
+    """Fields without an option are for Python alone, and everything else has a help text."""
+    for kind in (PerplexityOptions, BenchOptions):
+        for name, field in kind.__dataclass_fields__.items():
+            flag = field.metadata.get("flag")
+            assert flag is None or flag.help, name
