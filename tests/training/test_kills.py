@@ -26,7 +26,7 @@ from tests.support.file_operations import Moment
 from tests.support.killing import REFUSED, launch, losses, train
 from tests.support.tiny_text import prose, tiny_checkpoint
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 LAUNCH = {1: "one_process.yaml", 2: "two_cpu_processes.yaml"}
 SIGKILLED = -signal.SIGKILL
 

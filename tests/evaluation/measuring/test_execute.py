@@ -1,0 +1,147 @@
+"""The machine for measuring: one kind of measurement stands for all of them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc.evaluation.documents import Document, tokenize
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.execute import (
+    Attempt,
+    Failures,
+    Item,
+    Measurement,
+    Value,
+    collected,
+    execute,
+)
+from hf_posenc.evaluation.measuring.store import Key, Memory, Shard
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from tests.support import zoo
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 8.0}
+Sums = dict[Key, float]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Text(Item):
+    """A text of one length."""
+
+    ids: torch.Tensor
+
+
+class Losses(Measurement[Text, tuple[Sums, dict[Any, str]]]):
+    """The loss of random texts; those of `unlucky` numbers fail."""
+
+    def __init__(self, specs: tuple[str, ...], unlucky: tuple[int, ...] = ()) -> None:
+        self.model = zoo.build("llama")
+        self.scorer = FrugalScorer(TokenScorer(self.model, zoo.tokens(16)[0]))
+        self.unlucky, self.measured = unlucky, list[int]()
+        self.items = [
+            Text(
+                key=(spec, number),
+                candidate=Candidate.parse(spec),
+                length=32,
+                cost=32,
+                cells=((32,),),
+                order=number,
+                ids=zoo.tokens(32, seed=number)[0],
+            )
+            for spec, number in itertools.product(specs, range(4))
+        ]
+
+    def measure(self, item: Text, attempt: Attempt) -> Value:
+        def score() -> float:
+            self.measured.append(item.order)
+            if item.order in self.unlucky:
+                raise RuntimeError(f"no luck with {item.order}")
+            return float(self.scorer([item.ids], 1)[0].sum())
+
+        loss = attempt(score)
+        return {} if loss is None else {"loss": loss}
+
+    def collect(self, values: Mapping[Key, Value]) -> tuple[Sums, dict[Any, str]]:
+        losses = {key: value["loss"] for key, value in values.items() if "loss" in value}
+        return losses, Failures.of(self.items, values.get).reasons()
+
+
+def test_what_is_stored_is_skipped_and_shares_add_up() -> None:
+    whole, alone = Losses(("none", "yarn:scale=2")), Memory()
+    execute(whole, alone)
+    expected = collected(whole, alone)
+    shared = Memory()
+    for index in range(3):
+        run = Losses(("none", "yarn:scale=2"))
+        assert collected(run, shared) is None
+        execute(run, shared, Shard(index, 3))
+        assert len(run.measured) in (2, 3)
+    assert collected(whole, shared) == expected
+    again = Losses(("none", "yarn:scale=2"))
+    execute(again, shared)
+    assert not again.measured
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_first_failure_of_a_cell_decides_whoever_measures_it(order: tuple[int, int]) -> None:
+    store = Memory()
+    for index in order:
+        execute(Losses(("none",), unlucky=(1, 2)), store, Shard(index, 2))
+    run = Losses(("none",))
+    result = collected(run, store)
+    assert result is not None
+    assert result[1] == {("none", (32,)): "RuntimeError: no luck with 1"}
+    assert store.get(("none", 3)) == {"skipped": True}
+    alone = Losses(("none",), unlucky=(1, 2))
+    execute(alone, Memory())
+    assert alone.measured == [0, 1]  # the others are lost
+
+
+def test_a_method_that_the_model_refuses_is_a_failure_and_the_others_are_measured() -> None:
+    run, store = Losses(("yarn:scale=2,original_max_position_embeddings=-3", "none")), Memory()
+    execute(run, store)
+    result = collected(run, store)
+    assert result is not None
+    losses, failures = result
+    assert len(losses) == 4
+    assert [label for label, _ in failures] == [run.items[0].label]
+    with pytest.raises(Exception, match=r".") as raised:
+        execute(Losses((run.items[0].candidate.spec,)), Memory(), strict=True)  # type: ignore[union-attr]
+    assert str(raised.value) in next(iter(failures.values()))
+
+
+def test_strict_raises_and_stores_nothing() -> None:
+    store = Memory()
+    with pytest.raises(RuntimeError, match="no luck with 1"):
+        execute(Losses(("none",), unlucky=(1,)), store, strict=True)
+    assert store.get(("none", 0)) is not None
+    assert store.get(("none", 1)) is None
+
+
+@pytest.mark.parametrize("spec", ["none", "log_n"])
+def test_a_dynamic_table_of_the_model_is_reset_whatever_is_patched_in_beside_it(spec: str) -> None:
+    """A method that leaves the model's own table alone leaves its state, too."""
+    results = []
+    for count in (1, 3):
+        model = zoo.build("llama", vocab_size=VOCABULARY, rope_parameters=DYNAMIC)
+        documents = [tokenize(Document(f"d{n}", prose(300, n)), byte_tokenizer()) for n in range(3)]
+        candidate = Candidate.parse(spec).checked(model)
+        assert candidate.moves
+        assert candidate.stateful
+        settings = Settings(lengths=(96, 160), protocols=("tail",), tail_tokens=8)
+        store = Memory()
+        for index in range(count):
+            run = PerplexityRun(model, documents, [candidate], settings)
+            execute(run, store, Shard(index, count))
+        measured = collected(run, store)
+        assert measured is not None
+        results.append([record.nats for record in measured.records])
+    assert results[0] == results[1]
