@@ -231,8 +231,7 @@ def sweep(
     The same command resumes an interrupted run.
     """
     from hf_posenc.evaluation.documents.source import source_of
-    from hf_posenc.evaluation.tuning.jobs import prepare_sweep
-    from hf_posenc.evaluation.tuning.sweep import crossed
+    from hf_posenc.evaluation.tuning.sweep import crossed, prepare_sweep
 
     # refused before a model is loaded
     crossed(options.methods or SWEEP_METHODS, options.scales or (2.0,))
@@ -268,7 +267,7 @@ def search(
     load_patch. The same command resumes an interrupted search.
     """
     from hf_posenc.evaluation.documents.source import source_of
-    from hf_posenc.evaluation.tuning.jobs import prepare_search
+    from hf_posenc.evaluation.tuning.search import prepare_search
 
     frame, source = Frame(run), source_of(documents)
     session = open_session(model)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
-from hf_posenc.evaluation.tuning.objective import Loss, Meter, TailSettings
+from hf_posenc.evaluation.options import SearchSettings
+from hf_posenc.evaluation.tuning.objective import Loss, ResultT, TailJob, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial
-from hf_posenc.evaluation.tuning.sweep import SweepResult
+from hf_posenc.evaluation.tuning.search import SearchJob
+from hf_posenc.evaluation.tuning.sweep import SweepJob, SweepResult
 from tests.support import zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
@@ -34,9 +37,32 @@ def texts(count: int) -> list[TokenizedDocument]:
     return [tokenize(Document(f"d{n}", prose(170 + 13 * n, n)), words) for n in range(count)]
 
 
-def meter_of(model: Any, count: int, settings: TailSettings = SETTINGS, **more: Any) -> Meter:
-    """A meter over so many documents."""
-    return Meter(model, texts(count), settings.protocol, **more)
+def sweep_of(
+    model: Any, count: int, candidates: Any, settings: TailSettings = SETTINGS
+) -> SweepJob:
+    """A sweep over so many documents, two of them in the first round."""
+    return SweepJob(
+        model=model,
+        settings=settings,
+        documents=texts(count),
+        about=ABOUT,
+        candidates=candidates,
+        first_documents=2,
+    )
+
+
+def search_of(
+    model: Any, count: int, own: SearchSettings, settings: TailSettings = SETTINGS
+) -> SearchJob:
+    """A search over so many documents."""
+    return SearchJob(model=model, settings=settings, documents=texts(count), about=ABOUT, own=own)
+
+
+def finished(job: TailJob[ResultT], folder: Path | None = None) -> ResultT:
+    """The result of a job."""
+    result = job.measure(folder)
+    assert result is not None
+    return result
 
 
 def reference(model: Any, document: TokenizedDocument, length: int, tail: int) -> float:

@@ -77,7 +77,7 @@ class Genome:
         return Candidate.of([Part("longrope", options)], beside, LABEL)
 
 
-Batch = list[tuple[str, Genome]]
+Individuals = list[tuple[str, Genome]]
 """Individuals, each with its origin: a method's name, `mutation` or `crossover`."""
 
 
@@ -183,7 +183,7 @@ class Space:
 
 def evolve(
     starts: Mapping[str, Genome], plan: Plan, space: Space, seed: int
-) -> Generator[Batch, Sequence[float], None]:
+) -> Generator[Individuals, Sequence[float], None]:
     """Search for the individual with the lowest score.
 
     Args:
@@ -199,7 +199,7 @@ def evolve(
     random = np.random.default_rng(seed)
     scored: dict[Genome, float] = {}
 
-    batch: Batch = list(starts.items())[: plan.budget]
+    batch: Individuals = list(starts.items())[: plan.budget]
     parents = [genome for _, genome in batch]
     seen = set(parents)
     for index in range(plan.population - len(batch)):
@@ -267,7 +267,7 @@ def _drawn(low: float, high: float, random: np.random.Generator) -> float:
     return min(high, max(low, round(int(random.integers(first, last + 1)) * STEP, 10)))
 
 
-def _add(batch: Batch, seen: set[Genome], kind: str, child: Genome | None) -> None:
+def _add(batch: Individuals, seen: set[Genome], kind: str, child: Genome | None) -> None:
     if child is not None:
         seen.add(child)
         batch.append((kind, child))

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+import abc
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import TokenizedDocument
+from hf_posenc.evaluation.documents import Skipped, TokenizedDocument, special_prefix
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import (
     Attempt,
     Failures,
     Item,
     Measurement,
+    Progress,
     Value,
     collected,
     execute,
     silent,
     wait_for_all,
 )
-from hf_posenc.evaluation.measuring.identity import check_vocabulary
+from hf_posenc.evaluation.measuring.identity import (
+    check_vocabulary,
+    describe_model,
+    environment,
+    name_of,
+)
 from hf_posenc.evaluation.measuring.statistics import (
     INTERVAL,
     RESAMPLES,
@@ -34,9 +44,12 @@ from hf_posenc.evaluation.measuring.statistics import (
     exp_or_inf,
     side_of_one,
 )
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Shard, Store
+from hf_posenc.evaluation.options import TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,20 @@ class TailSettings:
                 f"windows_per_document is at least 1, not {self.windows_per_document}."
             )
         object.__setattr__(self, "tail_tokens", self.protocol.tail_tokens)  # checks the others too
+
+    @classmethod
+    def of(cls, options: TailOptions, original: int) -> TailSettings:
+        """Return the objective of a command; the default target is four times the original length."""
+        names = (
+            "tail_tokens",
+            "windows_per_document",
+            "max_regression",
+            "chunk",
+            "prefill",
+            "seed",
+        )
+        values = {name: getattr(options, name) for name in names}
+        return cls(original, options.target_length or 4 * original, **values)
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -307,8 +334,8 @@ def _ends(logs: np.ndarray[Any, Any]) -> tuple[float, float]:
     return exp_or_inf(float(low)), exp_or_inf(float(high))
 
 
-Progress = Callable[[str, int], None]
-"""Called with a candidate's label and the tokens of this process so far, those found in the store included."""
+Batch = Callable[[Sequence[Candidate], Sequence[int], Sequence[int]], Losses]
+"""Measures candidates on documents (by index) at lengths; losses by candidate's key, length and document."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -318,35 +345,32 @@ class TailItem(Item):
     document: int
 
 
-@dataclass
-class Meter:
-    """Measures the tails of documents, and keeps the losses in a store.
+@dataclass(kw_only=True)
+class TailJob(abc.ABC, Generic[ResultT]):
+    """Sweep or search whose model and documents are ready.
 
     Attributes:
         model: A causal language model.
-        documents: All documents of the run, each at least as long as the longest length.
-        settings: Lengths and the tail; the protocol is `tail`.
-        store: The records; its settings name everything that determines a number, except candidate, length and
-            document, which are the key.
+        settings: The objective.
+        documents: The usable documents, each at least as long as the target.
+        about: The model (with its `name`), the source of the documents, the versions, the command.
         special: Token ids in front of every window.
-        shard: The shard of this process.
-        progress: Called after every item.
-        waiting: Called once per batch with the number of records that other processes have still to write.
-        scorer: Runs the forwards.
+        skipped: Documents that are not used.
+        missing: Always 0, as is `total`: every process waits for the others.
 
     Raises:
         PosencError: The model is not a causal language model, or the tokens are another model's.
     """
 
+    missing: ClassVar[int] = 0
+    total: ClassVar[int] = 0
+
     model: nn.Module
+    settings: TailSettings
     documents: Sequence[TokenizedDocument]
-    settings: Settings
-    store: Records = field(default_factory=Memory)
+    about: dict[str, Any]
     special: Sequence[int] = ()
-    shard: Shard = ALONE
-    progress: Progress = silent
-    waiting: Callable[[int], None] = silent
-    scorer: FrugalScorer = field(init=False)
+    skipped: Sequence[Skipped] = ()
 
     def __post_init__(self) -> None:
         check_vocabulary(self.model, max(document.largest() for document in self.documents))
@@ -355,33 +379,76 @@ class Meter:
         with evaluation_mode(self.model):
             self.scorer = FrugalScorer(TokenScorer(self.model, probe, chunk=chunk, prefill=prefill))
         self.hashes = [document.to_dict()["tokens_sha256"] for document in self.documents]
-        self._done = 0
+
+    @abc.abstractmethod
+    def run(self, measure: Batch) -> ResultT:
+        """Measure batch by batch, each of which may depend on those before it."""
+
+    @abc.abstractmethod
+    def cost(self) -> int:
+        """Return the tokens that the model reads if no method fails."""
+
+    @abc.abstractmethod
+    def cost_line(self) -> str:
+        """Return the cost in one sentence."""
 
     def measure(
-        self, candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
-    ) -> Losses:
-        """Measure this process's share of what is missing, and wait for the others: the next batch depends on all.
+        self,
+        folder: Path | None,
+        shard: Shard = ALONE,
+        progress: Progress = silent,
+        waiting: Callable[[int], None] = silent,
+    ) -> ResultT | None:
+        """Measure this process's share of every batch, and wait for the others' shares.
+
+        Args:
+            folder: Folder of the records; `None`: nothing is written.
+            shard: The shard of this process.
+            progress: Called after every document.
+            waiting: Called with the number of records that other processes have still to write.
 
         Returns:
-            The losses by the candidate's key, length and the document's index.
-        """
-        batch = Tails(self, candidates, documents, lengths)
-        costs = {item.key: item.cost for item in self.shard.mine(batch.items)}
-        total = self._done + sum(costs.values())
-        self._done += sum(cost for key, cost in costs.items() if self.store.get(key) is not None)
-        execute(
-            *(batch, self.store, self.shard),
-            lambda label, done, _: self.progress(label, self._done + done),
-        )
-        self._done = total
-        self.progress(candidates[-1].label, total)
-        wait_for_all(batch, self.store, self.shard, self.waiting, everyone=True, patience=0)
-        losses = collected(batch, self.store)
-        assert losses is not None
-        return losses
+            The result; `None` in all processes but the first.
 
-    def cost(self, document: int, lengths: Sequence[int]) -> int:
-        """Return the tokens that one candidate forwards on a document."""
+        Raises:
+            PosencError: The folder cannot be written to, or another process writes the same share.
+        """
+        done, total = 0, self.cost()
+        decisive = {
+            "kind": "tail",
+            "model": self.about["model"],
+            "settings": self.settings.decisive,
+            "environment": self.about["environment"],
+        }
+        records = (
+            contextlib.nullcontext(Memory()) if folder is None else Store(folder, decisive, shard)
+        )
+
+        def batch(
+            candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
+        ) -> Losses:
+            nonlocal done
+            tails = Tails(self, candidates, documents, lengths)
+            costs = {item.key: item.cost for item in shard.mine(tails.items)}
+            before = done + sum(cost for key, cost in costs.items() if store.get(key) is not None)
+            done += sum(costs.values())
+
+            def report(label: str, tokens: int, _: int) -> None:
+                # the other processes do as much meanwhile
+                progress(label, min((before + tokens) * shard.count, total), total)
+
+            execute(tails, store, shard, report)
+            wait_for_all(tails, store, shard, waiting, everyone=True, patience=0)
+            losses = collected(tails, store)
+            assert losses is not None
+            return losses
+
+        with records as store:
+            result = self.run(batch)
+        return None if shard.index else result
+
+    def tokens(self, document: int, lengths: Sequence[int]) -> int:
+        """Return the tokens that one candidate reads of a document."""
         return sum(window.forwarded for window in self._windows(document, lengths))
 
     def score(self, item: TailItem) -> Loss:
@@ -396,27 +463,30 @@ class Meter:
         return Loss(nats, tokens)
 
     def _windows(self, document: int, lengths: Sequence[int]) -> list[Window]:
-        size = len(self.documents[document].ids)
         return plan(
-            size, self.settings, special=len(self.special), shared_prefix=False, lengths=lengths
+            len(self.documents[document].ids),
+            self.settings.protocol,
+            special=len(self.special),
+            shared_prefix=False,
+            lengths=lengths,
         )
 
 
 class Tails(Measurement[TailItem, Losses]):
-    """Tails of some documents at some lengths under some candidates: one batch of a `Meter`."""
+    """Tails of some documents at some lengths under some candidates: one batch of a `TailJob`."""
 
     def __init__(
         self,
-        meter: Meter,
+        job: TailJob[Any],
         candidates: Sequence[Candidate],
         documents: Sequence[int],
         lengths: Sequence[int],
     ) -> None:
-        self.model, self.scorer, self._meter = meter.model, meter.scorer, meter
-        costs = {(n, d): meter.cost(d, [n]) for n in lengths for d in documents}
+        self.model, self.scorer, self._job = job.model, job.scorer, job
+        costs = {(n, d): job.tokens(d, [n]) for n in lengths for d in documents}
         self.items = [
             TailItem(
-                key=("tail", candidate.key, length, meter.hashes[document]),
+                key=("tail", candidate.key, length, job.hashes[document]),
                 candidate=candidate,
                 length=length,
                 cost=costs[length, document],
@@ -430,7 +500,7 @@ class Tails(Measurement[TailItem, Losses]):
         ]
 
     def measure(self, item: TailItem, attempt: Attempt) -> Value:
-        loss = attempt(lambda: self._meter.score(item))
+        loss = attempt(lambda: self._job.score(item))
         return {} if loss is None else loss.to_dict()
 
     def collect(self, values: Mapping[Key, Value]) -> Losses:
@@ -443,3 +513,60 @@ class Tails(Measurement[TailItem, Losses]):
             value = {"failed": reasons[item.label, cell]} if lost else values[item.key]
             losses[str(key), int(length), item.document] = Loss.from_dict(value)
         return losses
+
+
+def prepared(
+    model: nn.Module,
+    tokenizer: Any,
+    source: Source,
+    options: TailOptions,
+    original: int | None,
+    *,
+    embedded_limit: int,
+    name: str | None = None,
+    command: str | None = None,
+) -> dict[str, Any]:
+    """Read documents of at least the target length; return the fields of a `TailJob`.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        source: The documents.
+        options: The objective; the default target is four times the original length.
+        original: The original length, in tokens.
+        embedded_limit: Default number of the held-out modules.
+        name: Name of the model in results; `None`: read from its config.
+        command: Command line that gives this result again.
+
+    Raises:
+        PosencError: The original length is unknown, numbers exclude each other, or no document can be used.
+    """
+    if original is None:
+        raise PosencError(
+            "The model's config names no context length that it was trained on; give it with a method, as in "
+            "--patch yarn:original_max_position_embeddings=4096."
+        )
+    settings = TailSettings.of(options, original)
+    policy = options.bos or "auto"
+    special = special_prefix(tokenizer, policy)
+    documents, skipped, origin = source.load(
+        tokenizer,
+        options,
+        min_tokens=settings.target - len(special),
+        embedded_limit=embedded_limit,
+        embedded_tokens=settings.target * settings.windows_per_document,
+    )
+    about = {
+        "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
+        "source": origin,
+        "environment": environment(),
+        "command": command,
+    }
+    return {
+        "model": model,
+        "settings": settings,
+        "documents": documents,
+        "about": about,
+        "special": special,
+        "skipped": skipped,
+    }

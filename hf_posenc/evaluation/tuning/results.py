@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch import nn
+
 from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.tuning.objective import (
@@ -15,8 +17,8 @@ from hf_posenc.evaluation.tuning.objective import (
     Comparison,
     Loss,
     Losses,
-    Meter,
     Row,
+    TailJob,
     TailSettings,
 )
 from hf_posenc.files import finite
@@ -26,7 +28,6 @@ from hf_posenc.patch.patching import get_patch
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from hf_posenc.evaluation.documents import Skipped
 
 FORMAT = 1
 CONTROLS = (UNPATCHED, "sliding_window")
@@ -114,35 +115,29 @@ class TuningResult(Result):
     @classmethod
     def measured(
         cls,
-        meter: Meter,
-        settings: TailSettings,
+        job: TailJob[Any],
         candidates: Sequence[tuple[Candidate, bool]],
         losses: Losses,
-        about: dict[str, Any],
-        skipped: Sequence[Skipped],
         **own: Any,
     ) -> Self:
-        """Return the result of a run.
+        """Return the result of a job.
 
         Args:
-            meter: The model and the documents.
-            settings: The objective.
+            job: The job.
             candidates: Everything measured, each with whether it is a control.
-            losses: Their losses.
-            about: The model (with its `name`), the source of the documents, the versions, the command.
-            skipped: Documents that were not used.
+            losses: Their losses, by the candidate's key.
             **own: Fields of the subclass.
         """
-        labels = [candidate.label for candidate, _ in candidates]
+        order = {candidate.key: index for index, (candidate, _) in enumerate(candidates)}
+        labels = {candidate.key: candidate.label for candidate, _ in candidates}
+        ordered = sorted(losses.items(), key=lambda item: (order[item[0][0]], *item[0][1:]))
         return cls(
-            about=about,
-            settings=settings,
+            about=job.about,
+            settings=job.settings,
             trials=[Trial.of(candidate, control=control) for candidate, control in candidates],
-            documents=[document.to_dict() for document in meter.documents],
-            skipped=[{"name": s.name, "reason": s.reason} for s in skipped],
-            losses=dict(
-                sorted(losses.items(), key=lambda item: (labels.index(item[0][0]), *item[0][1:]))
-            ),
+            documents=[document.to_dict() for document in job.documents],
+            skipped=[{"name": s.name, "reason": s.reason} for s in job.skipped],
+            losses={(labels[key], length, d): loss for (key, length, d), loss in ordered},
             **own,
         )
 
@@ -159,18 +154,18 @@ class TuningResult(Result):
         """Return the method of a label."""
         return next(trial for trial in self.trials if trial.label == label)
 
-    def write_recipe(self, meter: Meter, candidate: Candidate, description: str) -> None:
+    def write_recipe(self, model: nn.Module, candidate: Candidate, description: str) -> None:
         """Set `recipe`: the patch as `save_patch` writes it, with its name and origin.
 
         Args:
-            meter: The model that it was measured on, unpatched.
+            model: The model that it was measured on, unpatched.
             candidate: A method whose scale is set.
             description: One sentence with its measured perplexity.
         """
-        with candidate.applied(meter.model, 1):
-            patch = get_patch(meter.model)
+        with candidate.applied(model, 1):
+            patch = get_patch(model)
         assert patch is not None
-        config: Any = meter.model.config
+        config: Any = model.config
         about = {
             "name": self.kind,
             "model_types": [config.model_type],

@@ -8,18 +8,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from torch import nn
+
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import Grid, number
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.statistics import exp_or_inf
-from hf_posenc.evaluation.options import SearchSettings
+from hf_posenc.evaluation.options import SearchSettings, TailOptions
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
 from hf_posenc.evaluation.plots.tuning import search_figure
 from hf_posenc.evaluation.tuning.evolution import (
     LABEL,
     STARTS,
-    Batch,
     Genome,
+    Individuals,
     Plan,
     Space,
     evolve,
@@ -27,18 +30,17 @@ from hf_posenc.evaluation.tuning.evolution import (
     starts,
 )
 from hf_posenc.evaluation.tuning.objective import (
-    Meter,
+    Batch,
     Row,
-    TailSettings,
+    TailJob,
     failure_of,
     log_perplexity,
+    prepared,
 )
 from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from hf_posenc.evaluation.documents import Skipped
 
 SEARCH_DOCUMENTS = 8
 _CHILDREN = ("mutation", "crossover")
@@ -215,93 +217,121 @@ def split(documents: int, requested: int) -> list[int]:
     return [index * documents // count for index in range(count)]
 
 
-def search(
-    meter: Meter,
-    settings: TailSettings,
+@dataclass(kw_only=True)
+class SearchJob(TailJob[SearchResult]):
+    """Search whose model and documents are ready.
+
+    Attributes:
+        own: The search's own settings.
+    """
+
+    own: SearchSettings
+
+    def run(self, measure: Batch) -> SearchResult:
+        settings, own = self.settings, self.own
+        searched = split(len(self.documents), own.search_documents)
+        rope = rope_of(self.model, replace=own.replace)
+        begin = starts(rope, settings.scale, own.attention_factor)
+        beside = {"replace": True} if own.replace else {}
+
+        def candidate(genome: Genome) -> Candidate:
+            return genome.candidate(settings.scale, own.short_texts, beside)
+
+        steps: list[Step] = []
+        plan, space = Plan.of(own.budget), Space.of(settings.scale, own.attention_factor)
+        path = evolve(begin, plan, space, settings.seed)
+        batch: Individuals | None = next(path)
+        while batch is not None:
+            scores = self._scores([candidate(genome) for _, genome in batch], searched, measure)
+            steps += [Step(kind, g, score) for (kind, g), score in zip(batch, scores, strict=True)]
+            try:
+                batch = path.send(scores)
+            except StopIteration:
+                batch = None
+        best = best_of(steps)
+        extra = "".join(f",{name}=true" for name in beside)
+        compared = [(Candidate.parse(spec), True) for spec in CONTROLS]
+        for name in begin:
+            compared.append((Candidate.parse(f"{name}:scale={settings.scale!r}{extra}"), False))
+        if best is not None:
+            compared.append((candidate(best.genome), False))
+        held_out = [index for index in range(len(self.documents)) if index not in searched]
+        losses = measure([c for c, _ in compared], held_out, settings.lengths)
+        result = SearchResult.measured(
+            *(self, compared, losses),
+            search=dataclasses.asdict(own),
+            steps=steps,
+            searched=searched,
+        )
+        if best is not None:
+            result.write_recipe(self.model, compared[-1][0], _described(result))
+        return result
+
+    def _scores(
+        self, candidates: Sequence[Candidate], documents: Sequence[int], measure: Batch
+    ) -> list[float]:
+        """Log tail perplexity at the target length of every candidate; infinite past the bound on short texts."""
+        original, target = self.settings.lengths
+        bound = self.settings.max_regression
+        plain = Candidate.parse(CONTROLS[0])
+        measured = dict(measure(candidates, documents, self._lengths))
+        if bound is not None:
+            measured |= measure([plain], documents, [original])
+
+        def log(c: Candidate, length: int) -> float:
+            losses = [measured[c.key, length, document] for document in documents]
+            return math.inf if failure_of(losses) is not None else log_perplexity(losses)
+
+        def score(c: Candidate) -> float:
+            if bound is not None and not log(c, original) <= log(plain, original) + math.log1p(
+                bound
+            ):
+                return math.inf
+            return log(c, target)
+
+        return [score(c) for c in candidates]
+
+    @property
+    def _lengths(self) -> Sequence[int]:
+        """Lengths that an individual is measured at: the original one only if it has a bound."""
+        settings = self.settings
+        return settings.lengths if settings.max_regression is not None else [settings.target]
+
+    def cost(self) -> int:
+        documents = range(len(self.documents))
+        searched = split(len(self.documents), self.own.search_documents)
+        once = sum(self.tokens(d, self._lengths) for d in searched)
+        both = sum(self.tokens(d, self.settings.lengths) for d in documents if d not in searched)
+        return self.own.budget * once + (len(CONTROLS) + len(STARTS) + 1) * both
+
+    def cost_line(self) -> str:
+        return f"{self.cost():,} tokens for {self.own.budget:,} evaluations."
+
+
+def prepare_search(
+    model: nn.Module,
+    tokenizer: Any,
+    source: Source,
+    options: TailOptions,
     own: SearchSettings,
-    *,
-    about: dict[str, Any],
-    skipped: Sequence[Skipped] = (),
-) -> SearchResult:
-    """Search, then measure the best individual on the documents that the search has not read.
+    **about: Any,
+) -> SearchJob:
+    """Check the model's rotary table, and read documents of at least the target length.
 
     Args:
-        meter: The model, the documents and the store.
-        settings: The objective.
+        model: The model.
+        tokenizer: Its tokenizer.
+        source: The documents.
+        options: The objective.
         own: The search's own settings.
-        about: The model (with its `name`), the source of the documents, the versions, the command.
-        skipped: Documents that were not used.
+        **about: `name` of the model in results, and the `command` line that gives the result again.
+
+    Raises:
+        PosencError: Options exclude each other, or no document can be used.
     """
-    searched = split(len(meter.documents), own.search_documents)
-    held_out = [index for index in range(len(meter.documents)) if index not in searched]
-    rope = rope_of(meter.model, replace=own.replace)
-    begin = starts(rope, settings.scale, own.attention_factor)
-    beside = {"replace": True} if own.replace else {}
-
-    def candidate(genome: Genome) -> Candidate:
-        return genome.candidate(settings.scale, own.short_texts, beside)
-
-    steps: list[Step] = []
-    plan, space = Plan.of(own.budget), Space.of(settings.scale, own.attention_factor)
-    path = evolve(begin, plan, space, settings.seed)
-    batch: Batch | None = next(path)
-    while batch is not None:
-        candidates = [candidate(genome) for _, genome in batch]
-        scores = _scores(meter, candidates, searched, settings)
-        steps += [Step(kind, genome, s) for (kind, genome), s in zip(batch, scores, strict=True)]
-        try:
-            batch = path.send(scores)
-        except StopIteration:
-            batch = None
-    best = best_of(steps)
-    compared = [(Candidate.parse(spec), True) for spec in CONTROLS]
-    extra = "".join(f",{name}=true" for name in beside)
-    for name in begin:
-        compared.append((Candidate.parse(f"{name}:scale={settings.scale!r}{extra}"), False))
-    if best is not None:
-        compared.append((candidate(best.genome), False))
-
-    labels = {c.key: c.label for c, _ in compared}
-    measured = meter.measure([c for c, _ in compared], held_out, settings.lengths)
-    losses = {(labels[key], n, d): loss for (key, n, d), loss in measured.items()}
-    result = SearchResult.measured(
-        *(meter, settings, compared, losses, about, skipped),
-        search=dataclasses.asdict(own),
-        steps=steps,
-        searched=searched,
-    )
-    if best is not None:
-        result.write_recipe(meter, compared[-1][0], _described(result))
-    return result
-
-
-def _scores(
-    meter: Meter, candidates: Sequence[Candidate], documents: Sequence[int], settings: TailSettings
-) -> list[float]:
-    """Log tail perplexity at the target length of every candidate; infinite past the bound on short texts."""
-    bound = settings.max_regression
-    plain = Candidate.parse(CONTROLS[0])
-    measured = dict(meter.measure(candidates, documents, _lengths(settings)))
-    if bound is not None:
-        measured |= meter.measure([plain], documents, [settings.original])
-
-    def log(c: Candidate, length: int) -> float:
-        losses = [measured[c.key, length, document] for document in documents]
-        return math.inf if failure_of(losses) is not None else log_perplexity(losses)
-
-    def score(c: Candidate) -> float:
-        if bound is not None:
-            highest = log(plain, settings.original) + math.log1p(bound)
-            if not log(c, settings.original) <= highest:
-                return math.inf
-        return log(c, settings.target)
-
-    return [score(c) for c in candidates]
-
-
-def _lengths(settings: TailSettings) -> Sequence[int]:
-    """Lengths that an individual is measured at: the original one only if it has a bound."""
-    return settings.lengths if settings.max_regression is not None else [settings.target]
+    original = rope_of(model, replace=own.replace).original_max_position_embeddings
+    fields = prepared(model, tokenizer, source, options, original, embedded_limit=24, **about)
+    return SearchJob(**fields, own=own)
 
 
 def _described(result: SearchResult) -> str:
@@ -313,13 +343,3 @@ def _described(result: SearchResult) -> str:
         f"Tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} documents that the "
         f"search has not read{beside}; {len(result.steps)} evaluations, seed {settings.seed}."
     )
-
-
-def work(meter: Meter, settings: TailSettings, own: SearchSettings) -> int:
-    """Return the tokens that a search forwards, those of the final comparison included."""
-    documents = range(len(meter.documents))
-    searched = split(len(meter.documents), own.search_documents)
-    once = sum(meter.cost(document, _lengths(settings)) for document in searched)
-    both = sum(meter.cost(d, settings.lengths) for d in documents if d not in searched)
-    compared = len(CONTROLS) + len(STARTS) + 1
-    return own.budget * once + compared * both

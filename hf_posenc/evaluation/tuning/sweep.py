@@ -14,11 +14,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import Grid, number
-from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, Part, check_unique
+from hf_posenc.evaluation.measuring.candidates import (
+    UNPATCHED,
+    Candidate,
+    Part,
+    check_unique,
+    original_length,
+)
+from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
 from hf_posenc.evaluation.plots.tuning import Point, sweep_figure
-from hf_posenc.evaluation.tuning.objective import Board, Loss, Meter, Row, TailSettings
+from hf_posenc.evaluation.tuning.objective import Batch, Board, Loss, Row, TailJob, prepared
 from hf_posenc.evaluation.tuning.results import (
     CONTROLS,
     TuningResult,
@@ -29,8 +37,6 @@ from hf_posenc.methods import get_method
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from hf_posenc.evaluation.documents import Skipped
 
 FIRST = 5
 LEAST = 2
@@ -326,43 +332,87 @@ class SweepResult(TuningResult):
         )
 
 
-def sweep(
-    meter: Meter,
-    candidates: Sequence[tuple[Candidate, bool]],
-    settings: TailSettings,
-    *,
-    about: dict[str, Any],
-    skipped: Sequence[Skipped] = (),
-    first_documents: int = FIRST,
-) -> SweepResult:
-    """Measure round by round. Stored measurements are not repeated: a run may be killed and resumed at any time.
+@dataclass(kw_only=True)
+class SweepJob(TailJob[SweepResult]):
+    """Sweep whose model and documents are ready.
 
-    Args:
-        meter: The model, the documents and the store.
-        candidates: The candidates of `crossed`: each with whether it is a control.
-        settings: The objective.
-        about: The model (with its `name`), the source of the documents, the versions, the command.
-        skipped: Documents that were not used.
+    Attributes:
+        candidates: The candidates of `crossed`, each with whether it is a control.
         first_documents: Documents of the first round.
     """
-    by_label = {candidate.label: candidate for candidate, _ in candidates}
-    controls = [candidate.label for candidate, control in candidates if control]
-    losses: dict[tuple[str, int, int], Loss] = {}
-    board = Board(losses, settings, candidates[0][0].label)
 
-    def measure(entered: Sequence[str], documents: Sequence[int]) -> None:
-        labels = {by_label[label].key: label for label in (*controls, *entered)}
-        batch = meter.measure([by_label[x] for x in labels.values()], documents, settings.lengths)
-        losses.update({(labels[key], n, d): loss for (key, n, d), loss in batch.items()})
+    candidates: Sequence[tuple[Candidate, bool]]
+    first_documents: int = FIRST
 
-    racers = [label for label in by_label if label not in controls]
-    run_rungs(racers, rung_sizes(len(meter.documents), first_documents), board.rank, measure)
-    result = SweepResult.measured(
-        meter, settings, candidates, losses, about, skipped, first_documents=first_documents
-    )
-    if result.winner is not None:
-        result.write_recipe(meter, by_label[result.winner], _described(result, result.winner))
-    return result
+    def run(self, measure: Batch) -> SweepResult:
+        keys = {candidate.label: candidate for candidate, _ in self.candidates}
+        controls = [candidate for candidate, control in self.candidates if control]
+        losses: dict[tuple[str, int, int], Loss] = {}
+        board = Board(losses, self.settings, controls[0].label)
+        measured: dict[tuple[str, int, int], Loss] = {}
+
+        def round_(entered: Sequence[str], documents: Sequence[int]) -> None:
+            candidates = [*controls, *(keys[label] for label in entered)]
+            batch = measure(candidates, documents, self.settings.lengths)
+            measured.update(batch)
+            labels = {candidate.key: candidate.label for candidate in candidates}
+            losses.update({(labels[key], n, d): loss for (key, n, d), loss in batch.items()})
+
+        racers = [candidate.label for candidate, control in self.candidates if not control]
+        run_rungs(racers, self._sizes(), board.rank, round_)
+        result = SweepResult.measured(
+            self, self.candidates, measured, first_documents=self.first_documents
+        )
+        if result.winner is not None:
+            description = _described(result, result.winner)
+            result.write_recipe(self.model, keys[result.winner], description)
+        return result
+
+    def _sizes(self) -> list[int]:
+        return rung_sizes(len(self.documents), self.first_documents)
+
+    def cost(self) -> int:
+        costs = self._costs()
+        controls = sum(control for _, control in self.candidates)
+        done = halved = 0
+        racers = planned(len(self.candidates) - controls, self._sizes())
+        for size, count in zip(self._sizes(), racers, strict=True):
+            halved += (count + controls) * sum(costs[done:size])
+            done = size
+        return halved
+
+    def cost_line(self) -> str:
+        full = len(self.candidates) * sum(self._costs())
+        return f"{self.cost():,} tokens instead of {full:,} for everything on every document."
+
+    def _costs(self) -> list[int]:
+        lengths = self.settings.lengths
+        return [self.tokens(document, lengths) for document in range(len(self.documents))]
+
+
+def prepare_sweep(
+    model: nn.Module, tokenizer: Any, source: Source, options: SweepOptions, **about: Any
+) -> SweepJob:
+    """Check the methods against the model, and read documents of at least the target length.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        source: The documents.
+        options: Methods, scales and the objective.
+        **about: `name` of the model in results, and the `command` line that gives the result again.
+
+    Raises:
+        PosencError: Options exclude each other, or no document can be used.
+    """
+    methods = options.methods or SWEEP_METHODS
+    candidates = tried(model, crossed(methods, options.scales or (2.0,)))
+    original = original_length(model, [candidate for candidate, _ in candidates])
+    fields = prepared(model, tokenizer, source, options, original, embedded_limit=20, **about)
+    if options.scales is None:
+        scale = fields["settings"].scale
+        candidates = tried(model, crossed(methods, (scale, 2 * scale)))
+    return SweepJob(**fields, candidates=candidates, first_documents=options.first_documents)
 
 
 def _described(result: SweepResult, label: str) -> str:
@@ -376,19 +426,3 @@ def _described(result: SweepResult, label: str) -> str:
         f"{label}: tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} documents, "
         f"unpatched {plain:.5g}{short}."
     )
-
-
-def work(
-    meter: Meter, candidates: Sequence[tuple[Candidate, bool]], first_documents: int
-) -> tuple[int, int]:
-    """Return the tokens that a sweep forwards if no method fails, and those of every method on every document."""
-    lengths = meter.settings.lengths
-    costs = [meter.cost(document, lengths) for document in range(len(meter.documents))]
-    racers = sum(not control for _, control in candidates)
-    controls = len(candidates) - racers
-    sizes = rung_sizes(len(costs), first_documents)
-    done = halved = 0
-    for size, count in zip(sizes, planned(racers, sizes), strict=True):
-        halved += (count + controls) * sum(costs[done:size])
-        done = size
-    return halved, len(candidates) * sum(costs)

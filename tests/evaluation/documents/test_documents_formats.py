@@ -26,7 +26,8 @@ from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.tuning.objective import Meter
+from hf_posenc.evaluation.tuning.objective import TailSettings
+from hf_posenc.evaluation.tuning.sweep import SweepJob
 from tests.evaluation.documents.test_documents import write
 from tests.support.documents_forms import PACK, json_lines
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -186,10 +187,15 @@ def test_a_model_has_an_embedding_for_every_token() -> None:
     fits = TokenizedDocument("a", torch.full((16,), 49, dtype=torch.uint16), None, None)
     too_large = TokenizedDocument("b", torch.arange(35, 51), None, None)
     PerplexityRun(model, [fits], [plain], settings)
-    Meter(model, [fits], settings)
+
+    def sweep_of(*documents: TokenizedDocument) -> SweepJob:
+        tail = TailSettings(8, 16)
+        return SweepJob(model=model, settings=tail, documents=documents, about={}, candidates=[])
+
+    sweep_of(fits)
     for make in (
         lambda: PerplexityRun(model, [fits, too_large], [plain], settings),
-        lambda: Meter(model, [fits, too_large], settings),
+        lambda: sweep_of(fits, too_large),
     ):
         with pytest.raises(PosencError, match="gives token 50, the model has 50"):
             make()

@@ -17,35 +17,34 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import number, to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.store import Store
 from hf_posenc.evaluation.options import parse_scales
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer
-from hf_posenc.evaluation.tuning.objective import Loss, Meter, TailItem, TailSettings
+from hf_posenc.evaluation.tuning.objective import Loss, TailItem, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial, recipe_text, verdict
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import (
+    SweepJob,
     SweepResult,
     crossed,
     kept_of,
     planned,
     run_rungs,
     rung_sizes,
-    sweep,
     tried,
-    work,
 )
 from hf_posenc.methods import LogN, YaRN
 from tests.support import zoo
-from tests.support.sweep_cases import ABOUT, SETTINGS, meter_of, planted, reference, texts, tiny
+from tests.support.sweep_cases import SETTINGS, finished, planted, reference, sweep_of, texts, tiny
 
 PATCHES = ("yarn", "pi", "ntk:scale=3", "dynamic_yarn", "yarn+log_n")
 NAN = math.nan
 
 
-def run(model: Any, count: int = 6, settings: TailSettings = SETTINGS, **more: Any) -> SweepResult:
+def run(
+    model: Any, count: int = 6, settings: TailSettings = SETTINGS, folder: Path | None = None
+) -> SweepResult:
     candidates = tried(model, crossed(PATCHES, (2.0, 4.0)))
-    meter = meter_of(model, count, settings, **more)
-    return sweep(meter, candidates, settings, about=ABOUT, first_documents=2)
+    return finished(sweep_of(model, count, candidates, settings), folder)
 
 
 # What is compared
@@ -151,7 +150,6 @@ def test_rounds_double_the_documents_and_halve_the_methods() -> None:
 
 
 def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    meter = meter_of(tiny(), 5)
     forwarded: list[int] = []
     plain = FrugalScorer.__call__
 
@@ -161,9 +159,11 @@ def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(FrugalScorer, "__call__", scorer)
     candidates = crossed(("pi", "ntk", "yarn"), (2.0, 4.0))
-    expected, everything = work(meter, candidates, 2)
-    sweep(meter, candidates, SETTINGS, about=ABOUT, first_documents=2)
-    assert sum(forwarded) == expected < everything == 8 * 5 * (64 + 160)
+    job = sweep_of(tiny(), 5, candidates)
+    forwarded.clear()
+    finished(job)
+    assert sum(forwarded) == job.cost() < 8 * 5 * (64 + 160)
+    assert f"instead of {8 * 5 * (64 + 160):,} " in job.cost_line()
 
 
 # The numbers
@@ -324,17 +324,17 @@ def test_failures_are_cells() -> None:
 def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain = Meter.score
+    plain = SweepJob.score
 
-    def score(self: Meter, item: TailItem) -> Loss:
+    def score(self: SweepJob, item: TailItem) -> Loss:
         if (item.label, item.length, item.document) == ("ntk (scale 4)", 160, 1):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return plain(self, item)
 
-    monkeypatch.setattr(Meter, "score", score)
+    monkeypatch.setattr(SweepJob, "score", score)
     model = tiny()
     candidates = tried(model, crossed(("yarn", "ntk", "pi:layers=[9]"), (2.0, 4.0)))
-    result = sweep(meter_of(model, 3), candidates, SETTINGS, about=ABOUT, first_documents=2)
+    result = finished(sweep_of(model, 3, candidates))
     assert result.row("ntk (scale 4)").failed == "out of memory"
     refused = result.row("pi (scale 2, layers [9])").failed
     assert refused is not None
@@ -350,11 +350,9 @@ def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
 
 def test_nothing_is_measured_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny()
-    with Store(tmp_path, {"k": 1}) as store:
-        first = run(model, store=store)
-    monkeypatch.setattr(Meter, "score", None)  # anything measured now fails
-    with Store(tmp_path, {"k": 1}) as store:
-        again = run(model, store=store)
+    first = run(model, folder=tmp_path)
+    monkeypatch.setattr(SweepJob, "score", None)  # anything measured now fails
+    again = run(model, folder=tmp_path)
     assert again.to_dict() == first.to_dict()
 
 

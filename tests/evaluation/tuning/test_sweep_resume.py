@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.cli.measure import register
-from hf_posenc.evaluation.tuning.objective import Meter
+from hf_posenc.evaluation.tuning.sweep import SweepJob
 from tests.support import zoo
 from tests.support.tiny_text import prose, tiny_checkpoint
 
@@ -195,7 +195,7 @@ def test_without_a_winner_the_exit_status_is_1(
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
 
-    monkeypatch.setattr(Meter, "score", full)
+    monkeypatch.setattr(SweepJob, "score", full)
     result = invoke(*arguments("sweep", model, folder, tmp_path))
     assert result.exit_code == 1
     assert "OOM" in result.stdout

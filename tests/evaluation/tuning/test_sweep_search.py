@@ -14,26 +14,25 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import SearchSettings
 from hf_posenc.evaluation.tuning.evolution import (
-    Batch,
     Genome,
+    Individuals,
     Plan,
     Space,
     evolve,
     rope_of,
     starts,
 )
-from hf_posenc.evaluation.tuning.objective import Loss, Meter, TailItem, TailSettings
+from hf_posenc.evaluation.tuning.objective import Loss, TailItem, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial, recipe_text
 from hf_posenc.evaluation.tuning.search import (
+    SearchJob,
     SearchResult,
     Step,
-    search,
     split,
-    work,
 )
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
-from tests.support.sweep_cases import ABOUT, SETTINGS, meter_of, reference, texts, tiny
+from tests.support.sweep_cases import ABOUT, SETTINGS, finished, reference, search_of, texts, tiny
 
 ROPE = RopeSpec(32, 10000.0, 256)
 GOAL = (1, 1, 1, 1.1, 1.3, 1.5, 1.8, 2.2, 2.6, 3, 3.2, 3.4, 3.5, 3.8, 4.5, 4.9)
@@ -52,7 +51,7 @@ def played(
     """Every individual of a search for `GOAL`."""
     begin = starts(ROPE, 4.0, attention)
     path = evolve(begin, Plan.of(budget), Space.of(4.0, attention), seed)
-    batch: Batch | None = next(path)
+    batch: Individuals | None = next(path)
     steps = []
     while batch:
         scores = [distance(genome) for _, genome in batch]
@@ -169,8 +168,7 @@ def test_the_split(documents: int, wanted: int, searched: list[int]) -> None:
 @pytest.fixture(scope="module")
 def found() -> tuple[Any, SearchResult]:
     model = tiny()
-    meter = meter_of(model, 5)
-    return model, search(meter, SETTINGS, OWN, about=ABOUT)
+    return model, finished(search_of(model, 5, OWN))
 
 
 def test_the_best_is_never_worse_than_the_starts(found: tuple[Any, SearchResult]) -> None:
@@ -211,29 +209,29 @@ def test_the_recipe_loads_and_gives_the_held_out_perplexity(
 
 def test_the_search_reads_no_held_out_document(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[tuple[str, int]] = []
-    plain = Meter.score
+    plain = SearchJob.score
 
-    def score(self: Meter, item: TailItem) -> Loss:
+    def score(self: SearchJob, item: TailItem) -> Loss:
         assert item.candidate is not None
         read.append((item.candidate.key, item.document))
         return plain(self, item)
 
-    monkeypatch.setattr(Meter, "score", score)
-    meter = meter_of(tiny(), 5)
-    result = search(meter, SETTINGS, OWN, about=ABOUT)
+    monkeypatch.setattr(SearchJob, "score", score)
+    job = search_of(tiny(), 5, OWN)
+    result = finished(job)
     assert {document for _, document in read[: 24 * 2]} == {0, 2}
     assert {document for _, document in read[24 * 2 :]} == {1, 3, 4}
     assert len({key for key, _ in read[24 * 2 :]}) == 6  # the controls, the starts, the best
-    tokens = sum(meter.cost(d, [160]) for _, d in read[:48])
-    tokens += 6 * sum(meter.cost(d, [64, 160]) for d in (1, 3, 4))
-    assert work(meter, SETTINGS, OWN) == tokens
+    tokens = sum(job.tokens(d, [160]) for _, d in read[:48])
+    tokens += 6 * sum(job.tokens(d, [64, 160]) for d in (1, 3, 4))
+    assert job.cost() == tokens
     assert result.best is not None
 
 
 def test_native_short_texts_are_the_unpatched_models(tmp_path: Path) -> None:
     model = tiny()
     own = dataclasses.replace(OWN, budget=8, short_texts="native")
-    result = search(meter_of(model, 3), SETTINGS, own, about=ABOUT)
+    result = finished(search_of(model, 3, own))
     row = result.row("search")
     assert row.short is not None
     assert row.short.ratio == 1
@@ -248,9 +246,9 @@ def test_native_short_texts_are_the_unpatched_models(tmp_path: Path) -> None:
 
 def test_the_bound_holds_for_the_best() -> None:
     model = tiny()
-    free = search(meter_of(model, 4), SETTINGS, OWN, about=ABOUT)
+    free = finished(search_of(model, 4, OWN))
     settings = dataclasses.replace(SETTINGS, max_regression=0.001)
-    bound = search(meter_of(model, 4), settings, OWN, about=ABOUT)
+    bound = finished(search_of(model, 4, OWN, settings))
     past = [step for step in bound.steps if not math.isfinite(step.score)]
     assert past
     assert not [step for step in free.steps if not math.isfinite(step.score)]
