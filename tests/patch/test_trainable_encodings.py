@@ -17,12 +17,13 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from hf_posenc import available_methods, from_pretrained, get_method, get_patch, patch_model
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters
+from tests.support import attention_references as naive
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
 TRAINABLE = [name for name in available_methods() if get_method(name).trainable]
 # A penalty that only grows with the distance can look nowhere but at the nearest token.
-DELAY = dict.fromkeys(TRAINABLE, 2) | {"kerple_log": 0, "kerple_power": 0}
+DELAY = dict.fromkeys(TRAINABLE, 2) | naive.LEARNS
 WORDS, FEATURES, LENGTH = 24, 64, 20
 CONSTANT, ANSWER = WORDS, FEATURES // 2
 

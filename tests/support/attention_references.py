@@ -240,6 +240,9 @@ BIAS_KNOBS: dict[str, list[dict[str, Any]]] = {
 }
 """Knobs to try of a bias; the defaults alone of those that are not here."""
 
+LEARNS = {"kerple_log": 0, "kerple_power": 0}
+"""The distance that a trained bias can single out, where it is not 2: a falling one singles out the token itself."""
+
 
 def bias_matrix(name: str, length: int, heads: int, **values: Any) -> Tensor:
     """Shape (heads, length, length), float64, `-inf` above the diagonal."""
