@@ -158,7 +158,7 @@ class Candidate:
         patch = get_patch(model)
         installed = cls(label) if patch is None else cls.installed(patch.config)
         original = None if patch is None else patch.original_max_position_embeddings
-        moves, stateful = _movement(model)
+        moves, stateful = movement(model)
         return dataclasses.replace(
             installed,
             spec=label,
@@ -261,7 +261,7 @@ class Candidate:
             PosencError: This model cannot be patched so; the message names the candidate.
         """
         if not self.parts:
-            moves, stateful = _movement(model)
+            moves, stateful = movement(model)
             return dataclasses.replace(self, moves=moves, stateful=stateful)
         saved = get_patch(model)
         if saved is not None:
@@ -272,7 +272,7 @@ class Candidate:
         trial = dataclasses.replace(self, original=1)
         try:
             with trial.applied(model, 1):
-                patch, (moves, stateful) = get_patch(model), _movement(model)
+                patch, (moves, stateful) = get_patch(model), movement(model)
         except PosencError as error:
             raise PosencError(f"--patch {self.spec}: {error}") from error
         assert patch is not None
@@ -357,7 +357,7 @@ def check_unique(candidates: Sequence[Candidate]) -> None:
         raise PosencError(f"--patch {twice} is given twice.")
 
 
-def _movement(model: nn.Module) -> tuple[bool, bool]:
+def movement(model: nn.Module) -> tuple[bool, bool]:
     """Return whether a live table depends on the length of the text, and whether a table of the model's own does.
 
     The modules are called, and the config is not read: a checkpoint may be dynamic, or LongRoPE, by itself.

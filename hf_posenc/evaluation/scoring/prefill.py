@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache
 
 from hf_posenc.errors import one_line
-from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.candidates import movement
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.state import state_of
@@ -149,7 +149,7 @@ class Prefill:
 
     def _find(self, size: int, short: int, long: int) -> Pieces | None:
         try:
-            if Candidate.parse("none").checked(self._model).moves:
+            if movement(self._model)[0]:
                 raise _RefusedError("what it computes for a token depends on how much text follows")
             return self._try(size, short, long)
         except _RefusedError as error:
