@@ -117,7 +117,7 @@ def patch_to_save(model: nn.Module) -> PatchConfig | None:
         if method not in available_methods():
             raise PosencError(
                 f"{method!r} is a method of your own, which load_patch cannot find by its name. Keep its code, "
-                "and save what it trains with model.save_pretrained."
+                "and save its trained parameters with model.save_pretrained."
             )
     return patch.config
 
@@ -203,7 +203,7 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
         The model, patched if the checkpoint was saved with a patch; of an adapter a `PeftModel`.
 
     Raises:
-        PosencError: A patch that the model cannot take, or an adapter whose base model is not known.
+        PosencError: A patch that the model cannot take, or an adapter that does not name its base model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.peft_utils import find_adapter_config_file
@@ -289,7 +289,7 @@ def _with_adapter(
     config = read_adapter(file)
     if not config.base_model_name_or_path:  # PEFT 0.18 writes "" for a model made from a config
         raise PosencError(
-            f"The adapter in {path_or_id} does not say what its base model is. Load that yourself and add the adapter "
+            f"The adapter in {path_or_id} does not name its base model. Load that yourself and add the adapter "
             "with hf_posenc.load_adapter(model, ...)."
         )
     own = {"is_trainable": kwargs.pop("is_trainable", False), **_adapter_options(kwargs)}

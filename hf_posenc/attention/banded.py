@@ -1,6 +1,6 @@
 """Causal attention whose pairs have rotary positions by band: two bands by distance, or three by chunk.
 
-Nothing but plain attention calls on slices, so the cost is that of one causal attention: the far band of two is
+All of it is plain attention calls on slices, so the cost is that of one causal attention. The far band of two is
 causal attention between the rows from the window on and the keys shifted by it, without a mask.
 """
 
@@ -13,12 +13,12 @@ from hf_posenc.attention.flash import Part, accumulation_dtype, attend_parts, ch
 from hf_posenc.errors import PosencError
 
 NEAR_ROWS = (64, 256)
-"""Rows of one block of the near band, for narrow and for wide windows: in a block of C rows each computes C keys too
-many, but tall blocks make better matrix products."""
+"""Rows of one block of the near band, for narrow and for wide windows. In a block of C rows each computes C keys too
+many, but tall blocks are faster matrix products."""
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, *, offset: int = 0) -> Tensor:
-    """Plain causal attention, exact.
+    """Compute plain causal attention, exact.
 
     Args:
         query: Shape (B, H, Q, D).
@@ -48,7 +48,7 @@ def two_bands(
     offset: int = 0,
     far_keys: int | None = None,
 ) -> Tensor:
-    """Causal attention with one rotation for near and another for far pairs (ReRoPE, Self-Extend, sinks, ...), exact.
+    """Compute causal attention with one rotation for near and one for far pairs (ReRoPE, sinks, ...), exact.
 
     Args:
         near: Query (B, H, Q, D) and key (B, HK, offset + Q, D) of pairs at a distance below `window`.
@@ -108,7 +108,7 @@ def three_chunks(
     *,
     offset: int = 0,
 ) -> Tensor:
-    """Dual chunk attention (An et al. 2024, arXiv 2402.17463, sec. 3), exact.
+    """Compute dual chunk attention (An et al. 2024, arXiv 2402.17463, sec. 3), exact.
 
     The pair of positions (m, n) uses `queries[min(m // chunk - n // chunk, 2)]`. Between two chunks every pair is
     visible, so no part needs a mask.
@@ -158,28 +158,20 @@ def _causal_parts(
 ) -> list[Part]:
     """Rows of which the first sees the keys `least` to `before`, both included, and each next row one more.
 
-    Args:
-        rows: First row and end.
-        least: First key.
-        before: Last key of the first row.
-        keys: Only keys below it; `None`: all.
-        query: Which of the queries.
-        key: Which of the keys.
-
-    Returns:
-        The keys that all rows see, and the triangle; either may be missing.
+    The parts are the keys that all rows see, and the triangle; either may be missing. `keys` limits both to the keys
+    below it; `query` and `key` are those of `Part`.
     """
     first, end = rows
     last = before + end - first
-    known = last if keys is None else min(keys, last)
+    stop = last if keys is None else min(keys, last)
     # A single row has no triangle.
-    shared = min(known, last if end - first == 1 else before)
+    shared = min(stop, last if end - first == 1 else before)
     parts = []
     if shared > least:
         parts.append(Part(rows, (least, shared), query=query, key=key))
-    if known > shared and known > least:
+    if stop > shared and stop > least:
         merge = bool(parts)
-        parts.append(Part(rows, (shared, known), query=query, key=key, causal=True, merge=merge))
+        parts.append(Part(rows, (shared, stop), query=query, key=key, causal=True, merge=merge))
     return parts
 
 

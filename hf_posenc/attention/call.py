@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -33,23 +32,27 @@ class Run:
     window: int | None = None
 
 
-class Mask(Protocol):
-    """The keys that a query sees, without a matrix of queries times keys."""
+class Mask:
+    """The keys that a query sees, without a matrix of queries times keys; this one shows all."""
 
     def rows(self, start: int, stop: int) -> Tensor | None:
         """Return the visible keys of some queries: bool, shape (batch or 1, 1, stop - start, keys); `None`: all."""
+        return None
 
     def added(self, start: int, stop: int) -> Tensor | None:
         """Return what a mask adds to visible scores, of a shape as `rows` has; `None`: nothing."""
+        return None
 
     def seen(self) -> Tensor | None:
         """Return the keys that any query sees: bool, shape (batch or 1, keys); `None`: all."""
+        return None
 
     def runs(self) -> tuple[Run, ...] | None:
         """Return the causal sequences that the call consists of; `None` where it is more complex than that.
 
         Queries in no run are padding.
         """
+        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +133,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class RowOf:
+class RowOf(Mask):
     """The mask of one row of a batch."""
 
     mask: Mask
@@ -144,9 +147,6 @@ class RowOf:
 
     def seen(self) -> Tensor | None:
         return self._own(self.mask.seen())
-
-    def runs(self) -> tuple[Run, ...] | None:
-        return None
 
     def _own(self, every: Tensor | None) -> Tensor | None:
         return every if every is None or len(every) == 1 else every[self.row][None]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -78,6 +78,8 @@ class Encoding:
         """
         by_seam: dict[str, Any] = {seam_of(method): method for method in methods}
         method, bias = by_seam.get("attention"), by_seam.get("bias")
+        if bias is not None and not isinstance(bias, DistanceBias | RelativeKeys):
+            raise PosencError(f"{bias.name} has no place in the attention engine.")
         rotates = bias is None or bias.keep_rope
         query = by_seam.get("query")
         return cls(original, method=method, bias=bias, query=query, rotates=rotates)
@@ -258,7 +260,7 @@ class OffsetPlan(Plan):
         return OffsetPlan(encoding)
 
 
-PLANS: Mapping[type[Method], type[Any]] = {
+PLANS: Mapping[type[Method], Callable[[Encoding], Plan]] = {
     RotaryBands: BandPlan,
     LengthDependent: MovingPlan,
     XPos: XPosPlan,
@@ -273,18 +275,13 @@ def plan_of(encoding: Encoding) -> Plan:
     Raises:
         PosencError: A method of no family that the engine knows.
     """
-    for part, families in (
-        (encoding.method, tuple(PLANS)),
-        (encoding.bias, (DistanceBias, RelativeKeys)),
-    ):
-        if part is not None and not isinstance(part, families):
-            raise PosencError(f"{part.name} has no place in the attention engine.")
     if encoding.cached_by is not None:
         return SharedTablePlan(encoding)
     for family, plan in PLANS.items():
         if isinstance(encoding.method, family):
-            made: Plan = plan(encoding)
-            return made
+            return plan(encoding)
+    if encoding.method is not None:
+        raise PosencError(f"{encoding.method.name} has no place in the attention engine.")
     return Plan()
 
 

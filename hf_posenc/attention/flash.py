@@ -1,7 +1,7 @@
 """PyTorch's fused attention for the CPU, with its log-sum-exp, so that parts of one softmax can be merged.
 
-What the op does that `F.scaled_dot_product_attention` does not offer: it returns the log-sum-exp, has grouped-query
-heads forward and backward, and reads any mask that broadcasts or overlaps (as_strided) in place.
+The op offers more than `F.scaled_dot_product_attention`: it returns the log-sum-exp, has grouped-query heads forward
+and backward, and reads any mask that broadcasts or overlaps (as_strided) in place.
 Traps: `causal` is aligned to the TOP LEFT (row t sees the keys up to t, whatever the number of keys); a row without
 a visible key gives 0 and a log-sum-exp of 0, not -inf, so no part may have one; query, key and value have one head
 dimension; and in its backward, the log-sum-exp has the memory layout (batch, rows, heads).
@@ -25,93 +25,18 @@ _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of masks, biases, log-sum-exps and sums: float64 for float64, else float32."""
+    """Return the dtype of masks, biases, log-sum-exps and sums: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    *,
-    causal: bool = False,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One fused attention call.
-
-    Args:
-        query: Shape (B, H, rows, D); any strides.
-        key: Shape (B, HK, keys, D), H a multiple of HK.
-        value: Shape (B, HK, keys, D).
-        scaling: Factor on the scores.
-        causal: Row t sees the keys up to t.
-        mask: Added to the scores, of `accumulation_dtype`; broadcasts to (B, H, rows, keys).
-
-    Returns:
-        The output, shape (B, H, rows, D), and the natural log-sum-exp of each row, shape (B, H, rows).
-    """
-    query, key, value = dense_features(query), dense_features(key), dense_features(value)
-    out, lse = _OP(query, key, value, 0.0, causal, attn_mask=mask, scale=scaling)
-    return out, lse
-
-
-def attend_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scaling: float,
-    *,
-    causal: bool = False,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of one part of a softmax, for query, key and value.
-
-    With the output and log-sum-exp of the *whole* softmax, `exp(s - lse)` are the weights and `rowsum(grad * out)` the
-    correction of the whole, so the gradients of the parts sum to the whole's and none is needed through a
-    log-sum-exp (as in ring attention, Liu et al. 2023, arXiv 2310.01889).
-
-    Args:
-        grad: Gradient of the output, shape (B, H, rows, D).
-        query: As in `attend`.
-        key: As in `attend`.
-        value: As in `attend`.
-        out: Output of the whole softmax, shape (B, H, rows, D).
-        lse: Log-sum-exp of the whole softmax, shape (B, H, rows).
-        scaling: As in `attend`.
-        causal: As in `attend`.
-        mask: As in `attend`.
-    """
-    query, key, value = dense_features(query), dense_features(key), dense_features(value)
-    grads: tuple[Tensor, Tensor, Tensor] = _BACKWARD(
-        dense_features(grad),
-        query,
-        key,
-        value,
-        out,
-        lse,
-        0.0,
-        causal,
-        attn_mask=mask,
-        scale=scaling,
-    )
-    return grads
-
-
-def dense_features(x: Tensor) -> Tensor:
-    """The tensor, copied only if its last dimension is not dense, which the op takes for granted."""
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
-
-
 def pad_features(x: Tensor, features: int) -> Tensor:
-    """The tensor with zeros appended to its last dimension, up to that size; no gradient is lost."""
+    """Append zeros to the last dimension, up to that size; no gradient is lost."""
     return x if x.shape[-1] == features else F.pad(x, (0, features - x.shape[-1]))
 
 
-# One softmax in parts: rectangles of the score matrix, each with its own query and key, merged by log-sum-exp.
+def _dense(x: Tensor) -> Tensor:
+    """The tensor, copied only if its last dimension is not dense, as the op requires."""
+    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 @dataclass(frozen=True)
@@ -121,12 +46,12 @@ class Part:
     Attributes:
         rows: First row and end.
         keys: First key and end.
-        query: Which of the queries.
-        key: Which of the keys.
+        query: Index of its tensor among the queries.
+        key: Index of its tensor among the keys.
         causal: The rectangle's row t sees its keys up to t.
-        mask: Added to its scores; broadcasts to (B, heads, rows, keys).
+        mask: Added to its scores, of `accumulation_dtype`; broadcasts to (B, heads, rows, keys).
         merge: The rows have a result already, from parts before; otherwise this part is their first.
-        reverse: The rows are taken from last to first, and the mask is meant so.
+        reverse: The rows are taken from last to first, by the mask too.
         heads: First query head and end, within one group of grouped-query heads or all of whole groups; `None`: all.
     """
 
@@ -141,24 +66,24 @@ class Part:
     heads: tuple[int, int] | None = None
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """The part of a tensor of queries, outputs or log-sum-exps; a view."""
+        """Return the part of a tensor of queries, outputs or log-sum-exps; a view."""
         x = x[:, :, self.rows[0] : self.rows[1]]
         return x if self.heads is None else x[:, self.heads[0] : self.heads[1]]
 
     def of_keys(self, x: Tensor, group: int) -> Tensor:
-        """The part of a tensor of keys or values, each of which serves `group` query heads; a view."""
+        """Return the part of a tensor of keys or values, each of which serves `group` query heads; a view."""
         x = x[:, :, self.keys[0] : self.keys[1]]
         if self.heads is None:
             return x
         return x[:, self.heads[0] // group : (self.heads[1] - 1) // group + 1]
 
     def ordered(self, x: Tensor) -> Tensor:
-        """Turns rows into the order that the part wants, and back."""
+        """Turn rows into the order of the part, and back."""
         return x.flip(2) if self.reverse else x
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, offset: int) -> None:
-    """Refuses tensors that do not belong together.
+    """Refuse tensors that do not belong together.
 
     Raises:
         PosencError: Too few keys for the queries' positions, or heads that do not form groups.
@@ -167,7 +92,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, offset: int) -> None
     if min(key.shape[2], value.shape[2]) < needed:
         raise PosencError(
             f"{query.shape[2]} queries after {offset} cached tokens need {needed} keys and values; there are "
-            f"{key.shape[2]} and {value.shape[2]}. Hand over the whole cache, or the right offset."
+            f"{key.shape[2]} and {value.shape[2]}. Pass the whole cache, or the right offset."
         )
     if key.shape[1] != value.shape[1] or query.shape[1] % key.shape[1]:
         raise PosencError(
@@ -183,23 +108,23 @@ def attend_parts(
     value: Tensor,
     scaling: float,
 ) -> Tensor:
-    """Attention whose softmax runs over all parts together, differentiable in every tensor.
+    """Compute attention whose softmax runs over all parts together, differentiable in every tensor.
 
     Args:
         parts: Every row is in at least one, and each part's rows are either all new or all to be merged.
         queries: Each of shape (B, H, Q, D).
-        keys: Each of shape (B, HK, KV, D).
+        keys: Each of shape (B, HK, KV, D), H a multiple of HK.
         value: Shape (B, HK, KV, DV).
         scaling: Factor on the scores.
 
     Returns:
         Shape (B, H, Q, DV), in the memory layout (B, Q, H, DV).
     """
-    features, wanted = queries[0].shape[-1], value.shape[-1]
-    size = max(features, wanted)
+    features = value.shape[-1]
+    size = max(queries[0].shape[-1], features)
     tensors = [pad_features(x, size) for x in (*queries, *keys, value)]
     out: Tensor = _Parts.apply(tuple(parts), len(queries), scaling, *tensors)  # type: ignore[no-untyped-call]
-    return out if size == wanted else out[..., :wanted]
+    return out if size == features else out[..., :features]
 
 
 def forward_parts(
@@ -209,20 +134,21 @@ def forward_parts(
     value: Tensor,
     scaling: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output (B, H, Q, D) and the log-sum-exp (B, H, Q) of the whole softmax; no gradients."""
+    """Return the output (B, H, Q, D) and the natural log-sum-exp (B, H, Q) of the whole softmax; no gradients."""
     batch, heads, length, features = queries[0].shape
     group = heads // value.shape[1]
     out = value.new_empty(batch, length, heads, features).transpose(1, 2)
     lse_dtype = accumulation_dtype(value.dtype)
     lse = value.new_empty(batch, length, heads, dtype=lse_dtype).transpose(1, 2)
     for part in parts:
-        part_out, part_lse = attend(
-            part.ordered(part.of_rows(queries[part.query])),
-            part.of_keys(keys[part.key], group),
-            part.of_keys(value, group),
-            scaling,
-            causal=part.causal,
-            mask=part.mask,
+        part_out, part_lse = _OP(
+            _dense(part.ordered(part.of_rows(queries[part.query]))),
+            _dense(part.of_keys(keys[part.key], group)),
+            _dense(part.of_keys(value, group)),
+            0.0,
+            part.causal,
+            attn_mask=part.mask,
+            scale=scaling,
         )
         if part.rows == (0, length) and part.heads is None and not part.merge and not part.reverse:
             out, lse = part_out, part_lse
@@ -239,41 +165,6 @@ def forward_parts(
     return out, lse
 
 
-def backward_parts(
-    parts: Sequence[Part],
-    grad: Tensor,
-    queries: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scaling: float,
-) -> list[Tensor]:
-    """The gradients of the queries, of the keys and of the value, in this order."""
-    group = queries[0].shape[1] // value.shape[1]
-    # Many parts add to one key, so halves are summed in float32.
-    dtype = accumulation_dtype(value.dtype)
-    grad_queries = [torch.zeros_like(query, dtype=dtype) for query in queries]
-    grad_keys = [torch.zeros_like(key, dtype=dtype) for key in keys]
-    grad_value = torch.zeros_like(value, dtype=dtype)
-    for part in parts:
-        of_query, of_key, of_value = attend_backward(
-            part.ordered(part.of_rows(grad)),
-            part.ordered(part.of_rows(queries[part.query])),
-            part.of_keys(keys[part.key], group),
-            part.of_keys(value, group),
-            part.ordered(part.of_rows(out)),
-            part.ordered(part.of_rows(lse)),
-            scaling,
-            causal=part.causal,
-            mask=part.mask,
-        )
-        part.of_rows(grad_queries[part.query]).add_(part.ordered(of_query))
-        part.of_keys(grad_keys[part.key], group).add_(of_key)
-        part.of_keys(grad_value, group).add_(of_value)
-    return [x.to(value.dtype) for x in (*grad_queries, *grad_keys, grad_value)]
-
-
 class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -288,7 +179,32 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # With the output and log-sum-exp of the whole softmax, `exp(s - lse)` are the weights and `rowsum(grad * out)`
+        # the correction of the whole. So the gradients of the parts sum to the whole's, and none is needed through a
+        # log-sum-exp (as in ring attention, Liu et al. 2023, arXiv 2310.01889).
         *tensors, out, lse = ctx.saved_tensors
         queries, keys, value = tensors[: ctx.count], tensors[ctx.count : -1], tensors[-1]
-        grads = backward_parts(ctx.parts, grad, queries, keys, value, out, lse, ctx.scaling)
+        group = queries[0].shape[1] // value.shape[1]
+        # Many parts add to one key, so halves are summed in float32.
+        dtype = accumulation_dtype(value.dtype)
+        grad_queries = [torch.zeros_like(query, dtype=dtype) for query in queries]
+        grad_keys = [torch.zeros_like(key, dtype=dtype) for key in keys]
+        grad_value = torch.zeros_like(value, dtype=dtype)
+        for part in ctx.parts:
+            of_query, of_key, of_value = _BACKWARD(
+                _dense(part.ordered(part.of_rows(grad))),
+                _dense(part.ordered(part.of_rows(queries[part.query]))),
+                _dense(part.of_keys(keys[part.key], group)),
+                _dense(part.of_keys(value, group)),
+                part.ordered(part.of_rows(out)),
+                part.ordered(part.of_rows(lse)),
+                0.0,
+                part.causal,
+                attn_mask=part.mask,
+                scale=ctx.scaling,
+            )
+            part.of_rows(grad_queries[part.query]).add_(part.ordered(of_query))
+            part.of_keys(grad_keys[part.key], group).add_(of_key)
+            part.of_keys(grad_value, group).add_(of_value)
+        grads = [x.to(value.dtype) for x in (*grad_queries, *grad_keys, grad_value)]
         return None, None, None, *grads

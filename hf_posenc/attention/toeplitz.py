@@ -24,183 +24,17 @@ from hf_posenc.attention.flash import (
 )
 from hf_posenc.errors import PosencError
 
-# The backward of attention with a trainable bias by distance: one pass over tiles of the score matrix.
-
-
-TILE_ROWS = 128
-TILE_KEYS = 1024
-"""A tile of float32 scores is half a megabyte: three of them stay in a core's own cache."""
-
-
-def backward_with_table(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    reversed_table: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scaling: float,
-    size: int,
-    starts: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and of the reversed table.
-
-    The fused op's own backward gives no gradient of a mask, and beside it the scores would be computed twice; so
-    here each tile's weights and score gradients serve all four. With the rows from last to first, a diagonal of the
-    score matrix, which is a distance, is an anti-diagonal: `row + column` is one number on it.
-
-    Args:
-        grad: Gradient of the output, shape (B, H, Q, D).
-        query: Shape (B, H, Q, D).
-        key: Shape (B, HK, KV, D).
-        value: Shape (B, HK, KV, D).
-        reversed_table: Shape (H, size + at least `TILE_ROWS`), entry x is the bias at distance `size - 1 - x`, below
-            zero hidden.
-        out: Output, shape (B, H, Q, D).
-        lse: Log-sum-exp, shape (B, H, Q).
-        scaling: Factor on the scores.
-        size: Distances in the table.
-        starts: Per head, how many keys before the first of a tile's rows are left in (the head's window).
-    """
-    batch, heads, length, _ = query.shape
-    key_heads, known = key.shape[1:3]
-    dtype = accumulation_dtype(query.dtype)
-    grad_query = torch.empty_like(query, dtype=dtype)
-    grad_key = torch.zeros_like(key, dtype=dtype)
-    grad_value = torch.zeros_like(value, dtype=dtype)
-    grad_table = torch.zeros_like(reversed_table)
-    scratch = [query.new_empty(TILE_ROWS * (TILE_KEYS + TILE_ROWS), dtype=dtype) for _ in range(2)]
-    for row, kv_head in ((row, head) for row in range(batch) for head in range(key_heads)):
-        keys = _with_column(key[row, kv_head].to(dtype), torch.ones(known, dtype=dtype))
-        values = _with_column(value[row, kv_head].to(dtype), torch.ones(known, dtype=dtype))
-        group = heads // key_heads
-        for head in range(kv_head * group, (kv_head + 1) * group):
-            flipped = [x[row, head].flip(0).to(dtype) for x in (query, grad, out, lse)]
-            scaled, weighed = flipped[0] * scaling, flipped[1]
-            correction = (weighed * flipped[2]).sum(-1)
-            rows = _with_column(scaled, -flipped[3])
-            weighed_rows = _with_column(weighed, -correction)
-            of_rows = torch.zeros_like(scaled)
-            for first, end, begin, stop in _tiles(length, known, starts[head]):
-                count, width = end - first, stop - begin
-                at = size - known + first + begin
-                bias = reversed_table.as_strided(
-                    (count, width), (1, 1), head * reversed_table.stride(0) + at
-                )
-                weights = scratch[0][: count * width].view(count, width)
-                torch.mm(rows[first:end], keys[begin:stop].T, out=weights)
-                weights.add_(bias).exp_()
-                # One column more than the anti-diagonals need, so that they become columns of a narrower view.
-                skewed = scratch[1][: count * (width + count)].view(count, width + count)
-                skewed[:, width:] = 0
-                of_scores = skewed[:, :width]
-                torch.mm(weighed_rows[first:end], values[begin:stop].T, out=of_scores)
-                of_scores.mul_(weights)
-                diagonals = scratch[1][: count * (width + count - 1)].view(count, -1)
-                grad_table[head, at : at + width + count - 1] += diagonals.sum(0)
-                of_rows[first:end].addmm_(of_scores, keys[begin:stop, :-1])
-                grad_key[row, kv_head, begin:stop].addmm_(of_scores.T, scaled[first:end])
-                grad_value[row, kv_head, begin:stop].addmm_(weights.T, weighed[first:end])
-            grad_query[row, head] = of_rows.flip(0).mul_(scaling)
-    of_inputs = [x.to(query.dtype) for x in (grad_query, grad_key, grad_value)]
-    return of_inputs[0], of_inputs[1], of_inputs[2], grad_table
-
-
-def _with_column(x: Tensor, column: Tensor) -> Tensor:
-    """Appends a feature, through which a product of rows and keys subtracts a number from each row's scores."""
-    return torch.cat((x, column.unsqueeze(-1).to(x.dtype)), -1)
-
-
-def _tiles(length: int, known: int, window: int) -> Iterator[tuple[int, int, int, int]]:
-    """First row and end (from the last row on), first key and end of the tiles that hold visible pairs."""
-    for first in range(0, length, TILE_ROWS):
-        end = min(length, first + TILE_ROWS)
-        least = max(0, known - end - window)
-        for begin in range(least, known - first, TILE_KEYS):
-            yield first, end, begin, min(known - first, begin + TILE_KEYS)
-
-
-# Which keys a decaying bias leaves no share of the softmax: windows per head, proved from the norms of q and k.
-
-
-ALIKE = 1.25
-"""Neighbouring heads whose windows differ by at most this factor share their calls."""
-
-
-def provable_windows(
-    query: Tensor,
-    key: Tensor,
-    table_or_horizon: Tensor | Callable[[Tensor], Tensor],
-    scaling: float,
-    eps: float,
-) -> Tensor:
-    """Distances beyond which all keys together hold at most a share `eps` of any row's softmax, in O(length).
-
-    The largest score of a row is at least that of its own key, and no score of its is above `|q| max|k| scaling`. So
-    a key whose bias lies below the one at distance 0 by the difference of the two and `ln(length / eps)` has a share
-    of at most `eps / length`.
-
-    Args:
-        query: Shape (B, H, Q, D).
-        key: Shape (B, HK, KV, D); the rows are the last Q positions.
-        table_or_horizon: The bias by distance, shape (H, at least KV); or a function from drops >= 0, shape (H,), to
-            the distances beyond which the bias lies below `-drop`, for a bias that is 0 at distance 0.
-        scaling: Factor on the scores, positive.
-        eps: The share, such as 1e-8.
-
-    Returns:
-        Shape (H,), int64, at most KV.
-    """
-    heads, rows = query.shape[1:3]
-    known = key.shape[2]
-    group = heads // key.shape[1]
-    dtype = accumulation_dtype(query.dtype)
-    drops = torch.full((heads,), math.log(known / eps), dtype=torch.float64)
-    for head in range(heads):  # one at a time: the scratch is small
-        of_head = query[:, head].detach().to(dtype)
-        keys = key[:, head // group].detach().to(dtype)
-        longest = torch.linalg.vector_norm(keys, dim=-1).cummax(-1).values[:, known - rows :]
-        own = (of_head * keys[:, known - rows :]).sum(-1)
-        slack = torch.linalg.vector_norm(of_head, dim=-1) * longest - own
-        drops[head] += max(0.0, float(slack.max()) * scaling)
-    if isinstance(table_or_horizon, Tensor):
-        table = table_or_horizon.detach()[:, :known].double()
-        needed = table >= table[:, :1] - drops[:, None]
-        return torch.where(needed, torch.arange(known), 0).amax(-1)
-    return table_or_horizon(drops).ceil().clamp(0, known).long()
-
-
-def runs_of_like_heads(reaches: Sequence[int], group: int) -> list[tuple[int, int]]:
-    """Runs of heads with like windows, first and end: within a group of `group` query heads, or of whole groups."""
-    runs: list[tuple[int, int]] = []
-    for head in range(len(reaches)):
-        if head % group and _like(reaches[runs[-1][0] : head + 1]):
-            runs[-1] = runs[-1][0], head + 1
-        else:
-            runs.append((head, head + 1))
-    merged = runs[:1]
-    for first, end in runs[1:]:
-        whole = first % group == 0 == end % group and merged[-1][0] % group == 0
-        if whole and _like(reaches[merged[-1][0] : end]):
-            merged[-1] = merged[-1][0], end
-        else:
-            merged.append((first, end))
-    return merged
-
-
-def _like(reaches: Sequence[int]) -> bool:
-    return max(reaches) <= ALIKE * min(reaches)
-
-
-__all__ = ["provable_windows", "toeplitz"]
-
 BLOCK = 1024
 """Rows that read the keys before them in one call."""
 STEP = 256
-"""Rows of a call on the diagonal, or in a narrow window: what a row computes in vain is half of it."""
+"""Rows of a call on the diagonal, or in a narrow window: half of a row's scores there are hidden."""
 LEAST = -1e30
-"""Stands for a bias of -inf, with which a call could have rows without any visible key."""
+"""Replaces a bias of -inf, with which a call could have rows without any visible key."""
+ALIKE = 1.25
+"""Neighbouring heads whose windows differ by at most this factor share their calls."""
+TILE_ROWS = 128
+TILE_KEYS = 1024
+"""A tile of float32 scores is half a megabyte: three of them fit into a core's own cache."""
 
 
 def toeplitz(
@@ -213,7 +47,7 @@ def toeplitz(
     offset: int = 0,
     windows: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention over the scores `query . key * scaling + table[h, m - n]`, exact.
+    """Compute causal attention over the scores `query . key * scaling + table[h, m - n]`, exact.
 
     Differentiable in the table too, where it requires a gradient.
 
@@ -230,29 +64,29 @@ def toeplitz(
         Shape (B, H, Q, DV).
 
     Raises:
-        PosencError: The table is too short or has not a row per head, or the tensors do not belong together.
+        PosencError: The table is too short or does not have a row per head, or the tensors do not belong together.
     """
     check_shapes(query, key, value, offset)
     heads, rows = query.shape[1:3]
-    known = offset + rows
-    key, value = key[:, :, :known], value[:, :, :known]
-    if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < known:
+    key_count = offset + rows
+    key, value = key[:, :, :key_count], value[:, :, :key_count]
+    if table.dim() != 2 or table.shape[0] != heads or table.shape[1] < key_count:
         raise PosencError(
-            f"A bias table of shape {tuple(table.shape)} does not serve {heads} heads and {known} keys; "
-            f"give one of shape ({heads}, {known}) or longer."
+            f"A bias table of shape {tuple(table.shape)} does not serve {heads} heads and {key_count} keys; "
+            f"give one of shape ({heads}, {key_count}) or longer."
         )
-    reaches = [known] * heads
+    reaches = [key_count] * heads
     if windows is not None:
-        reaches = [max(0, min(known, int(window))) for window in windows.tolist()]
-    flipped = _reversed(table[:, :known].to(accumulation_dtype(query.dtype)))
+        reaches = [max(0, min(key_count, int(window))) for window in windows.tolist()]
+    flipped = _reversed(table[:, :key_count].to(accumulation_dtype(query.dtype)))
     if not (torch.is_grad_enabled() and table.requires_grad):
         parts = list(_parts(flipped, reaches, heads // key.shape[1], rows, offset))
         return attend_parts(parts, (query,), (key,), value, scaling)
-    wanted = value.shape[-1]
-    size = max(query.shape[-1], wanted)
+    features = value.shape[-1]
+    size = max(query.shape[-1], features)
     tensors = [pad_features(x, size) for x in (query, key, value)]
     out: Tensor = _Trainable.apply(flipped, reaches, scaling, offset, *tensors)  # type: ignore[no-untyped-call]
-    return out if size == wanted else out[..., :wanted]
+    return out if size == features else out[..., :features]
 
 
 class _Trainable(torch.autograd.Function):
@@ -278,7 +112,7 @@ class _Trainable(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, flipped, out, lse = ctx.saved_tensors
-        of_query, of_key, of_value, of_table = backward_with_table(
+        of_query, of_key, of_value, of_table = _backward(
             grad, query, key, value, flipped, out, lse, ctx.scaling, key.shape[2], ctx.reaches
         )
         return of_table, None, None, None, of_query, of_key, of_value
@@ -293,14 +127,14 @@ def _reversed(table: Tensor) -> Tensor:
 def _parts(
     flipped: Tensor, reaches: Sequence[int], group: int, rows: int, offset: int
 ) -> Iterator[Part]:
-    """The parts of all heads; `flipped` is what `_reversed` made of a table of offset + rows distances."""
-    for heads in runs_of_like_heads(reaches, group):
+    """The parts of all heads; `flipped` is a table of offset + rows distances from `_reversed`."""
+    for heads in _runs_of_like_heads(reaches, group):
         reach = max(reaches[heads[0] : heads[1]])
         block = BLOCK if reach >= 2 * BLOCK else STEP
         for first in range(0, rows, block):
             last = min(rows, first + block)
             begin = max(0, offset + first - reach)
-            # In a narrow window one call has it all: the keys before the block and those of the diagonal.
+            # In a narrow window one call reads all keys: those before the block and those of the diagonal.
             before = offset + first if block > STEP else begin
             if before > begin:
                 yield _part(flipped, heads, (first, last), (begin, before), rows)
@@ -325,3 +159,157 @@ def _part(
     mask = flipped.as_strided(shape, (0, flipped.stride(0), 1, 1), start)
     every = heads == (0, flipped.shape[0])
     return Part(rows, keys, mask=mask, merge=merge, reverse=True, heads=None if every else heads)
+
+
+def provable_windows(
+    query: Tensor,
+    key: Tensor,
+    table_or_horizon: Tensor | Callable[[Tensor], Tensor],
+    scaling: float,
+    eps: float,
+) -> Tensor:
+    """Return distances beyond which all keys together hold at most a share `eps` of any row's softmax, in O(length).
+
+    The largest score of a row is at least that of its own key, and none is above `|q| max|k| scaling`. So a key has a
+    share of at most `eps / length` if its bias is below the one at distance 0 by the difference of the two and
+    `ln(length / eps)`.
+
+    Args:
+        query: Shape (B, H, Q, D).
+        key: Shape (B, HK, KV, D); the rows are the last Q positions.
+        table_or_horizon: The bias by distance, shape (H, at least KV); or a function from drops >= 0, shape (H,), to
+            the distances beyond which the bias lies below `-drop`, for a bias that is 0 at distance 0.
+        scaling: Factor on the scores, positive.
+        eps: The share, such as 1e-8.
+
+    Returns:
+        Shape (H,), int64, at most KV.
+    """
+    heads, rows = query.shape[1:3]
+    key_count = key.shape[2]
+    group = heads // key.shape[1]
+    dtype = accumulation_dtype(query.dtype)
+    drops = torch.full((heads,), math.log(key_count / eps), dtype=torch.float64)
+    for head in range(heads):  # one at a time: the scratch is small
+        of_head = query[:, head].detach().to(dtype)
+        keys = key[:, head // group].detach().to(dtype)
+        longest = torch.linalg.vector_norm(keys, dim=-1).cummax(-1).values[:, key_count - rows :]
+        own = (of_head * keys[:, key_count - rows :]).sum(-1)
+        slack = torch.linalg.vector_norm(of_head, dim=-1) * longest - own
+        drops[head] += max(0.0, float(slack.max()) * scaling)
+    if isinstance(table_or_horizon, Tensor):
+        table = table_or_horizon.detach()[:, :key_count].double()
+        needed = table >= table[:, :1] - drops[:, None]
+        return torch.where(needed, torch.arange(key_count), 0).amax(-1)
+    return table_or_horizon(drops).ceil().clamp(0, key_count).long()
+
+
+def _runs_of_like_heads(reaches: Sequence[int], group: int) -> list[tuple[int, int]]:
+    """Runs of heads with similar windows, first and end: within a group of `group` query heads, or of whole groups."""
+    runs: list[tuple[int, int]] = []
+    for head in range(len(reaches)):
+        if head % group and _like(reaches[runs[-1][0] : head + 1]):
+            runs[-1] = runs[-1][0], head + 1
+        else:
+            runs.append((head, head + 1))
+    merged = runs[:1]
+    for first, end in runs[1:]:
+        whole = first % group == 0 == end % group and merged[-1][0] % group == 0
+        if whole and _like(reaches[merged[-1][0] : end]):
+            merged[-1] = merged[-1][0], end
+        else:
+            merged.append((first, end))
+    return merged
+
+
+def _like(reaches: Sequence[int]) -> bool:
+    return max(reaches) <= ALIKE * min(reaches)
+
+
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    reversed_table: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scaling: float,
+    size: int,
+    starts: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value and of the reversed table, in one pass over tiles of the score matrix.
+
+    The fused op's own backward gives no gradient of a mask, and beside it the scores would be computed twice; so
+    here each tile's weights and score gradients serve all four. With the rows from last to first, a diagonal of the
+    score matrix, which is a distance, is an anti-diagonal: `row + column` is one number on it.
+
+    Args:
+        grad: Gradient of the output, shape (B, H, Q, D), as are `query` and `out`.
+        query: The queries.
+        key: Shape (B, HK, KV, D), as is `value`.
+        value: The values.
+        reversed_table: Shape (H, size + at least `TILE_ROWS`), entry x is the bias at distance `size - 1 - x`, below
+            zero hidden.
+        out: The output.
+        lse: Log-sum-exp, shape (B, H, Q).
+        scaling: Factor on the scores.
+        size: Distances in the table.
+        starts: Each head's window: the keys before a tile's rows that are left in.
+    """
+    batch, heads, length, _ = query.shape
+    key_heads, key_count = key.shape[1:3]
+    dtype = accumulation_dtype(query.dtype)
+    grad_query = torch.empty_like(query, dtype=dtype)
+    grad_key = torch.zeros_like(key, dtype=dtype)
+    grad_value = torch.zeros_like(value, dtype=dtype)
+    grad_table = torch.zeros_like(reversed_table)
+    scratch = [query.new_empty(TILE_ROWS * (TILE_KEYS + TILE_ROWS), dtype=dtype) for _ in range(2)]
+    for row, kv_head in ((row, head) for row in range(batch) for head in range(key_heads)):
+        keys = _with_column(key[row, kv_head].to(dtype), torch.ones(key_count, dtype=dtype))
+        values = _with_column(value[row, kv_head].to(dtype), torch.ones(key_count, dtype=dtype))
+        group = heads // key_heads
+        for head in range(kv_head * group, (kv_head + 1) * group):
+            flipped = [x[row, head].flip(0).to(dtype) for x in (query, grad, out, lse)]
+            scaled, weighed = flipped[0] * scaling, flipped[1]
+            correction = (weighed * flipped[2]).sum(-1)
+            rows = _with_column(scaled, -flipped[3])
+            weighed_rows = _with_column(weighed, -correction)
+            of_rows = torch.zeros_like(scaled)
+            for first, end, begin, stop in _tiles(length, key_count, starts[head]):
+                count, width = end - first, stop - begin
+                at = size - key_count + first + begin
+                bias = reversed_table.as_strided(
+                    (count, width), (1, 1), head * reversed_table.stride(0) + at
+                )
+                weights = scratch[0][: count * width].view(count, width)
+                torch.mm(rows[first:end], keys[begin:stop].T, out=weights)
+                weights.add_(bias).exp_()
+                # One column more than the anti-diagonals need, so that they become columns of a narrower view.
+                skewed = scratch[1][: count * (width + count)].view(count, width + count)
+                skewed[:, width:] = 0
+                of_scores = skewed[:, :width]
+                torch.mm(weighed_rows[first:end], values[begin:stop].T, out=of_scores)
+                of_scores.mul_(weights)
+                diagonals = scratch[1][: count * (width + count - 1)].view(count, -1)
+                grad_table[head, at : at + width + count - 1] += diagonals.sum(0)
+                of_rows[first:end].addmm_(of_scores, keys[begin:stop, :-1])
+                grad_key[row, kv_head, begin:stop].addmm_(of_scores.T, scaled[first:end])
+                grad_value[row, kv_head, begin:stop].addmm_(weights.T, weighed[first:end])
+            grad_query[row, head] = of_rows.flip(0).mul_(scaling)
+    of_inputs = [x.to(query.dtype) for x in (grad_query, grad_key, grad_value)]
+    return of_inputs[0], of_inputs[1], of_inputs[2], grad_table
+
+
+def _with_column(x: Tensor, column: Tensor) -> Tensor:
+    """Append a feature, through which a product of rows and keys subtracts a number from each row's scores."""
+    return torch.cat((x, column.unsqueeze(-1).to(x.dtype)), -1)
+
+
+def _tiles(length: int, key_count: int, window: int) -> Iterator[tuple[int, int, int, int]]:
+    """First row and end (from the last row on), first key and end of the tiles that hold visible pairs."""
+    for first in range(0, length, TILE_ROWS):
+        end = min(length, first + TILE_ROWS)
+        least = max(0, key_count - end - window)
+        for begin in range(least, key_count - first, TILE_KEYS):
+            yield first, end, begin, min(key_count - first, begin + TILE_KEYS)

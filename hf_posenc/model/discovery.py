@@ -272,7 +272,7 @@ def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
             return replace(spec, frequencies=live if exact else plain)
     raise UnsupportedModelError(
         f"{table.name} ({type(table.module).__name__}) holds frequencies that are not theta ** (-2i/d) "
-        "for any theta, so no method says what they should become. Use compose=True to scale them as they are."
+        "for any theta, so no method defines scaled ones. Use compose=True to scale them as they are."
     )
 
 

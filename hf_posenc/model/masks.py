@@ -23,7 +23,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from hf_posenc.attention.call import Run
+from hf_posenc.attention.call import Mask, Run
 from hf_posenc.errors import PosencError
 
 DENSE = 1 << 18
@@ -171,7 +171,7 @@ def _enclosed(function: Any, name: str) -> Any:
 
 
 @dataclass(frozen=True, eq=False)
-class WrittenMask:
+class WrittenMask(Mask):
     """A mask in the form of a tensor.
 
     Attributes:
@@ -191,24 +191,17 @@ class WrittenMask:
         return cls(visible, mask.masked_fill(~visible, 0.0))
 
     def rows(self, start: int, stop: int) -> Tensor | None:
-        """Return the visible keys of some queries."""
         return self.visible[:, :, start:stop]
 
     def seen(self) -> Tensor | None:
-        """Return the keys that any query sees."""
         return self.visible.any(1).any(-2)
 
     def added(self, start: int, stop: int) -> Tensor | None:
-        """Return what is added to visible scores."""
         return None if self.addition is None else self.addition[:, :, start:stop]
-
-    def runs(self) -> tuple[Run, ...] | None:
-        """Return `None`: a tensor is not searched for causal sequences."""
-        return None
 
 
 @dataclass(frozen=True, eq=False)
-class CausalMask:
+class CausalMask(Mask):
     """No mask, as sdpa reads it: a single query sees all keys, of several the first sees the first key.
 
     Attributes:
@@ -222,28 +215,18 @@ class CausalMask:
     device: torch.device
 
     def rows(self, start: int, stop: int) -> Tensor | None:
-        """Return the visible keys of some queries."""
         if self.queries == 1:
             return None
         index = torch.arange(self.keys, device=self.device)
         return (index <= index[start:stop, None])[None, None]
 
-    def seen(self) -> Tensor | None:
-        """Return the keys that any query sees."""
-        return None
-
-    def added(self, start: int, stop: int) -> Tensor | None:
-        """Return nothing."""
-        return None
-
     def runs(self) -> tuple[Run, ...] | None:
-        """Return one, over everything."""
         everything = slice(None)
         return (Run(everything, everything, everything, self.keys - self.queries),)
 
 
 @dataclass(frozen=True, eq=False)
-class PositionedMask:
+class PositionedMask(Mask):
     """A lazy mask together with the positions of one call, which separate packed documents.
 
     Attributes:
@@ -255,16 +238,10 @@ class PositionedMask:
     position_ids: Tensor
 
     def rows(self, start: int, stop: int) -> Tensor | None:
-        """Return the visible keys of some queries."""
         return self.mask.rows(start, stop)
 
     def seen(self) -> Tensor | None:
-        """Return the keys that any query sees."""
         return self.mask.seen()
-
-    def added(self, start: int, stop: int) -> Tensor | None:
-        """Return nothing."""
-        return None
 
     def runs(self) -> tuple[Run, ...] | None:
         """Return one for each row without its padding, or for each packed document."""

@@ -1,4 +1,4 @@
-"""The state of a patched model: everything that undoes the patch, kept in the model itself."""
+"""The state of a patched model, which undoes the patch and is kept in the model itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AttentionSeam:
 
 @dataclass
 class State:
-    """What undoes a patch; kept in the model, so that a deepcopied one carries its own.
+    """The record that undoes a patch; kept in the model, so that a deepcopied one carries its own.
 
     Attributes:
         config: The request, with everything resolved.

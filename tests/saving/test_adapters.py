@@ -254,7 +254,7 @@ assert not [name for name in sys.modules if name.startswith("hf_posenc")]
     def test_a_base_that_nobody_knows(self, tmp_path: Path) -> None:
         model: Any = choose_parameters(patch_model(zoo.build("llama"), "yarn", scale=4), "lora")
         adapter = saved(model, tmp_path / "adapter")
-        with pytest.raises(PosencError, match=r"does not say what its base model is.*load_adapter"):
+        with pytest.raises(PosencError, match=r"does not name its base model.*load_adapter"):
             from_pretrained(adapter)
         loaded = load_adapter(zoo.build("llama"), adapter)
         assert torch.equal(zoo.logits(loaded.eval(), IDS), zoo.logits(model.eval(), IDS))
