@@ -1,12 +1,12 @@
 """One machine for every kind of measurement: perplexity, retrieval, tail losses, speed, scores during a training.
 
 A kind of measurement supplies its items, how one of them is measured, and how stored values become a result. `execute`
-skips what is stored, patches candidates in and out, resets stateful models, reduces the batch when memory runs out,
+skips stored items, patches candidates in and out, resets stateful models, reduces the batch when memory runs out,
 stores values one by one, records failures, and reports progress and timings.
 
 Failures are deterministic. A cell is one number of the result, and several items contribute to it. The failure of its
 first item, by `Item.order`, decides. An item is skipped only if an *earlier* item of the same cell has failed, so the
-first failure is found in any order, by any number of processes.
+first failure is the same in any order, with any number of processes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Item:
         length: Context length in tokens, which an automatic scale is computed from.
         cost: Tokens that the model reads.
         cells: The numbers of the result that it contributes to.
-        order: Its place among the items of a cell; the failure of the lowest one decides.
+        order: Its rank among the items of a cell; the failure of the lowest one decides.
     """
 
     key: Key
@@ -217,7 +217,7 @@ class Attempt:
         self._failed.update(dict.fromkeys(cells, reason_of(error)))
 
     def value(self, measured: Value, scorer: FrugalScorer) -> dict[str, Any]:
-        """Return the value to store: what was measured, with failures and timings."""
+        """Return the value to store: the measured one, with failures and timings."""
         failed: Any = [[*cell, reason] for cell, reason in self._failed.items()]
         if failed and len(self._item.cells) == 1:
             failed = failed[0][-1]
@@ -243,7 +243,7 @@ def execute(
     Args:
         measurement: The kind of measurement.
         store: The records so far; new ones are appended one by one, so that a kill repeats at most the item in flight.
-        shard: This process's place among those of the run.
+        shard: This process.
         progress: Called after every forward.
         strict: Raise failures and lack of memory instead of recording them. Required where processes run one sharded
             model together: a process that continued by itself would leave the others waiting for ever.
@@ -329,7 +329,7 @@ def wait_for_all(
     Args:
         measurement: The kind of measurement.
         store: Its records.
-        shard: This process's place.
+        shard: This process.
         waiting: Called once, with the number of missing items, when it has taken long.
         everyone: All processes wait: the next items depend on the values of these.
         patience: Seconds until `waiting` is called.
@@ -410,7 +410,7 @@ class Job(abc.ABC, Generic[ResultT]):
 
         Args:
             folder: Folder of records and timings; `None`: nothing is written.
-            shard: This process's place among those of the run.
+            shard: This process.
             progress: Called after every forward.
             waiting: Called once, with the number of missing items, when a launched process has waited long.
 

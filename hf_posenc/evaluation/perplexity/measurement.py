@@ -568,24 +568,19 @@ def open_store(
     shard: Shard = ALONE,
     command: str | None = None,
 ) -> Store:
-    """Open the records of a run in a folder, keyed by everything that determines a number.
+    """Open the records of a run in a folder, under everything that determines a number but the method and document.
 
     Raises:
         PosencError: The folder cannot be written to, or another process writes the same share.
     """
-    return Store(Path(folder), record_settings(run, described), shard, command)
-
-
-def record_settings(run: PerplexityRun, described: dict[str, Any]) -> dict[str, Any]:
-    """Return everything that determines a number, except the parts of the keys: the method and the document."""
-    values = run.settings.to_dict()
-    kept = {name: value for name, value in values.items() if name not in _OF_THE_SUMMARY}
-    return {
+    settings = run.settings.to_dict()
+    values = {
         "kind": "perplexity",
         "model": described,
-        "settings": kept,
+        "settings": {name: settings[name] for name in settings if name not in _OF_THE_SUMMARY},
         "environment": environment(),
     }
+    return Store(Path(folder), values, shard, command)
 
 
 def result_of(run: PerplexityRun, store: Records, **metadata: Any) -> PerplexityResult | None:
