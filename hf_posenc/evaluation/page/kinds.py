@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import published
-from hf_posenc.evaluation.grid import Field, Grid, Span, number
+from hf_posenc.evaluation.grid import Field, Grid, Span, number, percent
 from hf_posenc.evaluation.page.collect import Source, interval_of, settings_differ
 from hf_posenc.evaluation.page.perplexity import (
     missing_field,
@@ -143,8 +143,7 @@ def _no_answers(data: Mapping[str, Any], method: str, task: str, length: int) ->
 
 
 def _percent(share: float, mark: str) -> Span:
-    digits = 1 if 0 < share < 0.005 or 0.995 <= share < 1 else 0
-    return Span(f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%", mark, share)
+    return Span(percent(share).replace("%", "\N{NO-BREAK SPACE}%"), mark, share)
 
 
 def _count(value: int | None) -> str:

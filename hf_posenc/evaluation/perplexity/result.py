@@ -188,10 +188,6 @@ class PerplexityResult(Result):
         reasons = (f.reason for f in self.failures if (f.method, f.protocol, f.length) == key)
         return next(reasons, None)
 
-    def not_finite(self) -> list[Cell]:
-        """Return the cells whose loss is not a finite number."""
-        return [cell for cell in self.cells if not math.isfinite(cell.nats)]
-
     def __repr__(self) -> str:
         methods = ", ".join(entry.label for entry in self.candidates)
         return f"PerplexityResult({methods}; {len(self.documents)} documents, lengths {list(self.settings.lengths)})"
@@ -454,7 +450,8 @@ class PerplexityResult(Result):
         advice = "; try --dtype float32" if more_digits else ""
         for entry in self.candidates:
             label = entry.label
-            lengths = sorted({cell.length for cell in self.not_finite() if cell.method == label})
+            cells = [cell for cell in self.cells if cell.method == label]
+            lengths = sorted({cell.length for cell in cells if not math.isfinite(cell.nats)})
             if lengths:
                 yield f"{label}: the loss is not a finite number at length {listed(lengths)}{advice}."
             reasons: dict[str, set[int]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from hf_posenc.evaluation.grid import (
     percent,
     percent_range,
 )
-from hf_posenc.evaluation.perplexity.result import MethodEntry
+from hf_posenc.evaluation.perplexity.result import MethodEntry, nan_if_none
 from hf_posenc.evaluation.plots.retrieval import HeatMap, heat_figure
 from hf_posenc.evaluation.retrieval.statistics import (
     PI_SUCCESS,
@@ -252,7 +251,7 @@ class RetrievalResult(Result):
         depths = self.settings.depths if get_task(task).has_depth else (None,)
         cells = {(c.depth, n): c for n in lengths for c in self.by_depth(method, task, n)}
         shares = [
-            [_share(getattr(cells.get((depth, n)), value, None)) for n in lengths]
+            [nan_if_none(getattr(cells.get((depth, n)), value, None)) for n in lengths]
             for depth in depths
         ]
         return HeatMap(
@@ -390,7 +389,3 @@ def _without_prefix(entry: MethodEntry) -> dict[str, Any]:
 
 def _quality(cell: Cell) -> tuple[float, float]:
     return cell.accuracy, cell.first or 0.0
-
-
-def _share(value: float | None) -> float:
-    return math.nan if value is None else value
