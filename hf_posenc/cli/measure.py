@@ -118,7 +118,7 @@ def retrieval(
         options = dataclasses.replace(
             options,
             lengths=options.lengths or EMBEDDED_LENGTHS,
-            tasks=options.tasks or EMBEDDED_TASKS,
+            tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
     options = dataclasses.replace(options, methods=options.methods or RETRIEVAL_METHODS)
     parse_candidates(options.methods or ())  # refused before a model is loaded, as is the rest

@@ -105,13 +105,16 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def parse_tasks(text: str) -> tuple[str, ...]:
-    """Return the retrieval tasks in a text: names, `all`, or `none`."""
+    """Return the retrieval tasks in a text: names, or `all`."""
     from hf_posenc.evaluation.retrieval.tasks import TASKS
 
-    if text.strip() == "none":
-        return ()
     names = parse_names(text)
     return tuple(TASKS) if names == ("all",) else names
+
+
+def parse_tasks_or_none(text: str) -> tuple[str, ...]:
+    """Return the retrieval tasks in a text: names, `all`, or `none`."""
+    return () if text.strip() == "none" else parse_tasks(text)
 
 
 def parse_target(text: str) -> int:
@@ -517,9 +520,6 @@ class PerplexityOptions(ProtocolOptions):
     )
 
 
-_TASKS: dict[str, Any] = {"metavar": "NAMES", "parse": parse_tasks}
-
-
 @dataclass(frozen=True, kw_only=True)
 class RetrievalOptions(CommonOptions):
     """Options of `hf-posenc retrieval` and `measure_retrieval`.
@@ -541,7 +541,8 @@ class RetrievalOptions(CommonOptions):
         None,
         "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or all.",
         shown="passkey, niah_single_1 and niah_multikey_2, the first two for the embedded model",
-        **_TASKS,
+        metavar="NAMES",
+        parse=parse_tasks,
     )
     depths: Sequence[float] = option(
         even_depths(5),
@@ -608,7 +609,8 @@ class BenchOptions(ProtocolOptions):
         None,
         "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or all, or none.",
         shown="the suite's",
-        **_TASKS,
+        metavar="NAMES",
+        parse=parse_tasks_or_none,
     )
     rounds: int | None = option(
         None,

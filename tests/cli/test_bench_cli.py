@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.bench import SUITES, BenchResult
-from hf_posenc.evaluation.options import parse_tasks
+from hf_posenc.evaluation.options import parse_tasks_or_none
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval import TASKS
 from hf_posenc.files import to_json
@@ -117,7 +117,7 @@ def test_what_it_will_cost(tiny: tuple[Path, Path], tmp_path: Path) -> None:
     [("all", tuple(TASKS)), ("none", ()), ("vt, fwe", ("vt", "fwe")), (None, None)],
 )
 def test_tasks_by_name(text: str | None, tasks: Any) -> None:
-    assert (None if text is None else parse_tasks(text)) == tasks
+    assert (None if text is None else parse_tasks_or_none(text)) == tasks
 
 
 @pytest.mark.parametrize(
