@@ -1,4 +1,4 @@
-"""Fills the generated parts of README.md and of pages in docs/ from the committed results and the methods.
+"""Fill the generated parts of README.md and of pages in docs/ from the committed results and the methods.
 
 python -m scripts.make_readme            write them
 python -m scripts.make_readme --check    fail where they are not what they should be
@@ -64,7 +64,7 @@ def demo() -> str:
 
 
 def _passkey() -> str:
-    """How often methods rank the right passkey first in the longest prompts of the committed retrieval run."""
+    """The share of right passkeys that methods rank first, in the longest prompts of the committed run."""
     with RETRIEVAL.open(encoding="utf-8", newline="") as file:
         rows = [
             row for row in csv.DictReader(file) if row["task"] == "passkey" and not row["depth"]
@@ -178,22 +178,24 @@ def _attention_runs() -> tuple[dict[str, list[tuple[str, dict[str, float]]]], st
 
 
 def _verdict(result: dict[str, Any], lengths: list[int]) -> str:
-    """How the best method compares with the control at every length past the trained one."""
+    """The best method against the control at every length past the trained one."""
     records = [Record(**record) for record in result["records"] if record["protocol"] == "tail"]
     control = [record for record in records if record.method == CONTROL]
     others = [record for record in records if record.method != CONTROL]
     cells = summarize([*control, *others], seed=result["settings"]["seed"])
-    said = []
+    sentences = []
     for length in lengths[1:]:
         rivals = [cell for cell in cells if cell.length == length and cell.method != CONTROL]
         best = min(rivals, key=lambda cell: cell.nats)
         assert best.ratio is not None
         assert best.ratio_interval is not None
         low, high = best.ratio_interval
-        said.append(f"{length:,} tokens: {best.method} {best.ratio:.2f} ({low:.2f}-{high:.2f})")
+        sentences.append(
+            f"{length:,} tokens: {best.method} {best.ratio:.2f} ({low:.2f}-{high:.2f})"
+        )
     return (
         f"The best of the others as a multiple of `{CONTROL}`, the control, with its paired 95 % interval: "
-        f"{'; '.join(said)}."
+        f"{'; '.join(sentences)}."
     )
 
 

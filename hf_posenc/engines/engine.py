@@ -89,15 +89,7 @@ class Draft:
 
 @dataclass(frozen=True, eq=False)
 class Setup:
-    """One table of an exported model in an engine, for a text of so many tokens.
-
-    Attributes:
-        config: The text part of the exported config.
-        draft: The form of the export.
-        table: The table of the model.
-        source: The exported model.
-        length: Tokens of the text.
-    """
+    """One table of an exported model in an engine: the text part of its config, and a text of `length` tokens."""
 
     config: Mapping[str, Any]
     draft: Draft

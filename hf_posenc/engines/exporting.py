@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +47,9 @@ class Export:
     version: str
     path: str
     base: str
-    form: str | None
-    reason: str
-    config: Mapping[str, Any]
+    form: str | None = None
+    reason: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
     flags: tuple[str, ...] = ()
     overrides: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -95,14 +95,14 @@ def export(
 def export_source(source: Source, name: str) -> Export:
     """Find the form in which an engine computes the same as an opened model."""
     engine = find_engine(name)
+    result = Export(engine.name, engine.version, source.path, source.base)
     beyond = [method.name for method in source.methods if seam_of(method) != "rotary"]
     if beyond:
-        return _impossible(
-            source,
-            engine,
+        reason = (
             f"{' and '.join(beyond)} changes attention and not the frequencies alone, which no config can express: "
-            "it loads with hf_posenc.from_pretrained only",
+            "it loads with hf_posenc.from_pretrained only"
         )
+        return replace(result, reason=reason)
     failures: list[str] = []
     for draft in engine.drafts(source):
         config = copy.deepcopy(source.config)
@@ -116,19 +116,14 @@ def export_source(source: Source, name: str) -> Export:
             failures.append(errors)
         elif all(error.small for error in errors):
             own = isinstance(engine, Transformers5)
-            return Export(
-                engine.name,
-                engine.version,
-                source.path,
-                source.base,
-                draft.form,
-                "",
-                _own_json(source) if own else clean_json(config, whole=True),
+            # The original folder of an adapter has no weights that an engine could be started with.
+            overrides = () if result.is_adapter else engine.overrides(vars(text), source)
+            return replace(
+                result,
+                form=draft.form,
+                config=_own_json(source) if own else clean_json(config, whole=True),
                 flags=draft.flags,
-                # The original folder of an adapter has no weights that an engine could be started with.
-                overrides=engine.overrides(vars(text), source)
-                if source.path == source.base
-                else (),
+                overrides=overrides,
                 notes=draft.notes,
                 errors=errors,
                 divisors=draft.divisors,
@@ -142,7 +137,7 @@ def export_source(source: Source, name: str) -> Export:
     if source.length_dependent and engine.fixed_table:
         failures.insert(0, f"{engine.name} makes one table for texts of every length")
     reason = "; ".join(dict.fromkeys(failures)) or f"{engine.name} has no form for it"
-    return _impossible(source, engine, reason)
+    return replace(result, reason=reason)
 
 
 def measure(
@@ -175,10 +170,6 @@ def find_engine(name: str) -> Engine:
         if engine.name == name:
             return engine
     raise unknown("engine", name, ENGINES)
-
-
-def _impossible(source: Source, engine: Engine, reason: str) -> Export:
-    return Export(engine.name, engine.version, source.path, source.base, None, reason, {})
 
 
 def _readable(config: Any) -> bool:

@@ -142,7 +142,7 @@ class Source:
 
     @property
     def text_config(self) -> Any:
-        """That part, without the patch."""
+        """The part of the config at `text_path`, without the patch."""
         return dict(config_parts(self.config))[self.text_path]
 
     @property

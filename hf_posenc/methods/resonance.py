@@ -14,7 +14,7 @@ from hf_posenc.rope import RopeSpec
 
 
 def resonant(frequencies: Tensor) -> Tensor:
-    """Return `2 pi / round(2 pi / f_i)`, at least one token a turn; a pair that stands still stays so."""
+    """Return `2 pi / round(2 pi / f_i)`, with at least one token a turn; 0 stays 0."""
     return 2 * math.pi / (2 * math.pi / frequencies).round().clamp(min=1)
 
 
