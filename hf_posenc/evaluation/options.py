@@ -247,7 +247,7 @@ class DocumentOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The model, and how it is loaded."""
+    """The model, and options for loading it."""
 
     model: str | None = option(
         None,
@@ -281,7 +281,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """Where results go, and which share of the work this process does."""
+    """Folder and plots of the results, and this process's share of the work."""
 
     output: Path = option(Path("out"), "Folder of the results.", panel=OUTPUT, metavar="DIR")
     plot: bool | None = option(
