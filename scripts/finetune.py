@@ -45,9 +45,9 @@ def main() -> None:
         sys.exit(130)
 
 
-def finetune(given: options.Arguments) -> None:
+def finetune(parsed: options.Arguments) -> None:
     """Patch, train, score and save a model."""
-    choice, data, arguments = given
+    choice, data, arguments = parsed
     checks.check_launch(arguments)  # fewer processes than requested, sharding that is not done
     if choice.model is None:
         loading.one_thread()
@@ -115,7 +115,7 @@ def finetune(given: options.Arguments) -> None:
     preparation.partition_weights(model, arguments)
 
     settings = settings_of(
-        arguments, **options.decisive(given, loaded, patch, lengths, blocks.counts)
+        arguments, **options.decisive(parsed, loaded, patch, lengths, blocks.counts)
     )
     with training.TrainingFolder(arguments, settings, fresh=arguments.fresh) as folder:
         trainer = Trainer(

@@ -1,7 +1,4 @@
-"""Training a patched model for a longer context: the parts that scripts/finetune.py is made of.
-
-What a program or a notebook calls stands here and is imported on first use.
-"""
+"""Training of a patched model for a longer context: the parts of scripts/finetune.py, imported on first use."""
 
 from __future__ import annotations
 

@@ -262,18 +262,13 @@ def command_line() -> str:
 
 
 def decisive(
-    given: Arguments, weights: str, patch: Patch | None, lengths: Lengths, counts: Counts
+    options: Arguments, weights: str, patch: Patch | None, lengths: Lengths, counts: Counts
 ) -> dict[str, Any]:
     """Return everything that determines the losses of a run beside transformers' own options.
 
-    Args:
-        given: The arguments.
-        weights: The hash of the loaded weights.
-        patch: The patch of the model.
-        lengths: The lengths of the run.
-        counts: The counts of the training data.
+    `weights` is the hash of the loaded weights.
     """
-    choice, data, _ = given
+    choice, data, _ = options
     names = ("model", "tokenizer", "patch")  # weights, tokens and patch count instead
     return {
         "weights": weights,
@@ -301,11 +296,7 @@ def described(data: DataArguments, lengths: Lengths, counts: Counts) -> dict[str
 
 
 def training_text(data: DataArguments) -> tuple[Iterable[Entry], dict[str, Any]]:
-    """Return the documents to train on, by default the standard library, and the description that results store.
-
-    Raises:
-        PosencError: Two sources, or a model instead of a text.
-    """
+    """Return the documents to train on, by default the standard library, and the description that results store."""
     source = _source(data, data.text, data.dataset, data.split)
     if source.embedded:
         return read_standard_library(), STANDARD_LIBRARY
@@ -313,11 +304,7 @@ def training_text(data: DataArguments) -> tuple[Iterable[Entry], dict[str, Any]]
 
 
 def held_out_text(data: DataArguments) -> Iterable[Entry]:
-    """Return the documents to score; by default the modules that the standard library's training text leaves out.
-
-    Raises:
-        PosencError: There are none beside a training text of the user's own, or two sources.
-    """
+    """Return the documents to score; by default the modules that the standard library's training text leaves out."""
     source = _source(data, data.score_text, data.score_dataset, data.score_split)
     if source.embedded and (data.text or data.dataset is not None):
         raise PosencError(

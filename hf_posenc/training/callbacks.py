@@ -126,7 +126,7 @@ def _ends_epoch(state: TrainerState) -> bool:
 
 
 class ExactResume(TrainerCallback):
-    """Makes the log of an interrupted run equal to that of an uninterrupted one.
+    """Gives an interrupted run the log of an uninterrupted one.
 
     Read in transformers 5.15 to 5.23 (`trainer.py`), and measured: the Trainer
 

@@ -40,10 +40,7 @@ def join_on_cpu() -> None:
 
 
 def check_launch(arguments: TrainingArguments | None = None) -> None:
-    """Refuse a launch that did not do what was requested. Needs no model.
-
-    Args:
-        arguments: The Trainer's; `None` in a loop without the Trainer, after its `Accelerator(...)`.
+    """Refuse a launch that did not do what was requested. Without the Trainer, call it after `Accelerator(...)`.
 
     Raises:
         PosencError: Fewer processes than requested, several GPUs in one process, sharding that was requested and is not

@@ -415,9 +415,6 @@ def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, 
 
     Returns:
         The number of finished steps.
-
-    Raises:
-        PosencError: In the first process: the folder holds a run with other settings.
     """
     folder = Path(folder)
     if accelerator.is_main_process:

@@ -233,18 +233,18 @@ def short_names(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
 
     A module without such a name is left out (a norm at the top of a model without a head, if others have its name).
     """
-    wanted = {id(module) for module in modules}
+    keys = {id(module) for module in modules}
     every = [(path, id(module)) for path, module in model.named_modules(remove_duplicate=False)]
 
     @functools.cache
     def is_unique(suffix: str) -> bool:
         # `modules_to_save` matches any end of a path, also in the middle of a name ("norm": "input_layernorm").
         return not suffix[0].isdigit() and all(
-            key in wanted for path, key in every if path.endswith(suffix)
+            key in keys for path, key in every if path.endswith(suffix)
         )
 
     names: dict[str, None] = {}
-    for path in (path for path, key in every if key in wanted):
+    for path in (path for path, key in every if key in keys):
         parts = path.split(".")
         suffixes = (".".join(parts[start:]) for start in range(len(parts) - 1, -1, -1))
         shortest = next(filter(is_unique, suffixes), None)

@@ -171,13 +171,12 @@ class Scores:
         device: Device to move an unsharded model to; by default it is measured on its own.
         autocast: The precision that the training computes in beside the weights' own (`precision_of`), so that every
             row is computed alike.
-        command: The command that repeats these numbers, for reports.
         **settings: Further fields of `Settings`, such as `tail_tokens`; the protocols are prefix and tail by default.
 
     Attributes:
         documents: The documents that are scored.
         settings: Protocols, lengths and the other numbers.
-        output: As given.
+        output: The folder.
         fingerprint: Hash of everything that determines a number, except the model.
 
     Raises:
@@ -196,12 +195,10 @@ class Scores:
         bos: str | None = None,
         device: torch.device | None = None,
         autocast: torch.dtype | None = None,
-        command: str | None = None,
         **settings: Any,
     ) -> None:
         self.output = None if output is None else Path(output)
         self._tokenizer, self._device, self._autocast = tokenizer, device, autocast
-        self._command = command
         options = {"protocols": PROTOCOLS, **settings, "lengths": tuple(sorted(set(lengths)))}
         self.settings, self._bos = make_settings(options, None, bos=bos)
         self._special = special_tokens(tokenizer, self._bos)
@@ -304,7 +301,6 @@ class Scores:
             source=self._source,
             original=original_length(model, [candidate]),
             skipped=self._skipped,
-            command=self._command,
         )
         assert result is not None
         result.fingerprint = self.fingerprint
