@@ -10,9 +10,8 @@ from torch.utils.data import DataLoader
 from transformers import AutoTokenizer, HfArgumentParser, get_scheduler, set_seed
 
 from hf_posenc import embedded, evaluation, from_pretrained, training
-from hf_posenc.training import folder as loop
-from hf_posenc.training import preparation
-from hf_posenc.training.batches import blocks as sources
+from hf_posenc.training import folder, preparation
+from hf_posenc.training.batches import blocks
 
 
 @dataclass
@@ -35,7 +34,7 @@ class Options:
     report_to: str | None = None
 
 
-@loop.command
+@folder.command
 def main() -> None:
     """Train; the same command resumes a killed run."""
     (run,) = HfArgumentParser(Options, allow_abbrev=False).parse_args_into_dataclasses()  # type: ignore[arg-type]
@@ -48,21 +47,20 @@ def main() -> None:
     collate = training.PositionCollator(run.positions, target_length=lengths.target, seed=run.seed)
     training.check_dependencies(model, collate)
     tokenizer = AutoTokenizer.from_pretrained(run.model)
-    texts = evaluation.read_paths([run.text]) if run.text else sources.read_standard_library()
+    texts = evaluation.read_paths([run.text]) if run.text else blocks.read_standard_library()
     data = training.prepare_blocks(texts, tokenizer, length=lengths.block, positions=run.positions)
     order = DataLoaderConfiguration(use_seedable_sampler=True)  # checkpoints contain its state
-    folder, accumulated = run.output_dir, run.gradient_accumulation_steps
-    accelerator = Accelerator(log_with=run.report_to, project_dir=folder, dataloader_config=order)
+    output, accumulated = run.output_dir, run.gradient_accumulation_steps
+    accelerator = Accelerator(log_with=run.report_to, project_dir=output, dataloader_config=order)
     training.check_run(model, positions=run.positions)
     loader = DataLoader(data.dataset, run.per_device_train_batch_size, True, collate_fn=collate)
     optimizer = torch.optim.Adam(model.parameters(), run.learning_rate, (0.9, 0.95))
     model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
-    # Not prepared: accelerate would step it once per process, which is too fast.
     scheduler = get_scheduler("linear", optimizer, run.warmup_steps, run.max_steps)
-    accelerator.register_for_checkpointing(scheduler)
+    accelerator.register_for_checkpointing(scheduler)  # prepared, it would step per process
     accelerator.init_trackers("finetune_loop", asdict(run))
     set_seed(run.seed)
-    step = loop.resume(accelerator, folder, {**asdict(run), "blocks": data.counts.sha256})
+    step = folder.resume(accelerator, output, {**asdict(run), "blocks": data.counts.sha256})
     while step < run.max_steps:
         epoch, done = divmod(step, len(range(0, len(loader), accumulated)))
         collate.set_epoch(epoch)
@@ -90,11 +88,11 @@ def main() -> None:
             accelerator.print(f"step {step}/{run.max_steps}  loss {total:.6f}  gradient {norm:.3f}")
             accelerator.log({"loss": total, "grad_norm": norm}, step)
             if step % run.save_steps == 0 or step == run.max_steps:
-                loop.save(accelerator, folder, step)
+                folder.save(accelerator, output, step)
             parts = list(itertools.islice(batches, accumulated))
     result, weights = accelerator.unwrap_model(model), accelerator.get_state_dict(model)
-    result.save_pretrained(folder, state_dict=weights, is_main_process=accelerator.is_main_process)
-    tokenizer.save_pretrained(folder)
+    result.save_pretrained(output, state_dict=weights, is_main_process=accelerator.is_main_process)
+    tokenizer.save_pretrained(output)
     accelerator.end_training()
 
 
