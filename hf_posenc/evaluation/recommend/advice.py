@@ -116,7 +116,7 @@ class Advice:
 
     @property
     def needed(self) -> bool:
-        """Whether the target exceeds the length of the config."""
+        """True if the target exceeds the length of the config."""
         return self.target > self.carried.reach
 
     @property

@@ -43,7 +43,7 @@ TRAINED = "after training"
 BESIDE = "beside another"
 REFUSED = "not on this model"
 WORKS = (AS_IT_IS, FINE_TUNED, SHORT, WINDOW, BESIDE, TRAINED, REFUSED)
-"""How a method works at the target, the best first."""
+"""The ways in which a method works at the target, the best first."""
 
 _BLOCK = 1 << 14
 _LARGEST_SCALE = 16

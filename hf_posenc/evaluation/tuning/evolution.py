@@ -53,7 +53,7 @@ class Genome:
 
     @property
     def monotone(self) -> bool:
-        """Whether the divisors never decrease: a slow pair is never interpolated less than a faster one."""
+        """True if the divisors never decrease: a slow pair is never interpolated less than a faster one."""
         return all(a <= b for a, b in zip(self.factors, self.factors[1:], strict=False))
 
     def candidate(self, scale: float, short_texts: str, beside: dict[str, Any]) -> Candidate:

@@ -200,7 +200,7 @@ class Comparison:
 
     @property
     def significant(self) -> bool:
-        """Whether the interval excludes 1. Without an interval nothing is significant."""
+        """True if the interval excludes 1. Without an interval nothing is significant."""
         return side_of_one(self.interval) != 0
 
 

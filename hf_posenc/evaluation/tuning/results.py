@@ -81,6 +81,12 @@ def _call(name: str, *values: str, **options: Any) -> str:
     return f"{name}({', '.join([*values, *(f'{k}={v!r}' for k, v in options.items())])})"
 
 
+def by_label(candidates: Sequence[Candidate], losses: Losses) -> Losses:
+    """Return losses by the candidates' labels instead of their keys."""
+    labels = {candidate.key: candidate.label for candidate in candidates}
+    return {(labels[key], length, d): loss for (key, length, d), loss in losses.items()}
+
+
 def recipe_text(recipe: dict[str, Any]) -> str:
     """Return the JSON text of a recipe, in the format of the recipes in the package."""
     return json.dumps(recipe, indent=2, allow_nan=False) + "\n"
@@ -125,19 +131,18 @@ class TuningResult(Result):
         Args:
             job: The job.
             candidates: Everything measured, each with whether it is a control.
-            losses: Their losses, by the candidate's key.
+            losses: Their losses, by label.
             **own: Fields of the subclass.
         """
-        order = {candidate.key: index for index, (candidate, _) in enumerate(candidates)}
-        labels = {candidate.key: candidate.label for candidate, _ in candidates}
-        ordered = sorted(losses.items(), key=lambda item: (order[item[0][0]], *item[0][1:]))
+        labels = [candidate.label for candidate, _ in candidates]
+        ordered = sorted(losses.items(), key=lambda item: (labels.index(item[0][0]), *item[0][1:]))
         return cls(
             about=job.about,
             settings=job.settings,
             trials=[Trial.of(candidate, control=control) for candidate, control in candidates],
             documents=[document.to_dict() for document in job.documents],
             skipped=[{"name": s.name, "reason": s.reason} for s in job.skipped],
-            losses={(labels[key], length, d): loss for (key, length, d), loss in ordered},
+            losses=dict(ordered),
             **own,
         )
 

@@ -37,7 +37,7 @@ from hf_posenc.evaluation.tuning.objective import (
     log_perplexity,
     prepared,
 )
-from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
+from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, by_label, on_short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -256,7 +256,8 @@ class SearchJob(TailJob[SearchResult]):
         if best is not None:
             compared.append((candidate(best.genome), False))
         held_out = [index for index in range(len(self.documents)) if index not in searched]
-        losses = measure([c for c, _ in compared], held_out, settings.lengths)
+        final = [candidate for candidate, _ in compared]
+        losses = by_label(final, measure(final, held_out, settings.lengths))
         result = SearchResult.measured(
             *(self, compared, losses),
             search=dataclasses.asdict(own),

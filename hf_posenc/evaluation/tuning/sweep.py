@@ -31,6 +31,7 @@ from hf_posenc.evaluation.tuning.results import (
     CONTROLS,
     TuningResult,
     against,
+    by_label,
     on_short,
 )
 from hf_posenc.methods import get_method
@@ -345,27 +346,23 @@ class SweepJob(TailJob[SweepResult]):
     first_documents: int = FIRST
 
     def run(self, measure: Batch) -> SweepResult:
-        keys = {candidate.label: candidate for candidate, _ in self.candidates}
+        candidates = {candidate.label: candidate for candidate, _ in self.candidates}
         controls = [candidate for candidate, control in self.candidates if control]
         losses: dict[tuple[str, int, int], Loss] = {}
         board = Board(losses, self.settings, controls[0].label)
-        measured: dict[tuple[str, int, int], Loss] = {}
 
-        def round_(entered: Sequence[str], documents: Sequence[int]) -> None:
-            candidates = [*controls, *(keys[label] for label in entered)]
-            batch = measure(candidates, documents, self.settings.lengths)
-            measured.update(batch)
-            labels = {candidate.key: candidate.label for candidate in candidates}
-            losses.update({(labels[key], n, d): loss for (key, n, d), loss in batch.items()})
+        def measure_round(entered: Sequence[str], documents: Sequence[int]) -> None:
+            batch = [*controls, *(candidates[label] for label in entered)]
+            losses.update(by_label(batch, measure(batch, documents, self.settings.lengths)))
 
         racers = [candidate.label for candidate, control in self.candidates if not control]
-        run_rungs(racers, self._sizes(), board.rank, round_)
+        run_rungs(racers, self._sizes(), board.rank, measure_round)
         result = SweepResult.measured(
-            self, self.candidates, measured, first_documents=self.first_documents
+            self, self.candidates, losses, first_documents=self.first_documents
         )
         if result.winner is not None:
             description = _described(result, result.winner)
-            result.write_recipe(self.model, keys[result.winner], description)
+            result.write_recipe(self.model, candidates[result.winner], description)
         return result
 
     def _sizes(self) -> list[int]:
