@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -25,9 +25,7 @@ from hf_posenc.files import finite
 from hf_posenc.methods import get_method
 from hf_posenc.patch.patching import get_patch
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
+ResultT = TypeVar("ResultT", bound="TuningResult")
 
 FORMAT = 1
 CONTROLS = (UNPATCHED, "sliding_window")
@@ -120,12 +118,12 @@ class TuningResult(Result):
 
     @classmethod
     def measured(
-        cls,
+        cls: type[ResultT],
         job: TailJob[Any],
         candidates: Sequence[tuple[Candidate, bool]],
         losses: Losses,
         **own: Any,
-    ) -> Self:
+    ) -> ResultT:
         """Return the result of a job.
 
         Args:
