@@ -43,6 +43,8 @@ LEAST_PREFILL = 512
 SHRINK = 4
 """Limits of what is run at a time when memory runs out, in tokens, and the factor of a reduction."""
 
+_TILE = 64
+"""Least rows of a chunk, if the text and the chunk size allow: CPU matrix products of few rows may round differently."""
 _PROBE_TOKENS = 9
 _PROBE_CHUNK = 4  # of 8 scored positions; below 4 rows CPU matrix products take another path and round differently
 
@@ -180,10 +182,12 @@ class TokenScorer:
         for offset, length, output in self._hidden(windows, decoder, pieces):
             for begin in range(max(start, offset), min(stop, offset + length), step):
                 end = min(begin + step, stop, offset + length)
-                part = sliced(output, slice(begin - offset, end - offset))
+                # Some processors round products of few rows differently: a short chunk repeats rows before it.
+                low = max(offset, min(begin, end - min(step, _TILE)))
+                part = sliced(output, slice(low - offset, end - offset))
                 with forward_replaced(decoder, lambda *_, part=part, **__: part):
-                    logits: Tensor = self._forward(windows[:, begin:end]).logits
-                yield logits
+                    logits: Tensor = self._forward(windows[:, low:end]).logits
+                yield logits[:, begin - low :]
 
     def _hidden(
         self, windows: Tensor, decoder: nn.Module, pieces: Pieces | None
@@ -241,9 +245,9 @@ class TokenScorer:
 
 
 def _default_chunk(vocabulary: int) -> int:
-    """Return `LOGITS_PER_CHUNK` in tokens, rounded down to whole tiles of 64 rows if it is more than one."""
+    """Return `LOGITS_PER_CHUNK` in tokens, rounded down to whole tiles of rows if it is more than one."""
     chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
-    return chunk - chunk % 64 if chunk > 64 else chunk
+    return chunk - chunk % _TILE if chunk > _TILE else chunk
 
 
 def _nats(chunks: Iterator[Tensor], targets: Tensor) -> Tensor:
