@@ -44,7 +44,7 @@ SHRINK = 4
 """Limits of what is run at a time when memory runs out, in tokens, and the factor of a reduction."""
 
 _TILE = 64
-"""Least rows of a chunk, if the text and the chunk size allow: CPU matrix products of few rows may round differently."""
+"""Least rows of a chunk, if text and chunk size allow: CPU products of few rows may round differently."""
 _PROBE_TOKENS = 9
 _PROBE_CHUNK = 4  # of 8 scored positions; below 4 rows CPU matrix products take another path and round differently
 
