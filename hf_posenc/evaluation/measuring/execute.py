@@ -246,7 +246,7 @@ def execute(
         shard: This process.
         progress: Called after every forward.
         strict: Raise failures and lack of memory instead of recording them. Required where processes run one sharded
-            model together: a process that continued by itself would leave the others waiting for ever.
+            model together: a process that continued by itself would leave the others waiting indefinitely.
     """
     model, scorer = measurement.model, measurement.scorer
     failures = Failures.of(measurement.items, store.get)
