@@ -44,7 +44,7 @@ SHRINK = 4
 """Limits of what is run at a time when memory runs out, in tokens, and the factor of a reduction."""
 
 _TILE = 64
-"""Least rows of a chunk, if text and chunk size allow: CPU products of few rows may round differently."""
+"""Least rows of the last of several chunks: CPU matrix products of few rows may round differently."""
 _PROBE_TOKENS = 9
 _PROBE_CHUNK = 4  # of 8 scored positions; below 4 rows CPU matrix products take another path and round differently
 
@@ -180,10 +180,11 @@ class TokenScorer:
         assert decoder is not None
         step = self._step(windows)
         for offset, length, output in self._hidden(windows, decoder, pieces):
-            for begin in range(max(start, offset), min(stop, offset + length), step):
+            lowest = max(start, offset)
+            for begin in range(lowest, min(stop, offset + length), step):
                 end = min(begin + step, stop, offset + length)
-                # Some processors round products of few rows differently: a short chunk repeats rows before it.
-                low = max(offset, min(begin, end - min(step, _TILE)))
+                # Some processors round products of few rows differently: a short last chunk repeats rows before it.
+                low = max(lowest, min(begin, end - min(step, _TILE)))
                 part = sliced(output, slice(low - offset, end - offset))
                 with forward_replaced(decoder, lambda *_, part=part, **__: part):
                     logits: Tensor = self._forward(windows[:, low:end]).logits
