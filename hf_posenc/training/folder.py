@@ -291,6 +291,8 @@ class TrainingFolder:
         finally:
             if self._lock is not None:
                 self._lock.release()
+        if error is None:
+            leave_group()
 
     def train(self, trainer: Trainer) -> None:
         """Train to the end; exit the program after a signal, once everything is saved.

@@ -73,7 +73,7 @@ def barrier() -> None:
 
 
 def leave_group() -> None:
-    """Destroy the process group before all ranks exit on purpose: a lost connection would be reported as a crash."""
+    """Destroy the process group once all ranks are done: a rank that exits within it may abort, or end the others."""
     from accelerate import PartialState
 
     barrier()

@@ -11,7 +11,7 @@ from transformers import Trainer, TrainingArguments
 
 from hf_posenc.training.callbacks import PerplexityCallback
 from hf_posenc.training.preparation import partition_weights, whole_weights
-from hf_posenc.training.ranks import group_shard, is_sharded
+from hf_posenc.training.ranks import group_shard, is_sharded, leave_group
 from tests.training.test_training_scoring import blocks, make_scores, patched_model
 
 STEPS = 4
@@ -44,6 +44,8 @@ def run(folder: Path, scored: bool) -> None:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         (folder / "losses.json").write_text(json.dumps(losses))
     trainer.save_model(str(folder / "made"))
+    # A rank that exits while gloo's threads still serve another rank is aborted.
+    leave_group()
 
 
 if __name__ == "__main__":
