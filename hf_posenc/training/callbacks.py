@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from rich.console import Console
@@ -219,12 +219,10 @@ def configs_of_both_styles() -> Iterator[None]:
 class _VersionOnly:
     """The part of a config that the Trainer reads."""
 
-    def __init__(self, version: str | None) -> None:
-        self.transformers_version = version
-
-    @classmethod
-    def from_json_file(cls, path: str) -> _VersionOnly:
-        return cls(json.loads(Path(path).read_text(encoding="utf-8")).get("transformers_version"))
+    @staticmethod
+    def from_json_file(path: str) -> SimpleNamespace:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        return SimpleNamespace(transformers_version=values.get("transformers_version"))
 
 
 class StopOnNonFinite(TrainerCallback):
@@ -359,11 +357,7 @@ class PerplexityCallback(TrainerCallback):
 
 
 def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:
-    """Check that the scores include the metric for the best model: the Trainer would fail at its first evaluation.
-
-    Raises:
-        PosencError: They do not, or nothing is measured.
-    """
+    """Check that the scores include the metric for the best model: the Trainer would fail at its first evaluation."""
     metric = arguments.metric_for_best_model  # "loss" if it is required and was not given
     if metric is None or arguments.eval_strategy == "no":
         return

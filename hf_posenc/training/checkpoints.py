@@ -55,11 +55,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def mark_complete(path: Path | str, *, processes: int = 1) -> None:
-    """Flush a checkpoint to disk, then write its manifest. Call it in one process, after all `processes` have written.
-
-    Raises:
-        PosencError: The disk is full, for instance; the checkpoint stays partial.
-    """
+    """Flush a checkpoint to disk, then write its manifest. One process calls it, after all `processes` have written."""
     folder = Path(path)
     flush(folder)
     files = {
@@ -73,14 +69,14 @@ def mark_complete(path: Path | str, *, processes: int = 1) -> None:
     _sync(folder.parent)
 
 
-def is_complete(checkpoint: Path) -> bool:
-    """Return whether a checkpoint has a manifest."""
-    return _manifest(checkpoint) is not None
-
-
 def complete_checkpoints(folder: Path | str) -> list[Path]:
-    """Return the complete checkpoints, by step."""
-    return [path for path in checkpoints(folder) if is_complete(path)]
+    """Return the checkpoints with a manifest, by step."""
+    return [path for path in checkpoints(folder) if _manifest(path) is not None]
+
+
+def partial_checkpoints(folder: Path | str) -> list[Path]:
+    """Return the checkpoints without a manifest, by step."""
+    return [path for path in checkpoints(folder) if _manifest(path) is None]
 
 
 def last_complete_checkpoint(folder: Path | str) -> Path | None:
@@ -106,7 +102,7 @@ def last_complete_checkpoint(folder: Path | str) -> Path | None:
 
 def clear_partial(folder: Path | str) -> list[Path]:
     """Remove partial checkpoints and return their paths. Call it in one process, while no run writes to the folder."""
-    partial = [path for path in checkpoints(folder) if not is_complete(path)]
+    partial = partial_checkpoints(folder)
     for path in partial:
         discard(path)
     return partial
@@ -124,13 +120,7 @@ def discard(checkpoint: Path) -> None:
 
 
 def rotate(folder: Path | str, limit: int | None, best: Path | None = None) -> None:
-    """Remove the complete checkpoints of the lowest steps.
-
-    Args:
-        folder: The run's folder.
-        limit: Number of checkpoints to keep; `None` or 0: all.
-        best: A checkpoint that is kept whatever its step, for `load_best_model_at_end`.
-    """
+    """Remove the oldest complete checkpoints beyond `limit` (`None` or 0: none), but never the `best`."""
     complete = complete_checkpoints(folder)
     if not limit or limit < 0 or not complete:
         return
@@ -200,11 +190,7 @@ class SafeCheckpoints(TrainerCallback):
 def complete_together(checkpoint: Path, *, processes: int, flushes: bool, marks: bool) -> None:
     """Mark a checkpoint complete once all processes have written their parts. All of them call it.
 
-    Args:
-        checkpoint: The checkpoint's folder.
-        processes: Number of processes.
-        flushes: Whether this process flushes the files that its machine wrote.
-        marks: Whether this process writes the manifest: one per disk.
+    The manifest is written by the process that `marks`, one per disk. One process of each other machine `flushes`.
     """
     barrier()
     if flushes:
@@ -223,15 +209,8 @@ def save_result(folder: Path | str, write: Callable[[str], object], *, keeper: b
     earlier result with other names (two shards instead of one file) are removed. Checkpoints stay: the same command
     resumes from the last one and saves again.
 
-    All processes call it, as sharded weights are gathered from all of them.
-
-    Args:
-        folder: The destination.
-        write: Saves the model, the tokenizer, ... into the folder that it is called with.
-        keeper: Whether this process moves the files: one per disk.
-
-    Raises:
-        PosencError: The disk is full, for instance. An earlier result is then still complete.
+    All processes call it, as sharded weights are gathered from all of them. One `keeper` per disk moves the files. If
+    the save fails, an earlier result is still complete.
     """
     folder = Path(folder)
     unfinished = folder / _UNFINISHED

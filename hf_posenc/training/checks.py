@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.state import AcceleratorState
+from torch import nn
 from transformers import TrainingArguments
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
@@ -40,14 +42,7 @@ def join_on_cpu() -> None:
 
 
 def check_launch(arguments: TrainingArguments | None = None) -> None:
-    """Refuse a launch that did not do what was requested. Without the Trainer, call it after `Accelerator(...)`.
-
-    Raises:
-        PosencError: Fewer processes than requested, several GPUs in one process, sharding that was requested and is not
-            done, or sharding that would save no model.
-    """
-    from accelerate import PartialState
-
+    """Refuse a launch that did not do what was requested. Without the Trainer, call it after `Accelerator(...)`."""
     if arguments is not None:
         _ = arguments.device  # sets up the processes
     state = PartialState()
@@ -144,8 +139,6 @@ def _check_processes(running: int, *, deepspeed: bool) -> None:
 
 
 def _check_fsdp(arguments: TrainingArguments | None) -> None:
-    from accelerate import FullyShardedDataParallelPlugin
-
     options: dict[str, Any] = (None if arguments is None else arguments.fsdp_plugin_args) or {}
     plugin = FullyShardedDataParallelPlugin(**options)
     if plugin.fsdp_version != 2:
@@ -166,8 +159,6 @@ def _check_fsdp(arguments: TrainingArguments | None) -> None:
 
 
 def _check_deepspeed(arguments: TrainingArguments | None) -> None:
-    from accelerate.state import AcceleratorState
-
     plugin: Any = (
         AcceleratorState().deepspeed_plugin if arguments is None else arguments.deepspeed_plugin
     )
@@ -343,14 +334,15 @@ def _check_equal_weights(model: nn.Module) -> None:
 
     The draws of a patch or an adapter depend on the seed, and frequencies on the options of the process.
     """
-    hashes: dict[str, str] = {}
+    values: dict[str, torch.Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.numel() and not parameter.is_meta:
-            hashes[name] = _hash(parameter.detach().flatten()[:64].to("cpu", torch.float32))
+            values[name] = parameter.detach().flatten()[:64].to("cpu", torch.float32)
     with contextlib.suppress(UnsupportedModelError):
         for table in inspect_rope(model):
             if not table.inv_freq.is_meta:
-                hashes[table.modules[0]] = _hash(table.inv_freq.cpu())
+                values[table.modules[0]] = table.inv_freq.cpu()
+    hashes = {name: hashlib.sha256(v.numpy().tobytes()).hexdigest() for name, v in values.items()}
     for process, other in enumerate(gather(hashes)):
         different = next((name for name in hashes if other.get(name) != hashes[name]), None)
         if different is not None or len(other) != len(hashes):
@@ -358,7 +350,3 @@ def _check_equal_weights(model: nn.Module) -> None:
                 f"Process {process} starts from another {different or 'set of parameters'} than this one. Set the same "
                 "seed in all processes before the model is patched: transformers.set_seed(0)."
             )
-
-
-def _hash(values: Tensor) -> str:
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()

@@ -1,8 +1,7 @@
 """The folder of a training run: its lock, its settings, the checkpoint to resume from, and failed saves.
 
-The folder's `settings.json` holds everything that determines the losses. A run that resumed with other settings would
-be neither the old run nor the new one, and its results would not show it. So the same command resumes a run, and
-another command in the same folder is refused, with the differences.
+The folder's `settings.json` holds everything that determines the losses. The same command resumes a run. Another
+command in the same folder is refused with the differences, since its results would not show that they mix two runs.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from accelerate import Accelerator, PartialState
 from filelock import FileLock, Timeout
 from transformers import Trainer, TrainingArguments
 
@@ -35,17 +35,14 @@ from hf_posenc.training.checkpoints import (
     complete_checkpoints,
     complete_together,
     discard,
-    is_complete,
     last_complete_checkpoint,
+    partial_checkpoints,
     reason_of,
     save_result,
     step_of,
 )
 from hf_posenc.training.checks import join_on_cpu
 from hf_posenc.training.ranks import barrier, gather, leave_group
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 SETTINGS = "settings.json"
 _FORMAT = 1
@@ -71,8 +68,6 @@ def settings_of(arguments: TrainingArguments, **more: Any) -> dict[str, Any]:
     That is the Trainer's arguments, except those that only affect output and the frequency of saves, the processes, and
     `more`: the model, its patch, the data, the positions.
     """
-    from accelerate import PartialState
-
     options = {name: value for name, value in arguments.to_dict().items() if name not in _FREE}
     launched = {
         name: value
@@ -95,18 +90,9 @@ def resume_point(
 ) -> Path | None:
     """Return the checkpoint that a run resumes from (`None` if it begins), and remove partial ones.
 
-    Call it in one process per disk, while no other run writes to the folder.
-
-    Args:
-        folder: The run's folder; created if missing.
-        settings: Everything that determines the losses, from `settings_of`.
-        explicit: A checkpoint named by the user, from which the run resumes under any settings. Once the run has saved
-            a later one, the same command resumes from that.
-        fresh: Remove checkpoints of other settings instead of refusing them.
-        device: The device that the run computes on; a change is warned of.
-
-    Raises:
-        PosencError: The folder holds another run or a damaged checkpoint, or cannot be written to.
+    Call it in one process per disk, while no other run writes to the folder. Other `settings` are refused, or with
+    `fresh` their checkpoints removed. From an `explicit` checkpoint a run resumes under any settings; once it has saved
+    a later one, the same command resumes from that. Another `device` is warned of.
     """
     folder.mkdir(parents=True, exist_ok=True)
     before = _read_settings(folder)
@@ -370,7 +356,7 @@ class TrainingFolder:
 
     def _explain(self, error: Exception) -> None:
         """Replace the error of a failed save by one line; other errors are unchanged."""
-        partial = [path for path in checkpoints(self.path) if not is_complete(path)]
+        partial = partial_checkpoints(self.path)
         if not partial:
             if reason_of(error) == LOST_PEER:  # the other process reported the actual error
                 raise PosencError(f"{LOST_PEER.capitalize()}: see its message.") from error
@@ -406,17 +392,9 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
 
 
 def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, Any]) -> int:
-    """Load the last complete checkpoint into what the accelerator has prepared, and remove partial ones.
+    """Load the last complete checkpoint into what the accelerator has prepared, and return its number of steps.
 
-    All processes call it.
-
-    Args:
-        accelerator: With model, optimizer and loader prepared, and the scheduler registered for checkpointing.
-        folder: The run's folder, shared by all processes.
-        settings: Everything that determines the losses, JSON-ready; the number of processes is added.
-
-    Returns:
-        The number of finished steps.
+    All processes call it. `settings` is everything else that determines the losses, JSON-ready.
     """
     folder = Path(folder)
     if accelerator.is_main_process:
@@ -431,11 +409,7 @@ def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, 
 
 
 def save(accelerator: Accelerator, folder: Path | str, step: int) -> None:
-    """Write a checkpoint, and mark it complete last. All processes call it.
-
-    Raises:
-        PosencError: The disk is full, for instance; older checkpoints are unchanged.
-    """
+    """Write a checkpoint, and mark it complete last. All processes call it."""
     path = Path(folder) / f"checkpoint-{step}"
     accelerator.save_state(str(path))
     complete_together(

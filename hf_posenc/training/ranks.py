@@ -11,7 +11,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
+from accelerate.utils import reduce
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.store import Shard
@@ -20,11 +23,7 @@ T = TypeVar("T")
 
 
 def group_shard() -> Shard:
-    """Return this rank and the number of ranks in the process group.
-
-    Raises:
-        PosencError: A launcher started several processes, and they have no process group yet.
-    """
+    """Return this rank and the number of ranks in the process group, which launched processes must have."""
     if dist.is_available() and dist.is_initialized():
         return Shard(dist.get_rank(), dist.get_world_size(), launched=True)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -56,9 +55,6 @@ def gather(value: T) -> list[T]:
 
 def all_max(number: int) -> int:
     """Return the largest number of all ranks, on every rank. Call it on all ranks."""
-    from accelerate import PartialState
-    from accelerate.utils import reduce
-
     state = PartialState()
     if state.num_processes == 1:
         return number
@@ -67,23 +63,17 @@ def all_max(number: int) -> int:
 
 def barrier() -> None:
     """Wait until every rank has reached this point."""
-    from accelerate import PartialState
-
     PartialState().wait_for_everyone()
 
 
 def leave_group() -> None:
     """Destroy the process group once all ranks are done: a rank that exits within it may abort, or end the others."""
-    from accelerate import PartialState
-
     barrier()
     PartialState().destroy_process_group()
 
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether no rank holds the whole model (FSDP, tensor parallelism, ZeRO-3), so that all run it together."""
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
     return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
         hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_tensor")
         for parameter in model.parameters()

@@ -6,11 +6,14 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from huggingface_hub import HfApi, ModelCardData
+from jinja2 import Environment, StrictUndefined
 from rich.console import Console
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
+from hf_posenc.engines.exporting import ENGINES, Export, export
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.grid import Grid, to_markdown, to_rich
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
@@ -24,11 +27,7 @@ from hf_posenc.training.preparation import whole_weights
 from hf_posenc.training.ranks import broadcast
 from hf_posenc.training.scoring import FILE as SCORES
 from hf_posenc.training.scoring import before_and_after, conclusion
-
-if TYPE_CHECKING:
-    from transformers import TrainingArguments
-
-    from hf_posenc.engines.exporting import Export
+from hf_posenc.verification import require, verify_export
 
 CARD = "README.md"
 LOSS_PLOT = "loss.png"
@@ -64,19 +63,9 @@ def write_result(
     verify: bool = False,
     name: str = "PATH",
 ) -> None:
-    """Save the model with its tokenizer, card, plots and log. All processes call it.
+    """Save the model with its tokenizer, card, plots and log, and `verify` that plain transformers computes the same.
 
-    Args:
-        folder: The destination.
-        trainer: The Trainer, after `train()`.
-        log: The log of the training.
-        scores: The rows of `Scores`.
-        verify: Load the result in a process without hf_posenc and compare the logits.
-        name: The repository that it will be pushed to, for the card.
-
-    Raises:
-        VerificationError: That process computed other logits; an earlier result is then unchanged.
-        PosencError: A file cannot be written.
+    All processes call it. `name` is the repository in the card.
     """
     folder = Path(folder)
     trainer.save_model(str(folder))
@@ -95,8 +84,6 @@ def write_result(
 
 
 def _verify(folder: Path) -> str:
-    from hf_posenc.verification import require, verify_export
-
     verification = verify_export(folder)
     require(verification)
     message = (
@@ -182,8 +169,6 @@ def write_card(
 
 def all_exports(directory: Path) -> list[Export]:
     """Return the export of a saved model for each engine."""
-    from hf_posenc.engines.exporting import ENGINES, export
-
     return [export(directory, engine) for engine in ENGINES]
 
 
@@ -202,8 +187,6 @@ def model_card(
 
     The other arguments are those of `write_card`.
     """
-    from jinja2 import Environment, StrictUndefined
-
     environment = Environment(
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -211,12 +194,19 @@ def model_card(
         keep_trailing_newline=True,
         autoescape=False,  # Markdown
     )
-    environment.filters["thousands"] = "{:,}".format
+    environment.filters.update(thousands="{:,}".format, markdown=to_markdown)
     adapter = log.train == "lora"
     plain = not adapter and any(each.possible for each in exports if each.engine == _PLAIN)
+    metadata = ModelCardData(
+        base_model=log.base if "/" in log.base else None,  # a name on the hub
+        library_name="transformers" if plain else "hf_posenc",
+        license=licence,
+        pipeline_tag="text-generation",
+        tags=[*_TAGS, *log.methods],
+    )
     shown = None if scores is None else before_and_after(scores)
     return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
-        metadata=_metadata(log, plain, licence),
+        metadata=metadata.to_yaml(),
         log=log,
         run=log.run,
         methods=[get_method(each) for each in log.methods if each in available_methods()],
@@ -227,7 +217,6 @@ def model_card(
         verified=verified,
         scores=shown,
         conclusion="" if shown is None else conclusion(shown),
-        tables=() if shown is None else _tables(shown),
         plots=plots,
         text=_text(log.data),
         versions=[
@@ -235,19 +224,6 @@ def model_card(
         ],
         log_file=LOG,
     )
-
-
-def _metadata(log: TrainingLog, plain: bool, licence: str | None) -> str:
-    from huggingface_hub import ModelCardData
-
-    data = ModelCardData(
-        base_model=log.base if "/" in log.base else None,  # a name on the hub
-        library_name="transformers" if plain else "hf_posenc",
-        license=licence,
-        pipeline_tag="text-generation",
-        tags=[*_TAGS, *log.methods],
-    )
-    return str(data.to_yaml())
 
 
 def _support(export: Export, config: Mapping[str, Any] | None, adapter: bool, name: str) -> str:
@@ -274,12 +250,6 @@ def _has_same_positions(required: Mapping[str, Any], saved: Mapping[str, Any]) -
     )
 
 
-def _tables(scores: PerplexityResult) -> Iterator[tuple[str, str]]:
-    for protocol in scores.settings.protocols:
-        definition = f"{protocol}: {scores.settings.definition(protocol)}"
-        yield definition, to_markdown(scores.table(protocol))
-
-
 def _text(data: Mapping[str, Any]) -> str:
     source = data.get("source") or {}
     names = [source.get("kind"), source.get("name"), *source.get("paths", ())]
@@ -293,14 +263,9 @@ def _text(data: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Hub:
-    """A repository on the Hugging Face hub that a result is pushed to.
+    """A repository on the Hugging Face hub that a result is pushed to: `user/name`, or a name of the token's user.
 
-    Attributes:
-        repo: `user/name`, or a name alone for the token's user.
-        token: By default the one that `hf auth login` has stored.
-        private: Whether a new repository is private; by default as in the user's or organization's settings.
-        revision: A branch; by default `main`.
-        endpoint: The hub's address; by default HF_ENDPOINT.
+    The defaults are those of `hf auth login`, of the user's settings, the branch `main`, and HF_ENDPOINT.
     """
 
     repo: str
@@ -311,15 +276,9 @@ class Hub:
 
     @classmethod
     def taken_from(cls, arguments: TrainingArguments) -> Hub | None:
-        """Read `--push_to_hub` and its options, and switch off the Trainer's own pushes.
+        """Read `--push_to_hub` and its options, if given, and switch off the Trainer's own pushes.
 
         The Trainer would overwrite the card with its own, and save into the folder once more.
-
-        Returns:
-            The repository to push to at the end; `None` if not requested.
-
-        Raises:
-            PosencError: Pushes of checkpoints are requested too.
         """
         if not arguments.push_to_hub:
             return None
@@ -334,14 +293,7 @@ class Hub:
         return cls(name, arguments.hub_token, arguments.hub_private_repo, arguments.hub_revision)
 
     def create(self) -> str:
-        """Create the repository if missing: before the training, so that a wrong token costs nothing.
-
-        Returns:
-            Its full name.
-
-        Raises:
-            PosencError: The hub refuses, or cannot be reached.
-        """
+        """Create the repository if missing, and return its full name."""
         try:
             repo = self._api().create_repo(self.repo, private=self.private, exist_ok=True)
             if self.revision is not None:
@@ -353,19 +305,8 @@ class Hub:
             ) from error
         return str(repo.repo_id)
 
-    def push(self, directory: Path | str, message: str = "Fine-tuned with hf_posenc") -> str:
-        """Upload a saved model with its card, in one commit.
-
-        Args:
-            directory: The folder; its subfolders are not uploaded.
-            message: The message of the commit.
-
-        Returns:
-            The commit's address.
-
-        Raises:
-            PosencError: There is no card, or the hub refuses. The folder is unchanged.
-        """
+    def push(self, directory: Path | str) -> str:
+        """Upload a saved model with its card, but without subfolders, and return the commit's address."""
         directory = Path(directory)
         if not (directory / CARD).is_file():
             raise PosencError(f"{directory} has no {CARD}: write_card makes one.")
@@ -374,7 +315,7 @@ class Hub:
             commit = self._api().upload_folder(
                 repo_id=name,
                 folder_path=directory,
-                commit_message=message,
+                commit_message="Fine-tuned with hf_posenc",
                 revision=self.revision,
                 ignore_patterns=list(_NOT_PUSHED),
             )
@@ -386,7 +327,5 @@ class Hub:
             ) from error
         return str(commit.commit_url)
 
-    def _api(self) -> Any:
-        from huggingface_hub import HfApi
-
+    def _api(self) -> HfApi:
         return HfApi(endpoint=self.endpoint, token=self.token)
