@@ -7,6 +7,7 @@ import functools
 import inspect
 import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
@@ -14,6 +15,7 @@ from typer.core import TyperCommand
 
 from hf_posenc.evaluation.options import PANELS, Flag
 
+_METAVARS = {int: "N", str: "NAME", Path: "DIR"}
 _ARGUMENTS = "hf_posenc.arguments"
 _WITH_A_VALUE = ("--output", "--shard", "--token-cache")
 _NOT_PART_OF_THE_RESULT = (*_WITH_A_VALUE, "--plot", "--no-plot")
@@ -70,19 +72,21 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     flag: Flag = field.metadata["flag"]
     name = flag.name or field.name
     kind = flag.kind or (str | None if flag.parse else hint)
-    many = any(get_origin(part) is Sequence for part in (kind, *get_args(kind)))
-    default = field.default if flag.default is ... else flag.default
+    parts = (kind, *get_args(kind))
+    many = any(get_origin(part) is Sequence for part in parts)
+    default = field.default if flag.value is ... else flag.value
+    metavar = flag.metavar or next((_METAVARS[part] for part in parts if part in _METAVARS), None)
     if many:
         kind, default = list[str] | None, None
     if flag.argument:
-        info = typer.Argument(metavar=flag.metavar, help=flag.help)
+        info = typer.Argument(metavar=metavar, help=flag.help)
     else:
         names = () if flag.negatable else (f"--{name.replace('_', '-')}",)
         info = typer.Option(
             *names,
-            metavar=flag.metavar,
+            metavar=metavar,
             help=flag.help,
-            min=flag.least,
+            min=flag.least if int in parts else None,
             show_default=flag.shown,
             rich_help_panel=flag.panel,
         )

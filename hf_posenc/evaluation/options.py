@@ -2,12 +2,14 @@
 
 Every class is a dataclass. A field made by `option` carries its name, help text and parser on the command line;
 `hf_posenc.cli.command` expands such classes into the options of a command. Fields without it exist in Python only.
+The help texts describe the fields; an `Attributes:` section adds what differs in Python.
 Nothing heavy is imported here, since `--help` reads this module.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,15 +45,13 @@ class Flag:
     """A field's form on the command line.
 
     Attributes:
-        help: Help text.
-        panel: Panel of `--help`, from `PANELS`.
         name: Name of the parameter; `None`: the field's own.
-        metavar: Placeholder of the value; `None` for a switch.
-        least: Smallest number accepted.
+        metavar: Placeholder of the value; `None`: by its type.
+        least: Smallest whole number accepted.
         shown: Text shown as the default; `False` hides it.
         parse: Turns the given value into the field's.
         kind: Type of the given value; `None`: the field's own, or text where there is a parser.
-        default: Default on the command line; `...`: the field's own.
+        value: Default on the command line; `...`: the field's own.
         argument: A positional argument.
         negatable: A switch has a `--no-` form.
         rank: Options of a panel are listed by rank, then by field.
@@ -61,28 +61,29 @@ class Flag:
     panel: str = MEASURED
     name: str | None = None
     metavar: str | None = None
-    least: int | None = None
+    least: int = 1
     shown: bool | str = True
     parse: Callable[[Any], Any] | None = None
     kind: Any = None
-    default: Any = ...
+    value: Any = ...
     argument: bool = False
     negatable: bool = True
     rank: int = 0
 
 
-def option(value: Any, help: str, **flag: Any) -> Any:
-    """Return a dataclass field with this default that is also an option of the command line; see `Flag`."""
-    return dataclasses.field(default=value, metadata={"flag": Flag(help=help, **flag)})
+def option(help: str, default: Any = None, **flag: Any) -> Any:
+    """Return a dataclass field that is also an option of the command line; see `Flag`."""
+    return dataclasses.field(default=default, metadata={"flag": Flag(help=help, **flag)})
+
+
+document_option = functools.partial(option, panel=DOCUMENTS)
+model_option = functools.partial(option, panel=MODEL)
+memory_option = functools.partial(option, panel=MEMORY)
+output_option = functools.partial(option, panel=OUTPUT)
 
 
 def with_fields(kind: type[T], options: T | None, fields: Mapping[str, Any]) -> T:
-    """Return options with these fields replaced, as the Python functions take them.
-
-    Args:
-        kind: The class of the options.
-        options: Options to start from; `None`: the defaults.
-        fields: Fields by name.
+    """Return `options`, or the defaults of `kind`, with these fields replaced.
 
     Raises:
         PosencError: A field does not exist; the closest name is suggested.
@@ -118,35 +119,22 @@ def parse_tasks_or_none(text: str) -> tuple[str, ...]:
 
 
 def parse_target(text: str) -> int:
-    """Return the length given to `--target-length`."""
-    return parse_length(text, "--target-length")
-
-
-def parse_length(text: str, option: str) -> int:
-    """Return one length in tokens, such as `512` or `4k`.
-
-    Args:
-        text: The text.
-        option: The option that it was given to, for the error.
+    """Return the length given to `--target-length`, such as `512` or `4k`.
 
     Raises:
         PosencError: The text is not one positive number.
     """
-    lengths = parse_lengths(text, option)
+    lengths = parse_lengths(text, "--target-length")
     if len(lengths) != 1:
-        raise PosencError(f"{option} {text}: one length is wanted, such as 32k.")
+        raise PosencError(f"--target-length {text}: one length is wanted, such as 32k.")
     return lengths[0]
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
     """Return the lengths in `512,1024,4k` or `2k:128k:2k` (first, last, step), ascending; k is 1,024.
 
-    Args:
-        text: The text.
-        option: The option that it was given to, for the error.
-
     Raises:
-        PosencError: The text contains something else than positive numbers.
+        PosencError: The text contains something else than positive numbers; the message names `option`.
     """
     lengths: set[int] = set()
     for part in text.lower().replace(" ", "").split(","):
@@ -198,45 +186,25 @@ def parse_scales(text: str) -> tuple[float, ...]:
 class DocumentOptions:
     """Source of the documents."""
 
-    text: Sequence[str] | None = option(
-        None,
+    text: Sequence[str] | None = document_option(
         "Files of text (UTF-8, also .gz and .zst), JSON lines, parquet, folders or glob patterns; may be given "
         "several times, or with several values.",
-        panel=DOCUMENTS,
         metavar="PATH",
         shown="the held-out modules of this Python's standard library",
     )
-    dataset: str | None = option(
-        None,
-        "A dataset of the datasets library: hub name or folder.",
-        panel=DOCUMENTS,
-        metavar="NAME",
+    dataset: str | None = document_option("A dataset of the datasets library: hub name or folder.")
+    config: str | None = document_option("The dataset's configuration.")
+    split: str = document_option("The dataset's split.", "test")
+    column: str = document_option("The column of text.", "text")
+    streaming: bool = document_option("Read the dataset row by row, without downloading it.", True)
+    tokenized: str | None = document_option(
+        "The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized."
     )
-    config: str | None = option(
-        None, "The dataset's configuration.", panel=DOCUMENTS, metavar="NAME"
+    token_dtype: str = document_option(
+        "Number format of a .bin file of token ids: uint16, uint32, int32, int64.", "uint16"
     )
-    split: str = option("test", "The dataset's split.", panel=DOCUMENTS, metavar="NAME")
-    column: str = option("text", "The column of text.", panel=DOCUMENTS, metavar="NAME")
-    streaming: bool = option(
-        True, "Read the dataset row by row, without downloading it.", panel=DOCUMENTS
-    )
-    tokenized: str | None = option(
-        None,
-        "The column of token ids, read instead of a text: input_ids of emozilla/pg19-test-tokenized.",
-        panel=DOCUMENTS,
-        metavar="NAME",
-    )
-    token_dtype: str = option(
-        "uint16",
-        "Number format of a .bin file of token ids: uint16, uint32, int32, int64.",
-        panel=DOCUMENTS,
-        metavar="NAME",
-    )
-    token_cache: Path | None = option(
-        None,
-        "Keep the documents' tokens in this folder; several processes and later runs then tokenize only once.",
-        panel=DOCUMENTS,
-        metavar="DIR",
+    token_cache: Path | None = document_option(
+        "Keep the documents' tokens in this folder; several processes and later runs then tokenize only once."
     )
 
     @property
@@ -250,48 +218,29 @@ class ModelOptions:
     """The model, and options for loading it."""
 
     model: str | None = option(
-        None,
-        "A folder or a hub name. Default: the embedded model.",
-        metavar="[MODEL]",
-        argument=True,
+        "A folder or a hub name. Default: the embedded model.", metavar="[MODEL]", argument=True
     )
-    tokenizer: str | None = option(None, "Default: the model's.", panel=MODEL, metavar="NAME")
-    dtype: str = option(
-        "auto",
+    tokenizer: str | None = model_option("Default: the model's.")
+    dtype: str = model_option(
         "auto (the checkpoint's own, float32 on a CPU), float32, bfloat16, float16, float64.",
-        panel=MODEL,
-        metavar="NAME",
+        "auto",
     )
-    device: str | None = option(
-        None,
-        "cpu, cuda, cuda:1, ... Default: a GPU where there is one.",
-        panel=MODEL,
-        metavar="NAME",
+    device: str | None = model_option("cpu, cuda, cuda:1, ... Default: a GPU where there is one.")
+    device_map: str | None = model_option(
+        "auto spreads a large model over all GPUs.", metavar="MAP"
     )
-    device_map: str | None = option(
-        None, "auto spreads a large model over all GPUs.", panel=MODEL, metavar="MAP"
-    )
-    attn: str | None = option(
-        None,
-        "sdpa, eager, flash_attention_2, ... Default: the model's.",
-        panel=MODEL,
-        metavar="NAME",
-    )
+    attn: str | None = model_option("sdpa, eager, flash_attention_2, ... Default: the model's.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
     """Folder and plots of the results, and this process's share of the work."""
 
-    output: Path = option(Path("out"), "Folder of the results.", panel=OUTPUT, metavar="DIR")
-    plot: bool | None = option(
-        None, "Draw the plot. Default: where matplotlib is installed.", panel=OUTPUT
-    )
-    shard: str | None = option(
-        None,
+    output: Path = output_option("Folder of the results.", Path("out"))
+    plot: bool | None = output_option("Draw the plot. Default: where matplotlib is installed.")
+    shard: str | None = output_option(
         "This process is the I-th of N that share the work, all with the same --output. Default: read from the "
         "environment of torchrun, accelerate or a Slurm array.",
-        panel=OUTPUT,
         metavar="I/N",
     )
 
@@ -300,28 +249,22 @@ class OutputOptions:
 class RunOptions(OutputOptions):
     """Output, and a run that only estimates its cost."""
 
-    dry_run: bool = option(
-        False, "Print the cost of the run, and stop.", panel=MEMORY, negatable=False, rank=1
+    dry_run: bool = memory_option(
+        "Print the cost of the run, and stop.", False, negatable=False, rank=1
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
-    """Options of every measurement.
-
-    Attributes:
-        bos: Policy for special tokens: `"auto"`, `"always"` or `"never"`.
-        seed: Seed of everything that is drawn.
-    """
+    """Options of every measurement."""
 
     bos: str | None = option(
-        None,
         "auto (special tokens as the tokenizer puts them in front of a text), always, or never.",
         metavar="POLICY",
         shown="auto; as the preset says where there is one",
         rank=1,
     )
-    seed: int = option(0, "Seed of everything that is drawn.", metavar="N", least=0, rank=1)
+    seed: int = option("Seed of everything that is drawn.", 0, least=0, rank=1)
 
 
 _METHODS: dict[str, Any] = {
@@ -343,63 +286,30 @@ _LENGTHS: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions(CommonOptions):
-    """Options of a measurement that reads documents.
+    """Options of a measurement that reads documents."""
 
-    Attributes:
-        limit: Number of usable documents after which reading stops.
-        max_doc_tokens: Documents are truncated to so many tokens first.
-        prefill: Tokens that the model runs at a time, over a key-value cache; `None`: all at once.
-        chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
-    """
-
-    limit: int | None = option(
-        None, "Stop at so many usable documents.", panel=DOCUMENTS, metavar="N", least=1
-    )
-    max_doc_tokens: int | None = option(
-        None,
-        "Truncate every document to so many tokens first.",
-        panel=DOCUMENTS,
-        metavar="N",
-        least=1,
-    )
-    prefill: int | None = option(
-        None,
+    limit: int | None = document_option("Stop at so many usable documents.")
+    max_doc_tokens: int | None = document_option("Truncate every document to so many tokens first.")
+    prefill: int | None = memory_option(
         "Tokens that the model runs at a time, over a key-value cache: less memory, where a method allows it.",
-        panel=MEMORY,
         name="prefill_chunk",
-        metavar="N",
-        least=1,
     )
-    chunk: int | None = option(
-        None,
-        "Tokens whose logits are held at a time. Default: by the vocabulary.",
-        panel=MEMORY,
-        metavar="N",
-        least=1,
+    chunk: int | None = memory_option(
+        "Tokens whose logits are held at a time. Default: by the vocabulary."
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProtocolOptions(ReadingOptions):
-    """Options of perplexity by named protocols.
+    """Options of perplexity by named protocols; those without a help text are fields of `protocols.Settings`.
 
-    Attributes:
-        preset: A peer's own arithmetic, from `protocols.PRESETS`; other options override it.
-        protocols: Names from `protocols.PROTOCOLS`.
-        tail_tokens: Tokens that `tail` scores.
-        stride: Tokens from one window of `sliding` and `stream` to the next.
-        aggregate: How losses become one number, from `protocols.AGGREGATES`.
-        compare: Names of published tables to show beside the result.
-        windows_per_document: As in `protocols.Settings`, as are the others below.
+    Names come from `PRESETS`, `PROTOCOLS` and `AGGREGATES` of `hf_posenc.evaluation.perplexity.protocols`.
     """
 
     preset: str | None = option(
-        None,
-        "A peer's own arithmetic: yarn, pi, pose, longlora, su, lm-eval or hf-docs. Other options override it.",
-        metavar="NAME",
+        "A peer's own arithmetic: yarn, pi, pose, longlora, su, lm-eval or hf-docs. Other options override it."
     )
     protocols: Sequence[str] | None = option(
-        None,
         "One or several of prefix, tail, sliding, disjoint, stream.",
         name="protocol",
         metavar="NAMES",
@@ -407,27 +317,21 @@ class ProtocolOptions(ReadingOptions):
         shown="prefix,tail, or as the preset says",
     )
     tail_tokens: int | None = option(
-        None,
         "Tokens that `tail` scores. Default: 1024, at most half of the shortest length.",
         metavar="K",
-        least=1,
     )
     stride: int | None = option(
-        None,
         "Tokens from one window of `sliding` or `stream` to the next; the text is read L / S times.",
         metavar="S",
-        least=1,
         shown="256, or as the preset says",
     )
     aggregate: str | None = option(
-        None,
         "Units of equal weight: tokens, windows, batches or documents; or hf-docs.",
-        metavar="NAME",
         shown="tokens, or as the preset says",
     )
     compare: Sequence[str] = option(
-        (),
         "A published table to print beside; refused where its protocol is another one.",
+        (),
         metavar="ID",
         rank=1,
     )
@@ -452,71 +356,45 @@ class PerplexityOptions(ProtocolOptions):
     Attributes:
         methods: As `--patch` takes them: `"none"`, `"yarn"`, `"yarn:scale=8"`, `"pi:scale=4+log_n"`, ...; the first is
             the baseline. Default: the unpatched model alone.
-        lengths: Context lengths in tokens. Default: the original length times 1, 2, 4, ...
-        short: Measure the original length too, where every length is longer.
-        windows_per_document: Windows in each document, of `tail` or `sliding`.
-        longppl: The evaluator of LongPPL: `"self"` or a model's name, either with `@METHOD` behind it.
-        longppl_short: Tokens of the evaluator's short context.
-        buckets: Parts of the longest prefix for the curve by position.
-        bos_windows: Windows of `sliding` with special tokens in front: `"every"` or `"first"`.
-        min_tokens: Documents with fewer tokens are left out.
-        batch: Windows of one document at once.
+        lengths: Context lengths in tokens, ascending.
     """
 
-    methods: Sequence[str] | None = option(None, **_METHODS)
-    lengths: Sequence[int] | None = option(None, **_LENGTHS)
+    methods: Sequence[str] | None = option(**_METHODS)
+    lengths: Sequence[int] | None = option(**_LENGTHS)
     short: bool = option(
-        False,
         "Also measure the original length, where every given length is longer: the price that short texts pay.",
-        default=True,
+        False,
+        value=True,
         rank=-1,
     )
     windows_per_document: int | None = option(
-        None,
         "Windows in each document, evenly spaced: of `tail` (default 1), or of the full ones of `sliding` "
-        "(default all).",
-        metavar="N",
-        least=1,
+        "(default all)."
     )
     longppl: str | None = option(
-        None,
         "Also score the key tokens alone (LongPPL), those that this model predicts by far context: a name, or "
         "self for the measured one; NAME@METHOD patches it, such as self@rerope.",
         metavar="EVALUATOR",
     )
     longppl_short: int | None = option(
-        None,
         "Tokens of the evaluator's short context. Default: 4096; for shorter texts the trained length.",
         metavar="K",
-        least=1,
     )
     buckets: int | None = option(
-        None,
-        "Parts of the longest prefix for the curve by position. Default: 64.",
-        metavar="N",
-        least=1,
+        "Parts of the longest prefix for the curve by position. Default: 64."
     )
     bos_windows: str | None = option(
-        None,
         "Windows of `sliding` with special tokens in front: every or first. Default: every.",
         metavar="WHICH",
     )
-    min_tokens: int | None = option(
-        None,
-        "Leave shorter documents out. Default: the longest length, so that every length reads the same ones.",
-        panel=DOCUMENTS,
-        metavar="N",
-        least=1,
+    min_tokens: int | None = document_option(
+        "Leave shorter documents out. Default: the longest length, so that every length reads the same ones."
     )
-    batch: int | None = option(
-        None,
+    batch: int | None = memory_option(
         "Windows of one document at once. Halved where memory runs out.",
-        panel=MEMORY,
         name="batch_size",
-        metavar="N",
-        least=1,
         kind=int,
-        default=1,
+        value=1,
     )
 
 
@@ -526,43 +404,34 @@ class RetrievalOptions(CommonOptions):
 
     Attributes:
         methods: As in `PerplexityOptions`.
-        lengths: Tokens of prompt and answer. Default: the original length times 1, 2, 4, ...
-        tasks: Names from `retrieval.TASKS`. Default: passkey, niah_single_1 and niah_multikey_2.
+        lengths: Tokens of prompt and answer.
+        tasks: Names from `retrieval.TASKS`.
         depths: Depths of the needle from 0 (front) to 1 (back), ascending.
-        samples: Samples at every length and depth.
-        distractors: Wrong answers that the right one is ranked among; 0 for no rank.
-        decode: `"teacher-forced"` or `"generate"`.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
     """
 
-    methods: Sequence[str] | None = option(None, **_METHODS)
-    lengths: Sequence[int] | None = option(None, **_LENGTHS)
+    methods: Sequence[str] | None = option(**_METHODS)
+    lengths: Sequence[int] | None = option(**_LENGTHS)
     tasks: Sequence[str] | None = option(
-        None,
         "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or all.",
         shown="passkey, niah_single_1 and niah_multikey_2, the first two for the embedded model",
         metavar="NAMES",
         parse=parse_tasks,
     )
     depths: Sequence[float] = option(
-        even_depths(5),
         "Depths of the needle, evenly from the front to the back of the prompt.",
-        metavar="N",
-        least=1,
+        even_depths(5),
         parse=even_depths,
         kind=int,
-        default=5,
+        value=5,
     )
-    samples: int = option(4, "Samples at every length and depth.", metavar="N", least=1)
+    samples: int = option("Samples at every length and depth.", 4)
     distractors: int = option(
-        10,
-        "Wrong answers that the right one is ranked among; 0 for no rank.",
-        metavar="N",
-        least=0,
+        "Wrong answers that the right one is ranked among; 0 for no rank.", 10, least=0
     )
     decode: str = option(
-        "teacher-forced",
         "teacher-forced (one forward per sample; the same as greedy exact match) or generate.",
+        "teacher-forced",
         metavar="HOW",
     )
     chunk: int | None = None
@@ -573,24 +442,18 @@ class BenchOptions(ProtocolOptions):
     """Options of `hf-posenc bench` and `bench`; `None` stands for the suite's own.
 
     Attributes:
-        suite: `"smoke"`, `"quick"` or `"full"`: how much is measured where no other option decides.
         methods: As in `PerplexityOptions`.
-        lengths: Context lengths in tokens.
-        target_length: The longest of the suite's lengths, in tokens.
         tasks: Retrieval tasks; empty: no retrieval.
-        rounds: Times that the prefill of every method is timed; 0: never.
     """
 
     suite: str = option(
-        "quick",
         "Amount that is measured where no other option decides: smoke (seconds), quick (10 documents, 3 lengths) or "
         "full (20 documents, every doubling up to the target, all retrieval tasks).",
-        metavar="NAME",
+        "quick",
         rank=-2,
     )
-    methods: Sequence[str] | None = option(None, **_METHODS)
+    methods: Sequence[str] | None = option(**_METHODS)
     lengths: Sequence[int] | None = option(
-        None,
         "Context lengths in tokens, e.g. 512,1024,4k, or 2k:128k:2k (first, last, step).",
         metavar="L,L,...",
         parse=parse_lengths,
@@ -598,7 +461,6 @@ class BenchOptions(ProtocolOptions):
         shown="the suite's, as multiples of the trained length",
     )
     target_length: int | None = option(
-        None,
         "The longest of the suite's lengths, in tokens, e.g. 32k.",
         metavar="N",
         parse=parse_target,
@@ -606,75 +468,45 @@ class BenchOptions(ProtocolOptions):
         rank=-1,
     )
     tasks: Sequence[str] | None = option(
-        None,
         "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or all, or none.",
         shown="the suite's",
         metavar="NAMES",
         parse=parse_tasks_or_none,
     )
     rounds: int | None = option(
-        None,
-        "Times that the prefill of every method is timed; 0: never.",
-        metavar="N",
-        least=0,
-        shown="the suite's",
+        "Times that the prefill of every method is timed; 0: never.", least=0, shown="the suite's"
     )
-    limit: int | None = option(
-        None,
-        "Stop at so many usable documents.",
-        panel=DOCUMENTS,
-        metavar="N",
-        least=1,
-        shown="the suite's",
-    )
+    limit: int | None = document_option("Stop at so many usable documents.", shown="the suite's")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TailOptions(ReadingOptions):
-    """Options that `hf-posenc sweep` and `hf-posenc search` share: the objective.
-
-    Attributes:
-        target_length: The length to do well at, in tokens. Default: four times the original length.
-        max_regression: Accepted growth of the perplexity of short texts, as a fraction; `None`: any.
-        tail_tokens: Tokens scored at the end of a window; 0: 1,024, at most half of the original length.
-        windows_per_document: Tails scored in each document, evenly spaced.
-    """
+    """Options that `hf-posenc sweep` and `hf-posenc search` share: the objective."""
 
     target_length: int | None = option(
-        None,
         "The length to do well at, in tokens, e.g. 16k. Default: four times the original length.",
         metavar="N",
         parse=parse_target,
     )
     max_regression: float | None = option(
-        None,
         "Accepted growth of the perplexity of short texts, e.g. 0.02 for 2 %. Default: any.",
         metavar="FRACTION",
     )
     tail_tokens: int = option(
-        0,
         "Tokens scored at the end of a window. Default: 1024, at most half of the original length.",
+        0,
         metavar="K",
         least=0,
         shown=False,
     )
-    windows_per_document: int = option(
-        1, "Tails scored in each document, evenly spaced.", metavar="N", least=1
-    )
+    windows_per_document: int = option("Tails scored in each document, evenly spaced.", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SweepOptions(TailOptions):
-    """Options of `hf-posenc sweep`.
-
-    Attributes:
-        methods: As `--patch` takes them. Default: `SWEEP_METHODS`.
-        scales: Scales to try. Default: target length / original length, and twice that.
-        first_documents: Documents of the first round.
-    """
+    """Options of `hf-posenc sweep`."""
 
     methods: Sequence[str] | None = option(
-        None,
         "method, method:option=value,... or several joined by +; may be given several times. One that takes a "
         "scale and is given none is tried at every one of --scales. none and sliding_window are always measured.",
         name="patch",
@@ -683,15 +515,13 @@ class SweepOptions(TailOptions):
         rank=-1,
     )
     scales: Sequence[float] | None = option(
-        None,
         "Scales to try, e.g. 2,4,8. Default: target length / original length, and twice that.",
         metavar="S,S,...",
         parse=parse_scales,
     )
     first_documents: int = option(
-        5,
         "Documents of the first round; every round after it has twice as many, the last one all.",
-        metavar="N",
+        5,
         least=2,
     )
 
@@ -700,41 +530,32 @@ class SweepOptions(TailOptions):
 class SearchSettings:
     """Options of `hf-posenc search` beside the objective.
 
-    Attributes:
-        budget: Lists of factors to score; each costs a forward per tail of every search document.
-        search_documents: Documents that the search reads; the others are held out. 0: half of them, at most 8.
-        short_texts: Factors for texts of up to the original length: `"same"`, or `"native"`, none.
-        attention_factor: The factor on cos and sin; `None`: it is searched too.
-        replace: On a checkpoint that is scaled already: drop its scaling.
-
     Raises:
         PosencError: A budget below 8, an unknown `short_texts`, or a factor that is not positive.
     """
 
     budget: int = option(
-        400,
         "Lists of factors to measure; each costs one forward per tail of every search document.",
-        metavar="N",
+        400,
         least=8,
     )
     search_documents: int = option(
-        0,
         "Documents that the search reads; it is judged on the others. Default: half of them, at most 8.",
-        metavar="N",
+        0,
         least=0,
         shown=False,
     )
     short_texts: str = option(
-        "same",
         "Texts of up to the original length are read with the same factors (safe with a cache), or native: "
         "unchanged (as LongRoPE switches).",
+        "same",
         metavar="HOW",
     )
     attention_factor: float | None = option(
-        None, "The factor on cos and sin. Default: it is searched too.", metavar="F"
+        "The factor on cos and sin. Default: it is searched too.", metavar="F"
     )
     replace: bool = option(
-        False, "On a checkpoint that is scaled already: drop its scaling first.", negatable=False
+        "On a checkpoint that is scaled already: drop its scaling first.", False, negatable=False
     )
 
     def __post_init__(self) -> None:

@@ -24,18 +24,18 @@ RUNNER = CliRunner()
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    methods: Sequence[str] | None = option(None, "Methods.", name="patch")
-    lengths: Sequence[int] | None = option(None, "Lengths.", parse=parse_lengths)
-    depths: Sequence[float] = option((0.0,), "Depths.", parse=even_depths, kind=int, default=3)
-    short: bool = option(False, "Short.", default=True)
-    count: int = option(4, "A number.", least=1, panel=MODEL)
-    replace: bool = option(False, "Replace.", negatable=False)
+    methods: Sequence[str] | None = option("Methods.", name="patch")
+    lengths: Sequence[int] | None = option("Lengths.", parse=parse_lengths)
+    depths: Sequence[float] = option("Depths.", (0.0,), parse=even_depths, kind=int, value=3)
+    short: bool = option("Short.", False, value=True)
+    count: int = option("A number.", 4, panel=MODEL)
+    replace: bool = option("Replace.", False, negatable=False)
     python_only: int = 7
 
 
 @dataclass(frozen=True, kw_only=True)
 class Other:
-    name: str | None = option(None, "A name.", argument=True)
+    name: str | None = option("A name.", argument=True)
 
 
 def invoke(*arguments: str) -> tuple[Any, list[Any]]:
