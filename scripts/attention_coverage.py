@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,9 @@ class Refusals:
                 continue
             parts.append(f"### {short[0].upper()}{short[1:]}")
             for message, types in sorted(self.found[short].items(), key=lambda item: item[1]):
-                parts.append(f"{', '.join(f'`{name}`' for name in types)}:\n\n> {message}")
+                names = textwrap.fill(", ".join(f"`{name}`" for name in types), 119)
+                quote = textwrap.fill(message, 118, break_on_hyphens=False)
+                parts.append(f"{names}:\n\n{textwrap.indent(quote, '> ')}")
         return "\n\n".join(parts)
 
 

@@ -12,6 +12,7 @@ import math
 import re
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -296,10 +297,21 @@ def filled(page: Path) -> str:
     text = page.read_text(encoding="utf-8")
     for name, make in PAGES[page].items():
         pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
-        text, count = pattern.subn(lambda m, make=make: f"{m[1]}{make()}\n{m[2]}", text)  # type: ignore[misc]
+        part = wrapped(make())
+        text, count = pattern.subn(lambda m, part=part: f"{m[1]}{part}\n{m[2]}", text)  # type: ignore[misc]
         if count != 1:
             raise SystemExit(f"{page.name} has {count} parts named {name!r}, not 1.")
     return text
+
+
+def wrapped(text: str) -> str:
+    """Wrap paragraphs at 120 characters; tables and code keep their lines."""
+    lines, code = [], False
+    for line in text.split("\n"):
+        code ^= line.startswith("```")
+        keep = code or len(line) <= 120 or line.startswith(("|", "!", "```"))
+        lines += [line] if keep else textwrap.wrap(line, 120, break_on_hyphens=False)
+    return "\n".join(lines)
 
 
 def _number(cell: dict[str, Any] | None) -> str:
