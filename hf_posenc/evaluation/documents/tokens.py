@@ -116,20 +116,13 @@ def cutting_of(tokenizer: Any) -> Cutting:
 
 def _steps(component: Any, key: str) -> list[dict[str, Any]] | None:
     """Return the settings of a component, of a sequence those of its parts; `None` if it is written in Python."""
-    if component is None:
-        return []
     try:
-        return list(_flat(json.loads(component.__getstate__()), key))
+        steps = [] if component is None else [json.loads(component.__getstate__())]
     except Exception:  # the library has no type of its own for this
         return None
-
-
-def _flat(step: dict[str, Any], key: str) -> Iterator[dict[str, Any]]:
-    if step["type"] == "Sequence":
-        for inner in step[key]:
-            yield from _flat(inner, key)
-    else:
-        yield step
+    for step in steps:  # which grows
+        steps += step.get(key, ()) if step["type"] == "Sequence" else ()
+    return [step for step in steps if step["type"] != "Sequence"]
 
 
 def _by_character(step: dict[str, Any]) -> bool:
@@ -147,35 +140,55 @@ def _is_local(step: dict[str, Any]) -> bool:
     return near and not _BACKREFERENCE.search(pattern) and max(counts, default=0) <= LONGEST_COUNT
 
 
-# A window: a part of the text, tokenized on its own, whose tokens carry their places in the whole text. The tokenizer
-# counts characters; results count bytes and words.
+# A window: a part of the text, tokenized on its own. Characters are counted in the whole text.
 
 
-# Every character that `str.split` splits at; none lies behind the ideographic space.
-_SPACES = np.array([point for point in range(0x3001) if chr(point).isspace()], dtype=np.uint32)
+@dataclass(frozen=True)
+class Window:
+    """A part of the text with its tokens.
 
-
-def _code_points(text: str) -> Numbers:
-    """Return the characters of a text as numbers, shape (characters,), uint32."""
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), dtype="<u4")
-
-
-def _bytes_up_to(points: Numbers) -> Numbers:
-    """Return the UTF-8 bytes in front of each character and behind the last, shape (characters + 1,), int64."""
-    sizes = 1 + (points > 0x7F).astype(np.int64) + (points > 0x7FF) + (points > 0xFFFF)
-    return np.concatenate([[0], np.cumsum(sizes)])
-
-
-def _words_up_to(points: Numbers, inside: bool) -> Numbers:
-    """Return the words that begin in front of each character and behind the last, shape (characters + 1,), int64.
-
-    Args:
-        points: From `_code_points`.
-        inside: The character in front of the text belongs to a word.
+    Attributes:
+        text: Its characters.
+        begin: The first of them.
+        ids: Its token ids, shape (n,), int64.
+        starts: First character of each token, never decreasing, shape (n,); empty if the tokenizer cannot report it.
+        stops: The character behind each token, likewise.
+        cuts: True if two windows may be joined in front of a token, shape (n,), bool.
     """
-    solid = ~np.isin(points, _SPACES)
-    begins = solid & ~np.concatenate([[inside], solid[:-1]])
-    return np.concatenate([[0], np.cumsum(begins, dtype=np.int64)])
+
+    text: str
+    begin: int
+    ids: Numbers
+    starts: Numbers
+    stops: Numbers
+    cuts: Numbers
+
+    @property
+    def end(self) -> int:
+        """The character behind it."""
+        return self.begin + len(self.text)
+
+    def between(self, first: int, last: int) -> slice:
+        """Return the slice of the tokens that lie between two characters."""
+        begin = int(np.searchsorted(self.starts, first, side="left"))
+        return slice(begin, max(begin, int(np.searchsorted(self.stops, last, side="right"))))
+
+
+def open_window(text: str, begin: int, tokenizer: Any, cutting: Cutting) -> Window:
+    """Tokenize a part of a text, without special tokens."""
+    fast = bool(getattr(tokenizer, "is_fast", False))
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    ids = np.asarray(encoded["input_ids"], dtype=np.int64)
+    offsets = np.asarray(encoded["offset_mapping"] if fast else [], dtype=np.int64).reshape(-1, 2)
+    # An offset may be lower than the one before it; a token then adds no text to those in front of it.
+    starts, stops = np.maximum.accumulate(offsets, axis=0).T + begin
+    cuts = np.diff(starts, prepend=-1) > 0  # never within a character of several tokens
+    if cutting is Cutting.AT_WORDS:
+        cuts &= np.diff(np.asarray(encoded.word_ids(0), dtype=np.int64), prepend=-1) != 0
+    return Window(text, begin, ids, starts, stops, cuts)
+
+
+# Pieces: the tokens of windows, one after the other, with the bytes and the words of the text up to them.
 
 
 @dataclass(frozen=True)
@@ -188,102 +201,6 @@ class Tokens:
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def cut(self, begin: int, stop: int | None) -> Tokens:
-        """Return tokens `begin .. stop-1` of these."""
-        byte_ends = None if self.byte_ends is None else self.byte_ends[begin:stop]
-        word_ends = None if self.word_ends is None else self.word_ends[begin:stop]
-        return Tokens(self.ids[begin:stop], byte_ends, word_ends)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a text that is not tokenized yet.
-
-    Attributes:
-        text: Its characters.
-        begin: The first of them, counted in the whole text.
-        bytes_before: UTF-8 bytes of the text in front of it.
-        words_before: Words that begin in front of it.
-        inside: The character in front of it belongs to a word.
-    """
-
-    text: str
-    begin: int = 0
-    bytes_before: int = 0
-    words_before: int = 0
-    inside: bool = False
-
-    @property
-    def end(self) -> int:
-        """The character behind it, counted in the whole text."""
-        return self.begin + len(self.text)
-
-    def tail(self, size: int, more: str) -> Part:
-        """Return the part that begins `size` characters in front of this one's end and continues with `more`."""
-        kept = len(self.text) - size
-        points = _code_points(self.text[:kept])
-        return Part(
-            self.text[kept:] + more,
-            self.begin + kept,
-            self.bytes_before + int(_bytes_up_to(points)[-1]),
-            self.words_before + int(_words_up_to(points, self.inside)[-1]),
-            not self.text[kept - 1].isspace() if kept else self.inside,
-        )
-
-
-@dataclass(frozen=True)
-class Window:
-    """A part of the text with its tokens.
-
-    Attributes:
-        part: The text.
-        tokens: Its tokens, with ends counted in the whole text.
-        starts: First character of each token, counted in the whole text, never decreasing, shape (n,).
-        stops: The character behind each token, likewise.
-        cuts: True if two windows may be joined in front of a token, shape (n,), bool.
-    """
-
-    part: Part
-    tokens: Tokens
-    starts: Numbers
-    stops: Numbers
-    cuts: Numbers
-
-    def text(self, first: int, last: int) -> str:
-        """Return its characters `first .. last-1`, counted in the whole text."""
-        return self.part.text[first - self.part.begin : last - self.part.begin]
-
-    def between(self, first: int, last: int) -> slice:
-        """Return the slice of the tokens that lie between two characters."""
-        begin = int(np.searchsorted(self.starts, first, side="left"))
-        return slice(begin, max(begin, int(np.searchsorted(self.stops, last, side="right"))))
-
-
-def open_window(part: Part, tokenizer: Any, cutting: Cutting) -> Window:
-    """Tokenize a part, without special tokens."""
-    fast = bool(getattr(tokenizer, "is_fast", False))
-    encoded = tokenizer(
-        part.text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False
-    )
-    ids = np.asarray(encoded["input_ids"], dtype=np.int64)
-    nothing = np.zeros(0, dtype=np.int64)
-    if not fast:
-        return Window(part, Tokens(ids, None, None), nothing, nothing, nothing)
-    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64).reshape(-1, 2)
-    # An offset may be lower than the one before it; a token then adds no text to those in front of it.
-    starts, stops = np.maximum.accumulate(offsets, axis=0).T
-    points = _code_points(part.text)
-    byte_ends = part.bytes_before + _bytes_up_to(points)[stops]
-    word_ends = part.words_before + _words_up_to(points, part.inside)[stops]
-    cuts = np.diff(starts, prepend=-1) > 0  # never within a character of several tokens
-    if cutting is Cutting.AT_WORDS:
-        cuts &= np.diff(np.asarray(encoded.word_ids(0), dtype=np.int64), prepend=-1) != 0
-    tokens = Tokens(ids, byte_ends, word_ends)
-    return Window(part, tokens, starts + part.begin, stops + part.begin, cuts)
-
-
-# Windows joined to the tokens of the whole text.
 
 
 @dataclass(frozen=True)
@@ -301,6 +218,50 @@ class Piece:
     stopped: bool = False
 
 
+# Every character that `str.split` splits at; none lies behind the ideographic space.
+_SPACES = np.array([point for point in range(0x3001) if chr(point).isspace()], dtype=np.uint32)
+
+
+@dataclass
+class _Counter:
+    """Bytes and words of the text up to the character `end`, which belongs to the next piece.
+
+    Attributes:
+        inside: The character in front of `end` belongs to a word.
+    """
+
+    end: int = 0
+    bytes: int = 0
+    words: int = 0
+    inside: bool = False
+
+    def piece(self, window: Window, at: int, stop: int | None, end: int) -> Piece:
+        """Return tokens `at .. stop-1` of a window and the text up to the character `end`."""
+        ids, stops = window.ids[at:stop], window.stops[at:stop]
+        text = window.text[self.end - window.begin : end - window.begin]
+        if len(stops) < len(ids):
+            return Piece(Tokens(ids, None, None), text)
+        # The last token may end behind the text, within the next token's character.
+        behind = max([end, *stops[-1:]]) - window.begin
+        data = window.text[self.end - window.begin : behind].encode("utf-32-le", "surrogatepass")
+        points = np.frombuffer(data, dtype="<u4")
+        sizes = 1 + (points > 0x7F).astype(np.int64) + (points > 0x7FF) + (points > 0xFFFF)
+        solid = ~np.isin(points, _SPACES)
+        begins = solid & ~np.concatenate([[self.inside], solid[:-1]])
+        # In front of each character and behind the last.
+        byte_ends = self.bytes + np.concatenate([[0], np.cumsum(sizes)])
+        word_ends = self.words + np.concatenate([[0], np.cumsum(begins, dtype=np.int64)])
+        tokens = Tokens(ids, byte_ends[stops - self.end], word_ends[stops - self.end])
+        self.bytes, self.words = int(byte_ends[len(text)]), int(word_ends[len(text)])
+        self.inside = not text[-1].isspace() if text else self.inside
+        self.end = end
+        return Piece(tokens, text)
+
+    def last(self, window: Window, at: int, stop: int) -> Piece:
+        """Return the piece in which reading stops early: the text ends with its last token."""
+        return replace(self.piece(window, at, stop, int(window.stops[stop - 1])), stopped=True)
+
+
 def joined(
     chunks: Iterator[str],
     tokenizer: Any,
@@ -313,47 +274,41 @@ def joined(
         UnreadableError: The text is too large to be tokenized whole, and this tokenizer, or this text, cannot be cut.
     """
     sizes = sizes or SIZES
-    reader, cutting = _Reader(chunks), cutting_of(tokenizer)
+    reader, cutting, counter = _Reader(chunks), cutting_of(tokenizer), _Counter()
     size = sizes.window
     if max_tokens is not None:
         size = min(size, sizes.per_token * max_tokens + 4 * sizes.overlap)
     if cutting is Cutting.NEVER:
         size = sizes.whole
-    left = open_window(Part(reader.read(size)), tokenizer, cutting)
-    at = count = end = 0  # the next token in `left`; tokens and characters that were yielded
+    left = open_window(reader.read(size), 0, tokenizer, cutting)
+    at = count = 0  # the next token in `left`; tokens that were yielded
     overlap = sizes.overlap
     while not reader.ended:
         enough = None if max_tokens is None else at + max_tokens - count
         if enough is not None and _settled(left, overlap, cutting) >= enough:
-            yield _last(left, at, enough, end)
+            yield counter.last(left, at, enough)
             return
         if cutting is Cutting.NEVER:
             raise UnreadableError(
                 f"longer than {sizes.whole:,} characters, and texts of this tokenizer cannot be cut safely"
             )
-        more = reader.read(sizes.window)
-        right = open_window(left.part.tail(overlap, more), tokenizer, cutting)
+        more, shared = reader.read(sizes.window), left.text[len(left.text) - overlap :]
+        right = open_window(shared + more, left.end - overlap, tokenizer, cutting)
         joint = join(left, right)
         if joint is None or joint[0] < at:
-            more += reader.read(len(left.part.text))
+            more += reader.read(len(left.text))
             left = _grown(left, at, more, tokenizer, cutting, sizes)
-            overlap = min(4 * overlap, len(left.part.text) // 2)
+            overlap = min(4 * overlap, len(left.text) // 2)
             continue
         stop, following = joint
         if enough is not None and stop >= enough:
-            yield _last(left, at, enough, end)
+            yield counter.last(left, at, enough)
             return
-        begin, end = end, int(left.starts[stop])
-        yield Piece(left.tokens.cut(at, stop), left.text(begin, end))
+        yield counter.piece(left, at, stop, int(left.starts[stop]))
         count += stop - at
         left, at, overlap = right, following, sizes.overlap
     enough = None if max_tokens is None else at + max_tokens - count
-    yield Piece(left.tokens.cut(at, enough), left.text(end, left.part.end))
-
-
-def _last(window: Window, at: int, stop: int, end: int) -> Piece:
-    """Return the piece in which reading stops early: the text ends with its last token."""
-    return Piece(window.tokens.cut(at, stop), window.text(end, int(window.stops[stop - 1])), True)
+    yield counter.piece(left, at, enough, left.end)
 
 
 def join(left: Window, right: Window) -> tuple[int, int] | None:
@@ -362,15 +317,14 @@ def join(left: Window, right: Window) -> tuple[int, int] | None:
     In the middle half of the overlap, far from where either window is cut off, they must have the same tokens and
     cuts at the same places. (A quarter of the overlap is more than any known pattern looks ahead.)
     """
-    first, last = right.part.begin, left.part.end
-    margin = (last - first) // 4
-    middle = first + margin, last - margin
+    margin = (left.end - right.begin) // 4
+    middle = right.begin + margin, left.end - margin
     ours, theirs = left.between(*middle), right.between(*middle)
     length = ours.stop - ours.start
     if length < AGREED or length != theirs.stop - theirs.start:
         return None
     pairs = (
-        (left.tokens.ids[ours], right.tokens.ids[theirs]),
+        (left.ids[ours], right.ids[theirs]),
         (left.starts[ours], right.starts[theirs]),
         (left.stops[ours], right.stops[theirs]),
         (left.cuts[ours][1:], right.cuts[theirs][1:]),
@@ -388,10 +342,10 @@ def _settled(window: Window, overlap: int, cutting: Cutting) -> int:
     """Return the number of tokens that no text behind the window can change."""
     if cutting is Cutting.NEVER:
         return 0
-    safe = window.part.end - overlap
+    safe = window.end - overlap
     if cutting is Cutting.AT_WORDS:
         cuts = window.starts[window.cuts & (window.starts >= safe)]
-        widest = np.diff(cuts, prepend=safe, append=window.part.end).max()
+        widest = np.diff(cuts, prepend=safe, append=window.end).max()
         if not len(cuts) or widest > overlap // 8:
             return 0
     return int(np.searchsorted(window.stops, safe, side="right"))
@@ -401,45 +355,31 @@ def _grown(
     window: Window, at: int, more: str, tokenizer: Any, cutting: Cutting, sizes: Sizes
 ) -> Window:
     """Return the window with more text; the tokens up to `at`, where it was joined, must not change."""
-    size = len(window.part.text) + len(more)
-    if size > sizes.largest:
+    text = window.text + more
+    if len(text) > sizes.largest:
         raise UnreadableError(
-            f"no place to cut its text for tokenization within {size:,} characters"
+            f"no place to cut its text for tokenization within {len(text):,} characters"
         )
-    part = replace(window.part, text=window.part.text + more)
-    grown = open_window(part, tokenizer, cutting)
+    grown = open_window(text, window.begin, tokenizer, cutting)
     same = slice(0, at + AGREED if at else 0)
-    for before, now in ((window.tokens.ids, grown.tokens.ids), (window.starts, grown.starts)):
+    for before, now in ((window.ids, grown.ids), (window.starts, grown.starts)):
         if not np.array_equal(before[same], now[same]):
             raise UnreadableError("its tokens change with the text that follows them")
     return grown
 
 
 class _Reader:
-    """Chunks of text, read as so many characters at a time.
-
-    Attributes:
-        ended: There is no more text.
-    """
+    """Chunks of text, read as so many characters at a time; `ended` once there is no more text."""
 
     def __init__(self, chunks: Iterator[str]) -> None:
-        self._chunks, self._held = chunks, ""
-        self._fill(1)
+        self._chunks, self._held, self.ended = chunks, "", False
 
     def read(self, size: int) -> str:
         """Return the next `size` characters, fewer only at the end."""
-        self._fill(size + 1)
-        text, self._held = self._held[:size], self._held[size:]
-        return text
-
-    @property
-    def ended(self) -> bool:
-        return not self._held
-
-    def _fill(self, size: int) -> None:
-        parts = [self._held]
-        held = len(self._held)
-        while held < size and (chunk := next(self._chunks, None)) is not None:
+        parts, held = [self._held], len(self._held)
+        while held <= size and (chunk := next(self._chunks, None)) is not None:
             parts.append(chunk)
             held += len(chunk)
-        self._held = "".join(parts)
+        text = "".join(parts)
+        self._held, self.ended = text[size:], held <= size
+        return text[:size]

@@ -19,7 +19,6 @@ from hf_posenc.evaluation.documents import Document, UnreadableError, tokenize
 from hf_posenc.evaluation.documents import tokens as module
 from hf_posenc.evaluation.documents.tokens import (
     Cutting,
-    Part,
     Piece,
     Sizes,
     Tokens,
@@ -27,7 +26,6 @@ from hf_posenc.evaluation.documents.tokens import (
     cutting_of,
     join,
     joined,
-    open_window,
 )
 from tests.support.tokenizer_kinds import AT_TOKENS, AT_WORDS, NEVER, tokenizer_of
 
@@ -75,6 +73,12 @@ def chunks(text: str, size: int = 97) -> Iterator[str]:
     return (text[begin : begin + size] for begin in range(0, len(text), size))
 
 
+def whole_tokens(text: str, tokenizer: Any) -> Tokens:
+    (piece,) = joined(iter([text]), tokenizer, None, Sizes(window=len(text)))
+    assert piece.text == text
+    return piece.tokens
+
+
 def check(text: str, pieces: list[Piece], whole: Tokens, max_tokens: int | None) -> None:
     for name in ("ids", "byte_ends", "word_ends"):
         found = np.concatenate([getattr(piece.tokens, name) for piece in pieces])
@@ -101,7 +105,7 @@ def test_windows_give_the_tokens_of_the_whole(
     kind: str, text: str, sizes: Sizes, max_tokens: int | None
 ) -> None:
     tokenizer = tokenizer_of(kind)
-    whole = open_window(Part(text), tokenizer, Cutting.NEVER).tokens
+    whole = whole_tokens(text, tokenizer)
     pieces = list(joined(chunks(text), tokenizer, max_tokens, sizes))
     check(text, pieces, whole, max_tokens)
 
@@ -114,7 +118,7 @@ def test_ordinary_text_is_cut_into_many_windows(kind: str) -> None:
     tokenizer = tokenizer_of(kind)
     sizes = Sizes(window=1000, overlap=512, largest=4000)
     pieces = list(joined(chunks(CODE), tokenizer, None, sizes))
-    whole = open_window(Part(CODE), tokenizer, Cutting.NEVER).tokens
+    whole = whole_tokens(CODE, tokenizer)
     check(CODE, pieces, whole, None)
     assert len(pieces) >= len(CODE) // 1000  # no window had to grow
 
@@ -130,7 +134,7 @@ def test_texts_that_may_not_be_cut_are_tokenized_whole_or_not_at_all(kind: str) 
     tokenizer = tokenizer_of(kind)
     assert cutting_of(tokenizer) is Cutting.NEVER
     text = CODE[:1000]
-    whole = open_window(Part(text), tokenizer, Cutting.NEVER).tokens
+    whole = whole_tokens(text, tokenizer)
     for max_tokens in (None, 5):
         check(text, list(joined(chunks(text), tokenizer, max_tokens, SMALL)), whole, max_tokens)
         with pytest.raises(
@@ -146,8 +150,7 @@ def test_windows_join_only_where_all_of_the_middle_agrees() -> None:
         for name, place in changed.items():
             arrays[name][place] = not arrays[name][place] if name == "cuts" else 50
         parts = {name: values[begin : begin + 80] for name, values in arrays.items()}
-        tokens = Tokens(parts.pop("ids"), None, None)
-        return Window(Part("." * 80, begin=begin), tokens, **parts)
+        return Window("." * 80, begin, **parts)
 
     left = window(0)  # the overlap is 20..80, its middle 35..65
     assert join(left, window(20)) == (50, 30)
@@ -170,7 +173,7 @@ def test_a_word_longer_than_any_window_is_refused() -> None:
     with pytest.raises(UnreadableError, match="no place to cut its text for tokenization within"):
         list(joined(chunks(text), tokenizer_of("GPT-2"), None, SMALL))
     longer = Sizes(window=600, overlap=64, largest=1 << 20)
-    whole = open_window(Part(text), tokenizer_of("GPT-2"), Cutting.NEVER).tokens
+    whole = whole_tokens(text, tokenizer_of("GPT-2"))
     check(text, list(joined(chunks(text), tokenizer_of("GPT-2"), None, longer)), whole, None)
 
 
@@ -183,7 +186,7 @@ def test_reading_stops_early_only_where_the_text_behind_changes_nothing(size: in
     fast: Any = PreTrainedTokenizerFast
     tokenizer = fast(tokenizer_object=backend, unk_token="<unk>")
     text = "b " + "a" * size
-    whole = open_window(Part(text), tokenizer, Cutting.NEVER).tokens
+    whole = whole_tokens(text, tokenizer)
     check(text, list(joined(chunks(text), tokenizer, 9, TIGHT)), whole, 9)
 
 
