@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import formats, load_documents, read_dataset, read_paths
+from hf_posenc.evaluation.documents import load_documents, read_dataset, read_paths, readers
 from hf_posenc.evaluation.documents import tokens as joining
 from tests.support.documents_forms import GOOD, PACK, refusal, zstd
 from tests.support.tiny_text import byte_tokenizer, tiny_checkpoint
@@ -176,7 +176,7 @@ BOMB = 64 << 20
 def test_bombs_take_little_memory(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(formats, "LONGEST", 1 << 20)
+    monkeypatch.setattr(readers, "LONGEST", 1 << 20)
     sizes = joining.Sizes(window=1 << 14, overlap=1 << 9, largest=1 << 16)
     monkeypatch.setattr(joining, "SIZES", sizes)
     pack = gzip.compress if ending == ".gz" else zstd
@@ -246,7 +246,7 @@ def test_a_run_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     from hf_posenc.cli.app import app
 
-    monkeypatch.setattr(formats, "SMALL", 1 << 12)
+    monkeypatch.setattr(readers, "SMALL", 1 << 12)
     folder = tmp_path / "inputs"
     folder.mkdir()
     for name, (content, _) in FILES.items():

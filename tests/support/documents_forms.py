@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.documents import formats, load_documents, read_paths
+from hf_posenc.evaluation.documents import load_documents, read_paths, readers
 from hf_posenc.evaluation.documents import tokens as joining
 from tests.support.tiny_text import byte_tokenizer, prose
 
@@ -51,7 +51,7 @@ PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything that counts as large is small."""
-    monkeypatch.setattr(formats, "SMALL", 1000)
+    monkeypatch.setattr(readers, "SMALL", 1000)
     sizes = joining.Sizes(window=3000, overlap=512, largest=1 << 14)
     monkeypatch.setattr(joining, "SIZES", sizes)
 

@@ -16,8 +16,6 @@ from hf_posenc.evaluation.documents.document import (
     UnreadableError,
     as_entries,
 )
-from hf_posenc.evaluation.documents.files import read_paths
-from hf_posenc.evaluation.documents.formats import read_dataset
 from hf_posenc.evaluation.documents.loading import (
     Vocabulary,
     load_documents,
@@ -25,6 +23,7 @@ from hf_posenc.evaluation.documents.loading import (
     special_prefix,
     tokenize,
 )
+from hf_posenc.evaluation.documents.readers import read_dataset, read_paths
 from hf_posenc.evaluation.documents.storage import TokenCache
 
 __all__ = [

@@ -16,9 +16,8 @@ from hf_posenc.evaluation.documents.document import (
     as_entries,
     printable,
 )
-from hf_posenc.evaluation.documents.files import read_paths
-from hf_posenc.evaluation.documents.formats import read_dataset
 from hf_posenc.evaluation.documents.loading import EMBEDDED_SOURCE, load_documents, read_embedded
+from hf_posenc.evaluation.documents.readers import read_dataset, read_paths
 from hf_posenc.evaluation.documents.storage import TokenCache
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
 

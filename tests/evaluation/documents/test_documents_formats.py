@@ -20,7 +20,7 @@ from hf_posenc.evaluation.documents import (
     read_dataset,
     read_paths,
 )
-from hf_posenc.evaluation.documents import formats as token_files
+from hf_posenc.evaluation.documents import readers as token_files
 from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.options import DocumentOptions

@@ -20,9 +20,9 @@ from hf_posenc.evaluation.documents import (
     Skipped,
     TokenCache,
     UnreadableError,
-    formats,
     load_documents,
     read_paths,
+    readers,
     tokenize,
 )
 from hf_posenc.evaluation.documents import storage as spool
@@ -225,6 +225,6 @@ def test_the_page_names_the_limits_that_hold() -> None:
     limits = (sizes.window, sizes.whole, sizes.largest, sizes.overlap // 4, spool.BUDGET)
     for limit in limits:
         assert f"{limit:,}" in page
-    assert f"text of up to {formats.SMALL >> 20} MiB is read at once" in page
-    assert f"may have {formats.LONGEST >> 20} MiB" in page
+    assert f"text of up to {readers.SMALL >> 20} MiB is read at once" in page
+    assert f"may have {readers.LONGEST >> 20} MiB" in page
     assert f"count beyond {cutting.LONGEST_COUNT}" in page

@@ -1,7 +1,7 @@
-"""File formats and datasets that documents are read from.
+"""Documents of files, folders, glob patterns and datasets.
 
-Every reader yields entries. It raises `UnreadableError` with a reason of one line if a file cannot be read, and keeps
-no more than a piece, a line or a few rows in memory.
+Every reader yields entries and keeps no more than a piece, a line or a few rows in memory. The reader of a format
+raises `UnreadableError` with a reason of one line if a file cannot be read.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import codecs
 import contextlib
 import functools
+import glob
 import gzip
 import io
 import json
+import os
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +23,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from hf_posenc.errors import PosencError, one_line
+from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.evaluation.documents.document import (
     Document,
     Entry,
@@ -57,7 +59,110 @@ _MAGIC = {
 }
 
 
-def read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[Entry]:
+def read_paths(
+    paths: Iterable[str],
+    *,
+    column: str = "text",
+    tokenized: str | None = None,
+    split: str = "test",
+    token_dtype: str = "uint16",
+) -> Iterator[Entry]:
+    """Yield the documents of files, folders (all files below them except hidden ones) and glob patterns.
+
+    Each file is read once. Its suffix, without `.gz` or `.zst`, selects the format: `.jsonl`, `.ndjson` and `.parquet`
+    contain rows; `.npy` contains token ids, as does a `.bin` file that is named and not just found in a folder;
+    everything else is one text. A folder that `save_to_disk` of the datasets library wrote is that dataset.
+
+    Args:
+        paths: Files, folders, patterns.
+        column: The column of rows that contains their text.
+        tokenized: The column of rows that contains token ids, read instead of a text.
+        split: The split of a saved `DatasetDict`.
+        token_dtype: Type of the ids in a `.bin` file: `uint16`, as LongLoRA's, or another of `TOKEN_DTYPES`.
+
+    Raises:
+        PosencError: There is no such `token_dtype`, or a saved dataset cannot be read.
+    """
+    if token_dtype not in TOKEN_DTYPES:
+        raise unknown("token type", token_dtype, TOKEN_DTYPES)
+    seen: dict[tuple[int, int], Path] = {}
+    for argument in paths:
+        # os.path, since pathlib raises for an unknown user and for a name that is too long
+        path = Path(os.path.expanduser(argument))  # noqa: PTH111
+        folder = os.path.isdir(path)  # noqa: PTH112
+        if not argument:  # an empty shell variable, which pathlib takes for the current folder
+            yield Skipped("(an empty name)", "no such file")
+            continue
+        if folder and _is_saved(path):
+            yield from read_dataset(str(path), split=split, column=column, tokenized=tokenized)
+            continue
+        for file in _files(argument, path, folder):
+            if isinstance(file, Skipped):
+                yield file
+                continue
+            name = printable(file)
+            try:
+                first = _first(file, seen)
+                if first is file:
+                    dtype = None if folder else token_dtype
+                    yield from _read_file(file, Column(column, tokenized), dtype)
+                elif os.path.abspath(first) != os.path.abspath(file):  # noqa: PTH100 (links stay)
+                    yield Skipped(name, f"the same file as {printable(first)}")
+            except UnreadableError as error:
+                yield Skipped(name, str(error))
+
+
+def _files(argument: str, path: Path, folder: bool) -> Iterator[Path | Skipped]:
+    """Yield the files of an argument: itself, those below a folder, or the matches of a pattern."""
+    files: Iterable[Path | Skipped]
+    if folder:
+        files = _below(path)
+    elif os.path.lexists(path):
+        files = (path,)
+    else:
+        matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
+        files = (Path(file) for file in matches if not os.path.isdir(file))  # noqa: PTH112
+    empty = True
+    for file in files:
+        empty = False
+        yield file
+    if empty:
+        reason = "a folder without files" if folder else "no such file"
+        yield Skipped(printable(path if folder else argument), reason)
+
+
+def _first(path: Path, seen: dict[tuple[int, int], Path]) -> Path:
+    """Return the path under which this file was first read; a file without a status is its own."""
+    try:
+        status = path.stat()
+    except OSError:
+        return path  # its reader raises the reason
+    return seen.setdefault((status.st_dev, status.st_ino), path)
+
+
+def _below(folder: Path) -> Iterator[Path | Skipped]:
+    """Yield every file below a folder, by name and through links; hidden entries are left out."""
+    seen: set[tuple[int, int]] = set()
+    pending = [folder]
+    while pending:
+        path = pending.pop()
+        if not os.path.isdir(path):  # noqa: PTH112 (pathlib's raises for some names)
+            yield path
+            continue
+        try:
+            status = path.stat()
+            if (status.st_dev, status.st_ino) in seen:
+                yield Skipped(printable(path), "a link to a folder that is read already")
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            entries = sorted(path.iterdir(), key=lambda entry: entry.name, reverse=True)
+        except OSError as error:
+            yield Skipped(printable(path), _system_reason(error))
+            continue
+        pending += [entry for entry in entries if not entry.name.startswith(".")]
+
+
+def _read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[Entry]:
     """Yield the documents of a file, in the format of its suffix without `.gz` or `.zst`.
 
     Args:
@@ -96,11 +201,11 @@ def _readable(kind: str) -> Iterator[None]:
         raise
     except Exception as error:  # those of numpy, Arrow and zlib have many types
         if isinstance(error, OSError) and error.errno is not None:
-            raise UnreadableError(system_reason(error)) from error
+            raise UnreadableError(_system_reason(error)) from error
         raise UnreadableError(f"not {kind}, or damaged ({one_line(error)})") from error
 
 
-def system_reason(error: OSError) -> str:
+def _system_reason(error: OSError) -> str:
     """Return the reason that the operating system gives, without the path."""
     return f"cannot be read ({error.strerror or one_line(error)})"
 
@@ -112,7 +217,7 @@ def _regular_size(path: Path) -> int:
     except OSError as error:
         if path.is_symlink() and isinstance(error, FileNotFoundError):
             raise UnreadableError("a link that leads nowhere") from error
-        raise UnreadableError(system_reason(error)) from error
+        raise UnreadableError(_system_reason(error)) from error
     if not stat.S_ISREG(status.st_mode):
         raise UnreadableError("a pipe or a device, not a file: write its content to a file first")
     return status.st_size
@@ -373,38 +478,40 @@ def read_dataset(
     Raises:
         PosencError: `datasets` is not installed, the dataset or split cannot be loaded, or it has no such column.
     """
-    if is_saved(Path(name)):
-        yield from read_saved(Path(name), split, Column(column, tokenized))
-        return
-    load = functools.partial(
-        _datasets().load_dataset, name, config, split=split, streaming=streaming
-    )
-    title = f"{name} ({config})" if config else name
-    yield from _rows(load, name, title, split, Column(column, tokenized))
+    library, folder, rows = _datasets(), Path(name), Column(column, tokenized)
+    saved = _is_saved(folder)
+    name = printable(folder) if saved else name
+    title = f"{name} ({config})" if config and not saved else name
+    index = -1
+    try:
+        if saved:
+            dataset = library.load_from_disk(str(folder))
+            if isinstance(dataset, library.DatasetDict):
+                if split not in dataset:
+                    raise PosencError(
+                        f"The dataset {name} has no split {split!r}; it has {', '.join(dataset)}. Pass --split."
+                    )
+                dataset = dataset[split]
+        else:
+            dataset = library.load_dataset(name, config, split=split, streaming=streaming)
+        for index, row in enumerate(dataset):
+            if rows.name not in row:
+                raise PosencError(f"The dataset {title} has {rows.missing(row)}.")
+            yield rows.entry(f"{name}[{split}]#{index}", row)
+    except PosencError:
+        raise
+    except Exception as error:  # whatever the hub, a file format or a script of the dataset raises
+        raise PosencError(
+            f"The split {split!r} of dataset {title} cannot be read: {one_line(error)}"
+        ) from error
+    if index < 0:
+        yield Skipped(f"{name}[{split}]", "a split without rows")
 
 
-def is_saved(folder: Path) -> bool:
+def _is_saved(folder: Path) -> bool:
     """Return whether `save_to_disk` of the datasets library wrote a folder."""
     one = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
     return one or (folder / "dataset_dict.json").is_file()
-
-
-def read_saved(folder: Path, split: str, column: Column) -> Iterator[Entry]:
-    """Yield the rows of a dataset in a folder that `save_to_disk` wrote, with the errors of `read_dataset`."""
-    library, name = _datasets(), printable(folder)
-
-    def load() -> Any:
-        dataset = library.load_from_disk(str(folder))
-        if not isinstance(dataset, library.DatasetDict):
-            return dataset
-        if split not in dataset:
-            splits = ", ".join(dataset)
-            raise PosencError(
-                f"The dataset {name} has no split {split!r}; it has {splits}. Pass --split."
-            )
-        return dataset[split]
-
-    yield from _rows(load, name, name, split, column)
 
 
 def _datasets() -> Any:
@@ -415,26 +522,3 @@ def _datasets() -> Any:
             "A dataset needs the datasets library: pip install 'hf-posenc[data]'. Text files work without it (--text)."
         ) from error
     return datasets
-
-
-def _rows(
-    load: Callable[[], Iterable[Mapping[str, Any]]],
-    name: str,
-    title: str,
-    split: str,
-    column: Column,
-) -> Iterator[Entry]:
-    index = -1
-    try:
-        for index, row in enumerate(load()):
-            if column.name not in row:
-                raise PosencError(f"The dataset {title} has {column.missing(row)}.")
-            yield column.entry(f"{name}[{split}]#{index}", row)
-    except PosencError:
-        raise
-    except Exception as error:  # whatever the hub, a file format or a script of the dataset raises
-        raise PosencError(
-            f"The split {split!r} of dataset {title} cannot be read: {one_line(error)}"
-        ) from error
-    if index < 0:
-        yield Skipped(f"{name}[{split}]", "a split without rows")
