@@ -15,7 +15,7 @@ from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5
 from hf_posenc.engines.source import Source, clean_json, open_source
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods import METHODS, LengthDependent, Method, seam_of
-from hf_posenc.patch.export import BLOCK, config_parts, quiet
+from hf_posenc.patch.export import BLOCK, config_parts, reloaded
 from hf_posenc.patch.export import write as write_values
 from hf_posenc.patch.request import MethodLike
 
@@ -108,7 +108,7 @@ def export_source(source: Source, name: str) -> Export:
         config = copy.deepcopy(source.config)
         text = dict(config_parts(config))[source.text_path]
         write_values(text, draft.values)
-        if not (isinstance(engine, Transformers4) or _readable(config)):
+        if not isinstance(engine, Transformers4) and reloaded(config) is None:
             failures.append(f"the config class of {config.model_type} does not take {draft.form}")
             continue
         errors = measure(source, engine, draft, vars(text))
@@ -170,21 +170,6 @@ def find_engine(name: str) -> Engine:
         if engine.name == name:
             return engine
     raise unknown("engine", name, ENGINES)
-
-
-def _readable(config: Any) -> bool:
-    """Return whether transformers' config class, with which every engine reads configs, takes it back."""
-    with quiet():
-        try:
-            loaded = type(config).from_dict(config.to_dict())
-        except Exception:
-            return False
-    for (_, part), (_, again) in zip(config_parts(config), config_parts(loaded), strict=True):
-        kept = getattr(again, "rope_parameters", None) or {}
-        entries = getattr(part, "rope_parameters", None) or {}
-        if any(kept.get(key) != value for key, value in entries.items()):
-            return False
-    return True
 
 
 def _own_json(source: Source) -> dict[str, Any]:

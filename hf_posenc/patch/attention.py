@@ -26,30 +26,26 @@ from hf_posenc.model.parameters import PARAMETERS, MethodParameters
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary
 from hf_posenc.model.rotary import native_rotary
 from hf_posenc.patch.export import config_parts, quiet
-from hf_posenc.patch.state import AttentionSeam, State
+from hf_posenc.patch.state import State
 
 _IMPLEMENTATION = "_attn_implementation_internal"
 
 
 def install_attention(
-    model: nn.Module,
-    state: State,
-    every: Sequence[RotaryTable],
-    tables: Sequence[RotaryTable],
-    methods: Sequence[Method],
-) -> AttentionSeam:
+    model: nn.Module, state: State, every: Sequence[RotaryTable], tables: Sequence[RotaryTable]
+) -> None:
     """Reposition the rotary modules, calibrate every attention layer and give it its encoding.
 
     Args:
         model: The transformers model, with frequency methods already in place.
-        state: The patch: its original context length, layers and `compose`.
+        state: The patch; it records what `remove_attention` does not undo.
         every: All rotary tables of the text decoder.
         tables: Those of the chosen layers.
-        methods: The methods that compute attention, on different seams.
 
     Raises:
         UnsupportedModelError: A model whose attention the engine cannot compute, with the reason.
     """
+    methods = state.in_attention
     for method in methods:
         if method.trainable:
             warnings.warn(
@@ -58,30 +54,23 @@ def install_attention(
                 UntrainedWarning,
                 stacklevel=4,
             )
-    owner_path, owner = _owner(model, tables[0])
+    owner = _owner(model, tables[0])
     _refuse(model, owner)
     with trial(model):
         ids = trial_tokens(owner)
         subject, expected = _reference(model, owner, ids)
-    before = {path: vars(part).get(_IMPLEMENTATION) for path, part in config_parts(owner.config)}
-    seam = AttentionSeam(owner_path, before)
-    try:
-        _choose_engine(owner, seam)
-        wrappers = _reposition(model, owner, every)
-        with trial(model):
-            layers = calibrate(model, owner, ids, every, wrappers, methods)
-            verify(subject, ids, expected, layers, wrappers)
-            _give_encodings(layers, tables, wrappers, methods, state)
-            _watch_cache(owner, layers, state.original)
-            run(subject, ids)  # the patched model runs
-    except BaseException:
-        remove_attention(model, seam)
-        raise
-    return seam
+    _choose_engine(owner, state)
+    wrappers = _reposition(model, owner, every)
+    with trial(model):
+        layers = calibrate(model, owner, ids, every, wrappers, methods)
+        verify(subject, ids, expected, layers, wrappers)
+        _give_encodings(layers, tables, wrappers, methods, state)
+        _watch_cache(owner, layers, state.original)
+        run(subject, ids)  # the patched model runs
 
 
-def remove_attention(model: nn.Module, seam: AttentionSeam) -> None:
-    """Remove layers, hooks, parameters and wrappers, and restore the attention implementation."""
+def remove_attention(model: nn.Module) -> None:
+    """Remove layers, hooks, parameters and wrappers."""
     for module in model.modules():
         module.__dict__.pop(LAYER, None)
         module._modules.pop(PARAMETERS, None)
@@ -92,9 +81,6 @@ def remove_attention(model: nn.Module, seam: AttentionSeam) -> None:
         for name, child in list(module._modules.items()):
             if isinstance(child, RepositionedRotary):
                 setattr(module, name, child.base)
-    owner: Any = model.get_submodule(seam.owner)
-    for path, config in config_parts(owner.config):
-        vars(config)[_IMPLEMENTATION] = seam.before[path]
 
 
 def patched_layers(model: nn.Module) -> Iterator[tuple[str, Encoding]]:
@@ -108,13 +94,13 @@ def patched_layers(model: nn.Module) -> Iterator[tuple[str, Encoding]]:
 # The seam is opened.
 
 
-def _owner(model: nn.Module, table: RotaryTable) -> tuple[str, Any]:
+def _owner(model: nn.Module, table: RotaryTable) -> Any:
     """The innermost transformers model around a rotary module."""
-    owner: tuple[str, Any] = ("", model)
+    owner = model
     for name, module in model.named_modules():
         inside = not name or table.name.startswith(f"{name}.")
         if inside and hasattr(module, "set_attn_implementation"):
-            owner = name, module
+            owner = module
     return owner
 
 
@@ -154,14 +140,19 @@ def _reference(model: nn.Module, owner: nn.Module, ids: Tensor) -> tuple[nn.Modu
         return owner, of_owner
 
 
-def _choose_engine(owner: Any, seam: AttentionSeam) -> None:
+def _choose_engine(owner: Any, state: State) -> None:
     """Set the attention implementation of the decoder, and of nothing that it contains (an audio codec)."""
     register()
+    parts = [part for _, part in config_parts(owner.config)]
+    before = [vars(part).get(_IMPLEMENTATION) for part in parts]
+    state.attention = str(before[0])
+    for part, name in zip(parts, before, strict=True):
+        state.set(part, {_IMPLEMENTATION: name})
     with quiet():
         owner.set_attn_implementation(ENGINE)
-    for path, config in config_parts(owner.config):
-        if path and config is not owner.config.get_text_config(decoder=True):
-            vars(config)[_IMPLEMENTATION] = seam.before[path]
+    for part, name in zip(parts[1:], before[1:], strict=True):
+        if part is not owner.config.get_text_config(decoder=True):
+            vars(part)[_IMPLEMENTATION] = name
     if owner.config._attn_implementation != ENGINE:
         raise UnsupportedModelError(
             f"{type(owner).__name__} computes attention in its own code, which no other function can replace. "

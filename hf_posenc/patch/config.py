@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,31 +44,6 @@ class PatchConfig:
     compose: bool = False
     replace: bool = False
     others: tuple[tuple[str, Mapping[str, Any]], ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        methods: Sequence[Method],
-        *,
-        original: int,
-        layers: str | Sequence[int],
-        compose: bool,
-        replace: bool,
-    ) -> PatchConfig:
-        """Describe methods with their model's original context length in tokens; otherwise as for `patch_model`."""
-        first, *others = methods
-        options = first.options()
-        options.pop("scale", None)
-        return cls(
-            method=first.name,
-            options=options,
-            scale=getattr(first, "scale", None),
-            original_max_position_embeddings=original,
-            layers=layers if isinstance(layers, str) else tuple(layers),
-            compose=compose,
-            replace=replace,
-            others=tuple((other.name, other.options()) for other in others),
-        )
 
     def build(self) -> tuple[Method, ...]:
         """Return the method objects, each on a seam of its own.

@@ -21,7 +21,13 @@ from torch import Tensor, nn
 from hf_posenc.adapters import LegacyKeys
 from hf_posenc.methods import RopeScaling
 from hf_posenc.model.discovery import RotaryTable
-from hf_posenc.model.rotary import PosencRotary, computes, probed_length, rotary_output
+from hf_posenc.model.rotary import (
+    PosencRotary,
+    computes,
+    native_rotary,
+    probed_length,
+    rotary_output,
+)
 from hf_posenc.rope import RopeSpec
 
 BLOCK = "hf_posenc"
@@ -43,42 +49,39 @@ _ABSENT = "<absent>"
 
 @dataclass(frozen=True)
 class PatchedTable:
-    """A table and the wrapper that patches it."""
+    """A table, the wrapper that patches it, and the buffer of the logarithms of its learned gain, where it has one."""
 
     table: RotaryTable
     wrapper: PosencRotary
+    log_gain: str | None = None
 
     @property
     def spec(self) -> RopeSpec:
         """The frequencies that the method starts from."""
         return self.wrapper.specs[self.table.label]
 
+    @property
+    def probe(self) -> int:
+        """The length of the text whose rotation is compared, in tokens."""
+        return probed_length(self.spec.original_max_position_embeddings)
+
     def in_force(self) -> tuple[Tensor, float]:
         """Return the patched frequencies, shape (d/2,), and factor, at the length of the probe."""
-        length = probed_length(self.spec.original_max_position_embeddings)
-        inv_freq, factor = self.wrapper.table(self.table.label, length)
+        inv_freq, factor = self.wrapper.table(self.table.label, self.probe)
         return inv_freq, float(factor)
 
+    def output_of(self, rotary: nn.Module) -> tuple[Tensor, Tensor] | None:
+        """Return the (cos, sin) of the probe by a module: the wrapper on its own device, any other on the CPU."""
+        device = rotary.device if isinstance(rotary, PosencRotary) else torch.device("cpu")
+        return rotary_output(rotary, self.table.label, device, length=self.probe)
+
     def computed_by(self, rotary: nn.Module) -> bool:
-        """Return whether another module computes the same."""
-        length = probed_length(self.spec.original_max_position_embeddings)
-        output = rotary_output(rotary, self.table.label, torch.device("cpu"), length=length)
-        return computes(output, *self.in_force())
-
-
-@dataclass(frozen=True)
-class ConfigEdit:
-    """The changes of one config.
-
-    Attributes:
-        values: Attributes to set; those that plain transformers 4 reads are among them where the
-            proof shows them harmless.
-        form: The form in which plain transformers computes the patch, `"rope_parameters"` or
-            `"longrope"`; `None` where it cannot.
-    """
-
-    values: Mapping[str, Any]
-    form: str | None
+        """Return whether a module, the wrapper itself or another, gives the patched rotation."""
+        inv_freq, factor = self.in_force()
+        gain = getattr(native_rotary(rotary), self.log_gain, None) if self.log_gain else None
+        if isinstance(gain, Tensor) and not gain.is_meta:
+            inv_freq = inv_freq * gain.detach().to(inv_freq).exp()
+        return computes(self.output_of(rotary), inv_freq, factor)
 
 
 def plan_edit(
@@ -87,15 +90,11 @@ def plan_edit(
     method: RopeScaling,
     extended: int | None,
     legacy: LegacyKeys,
-) -> ConfigEdit:
-    """Return the first form in which plain transformers computes the same as the patch.
+) -> tuple[dict[str, Any], str | None]:
+    """Return a config's new values, and the form in which plain transformers computes the patch from them.
 
-    Args:
-        config: The config that the tables' modules were built from.
-        tables: The patched tables of that config.
-        method: The method in force.
-        extended: The context length that the model now reaches, in tokens; `None`: as before.
-        legacy: The attributes that transformers 4.57 reads for this model type.
+    The values that transformers 4.57 reads (`legacy`) are among them where the proof shows them harmless. The form
+    is `"rope_parameters"`, `"longrope"`, or `None` where plain transformers cannot compute the patch.
     """
     lengths = lengths_of(config, tables, extended)
     forms = list(rope_forms(config, tables, method))
@@ -107,9 +106,9 @@ def plan_edit(
     for form, rope_parameters, old in trials:
         for head_dim in ({}, _readable_head_dim(config)):
             values = {**lengths, "rope_parameters": rope_parameters, **head_dim, **old}
-            if _proven(config, values, rope_parameters, tables):
-                return ConfigEdit(values, form)
-    return ConfigEdit({} if method.length_dependent else lengths, None)
+            if _proven(config, values, tables):
+                return values, form
+    return {} if method.length_dependent else lengths, None
 
 
 def write(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,28 +161,19 @@ def rope_forms(
     if not method.length_dependent:
         makers.append(("longrope", _longrope))
     for (form, make), mscale in itertools.product(makers, (False, True)):
-        entries = {patched.table.label: make(patched, method) for patched in tables}
-        if any(entry is None for entry in entries.values()):
-            continue
-        if mscale:  # Phi-3.5-MoE reads the factor from keys of its own
-            for patched in tables:
+        entries: dict[str, Any] = {}
+        for patched in tables:
+            entry = make(patched, method)
+            if entry is not None and mscale:  # Phi-3.5-MoE reads the factor from keys of its own
                 factor = patched.in_force()[1]
-                entry = entries[patched.table.label]
-                assert entry is not None
-                entries[patched.table.label] = {
-                    "short_mscale": factor,
-                    "long_mscale": factor,
-                    **entry,
-                }
-        yield form, _merged(config, entries)
-
-
-def _merged(config: Any, entries: Mapping[str, dict[str, Any] | None]) -> dict[str, Any]:
-    """The whole `rope_parameters`: flat, or nested by layer type with the other types' entries as they were."""
-    if list(entries) == [""]:
-        return dict(entries[""] or {})
-    current = getattr(config, "rope_parameters", None) or {}
-    return {**copy.deepcopy(dict(current)), **entries}
+                entry = {"short_mscale": factor, "long_mscale": factor, **entry}
+            entries[patched.table.label] = entry
+        if None in entries.values():
+            continue
+        if list(entries) != [""]:  # nested by layer type; the other types' entries stay
+            current = getattr(config, "rope_parameters", None) or {}
+            entries = {"": {**copy.deepcopy(dict(current)), **entries}}
+        yield form, entries[""]
 
 
 def _native(patched: PatchedTable, method: RopeScaling) -> dict[str, Any] | None:
@@ -219,39 +209,44 @@ def _longrope(patched: PatchedTable, method: RopeScaling) -> dict[str, Any]:
 def _kept(patched: PatchedTable, dropped: Iterable[str]) -> dict[str, Any]:
     spec = patched.spec
     old = patched.table.parameters
-    kept = {
-        key: copy.deepcopy(value)
-        for key, value in old.items()
-        if key not in _SCALING_KEYS and key not in dropped
-    }
-    if (
-        old.get("original_max_position_embeddings") is not None
-    ):  # Ministral's attention reads it, whatever the rope_type
+    left_out = _SCALING_KEYS | set(dropped)
+    kept = {key: copy.deepcopy(value) for key, value in old.items() if key not in left_out}
+    # The attention of Ministral and of DeepSeek reads these keys, whatever the rope_type.
+    if old.get("original_max_position_embeddings") is not None:
         kept["original_max_position_embeddings"] = spec.original_max_position_embeddings
-    if patched.wrapper.base_factors and old.get(
-        "mscale_all_dim"
-    ):  # DeepSeek's attention reads it, whatever the rope_type
+    if patched.wrapper.base_factors and old.get("mscale_all_dim"):
         kept["mscale_all_dim"], kept["factor"] = old["mscale_all_dim"], old.get("factor")
     return {**kept, "rope_theta": spec.theta}
 
 
-def _proven(
-    config: Any, values: Mapping[str, Any], expected: Mapping[str, Any], tables: list[PatchedTable]
-) -> bool:
-    """True if a config with these values, saved and loaded, builds rotary modules that compute the patch."""
+def _proven(config: Any, values: Mapping[str, Any], tables: list[PatchedTable]) -> bool:
+    """Return whether a config with these values, saved and loaded, builds rotary modules that compute the patch."""
+    trial = copy.deepcopy(config)
+    write(trial, values)
+    loaded: Any = reloaded(trial)
+    kinds = {type(patched.table.module) for patched in tables}
     try:
-        trial = copy.deepcopy(config)
-        write(trial, values)
         with quiet():
-            loaded = type(trial).from_dict(trial.to_dict())
-            if any(loaded.rope_parameters.get(key) != value for key, value in expected.items()):
-                return False
-            fresh = {
-                id(patched.table.module): type(patched.table.module)(loaded) for patched in tables
-            }
+            fresh = {kind: kind(loaded) for kind in kinds} if loaded is not None else {}
     except Exception:
         return False
-    return all(patched.computed_by(fresh[id(patched.table.module)]) for patched in tables)
+    return bool(fresh) and all(one.computed_by(fresh[type(one.table.module)]) for one in tables)
+
+
+def reloaded(config: Any) -> Any:
+    """Return a config as transformers loads it from its JSON; `None` where it does not take its `rope_parameters`."""
+    try:
+        with quiet():
+            loaded = type(config).from_dict(config.to_dict())
+        parts = zip(config_parts(config), config_parts(loaded), strict=True)
+        for (_, part), (_, again) in parts:
+            written = getattr(part, "rope_parameters", None) or {}
+            kept = getattr(again, "rope_parameters", None) or {}
+            if any(kept.get(key) != value for key, value in written.items()):
+                return None
+    except Exception:
+        return None
+    return loaded
 
 
 @contextlib.contextmanager

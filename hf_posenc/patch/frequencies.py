@@ -9,20 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.adapters import ArchAdapter
 from hf_posenc.errors import UnsupportedModelError, VerificationError
 from hf_posenc.methods import RopeScaling, YaRN
 from hf_posenc.methods.yarn import mscale
 from hf_posenc.model.discovery import RotaryTable, SinCosTable, adapter_of, read_spec
-from hf_posenc.model.rotary import (
-    PosencRotary,
-    computes,
-    is_half_split,
-    probed_length,
-    rotary_output,
-)
+from hf_posenc.model.rotary import PosencRotary, is_half_split
 from hf_posenc.patch import export
-from hf_posenc.patch.state import State, replace_modules, write_config
+from hf_posenc.patch.state import State, replace_modules
 from hf_posenc.rope import RopeSpec
 
 
@@ -36,89 +29,60 @@ def install_rotary(
         VerificationError: The patched model does not give the patched rotation.
     """
     adapter = adapter_of(model)
-    wrappers = _wrappers(tables, method, state, adapter)
-    _follow_config(model, state, adapter, tables, wrappers, method)
-    replace_modules(model, {id(wrapper.base): wrapper for wrapper in wrappers.values()})
+    patched = _wrap(tables, method, state, adapter.log_gain)
+    by_config: dict[int, list[export.PatchedTable]] = {}
+    for one in patched:
+        _check_forward(one)
+        if one.table.config is not None:
+            by_config.setdefault(id(one.table.config), []).append(one)
+    edits, forms = [], set()
+    for group in by_config.values():
+        config = group[0].table.config
+        legacy = adapter.legacy(config)
+        values, form = export.plan_edit(config, group, method, state.extended, legacy)
+        edits.append((config, values))
+        forms.add(form)
+    state.export = forms.pop() if len(forms) == 1 else None
+    state.write_config(model, edits)
+    replace_modules(model, {id(one.table.module): one.wrapper for one in patched})
     _rescale_attention(model, state, tables[0], method)
-    for table in tables:
-        module = model.get_submodule(table.name)
-        if not (isinstance(module, PosencRotary) and _gives(module, table.label, adapter)):
+    for one in patched:
+        module = model.get_submodule(one.table.name)
+        if not (isinstance(module, PosencRotary) and one.computed_by(module)):
             raise VerificationError(
-                f"{table.name} does not give the patched rotation after the patch; the model was "
+                f"{one.table.name} does not give the patched rotation after the patch; the model was "
                 f"restored. Please report it, with the model type and method ({method.name})."
             )
 
 
-def _wrappers(
-    tables: Sequence[RotaryTable], method: RopeScaling, state: State, adapter: ArchAdapter
-) -> dict[int, PosencRotary]:
-    """A wrapper for each rotary module, by the module's `id`."""
+def _wrap(
+    tables: Sequence[RotaryTable], method: RopeScaling, state: State, log_gain: str | None
+) -> list[export.PatchedTable]:
+    """Build one wrapper for each rotary module, which holds one table or several."""
     compose = state.config.compose
-    by_module: dict[int, list[RotaryTable]] = {}
-    for table in tables:
-        by_module.setdefault(id(table.module), []).append(table)
-    wrappers = {}
-    for key, group in by_module.items():
+    patched = []
+    for module in {id(table.module): table.module for table in tables}.values():
+        group = [table for table in tables if table.module is module]
         specs = {table.label: read_spec(table, state.original, compose=compose) for table in group}
         factors = {table.label: table.live()[1] for table in group if compose}
-        wrappers[key] = PosencRotary(group[0].module, method, specs, factors)
-        for table in group:
-            _check_forward(wrappers[key], table, adapter)
-    return wrappers
+        wrapper = PosencRotary(module, method, specs, factors)
+        patched += [export.PatchedTable(table, wrapper, log_gain) for table in group]
+    return patched
 
 
-def _check_forward(wrapper: PosencRotary, table: RotaryTable, adapter: ArchAdapter) -> None:
+def _check_forward(patched: export.PatchedTable) -> None:
     """Verify that a wrapper's output is the patched rotation, whatever the base's forward does."""
-    if _gives(wrapper, table.label, adapter):
+    wrapper, table = patched.wrapper, patched.table
+    if patched.computed_by(wrapper):
         return
-    output, _ = _probed(wrapper, table.label)
-    if is_half_split(output, wrapper.specs[table.label].dim // 2):
+    if is_half_split(patched.output_of(wrapper), patched.spec.dim // 2):
         wrapper.use_half_split_forward()  # its own computes a table anew (Phi-3.5-MoE)
-        if _gives(wrapper, table.label, adapter):
+        if patched.computed_by(wrapper):
             return
     raise UnsupportedModelError(
         f"{type(table.module).__name__} ({table.name}) does not compute cos and sin of position times "
         "frequency in a form that hf_posenc can check, so the patch might not be what was asked for."
     )
-
-
-def _gives(wrapper: PosencRotary, label: str, adapter: ArchAdapter) -> bool:
-    """True if a wrapper's output is the patched rotation."""
-    output, length = _probed(wrapper, label)
-    inv_freq, factor = wrapper.table(label, length)
-    gain = getattr(wrapper.base, adapter.log_gain, None) if adapter.log_gain else None
-    if isinstance(gain, Tensor) and not gain.is_meta:
-        inv_freq = inv_freq * gain.detach().to(inv_freq).exp()
-    return computes(output, inv_freq, factor)
-
-
-def _probed(wrapper: PosencRotary, label: str) -> tuple[tuple[Tensor, Tensor] | None, int]:
-    """The output of a wrapper on its own device, and the length of the probe in tokens."""
-    length = probed_length(wrapper.specs[label].original_max_position_embeddings)
-    return rotary_output(wrapper, label, wrapper.device, length=length), length
-
-
-def _follow_config(
-    model: nn.Module,
-    state: State,
-    adapter: ArchAdapter,
-    tables: Sequence[RotaryTable],
-    wrappers: dict[int, PosencRotary],
-    method: RopeScaling,
-) -> None:
-    by_config: dict[int, list[export.PatchedTable]] = {}
-    for table in tables:
-        if table.config is not None:
-            patched = export.PatchedTable(table, wrappers[id(table.module)])
-            by_config.setdefault(id(table.config), []).append(patched)
-    edits = []
-    for group in by_config.values():
-        config = group[0].table.config
-        edit = export.plan_edit(config, group, method, state.extended, adapter.legacy(config))
-        edits.append((config, edit))
-    forms = {edit.form for _, edit in edits}
-    state.export = forms.pop() if len(forms) == 1 else None
-    write_config(model, state, [(config, edit.values) for config, edit in edits])
 
 
 def _rescale_attention(
@@ -136,11 +100,9 @@ def _rescale_attention(
         return
     candidates = {type(module) for module in model.modules() if "scaling" in vars(module)}
     affected = tuple(kind for kind in candidates if _scales_by_mscale(kind))
-    for path, module in model.named_modules():
+    for module in model.modules():
         if isinstance(module, affected):
-            scaling: float = vars(module)["scaling"]
-            state.scalings[path] = scaling
-            vars(module)["scaling"] = scaling / old**2 * new**2
+            state.set(module, {"scaling": vars(module)["scaling"] / old**2 * new**2})
 
 
 def _scales_by_mscale(kind: type[nn.Module]) -> bool:
@@ -167,7 +129,7 @@ def install_sincos(
     if torch.equal(inv_freq, tables[0].live()[0].cpu()) and factor == 1.0:
         scaled[: tables[0].tensor().shape[0]] = tables[0].tensor()  # the very bits of the model
     for table in tables:
-        state.tensors[table.name, table.attribute] = table.tensor()
+        state.tensors.append((table, table.tensor()))
         table.swap(scaled)
         live, live_factor = table.live()
         if not (
@@ -184,9 +146,9 @@ def install_sincos(
         # The table is among the weights (RoFormer), so any loader finds it: no block that asks for
         # a second patch.
         state.export = "weights"
-        state.configs.append((tables[0].config, export.write(tables[0].config, values)))
+        state.set(tables[0].config, values)
     else:
-        write_config(model, state, [(tables[0].config, values)])
+        state.write_config(model, [(tables[0].config, values)])
 
 
 def _sincos(method: RopeScaling, spec: RopeSpec, positions: int) -> Tensor:

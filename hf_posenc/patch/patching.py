@@ -11,30 +11,17 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
-from hf_posenc.methods import RopeScaling, seam_of
-from hf_posenc.model.discovery import (
-    RotaryTable,
-    SinCosTable,
-    original_length,
-    select,
-    tables_of,
-)
+from hf_posenc.methods import RopeScaling
+from hf_posenc.model.discovery import RotaryTable, SinCosTable, select, tables_of
 from hf_posenc.model.repositioned import RepositionedRotary
 from hf_posenc.model.rotary import PosencRotary, native_rotary
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
-from hf_posenc.patch.config import Layers, PatchConfig
+from hf_posenc.patch.config import Layers
 from hf_posenc.patch.frequencies import install_rotary, install_sincos
 from hf_posenc.patch.report import EffectiveTable, Patch
-from hf_posenc.patch.request import MethodLike, Request
-from hf_posenc.patch.state import (
-    STATE,
-    State,
-    own_config,
-    replace_modules,
-    state_of,
-    write_config,
-)
+from hf_posenc.patch.request import MethodLike, resolve_request
+from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -85,68 +72,29 @@ def patch_model(
         raise PosencError(
             f"This model is already patched with {state.config.method}. Call unpatch_model(model) first."
         )
-    if compose and replace:
-        raise PosencError(
-            "compose=True and replace=True exclude each other: scale what is there, or drop it first."
-        )
     inner: Any = unwrap(model)
-    request = Request.parse(method, scale=scale, target_length=target_length, options=options)
-    whole = request.changes_frequencies  # else attention starts from the frequencies in force
     with torch.device("cpu"):  # inside `with torch.device("meta")` too, tables and probes are real
-        every = tables_of(inner)
-        tables = select(every, layers, whole=whole)
-        if whole:
-            _check_scaled(tables, compose=compose, replace=replace)
-        elif replace:
-            raise PosencError(
-                "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
-                "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out."
-            )
-        else:
-            compose = compose or any(table.scaled for table in tables)
-        original = original_max_position_embeddings
-        if original is None:
-            original = original_length(tables[0], compose=compose)
-        methods, reach = request.resolve(original)
-        if any(seam_of(part) != "rotary" for part in methods):
-            _refuse_prompts(model)
-        config = PatchConfig.of(
-            methods, original=original, layers=layers, compose=compose, replace=replace
+        tables = tables_of(inner)
+        state = resolve_request(
+            tables,
+            method,
+            scale=scale,
+            target_length=target_length,
+            original_max_position_embeddings=original_max_position_embeddings,
+            layers=layers,
+            compose=compose,
+            replace=replace,
+            **options,
         )
-        state = State(config, original, reach, methods)
+        if state.in_attention:
+            _refuse_prompts(model)
         setattr(inner, STATE, state)
         try:
-            copies = own_config(model)
-            every = tuple(
-                replaced(table, config=copies.get(id(table.config), table.config))
-                for table in every
-            )
-            _install(inner, state, every, select(every, layers, whole=whole))
+            _install(inner, state, own_config(model, tables))
         except BaseException:
             _undo(inner, state)
             raise
     return model
-
-
-def _check_scaled(tables: Sequence[RotaryTable], *, compose: bool, replace: bool) -> None:
-    """Refuse a checkpoint that is scaled already, unless the request names one of the two ways on."""
-    for table in tables:
-        if not table.scaled or replace:
-            continue
-        if not compose:
-            shown = {k: v for k, v in table.parameters.items() if not isinstance(v, list | dict)}
-            summary = (f"{k}={v}" for k, v in shown.items() if k not in ("rope_type", "type"))
-            raise PosencError(
-                f"This checkpoint is already scaled: {table.name} has rope_type="
-                f"{table.rope_type!r} ({', '.join(summary)}). Pass replace=True to start from its "
-                "rope_theta and original length, or compose=True to scale the frequencies in force "
-                "once more."
-            )
-        if table.rope_type in ("dynamic", "longrope"):
-            raise PosencError(
-                f"compose=True needs one table, but {table.name} has rope_type={table.rope_type!r}, "
-                "whose table depends on the length. Pass replace=True."
-            )
 
 
 def _refuse_prompts(model: Any) -> None:
@@ -159,26 +107,19 @@ def _refuse_prompts(model: Any) -> None:
             )
 
 
-def _install(
-    model: nn.Module, state: State, every: Sequence[RotaryTable], tables: Sequence[RotaryTable]
-) -> None:
-    """Install every method: frequencies first, since attention rotates by them.
-
-    Args:
-        model: The transformers model.
-        state: Its state, in which every change is noted.
-        every: All rotary tables of the text decoder.
-        tables: Those of the chosen layers.
-    """
+def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> None:
+    """Install every method: frequencies first, since attention rotates by them."""
+    scalings = [m for m in state.methods if isinstance(m, RopeScaling)]
+    tables = select(every, state.config.layers, whole=bool(scalings))
     sincos = [table for table in tables if isinstance(table, SinCosTable)]
-    others = [method for method in state.methods if seam_of(method) != "rotary"]
+    others = state.in_attention
     if sincos and others:
         raise UnsupportedModelError(
             f"{others[0].name} computes attention itself, but {type(model).__name__} rotates and attends "
             f"in code of its own. {FREQUENCY_METHODS_WORK}"
         )
-    for method in state.methods:
-        if isinstance(method, RopeScaling) and method not in others:
+    for method in scalings:
+        if method not in others:
             if sincos:
                 install_sincos(model, state, sincos, method)
             else:
@@ -186,27 +127,24 @@ def _install(
     if others:
         from hf_posenc.patch.attention import install_attention  # imports transformers
 
-        state.attention = install_attention(model, state, every, tables, others)
+        install_attention(model, state, every, tables)
         state.export = None
         if len(others) == len(state.methods):
-            write_config(model, state, [])
+            state.write_config(model, [])
 
 
 def _undo(model: nn.Module, state: State) -> None:
     """Undo a patch, whole or half done: modules, tensors, attributes and config as before."""
-    if state.attention is not None:
+    if state.in_attention:
         from hf_posenc.patch.attention import remove_attention
 
-        remove_attention(model, state.attention)
+        remove_attention(model)
     wrappers = [module for module in model.modules() if isinstance(module, PosencRotary)]
     replace_modules(model, {id(wrapper): wrapper.base for wrapper in wrappers})
-    for (path, attribute), tensor in state.tensors.items():
-        module = model.get_submodule(path)
-        SinCosTable(path, "", module, None, "default", {}, attribute).swap(tensor)
-    for path, scaling in state.scalings.items():
-        vars(model.get_submodule(path))["scaling"] = scaling
-    for config, before in reversed(state.configs):
-        export.restore(config, before)
+    for table, tensor in state.tensors:
+        table.swap(tensor)
+    for target, before in reversed(state.changes):
+        export.restore(target, before)
     delattr(model, STATE)
 
 
@@ -263,7 +201,7 @@ def get_patch(model: nn.Module) -> Patch | None:
         state.extended,
         state.export,
         layers=layers,
-        attention=None if state.attention is None else state.attention.replaced,
+        attention=state.attention,
     )
 
 

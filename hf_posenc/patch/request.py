@@ -1,141 +1,173 @@
-"""A request to patch a model, parsed once: from names, objects and options to a tuple of methods."""
+"""A request to patch a model, resolved once: from names, objects and options to the state to be installed."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import Method, RopeScaling, get_method, seam_of
+from hf_posenc.methods import Method, get_method, seam_of
+from hf_posenc.model.discovery import RotaryTable, original_length, select
+from hf_posenc.patch.config import Layers, PatchConfig
+from hf_posenc.patch.state import State
 
 MethodLike = str | Method | Sequence["str | Method"]
 """A name or alias, a Method object, or a list of them on different seams."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The methods that a caller named, before the model's own context length is known.
+def resolve_request(
+    tables: Sequence[RotaryTable],
+    method: MethodLike,
+    *,
+    scale: float | None = None,
+    target_length: int | None = None,
+    original_max_position_embeddings: int | None = None,
+    layers: Layers | Sequence[int] = "full",
+    compose: bool = False,
+    replace: bool = False,
+    **options: Any,
+) -> State:
+    """Return the state of a patch that is still to be installed in the model with these tables.
 
-    Attributes:
-        parts: Method objects, and the classes of methods given by name.
-        options: The knobs of a single method given by name.
-        scale: Target context as a multiple of the original one.
-        target_length: Target context in tokens.
+    The other arguments are those of `patch_model`.
+
+    Raises:
+        PosencError: A request that cannot be met, or not on these tables.
     """
+    if compose and replace:
+        raise PosencError(
+            "compose=True and replace=True exclude each other: scale what is there, or drop it first."
+        )
+    named = [method] if isinstance(method, str | Method) else method
+    parts = [get_method(part) if isinstance(part, str) else part for part in named]
+    if not parts:
+        raise PosencError("An empty list of methods: name at least one.")
+    if len(parts) > 1:
+        _check_list(parts, scale, options)
+    whole = any(part.seam == "rotary" for part in parts)
+    tables = select(tables, layers, whole=whole)
+    if whole:
+        _check_scaled(tables, compose=compose, replace=replace)
+    elif replace:
+        raise PosencError(
+            "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
+            "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out."
+        )
+    else:  # attention starts from the frequencies in force
+        compose = compose or any(table.scaled for table in tables)
+    original = original_max_position_embeddings
+    if original is None:
+        original = original_length(tables[0], compose=compose)
+    methods: list[Method] = []
+    reached: list[int] = []
+    for part in parts:
+        among = len(parts) > 1  # a number is then that of the one method that takes it
+        built, reach = _build(
+            part,
+            None if among and not part.takes_scale() else scale,
+            None if among and (part.follows_text or not part.takes_scale()) else target_length,
+            original,
+            options,
+        )
+        methods.append(built)
+        reached += [] if reach is None else [reach]
+    for built in methods:
+        built.check_beside([other for other in methods if other is not built])
+    first, *others = methods
+    config = PatchConfig(
+        method=first.name,
+        options={knob: value for knob, value in first.options().items() if knob != "scale"},
+        scale=getattr(first, "scale", None),
+        original_max_position_embeddings=original,
+        layers=layers if isinstance(layers, str) else tuple(layers),
+        compose=compose,
+        replace=replace,
+        others=tuple((other.name, other.options()) for other in others),
+    )
+    return State(config, original, reached[0] if reached else None, tuple(methods))
 
-    parts: tuple[Method | type[Method], ...]
-    options: Mapping[str, Any]
-    scale: float | None
-    target_length: int | None
 
-    @classmethod
-    def parse(
-        cls,
-        method: MethodLike,
-        *,
-        scale: float | None = None,
-        target_length: int | None = None,
-        options: Mapping[str, Any],
-    ) -> Request:
-        """Read what `patch_model` was given.
-
-        Raises:
-            PosencError: An unknown method, an empty list, two methods on one seam, or a number or option that
-                could belong to several methods.
-        """
-        named = [method] if isinstance(method, str | Method) else method
-        parts = tuple(get_method(part) if isinstance(part, str) else part for part in named)
-        request = cls(parts=parts, options=options, scale=scale, target_length=target_length)
-        if not parts:
-            raise PosencError("An empty list of methods: name at least one.")
-        if len(parts) > 1:
-            request._check_list()
-        return request
-
-    def _check_list(self) -> None:
-        if self.options:
+def _check_list(
+    parts: Sequence[Method | type[Method]], scale: float | None, options: Mapping[str, Any]
+) -> None:
+    """Refuse two methods on one seam, and a number or option that could belong to several methods."""
+    if options:
+        raise PosencError(
+            f"Options ({', '.join(options)}) belong to one method: in a list, give method objects, as "
+            "in [YaRN(scale=4), LogN()]."
+        )
+    seams = [seam_of(part) if isinstance(part, Method) else part.seam for part in parts]
+    for seam in seams:
+        names = [part.name for part, own in zip(parts, seams, strict=True) if own == seam]
+        if len(names) > 1:
             raise PosencError(
-                f"Options ({', '.join(self.options)}) belong to one method: in a list, give method objects, as "
-                "in [YaRN(scale=4), LogN()]."
+                f"Two methods on one seam exclude each other: {', '.join(names)} ({seam}). Pick one of them."
             )
-        seams = [seam_of(part) if isinstance(part, Method) else part.seam for part in self.parts]
-        for seam in seams:
-            names = [part.name for part, own in zip(self.parts, seams, strict=True) if own == seam]
-            if len(names) > 1:
-                raise PosencError(
-                    f"Two methods on one seam exclude each other: {', '.join(names)} ({seam}). Pick one of them."
-                )
-        scaled = [part.name for part in self.parts if part.takes_scale()]
-        if len(scaled) > 1 and self.scale is not None:
-            raise PosencError(
-                f"scale= could be that of {' or '.join(scaled)}: give method objects, as in [YaRN(scale=4), "
-                "LogN()]."
-            )
-
-    @property
-    def changes_frequencies(self) -> bool:
-        """True if a frequency method is among them."""
-        return any(
-            issubclass(part if isinstance(part, type) else type(part), RopeScaling)
-            for part in self.parts
+    scaled = [part.name for part in parts if part.takes_scale()]
+    if len(scaled) > 1 and scale is not None:
+        raise PosencError(
+            f"scale= could be that of {' or '.join(scaled)}: give method objects, as in [YaRN(scale=4), "
+            "LogN()]."
         )
 
-    def resolve(self, original: int) -> tuple[tuple[Method, ...], int | None]:
-        """Return the method objects, and the context length that they reach in tokens.
 
-        The length is `None` for methods that follow the text, and for those that name neither scale nor
-        target.
-
-        Args:
-            original: The original context length, in tokens.
-
-        Raises:
-            PosencError: An unknown option, a value out of range, numbers that disagree, or methods that have
-                no meaning together.
-        """
-        methods, reaches = [], []
-        for part in self.parts:
-            method, reach = self._resolve(part, original)
-            methods.append(method)
-            reaches.append(reach)
-        for method in methods:
-            method.check_beside([other for other in methods if other is not method])
-        return tuple(methods), next((reach for reach in reaches if reach is not None), None)
-
-    def _resolve(self, part: Method | type[Method], original: int) -> tuple[Method, int | None]:
-        alone = len(self.parts) == 1
-        scale = self.scale if alone or part.takes_scale() else None
-        target = self.target_length
-        if not alone and (part.follows_text or not part.takes_scale()):
-            target = None
-        if target is not None and target < original:
+def _check_scaled(tables: Sequence[RotaryTable], *, compose: bool, replace: bool) -> None:
+    """Refuse a checkpoint that is scaled already, unless the request names one of the two ways on."""
+    for table in tables:
+        if not table.scaled or replace:
+            continue
+        if not compose:
+            shown = {k: v for k, v in table.parameters.items() if not isinstance(v, list | dict)}
+            summary = (f"{k}={v}" for k, v in shown.items() if k not in ("rope_type", "type"))
             raise PosencError(
-                f"target_length={target} is below the original {original} tokens: nothing to extend."
+                f"This checkpoint is already scaled: {table.name} has rope_type="
+                f"{table.rope_type!r} ({', '.join(summary)}). Pass replace=True to start from its "
+                "rope_theta and original length, or compose=True to scale the frequencies in force "
+                "once more."
             )
-        if target is not None and part.follows_text:
-            raise PosencError(f"{part.name} follows the length of the text: no target_length.")
-        if isinstance(part, Method):
-            if scale is not None or self.options:
-                raise PosencError(
-                    f"Give the knobs to {type(part).__name__}(...) itself, not beside it."
-                )
-            scale = getattr(part, "scale", None)
-        implied = target / original if target is not None and part.takes_scale() else None
-        if scale is not None and implied is not None and not math.isclose(scale, implied):
+        if table.rope_type in ("dynamic", "longrope"):
             raise PosencError(
-                f"scale={scale:g} and target_length={target} disagree: {original} tokens times "
-                f"{scale:g} is {original * scale:g}. Give one of them."
+                f"compose=True needs one table, but {table.name} has rope_type={table.rope_type!r}, "
+                "whose table depends on the length. Pass replace=True."
             )
-        if not isinstance(part, Method):
-            scale = implied if scale is None else scale
-            if scale is not None and not part.takes_scale():
-                knobs = ", ".join(part.knobs()) or "none"
-                raise PosencError(
-                    f"{part.name} takes no scale: {part.summary}. Its knobs: {knobs}."
-                )
-            part = part.from_options(**({} if scale is None else {"scale": scale}), **self.options)
-        if target is None and scale is not None and not part.follows_text:
-            target = math.ceil(original * scale)
-        return part, target
+
+
+def _build(
+    part: Method | type[Method],
+    scale: float | None,
+    target: int | None,
+    original: int,
+    options: Mapping[str, Any],
+) -> tuple[Method, int | None]:
+    """Return a method object, and the context length that it reaches in tokens.
+
+    The length is `None` for methods that follow the text, and for those that name neither scale nor target.
+    """
+    if target is not None and target < original:
+        raise PosencError(
+            f"target_length={target} is below the original {original} tokens: nothing to extend."
+        )
+    if target is not None and part.follows_text:
+        raise PosencError(f"{part.name} follows the length of the text: no target_length.")
+    if isinstance(part, Method):
+        if scale is not None or options:
+            raise PosencError(
+                f"Give the knobs to {type(part).__name__}(...) itself, not beside it."
+            )
+        scale = getattr(part, "scale", None)
+    implied = target / original if target is not None and part.takes_scale() else None
+    if scale is not None and implied is not None and not math.isclose(scale, implied):
+        raise PosencError(
+            f"scale={scale:g} and target_length={target} disagree: {original} tokens times "
+            f"{scale:g} is {original * scale:g}. Give one of them."
+        )
+    if not isinstance(part, Method):
+        scale = implied if scale is None else scale
+        if scale is not None and not part.takes_scale():
+            knobs = ", ".join(part.knobs()) or "none"
+            raise PosencError(f"{part.name} takes no scale: {part.summary}. Its knobs: {knobs}.")
+        part = part.from_options(**({} if scale is None else {"scale": scale}), **options)
+    if target is None and scale is not None and not part.follows_text:
+        target = math.ceil(original * scale)
+    return part, target

@@ -4,36 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from hf_posenc.methods import Method
+from hf_posenc.methods import Method, seam_of
+from hf_posenc.model.discovery import RotaryTable, SinCosTable
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 
 STATE = "_hf_posenc"
 """The attribute of a patched model that holds its `State`."""
-
-
-@dataclass(frozen=True)
-class AttentionSeam:
-    """The changes in the attention of a model.
-
-    Attributes:
-        owner: The path of the transformers model that holds the text decoder.
-        before: The attention implementations that its config and the configs inside it named, by path.
-    """
-
-    owner: str
-    before: Mapping[str, Any]
-
-    @property
-    def replaced(self) -> str:
-        """The attention implementation that the engine replaces."""
-        return str(self.before[""])
 
 
 @dataclass
@@ -45,11 +28,10 @@ class State:
         original: The original context length, in tokens.
         extended: The context length that the patch reaches; `None` where it follows the text.
         methods: The methods, the first of which is `config.method`.
-        export: How plain transformers computes the patch (`export.ConfigEdit.form`).
-        configs: Every config that was written to, with its values from before.
-        scalings: The attention modules whose `scaling` was changed, by path, with the old value.
-        tensors: The sin-cos tables that were swapped, by path and attribute.
-        attention: The changes in attention.
+        export: The form in which plain transformers computes the patch, as in `Patch`.
+        attention: The attention implementation that the engine replaces; `None` where none is replaced.
+        changes: Every config and module with attributes that were set, and their values from before.
+        tensors: The sin-cos tables that were swapped, and their tensors from before.
     """
 
     config: PatchConfig
@@ -57,10 +39,33 @@ class State:
     extended: int | None
     methods: tuple[Method, ...]
     export: str | None = None
-    configs: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    scalings: dict[str, float] = field(default_factory=dict)
-    tensors: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    attention: AttentionSeam | None = None
+    attention: str | None = None
+    changes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
+    tensors: list[tuple[SinCosTable, Tensor]] = field(default_factory=list)
+
+    @property
+    def in_attention(self) -> list[Method]:
+        """The methods that compute attention themselves."""
+        return [method for method in self.methods if seam_of(method) != "rotary"]
+
+    def set(self, target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Set attributes of a config or module, and return their values from before."""
+        before = export.write(target, values)
+        self.changes.append((target, before))
+        return before
+
+    def write_config(
+        self, model: nn.Module, edits: Sequence[tuple[Any, Mapping[str, Any]]]
+    ) -> None:
+        """Write to configs, and to the outermost one the block that `from_pretrained` reads."""
+        outer: Any = model.config
+        paths = {id(part): path for path, part in export.config_parts(outer)}
+        before = {}
+        for config, values in edits:
+            old = self.set(config, values)
+            if id(config) in paths:
+                before[paths[id(config)]] = old
+        self.set(outer, {export.BLOCK: {**self.config.to_dict(), "before": before}})
 
 
 def state_of(model: nn.Module) -> State | None:
@@ -68,20 +73,19 @@ def state_of(model: nn.Module) -> State | None:
     return getattr(unwrap(model), STATE, None)
 
 
-def own_config(model: nn.Module) -> Mapping[int, Any]:
-    """Give a model, wrappers around it included, configs of its own.
+def own_config(model: nn.Module, tables: Sequence[RotaryTable]) -> tuple[RotaryTable, ...]:
+    """Give a model, wrappers around it included, configs of its own, and return its tables with them.
 
     Two models built from one config object share it, and only one of them is to be patched.
-
-    Returns:
-        The copies, by `id` of the originals.
     """
     copies: dict[int, Any] = {}
     for module in model.modules():
         config = vars(module).get("config")
         if hasattr(config, "get_text_config"):
             vars(module)["config"] = copy.deepcopy(config, copies)
-    return copies
+    return tuple(
+        replace(table, config=copies.get(id(table.config), table.config)) for table in tables
+    )
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:
@@ -90,18 +94,3 @@ def replace_modules(model: nn.Module, replacements: Mapping[int, nn.Module]) -> 
         if id(module) in replacements:
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, replacements[id(module)])
-
-
-def write_config(
-    model: nn.Module, state: State, edits: Sequence[tuple[Any, Mapping[str, Any]]]
-) -> None:
-    """Write to configs, and to the outermost one the block that `from_pretrained` reads."""
-    outer: Any = model.config
-    paths = {id(part): path for path, part in export.config_parts(outer)}
-    before = {}
-    for config, values in edits:
-        state.configs.append((config, export.write(config, values)))
-        if id(config) in paths:
-            before[paths[id(config)]] = state.configs[-1][1]
-    block = {**state.config.to_dict(), "before": before}
-    state.configs.append((outer, export.write(outer, {export.BLOCK: block})))

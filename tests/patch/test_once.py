@@ -16,7 +16,7 @@ from hf_posenc import patch_model
 from hf_posenc.methods import ALiBi, DualChunk, LogN, ReRoPE, RotaryBands, SelfExtend, YaRN
 from hf_posenc.methods.windows import AttentionSinks
 from hf_posenc.model import discovery
-from hf_posenc.patch.request import Request
+from hf_posenc.patch import patching
 from tests.attention.test_attention import build
 from tests.patch.test_attention_patching import IDS
 from tests.support import zoo
@@ -45,9 +45,9 @@ def test_tables_are_discovered_once_per_patch(
 ) -> None:
     calls: Counter[str] = Counter()
     _count(monkeypatch, discovery, "rotary_tables", calls)
-    _count(monkeypatch, Request, "resolve", calls)
+    _count(monkeypatch, patching, "resolve_request", calls)
     patch_model(model, method)
-    assert calls == {"rotary_tables": 1, "resolve": 1}
+    assert calls == {"rotary_tables": 1, "resolve_request": 1}
 
 
 @pytest.mark.parametrize(
