@@ -16,14 +16,14 @@ from hf_posenc.evaluation.documents.document import (
     UnreadableError,
     as_entries,
 )
-from hf_posenc.evaluation.documents.loading import (
+from hf_posenc.evaluation.documents.readers import read_dataset, read_paths
+from hf_posenc.evaluation.documents.source import (
     Vocabulary,
     load_documents,
     read_embedded,
     special_prefix,
     tokenize,
 )
-from hf_posenc.evaluation.documents.readers import read_dataset, read_paths
 from hf_posenc.evaluation.documents.storage import TokenCache
 
 __all__ = [

@@ -1,41 +1,53 @@
-"""The source of a run's documents: the options' files or dataset, a caller's texts, or the held-out modules."""
+"""Documents of a run: where they come from, and their tokens, checked and counted."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import itertools
 import os
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.document import (
+    Document,
     Entry,
+    LongDocument,
     Skipped,
     TokenizedDocument,
+    UnreadableError,
     as_entries,
     printable,
 )
-from hf_posenc.evaluation.documents.loading import EMBEDDED_SOURCE, load_documents, read_embedded
 from hf_posenc.evaluation.documents.readers import read_dataset, read_paths
-from hf_posenc.evaluation.documents.storage import TokenCache
+from hf_posenc.evaluation.documents.storage import COLUMNS, Spool, Stored, TokenCache
+from hf_posenc.evaluation.documents.tokens import Tokens, joined
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
+
+
+def read_embedded() -> Iterator[Document]:
+    """Yield the held-out modules of the running Python: text that the embedded model was not trained on."""
+    from hf_posenc.embedded import held_out_documents
+
+    for name, text in held_out_documents():
+        yield Document(name, text)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A reader of documents that can be restarted.
+    """A reader of documents that can be restarted, and its description in results.
 
-    Attributes:
-        read: Return the reader, from its first document.
-        about: Description stored in results, JSON-ready.
-        embedded: True for the held-out modules of the standard library, the default.
-        token_cache: Folder that keeps the documents' tokens from run to run; `None`: no cache.
-        seen: Called with the name of every document that is read.
+    `embedded` is True for the held-out modules of the standard library, the default. `token_cache` is the folder that
+    keeps tokens from run to run; `seen` is called with the name of every document that is read.
     """
 
     read: Callable[[], Iterable[Entry]] = read_embedded
-    about: dict[str, Any] = field(default_factory=lambda: EMBEDDED_SOURCE)
+    about: dict[str, Any] = dataclasses.field(
+        default_factory=lambda: {"kind": "held-out modules of the standard library"}
+    )
     embedded: bool = True
     token_cache: Path | None = None
     seen: Callable[[str], None] = lambda name: None
@@ -54,20 +66,9 @@ class Source:
         embedded_limit: int | None = None,
         embedded_tokens: int | None = None,
     ) -> tuple[list[TokenizedDocument], list[Skipped], dict[str, Any]]:
-        """Read and tokenize the documents.
+        """Return the usable documents, the skipped ones, and the description stored in results.
 
-        Args:
-            tokenizer: A transformers tokenizer.
-            options: Number of documents, and tokens of each.
-            min_tokens: Documents with fewer tokens are skipped.
-            embedded_limit: Default number of the held-out modules.
-            embedded_tokens: Default number of tokens of each held-out module.
-
-        Returns:
-            The usable documents, the skipped ones, and the description stored in results.
-
-        Raises:
-            PosencError: No document can be used.
+        `embedded_limit` and `embedded_tokens` are the options' defaults for the held-out modules.
         """
         limit, max_tokens = options.limit, options.max_doc_tokens
         if self.embedded:
@@ -101,11 +102,7 @@ class Source:
 
 
 def source_of(options: DocumentOptions) -> Source:
-    """Return the source that the options name; by default the held-out modules.
-
-    Raises:
-        PosencError: Two sources, or a model instead of a text.
-    """
+    """Return the source that the options name; by default the held-out modules."""
     if options.text and options.dataset is not None:
         raise PosencError("--text and --dataset exclude each other: give one of them.")
     cache = options.token_cache
@@ -143,3 +140,225 @@ def token_cache(folder: Path | None, tokenizer: Any) -> TokenCache | None:
     from hf_posenc.evaluation.measuring.identity import tokenizer_hash
 
     return TokenCache(folder, tokenizer_hash(tokenizer))
+
+
+def load_documents(
+    source: Iterable[Entry],
+    tokenizer: Any,
+    *,
+    min_tokens: int,
+    max_tokens: int | None = None,
+    limit: int | None = None,
+    seen: Callable[[str], None] = lambda name: None,
+    cache: TokenCache | None = None,
+) -> tuple[list[TokenizedDocument], list[Skipped]]:
+    """Read and tokenize documents until `limit` usable ones are found.
+
+    Args:
+        source: A reader of this package.
+        tokenizer: A transformers tokenizer.
+        min_tokens: Tokens that the longest length requires; the same documents serve every length.
+        max_tokens: Documents are cut to so many tokens; a file is read no further than that takes.
+        limit: Number of usable documents after which reading stops.
+        seen: Called with each document's name, for progress, and again while a long one is read.
+        cache: Stores tokens from run to run.
+
+    Returns:
+        The usable documents and the skipped ones, in the order of the source, no two of the same name.
+
+    Raises:
+        PosencError: No document is usable.
+    """
+    spool, vocabulary, longest = Spool(), None, 0
+    usable: list[_Text | TokenizedDocument] = []
+    skipped: list[Skipped] = []
+    for entry in source:
+        seen(entry.name)
+        if isinstance(entry, Skipped):
+            skipped.append(entry)
+            continue
+        document: _Text | TokenizedDocument
+        try:
+            if isinstance(entry, TokenizedDocument):
+                vocabulary = vocabulary or Vocabulary(tokenizer)
+                document = vocabulary.usable(entry, max_tokens)
+            elif isinstance(entry, Document) and not entry.text.strip():
+                raise UnreadableError("empty")
+            else:
+                document = _tokenized(entry, tokenizer, max_tokens, spool, cache, seen)
+                if document.blank or len(document) < min_tokens:
+                    spool.forget(document.stored)
+                if document.blank:
+                    raise UnreadableError("empty")
+            longest = max(longest, len(document))
+            if len(document) < min_tokens:
+                raise UnreadableError(
+                    f"too short: {len(document):,} tokens, {min_tokens:,} are needed"
+                )
+        except UnreadableError as error:
+            skipped.append(Skipped(entry.name, str(error)))
+            continue
+        usable.append(document)
+        if len(usable) == limit:
+            break
+    if not usable:
+        raise PosencError(_none_left(skipped, longest, min_tokens))
+    # The spool is read only after its last write, so that each of its files is mapped once.
+    documents = [each.finish(spool) if isinstance(each, _Text) else each for each in usable]
+    return _with_unique_names(documents), skipped
+
+
+def tokenize(
+    document: Document | LongDocument, tokenizer: Any, max_tokens: int | None = None
+) -> TokenizedDocument:
+    """Convert a text to tokens, without special tokens, the first `max_tokens` of them.
+
+    A text of more than a quarter of a million characters is tokenized window by window (see `tokens.joined`); the
+    tokens are those of the whole text.
+
+    Raises:
+        PosencError: The text cannot be read or tokenized.
+    """
+    spool = Spool()
+    return _tokenized(document, tokenizer, max_tokens, spool).finish(spool)
+
+
+class _Text:
+    """A text that comes in chunks: its hash and size, and its tokens, in a spool until all documents are read."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.stored = name, Stored()
+        self.digest, self.bytes, self.blank = hashlib.sha256(), 0, True
+        self.hashed_bytes: int | None = None
+
+    def __len__(self) -> int:
+        return self.stored.count
+
+    def add(self, chunk: str) -> None:
+        try:
+            data = chunk.encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+            raise UnreadableError(
+                f"holds half of a surrogate pair ({half}), which is not a character"
+            ) from error
+        self.blank &= not chunk.strip()
+        self.digest.update(data)
+        self.bytes += len(data)
+
+    def finish(self, spool: Spool) -> TokenizedDocument:
+        """Return the document; nothing may be stored in the spool afterwards."""
+        ids, byte_ends, word_ends = (spool.column(self.stored, name) for name in COLUMNS)
+        assert ids is not None
+        sha256 = self.digest.hexdigest()
+        return TokenizedDocument(self.name, ids, byte_ends, sha256, word_ends, self.hashed_bytes)
+
+
+def _tokenized(
+    document: Document | LongDocument,
+    tokenizer: Any,
+    max_tokens: int | None,
+    spool: Spool,
+    cache: TokenCache | None = None,
+    seen: Callable[[str], None] = lambda name: None,
+) -> _Text:
+    text = _Text(document.name)
+    # A text in memory, and one for the cache, is hashed as a whole and first; any other while it is tokenized, which
+    # reads it once and no further than needed.
+    hashed_first = isinstance(document, Document) or (cache is not None and max_tokens is None)
+
+    def parts() -> Iterator[Tokens]:
+        count = 0
+        for piece in joined(document.chunks(), tokenizer, max_tokens):
+            if not hashed_first:
+                text.add(piece.text)
+                text.hashed_bytes = text.bytes if piece.stopped else None
+            count += len(piece.tokens)
+            if isinstance(document, LongDocument):
+                seen(f"{document.name}: {count:,} tokens")
+            yield piece.tokens
+
+    tokens = parts()
+    if hashed_first:
+        for chunk in document.chunks():
+            text.add(chunk)
+        if cache is not None:
+            tokens = cache.through(text.digest.hexdigest(), max_tokens, tokens)
+    text.stored = spool.store(tokens)
+    return text
+
+
+def special_prefix(tokenizer: Any, policy: str) -> list[int]:
+    """Return the special tokens in front of every window.
+
+    The policy is `"auto"` (those that the tokenizer itself puts in front of a text), `"always"` (its BOS token) or
+    `"never"`.
+    """
+    if policy == "never":
+        return []
+    if policy == "always":
+        if tokenizer.bos_token_id is None:
+            raise PosencError(
+                "--bos always: this tokenizer has no BOS token; use --bos auto or --bos never."
+            )
+        return [int(tokenizer.bos_token_id)]
+    if policy != "auto":
+        raise PosencError(f"Unknown BOS policy {policy!r}: auto, always or never.")
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    special = tokenizer("a")["input_ids"]
+    for start in range(len(special) - len(plain) + 1):
+        if special[start : start + len(plain)] == plain:
+            return [int(token) for token in special[:start]]
+    return []
+
+
+class Vocabulary:
+    """The token ids that a transformers tokenizer can produce."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._prefix = special_prefix(tokenizer, "auto")
+        self._size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
+
+    def usable(
+        self, document: TokenizedDocument, max_tokens: int | None = None
+    ) -> TokenizedDocument:
+        """Return a document of ids as the tokenizer would produce it: without special tokens in front, and cut."""
+        prefix = self._prefix
+        first = len(prefix) if document.tokens(0, len(prefix)).tolist() == prefix else 0
+        stop = None if max_tokens is None else first + max_tokens
+        cut = dataclasses.replace(document, ids=document.ids[first:stop])
+        for block in cut.blocks():
+            least, largest = int(block.min()), int(block.max())
+            if least < 0:
+                raise UnreadableError(f"token {least} is negative")
+            if largest >= self._size:
+                raise UnreadableError(
+                    f"token {largest:,} is outside the vocabulary of {self._size:,}: not this tokenizer's ids"
+                )
+        return cut
+
+
+def _with_unique_names(documents: list[TokenizedDocument]) -> list[TokenizedDocument]:
+    """Number documents of the same name; a result stores them by name."""
+    taken: set[str] = set()
+    unique = []
+    for document in documents:
+        numbered = (f"{document.name} ({number})" for number in itertools.count(2))
+        name = next(n for n in itertools.chain([document.name], numbered) if n not in taken)
+        taken.add(name)
+        unique.append(dataclasses.replace(document, name=name))
+    return unique
+
+
+def _none_left(skipped: Sequence[Skipped], longest: int, min_tokens: int) -> str:
+    if not skipped:
+        return "There is no document to read."
+    first = f"{skipped[0].name}: {skipped[0].reason}"
+    others = f"; and {len(skipped) - 1} more" if len(skipped) > 1 else ""
+    advice = ""
+    if longest:
+        advice = (
+            f" The longest document has {longest:,} tokens, {min_tokens:,} are needed: give shorter lengths, or "
+            "longer documents."
+        )
+    return f"No document can be used ({first}{others}).{advice}"

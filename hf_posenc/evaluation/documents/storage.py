@@ -30,13 +30,7 @@ _NOTHING = np.zeros(0, np.int64)
 
 @dataclass
 class Stored:
-    """The tokens of one document: arrays in memory, or rows of the spool's files.
-
-    Attributes:
-        count: Number of tokens.
-        held: The arrays.
-        rows: The document's first row in the file of each column.
-    """
+    """The tokens of one document: arrays held in memory, or its first row in the spool's file of each column."""
 
     count: int = 0
     held: list[Tokens] = field(default_factory=list)
@@ -44,24 +38,15 @@ class Stored:
 
 
 class Spool:
-    """The tokens of all documents of a run: in memory up to a budget, then in nameless temporary files.
-
-    Args:
-        budget: Tokens that are kept in memory; by default `BUDGET`.
-    """
+    """The tokens of all documents of a run: in memory up to a budget, then in nameless temporary files."""
 
     def __init__(self, budget: int | None = None) -> None:
         self._left = BUDGET if budget is None else budget
         self._files: dict[str, _File] = {}
 
     def store(self, parts: Iterable[Tokens]) -> Stored:
-        """Store one document; nothing of it is kept if reading it fails.
-
-        Raises:
-            PosencError: The disk is full.
-        """
+        """Store one document; nothing of it is kept if reading it fails."""
         stored = Stored()
-        before = {name: file.rows for name, file in self._files.items()}
         try:
             for part in parts:
                 stored.count += len(part)
@@ -69,20 +54,19 @@ class Spool:
                 if stored.rows or stored.count > self._left:
                     self._write(stored)
         except BaseException:
-            for name, file in self._files.items():
-                file.truncate(before.get(name, 0))
+            stored.count = 0
+            self.forget(stored)
             raise
         if not stored.rows:
             self._left -= stored.count
         return stored
 
     def forget(self, stored: Stored) -> None:
-        """Free the memory of a document, or its rows if it was stored last."""
+        """Free the memory or the rows of the document that was stored last."""
         if not stored.rows:
             self._left += stored.count
         for name, first in stored.rows.items():
-            if self._files[name].rows == first + stored.count:
-                self._files[name].truncate(first)
+            self._files[name].truncate(first)
 
     def column(self, stored: Stored, name: str) -> Tensor | None:
         """Return one of `COLUMNS` of a document, shape (count,); `None` if its text is unknown."""
@@ -146,10 +130,6 @@ class TokenCache:
 
     Any number of processes may read and write at once: an entry exists whole or not at all, and a process that comes
     second discards its own.
-
-    Args:
-        folder: Created if it does not exist.
-        tokenizer_sha256: Identifies the tokenizer and its settings (`identity.tokenizer_hash`).
     """
 
     def __init__(self, folder: Path, tokenizer_sha256: str) -> None:
@@ -161,11 +141,7 @@ class TokenCache:
     def through(
         self, text_sha256: str, max_tokens: int | None, parts: Iterable[Tokens]
     ) -> Iterator[Tokens]:
-        """Yield the tokens of a text: from the cache, else from `parts`, which are then written to it.
-
-        Raises:
-            PosencError: The cache cannot be written, or an entry is damaged.
-        """
+        """Yield the tokens of a text: from the cache, else from `parts`, which are then written to it."""
         key = f"{self._prefix}/{text_sha256}/{max_tokens}"
         entry = self.folder / hashlib.sha256(key.encode()).hexdigest()
         return _entry_tokens(entry) if entry.is_dir() else self._written(entry, parts)
