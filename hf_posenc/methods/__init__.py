@@ -13,7 +13,6 @@ import pkgutil
 from typing import Any
 
 from hf_posenc.errors import unknown
-from hf_posenc.methods.alibi import ALiBi
 from hf_posenc.methods.bands import Band, RotaryBands
 from hf_posenc.methods.base import (
     REGISTRY,
@@ -25,27 +24,33 @@ from hf_posenc.methods.base import (
     bucket_length,
     seam_of,
 )
-from hf_posenc.methods.base_change import ABF, NoPE
 from hf_posenc.methods.bias import DistanceBias, RelativeKeys
-from hf_posenc.methods.dual_chunk import DualChunk
-from hf_posenc.methods.fire import FIRE
-from hf_posenc.methods.interpolation import DynamicPI, PositionInterpolation
-from hf_posenc.methods.kerple import KerpleLog, KerplePower
-from hf_posenc.methods.llama3 import Llama3
+from hf_posenc.methods.dual_chunk import STRING, DualChunk
+from hf_posenc.methods.interpolation import (
+    ABF,
+    DynamicNTK,
+    DynamicPI,
+    NoPE,
+    NTKAware,
+    NTKMixed,
+    PositionInterpolation,
+)
+from hf_posenc.methods.learned_biases import FIRE, T5
 from hf_posenc.methods.log_n import LogN
 from hf_posenc.methods.longrope import LongRoPE
-from hf_posenc.methods.ntk import DynamicNTK, NTKAware, NTKMixed
-from hf_posenc.methods.partial_ntk import DynamicPartialNTK, PartialNTK
+from hf_posenc.methods.penalties import ALiBi, KerpleLog, KerplePower, Sandwich
+from hf_posenc.methods.queries_keys import RopeBias, XPos
 from hf_posenc.methods.relative_keys import Shaw, TransformerXL
-from hf_posenc.methods.rerope import LeakyReRoPE, ReRoPE
-from hf_posenc.methods.rope_bias import RopeBias
-from hf_posenc.methods.sandwich import Sandwich
-from hf_posenc.methods.self_extend import SelfExtend
-from hf_posenc.methods.string_rope import STRING
-from hf_posenc.methods.t5 import T5
+from hf_posenc.methods.rerope import LeakyReRoPE, ReRoPE, SelfExtend
 from hf_posenc.methods.windows import AttentionSinks, LMInfinite, SlidingWindow
-from hf_posenc.methods.xpos import XPos
-from hf_posenc.methods.yarn import DynamicYaRN, NTKByParts, YaRN
+from hf_posenc.methods.yarn import (
+    DynamicPartialNTK,
+    DynamicYaRN,
+    Llama3,
+    NTKByParts,
+    PartialNTK,
+    YaRN,
+)
 
 __all__ = ["METHODS", "Method", "available_methods", "bucket_length", "get_method", "seam_of"]
 __all__ += ["Length", "RopeScaling", "Scaled", "LengthDependent"]

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import Method, count, switch
 from hf_posenc.methods.log_n import log_n_factor
 
@@ -70,9 +69,9 @@ class RotaryBands(Method):
         log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`, as the method `log_n` does.
     """
 
-    kind: ClassVar[str] = "bands"
-    seam: ClassVar[str] = "attention"
-    needs: ClassVar[str] = "nothing"
+    kind = "bands"
+    seam = "attention"
+    needs = "nothing"
     keeps_order: ClassVar[bool] = True
 
     window: int | None = field(default=None, metadata=count())
@@ -136,20 +135,3 @@ class RotaryBands(Method):
     def query_factor(self, m: Tensor, original: int) -> Tensor | None:
         """Return the factor on the query at m, of m's shape; `None`: no factor."""
         return log_n_factor(m, original) if self.log_n else None
-
-
-def compression(method: RotaryBands, scale: float, original: int) -> float:
-    """Return the factor on far distances that makes `scale * L` tokens fit: `(s L - w) / (L - w)`.
-
-    The first w of the L positions are the near band's and are not compressed.
-
-    Raises:
-        PosencError: A window that leaves no position to the far band.
-    """
-    window = method.near_window(original)
-    if window >= original:
-        raise PosencError(
-            f"{method.name}: with scale={scale:g} the window ({window}) is below the original context "
-            f"of {original} tokens, so that positions are left for the far band."
-        )
-    return (scale * original - window) / (original - window)

@@ -203,6 +203,10 @@ class RopeScaling(Method):
         """
         raise NotImplementedError
 
+    def scale_at(self, rope: RopeSpec, length: Length) -> float | Tensor:
+        """Return the scale `s` in force; 1 for a method without one."""
+        return 1.0
+
     def cos_sin_factor(self, rope: RopeSpec, length: Length = None) -> float | Tensor:
         """Return the factor on cos and sin (`attention_scaling` in transformers); 1 for most methods."""
         return 1.0
@@ -224,6 +228,9 @@ class Scaled(RopeScaling):
     """
 
     scale: float = field(metadata=number(1))
+
+    def scale_at(self, rope: RopeSpec, length: Length) -> float:
+        return self.scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +261,18 @@ class LengthDependent(RopeScaling):
         return max(1, original // 2) if self.bucket is None else self.bucket
 
 
+@dataclass(frozen=True, kw_only=True)
+class Dynamic(LengthDependent):
+    """A frequency method with the scale `s = max(1, N / L)` of the N tokens at hand."""
+
+    follows_text: ClassVar[bool] = True
+
+    def scale_at(self, rope: RopeSpec, length: Length) -> Tensor:
+        trained = rope.original_max_position_embeddings
+        current = torch.as_tensor(trained if length is None else length).to(torch.float64)
+        return (current / trained).clamp(min=1.0)
+
+
 def bucket_length(m: Tensor, original: int, bucket: int) -> Tensor:
     """Return the length in force for a query at position m with `update="row"`, of m's shape, int64.
 
@@ -276,8 +295,7 @@ def seam_of(method: Method) -> str:
     return method.seam
 
 
-def running_scale(rope: RopeSpec, length: Length) -> Tensor:
-    """Return `s = max(1, N / L)` of the dynamic methods, a 0-dim float64 tensor."""
-    trained = rope.original_max_position_embeddings
-    current = torch.as_tensor(trained if length is None else length).to(torch.float64)
-    return (current / trained).clamp(min=1.0)
+def starting_table(rope: RopeSpec, scale: float | Tensor) -> Tensor:
+    """Return the default frequencies, on the device of the scale."""
+    table = rope.default_inv_freq()
+    return table.to(scale.device) if isinstance(scale, Tensor) else table

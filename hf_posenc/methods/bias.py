@@ -19,10 +19,10 @@ Weights = Mapping[str, Tensor]
 class _Bias(Method):
     """A method that acts on the scores and replaces the model's rotation unless `keep_rope`."""
 
-    kind: ClassVar[str] = "biases"
-    seam: ClassVar[str] = "bias"
-    needs: ClassVar[str] = "training"
-    follows_text: ClassVar[bool] = True
+    kind = "biases"
+    seam = "bias"
+    needs = "training"
+    follows_text = True
 
     keep_rope: bool = field(default=False, metadata=switch())
 
@@ -113,7 +113,7 @@ class RelativeKeys(_Bias):
         keep_rope: Keep the model's rotation beside the embeddings.
     """
 
-    trainable: ClassVar[bool] = True
+    trainable = True
 
     @property
     def reads_rotation(self) -> bool:

@@ -1,9 +1,8 @@
-"""Dual chunk attention: positions start anew in every chunk, with a bridge to the chunk before."""
+"""Dual chunk attention and STRING: far keys get positions that are frequent in training."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,12 +26,12 @@ class DualChunk(RotaryBands):
             default, with which positions reach `L - 1`.
     """
 
-    name: ClassVar[str] = "dual_chunk"
-    aliases: ClassVar[tuple[str, ...]] = ("dca", "chunkllama")
-    summary: ClassVar[str] = "positions start anew in every chunk, the chunk before is bridged"
-    source: ClassVar[str] = "An et al. 2024, arXiv 2402.17463"
-    follows_text: ClassVar[bool] = True
-    keeps_order: ClassVar[bool] = False
+    name = "dual_chunk"
+    aliases = ("dca", "chunkllama")
+    summary = "positions start anew in every chunk, the chunk before is bridged"
+    source = "An et al. 2024, arXiv 2402.17463"
+    follows_text = True
+    keeps_order = False
 
     chunk: int | None = field(default=None, metadata=count())
 
@@ -79,3 +78,50 @@ class DualChunk(RotaryBands):
             Band(query_position=bridged, key_position=within, least=1, below=2, chunk=chunk),
             Band(query_position=far, key_position=within, least=2, chunk=chunk),
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class STRING(RotaryBands):
+    """STRING, shifted rotary position embedding (An et al. 2024, arXiv 2410.18745).
+
+    Distances below the shift S stay; a distance `m - n` of at least S is read as `m - n - S + W`.
+    Long distances are rare in training texts, so a model reads them better as shorter ones. The method
+    improves the use of the trained context, and adds `S - W` tokens to it.
+
+    Args:
+        shift: Offset S in tokens; a third of the original context by default.
+        window: Local window W, the least distance that a shifted pair gets; 128 by default, and
+            below S.
+    """
+
+    name = "string"
+    summary = "distances from S on are read as S - W less"
+    source = "An et al. 2024, arXiv 2410.18745"
+    keeps_order = False
+
+    shift: int | None = field(default=None, metadata=count())
+
+    def near_window(self, original: int) -> int:
+        """Return the shift S: a text of no more tokens is read as unpatched."""
+        return max(1, round(original / 3)) if self.shift is None else self.shift
+
+    def local_window(self, original: int) -> int:
+        """Return the W in force, in tokens.
+
+        Raises:
+            PosencError: A window above the shift, which would lengthen distances.
+        """
+        shift = self.near_window(original)
+        if self.window is None:
+            return max(1, min(128, shift - 1))
+        if self.window > shift:
+            raise PosencError(
+                f"{self.name}: window ({self.window}) is at most the shift ({shift} tokens here)."
+            )
+        return self.window
+
+    def query_position(self, m: Tensor, original: int) -> Tensor:
+        return m - (self.near_window(original) - self.local_window(original))
+
+    def key_position(self, n: Tensor, original: int) -> Tensor:
+        return n

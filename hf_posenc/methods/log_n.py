@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,13 +20,13 @@ class LogN(Method):
     other; `log_n=True` of the rotary bands is the same.
     """
 
-    name: ClassVar[str] = "log_n"
-    aliases: ClassVar[tuple[str, ...]] = ("logn",)
-    summary: ClassVar[str] = "the query times max(1, ln(m+1) / ln L)"
-    source: ClassVar[str] = "Su 2021, kexue.fm 8823"
-    needs: ClassVar[str] = "nothing"
-    seam: ClassVar[str] = "query"
-    follows_text: ClassVar[bool] = True
+    name = "log_n"
+    aliases = ("logn",)
+    summary = "the query times max(1, ln(m+1) / ln L)"
+    source = "Su 2021, kexue.fm 8823"
+    needs = "nothing"
+    seam = "query"
+    follows_text = True
 
     @property
     def reads_rotation(self) -> bool:

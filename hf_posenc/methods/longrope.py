@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,13 +37,13 @@ class LongRoPE(LengthDependent):
         bucket: Tokens by which it grows at once in the first two; half of `L` by default.
     """
 
-    name: ClassVar[str] = "longrope"
-    aliases: ClassVar[tuple[str, ...]] = ("su",)
-    summary: ClassVar[str] = "a searched divisor for every pair"
-    source: ClassVar[str] = "Ding et al. 2024, arXiv 2402.13753"
-    needs: ClassVar[str] = "searched factors; fine-tuning past 8 times the context"
-    identity_at_scale_one: ClassVar[bool] = False
-    only_lowers_frequencies: ClassVar[bool] = False
+    name = "longrope"
+    aliases = ("su",)
+    summary = "a searched divisor for every pair"
+    source = "Ding et al. 2024, arXiv 2402.13753"
+    needs = "searched factors; fine-tuning past 8 times the context"
+    identity_at_scale_one = False
+    only_lowers_frequencies = False
 
     short_factor: Sequence[float]
     long_factor: Sequence[float]
@@ -98,11 +98,8 @@ class LongRoPE(LengthDependent):
         return long if (length or 0) > trained else short
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
-        given = {
-            knob: getattr(self, knob)
-            for knob in ("attention_factor", "short_mscale", "long_mscale")
-            if getattr(self, knob) is not None
-        }
+        knobs = ("attention_factor", "short_mscale", "long_mscale")
+        given = {knob: value for knob, value in self.options().items() if knob in knobs}
         return {
             "rope_type": "longrope",
             "short_factor": list(self.short_factor),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -25,9 +24,9 @@ class Shaw(RelativeKeys):
         max_distance: The distance K in tokens from which all keys share an embedding.
     """
 
-    name: ClassVar[str] = "shaw"
-    summary: ClassVar[str] = "a learned embedding per distance beside the keys"
-    source: ClassVar[str] = "Shaw et al. 2018, arXiv 1803.02155"
+    name = "shaw"
+    summary = "a learned embedding per distance beside the keys"
+    source = "Shaw et al. 2018, arXiv 1803.02155"
 
     max_distance: int = field(default=16, metadata=count())
 
@@ -51,10 +50,10 @@ class TransformerXL(RelativeKeys):
     and W, zeros at first. (In the paper R_r is as wide as the model; here as wide as a head.)
     """
 
-    name: ClassVar[str] = "transformer_xl"
-    aliases: ClassVar[tuple[str, ...]] = ("xl",)
-    summary: ClassVar[str] = "sinusoidal embeddings of the distance through a learned map"
-    source: ClassVar[str] = "Dai et al. 2019, arXiv 1901.02860"
+    name = "transformer_xl"
+    aliases = ("xl",)
+    summary = "sinusoidal embeddings of the distance through a learned map"
+    source = "Dai et al. 2019, arXiv 1901.02860"
 
     def initial(self, heads: int, head_dim: int, original: int) -> dict[str, Tensor]:
         if head_dim % 2:

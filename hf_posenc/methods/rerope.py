@@ -1,7 +1,8 @@
-"""ReRoPE and Leaky ReRoPE: past a window the distance stops growing, or grows more slowly."""
+"""ReRoPE, Leaky ReRoPE and SelfExtend: past a window the distance stops growing, or grows more slowly."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.bands import RotaryBands, compression
-from hf_posenc.methods.base import number
+from hf_posenc.methods.bands import RotaryBands
+from hf_posenc.methods.base import count, number
 from hf_posenc.methods.log_n import real
 
 
@@ -26,10 +27,10 @@ class ReRoPE(RotaryBands):
         log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`; the author's code does.
     """
 
-    name: ClassVar[str] = "rerope"
-    summary: ClassVar[str] = "distances past a window all count as the window"
-    source: ClassVar[str] = "Su 2023, kexue.fm 9708; bojone/rerope"
-    follows_text: ClassVar[bool] = True
+    name = "rerope"
+    summary = "distances past a window all count as the window"
+    source = "Su 2023, kexue.fm 9708; bojone/rerope"
+    follows_text = True
 
     def query_position(self, m: Tensor, original: int) -> Tensor:
         return torch.full_like(m, self.near_window(original))
@@ -39,7 +40,43 @@ class ReRoPE(RotaryBands):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeakyReRoPE(RotaryBands):
+class _Slowed(RotaryBands):
+    """Distances past the window divided by a number that is given outright, or follows from the scale.
+
+    Class attributes:
+        divisor: The knob that gives the number.
+    """
+
+    divisor: ClassVar[str]
+
+    scale: float | None = field(default=None, metadata=number(1))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scale is not None and getattr(self, self.divisor) is not None:
+            raise PosencError(
+                f"{self.name}: scale and {self.divisor} set the same number; give one of them."
+            )
+
+    def _compression(self, scale: float, original: int) -> float:
+        """Return the divisor that makes `scale * L` tokens fit: `(s L - w) / (L - w)`.
+
+        The first w of the L positions are the near band's and are not compressed.
+
+        Raises:
+            PosencError: A window that leaves no position to the far band.
+        """
+        window = self.near_window(original)
+        if window >= original:
+            raise PosencError(
+                f"{self.name}: with scale={scale:g} the window ({window}) is below the original context "
+                f"of {original} tokens, so that positions are left for the far band."
+            )
+        return (scale * original - window) / (original - window)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeakyReRoPE(_Slowed):
     """Leaky ReRoPE (Su 2023, kexue.fm 9708): past the window, distances grow at a rate of 1/k.
 
     The relative position is `m - n` below the window and `w + (m - n - w) / k` past it.
@@ -53,22 +90,18 @@ class LeakyReRoPE(RotaryBands):
         log_n: Multiply the query at m by `max(1, ln(m+1) / ln L)`; the author's code does.
     """
 
-    name: ClassVar[str] = "leaky_rerope"
-    summary: ClassVar[str] = "distances past a window grow at a rate of 1/k"
-    source: ClassVar[str] = "Su 2023, kexue.fm 9708; bojone/rerope"
+    name = "leaky_rerope"
+    summary = "distances past a window grow at a rate of 1/k"
+    source = "Su 2023, kexue.fm 9708; bojone/rerope"
 
-    scale: float | None = field(default=None, metadata=number(1))
+    divisor = "k"
+
     k: float | None = field(default=None, metadata=number(1))
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.scale is not None and self.k is not None:
-            raise PosencError(f"{self.name}: scale and k set the same number; give one of them.")
 
     def slowness(self, original: int) -> float:
         """Return the k in force."""
         if self.scale is not None:
-            return compression(self, self.scale, original)
+            return self._compression(self.scale, original)
         return 16.0 if self.k is None else float(self.k)
 
     def query_position(self, m: Tensor, original: int) -> Tensor:
@@ -77,3 +110,43 @@ class LeakyReRoPE(RotaryBands):
 
     def key_position(self, n: Tensor, original: int) -> Tensor:
         return real(n) / self.slowness(original)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfExtend(_Slowed):
+    """SelfExtend (Jin et al. 2024, arXiv 2401.01325): floor division of the positions past a window.
+
+    Neighbours keep `m - n`; past the window the relative position is
+    `floor(m/G) + W - floor(W/G) - floor(n/G)`, an integer that occurred in training.
+
+    Args:
+        scale: Target context as a multiple s of the original one, from which
+            `G = ceil((s L - W) / (L - W))`: a text of s L tokens then stays within about L positions.
+        window: Distances W below it are kept; half of the original context by default.
+        group: Tokens G that share a position past the window, given outright; 8 if there is no
+            scale either.
+    """
+
+    name = "self_extend"
+    aliases = ("selfextend", "longlm")
+    summary = "positions past a window are counted in groups of tokens"
+    source = "Jin et al. 2024, arXiv 2401.01325"
+
+    divisor = "group"
+
+    group: int | None = field(default=None, metadata=count())
+
+    def group_size(self, original: int) -> int:
+        """Return the G in force, in tokens."""
+        if self.scale is not None:
+            return math.ceil(self._compression(self.scale, original))
+        return 8 if self.group is None else self.group
+
+    def query_position(self, m: Tensor, original: int) -> Tensor:
+        group, window = self.group_size(original), self.near_window(original)
+        # The paper and the authors' flash decoding round W/G down, their prefill does not: the two
+        # differ wherever G does not divide W.
+        return m // group + (window - window // group)
+
+    def key_position(self, n: Tensor, original: int) -> Tensor:
+        return n // self.group_size(original)

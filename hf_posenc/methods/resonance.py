@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -26,13 +26,13 @@ class ResonanceRoPE(RopeScaling):
     fits into the training length then meets no new angle at any position.
     """
 
-    name: ClassVar[str] = "resonance"
-    aliases: ClassVar[tuple[str, ...]] = ("resonance_rope",)
-    summary: ClassVar[str] = "the wavelength of every pair rounded to whole tokens"
-    source: ClassVar[str] = "Wang et al. 2024, arXiv 2403.00071; sheryc/resonance_rope"
-    needs: ClassVar[str] = "fine-tuning"
-    identity_at_scale_one: ClassVar[bool] = False
-    only_lowers_frequencies: ClassVar[bool] = False
+    name = "resonance"
+    aliases = ("resonance_rope",)
+    summary = "the wavelength of every pair rounded to whole tokens"
+    source = "Wang et al. 2024, arXiv 2403.00071; sheryc/resonance_rope"
+    needs = "fine-tuning"
+    identity_at_scale_one = False
+    only_lowers_frequencies = False
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         return resonant(rope.default_inv_freq())
@@ -45,12 +45,12 @@ class ResonanceYaRN(YaRN):
     The wavelengths of YaRN's frequencies `f'_i` are rounded to whole tokens; its temperature stays.
     """
 
-    name: ClassVar[str] = "resonance_yarn"
-    summary: ClassVar[str] = "YaRN with the wavelength of every pair rounded to whole tokens"
-    source: ClassVar[str] = "Wang et al. 2024, arXiv 2403.00071; sheryc/resonance_rope"
-    needs: ClassVar[str] = "fine-tuning"
-    identity_at_scale_one: ClassVar[bool] = False
-    only_lowers_frequencies: ClassVar[bool] = False
+    name = "resonance_yarn"
+    summary = "YaRN with the wavelength of every pair rounded to whole tokens"
+    source = "Wang et al. 2024, arXiv 2403.00071; sheryc/resonance_rope"
+    needs = "fine-tuning"
+    identity_at_scale_one = False
+    only_lowers_frequencies = False
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         return resonant(super().inv_freq(rope, length))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from hf_posenc.methods.base import count
 class _WithSinks(RotaryBands):
     """A window, and the first keys of the text beside it."""
 
-    follows_text: ClassVar[bool] = True
+    follows_text = True
 
     sinks: int
 
@@ -37,9 +36,9 @@ class LMInfinite(_WithSinks):
         sinks: First keys that every query reads.
     """
 
-    name: ClassVar[str] = "lm_infinite"
-    summary: ClassVar[str] = "a window, and the first keys at the window's distance"
-    source: ClassVar[str] = "Han et al. 2023, arXiv 2308.16137"
+    name = "lm_infinite"
+    summary = "a window, and the first keys at the window's distance"
+    source = "Han et al. 2023, arXiv 2308.16137"
 
     sinks: int = field(default=10, metadata=count())
 
@@ -65,10 +64,10 @@ class AttentionSinks(_WithSinks):
         sinks: First keys that every query reads.
     """
 
-    name: ClassVar[str] = "attention_sinks"
-    aliases: ClassVar[tuple[str, ...]] = ("sinks", "streaming_llm")
-    summary: ClassVar[str] = "a window, and the first keys just before it"
-    source: ClassVar[str] = "Xiao et al. 2023, arXiv 2309.17453"
+    name = "attention_sinks"
+    aliases = ("sinks", "streaming_llm")
+    summary = "a window, and the first keys just before it"
+    source = "Xiao et al. 2023, arXiv 2309.17453"
 
     sinks: int = field(default=4, metadata=count())
 
@@ -105,10 +104,10 @@ class SlidingWindow(RotaryBands):
         window: Last keys that are read, the query's own among them; the original context by default.
     """
 
-    name: ClassVar[str] = "sliding_window"
-    summary: ClassVar[str] = "only the last keys are read"
-    source: ClassVar[str] = "Beltagy et al. 2020, arXiv 2004.05150"
-    follows_text: ClassVar[bool] = True
+    name = "sliding_window"
+    summary = "only the last keys are read"
+    source = "Beltagy et al. 2020, arXiv 2004.05150"
+    follows_text = True
 
     def near_window(self, original: int) -> int:
         return original if self.window is None else self.window

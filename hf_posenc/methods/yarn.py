@@ -1,26 +1,103 @@
-"""NTK-by-parts and YaRN: fast pairs kept, slow pairs interpolated, a ramp between; YaRN adds a temperature."""
+"""Tables blended by ramps over the pairs: partial NTK, NTK-by-parts, YaRN with its temperature, Llama 3.1."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods.base import (
+    Dynamic,
     Length,
-    LengthDependent,
     RopeScaling,
     Scaled,
     number,
-    running_scale,
+    starting_table,
     switch,
 )
-from hf_posenc.methods.partial_ntk import index_ramp
+from hf_posenc.methods.interpolation import rebased
 from hf_posenc.rope import RopeSpec
+
+
+def index_ramp(rope: RopeSpec, fast: float, slow: float, *, truncate: bool = True) -> Tensor:
+    """Return the ramp over the pair index from 0 at `fast` turns to 1 at `slow` turns, shape (d/2,).
+
+    It is linear in the index, as in jquesnelle/yarn and transformers. The ends are clamped to
+    [0, d-1], as there, and not to the last pair d/2-1.
+
+    Args:
+        rope: The table; `L`, `b` and `d` place the ramp.
+        fast: Turns over `L` tokens at which the ramp leaves 0.
+        slow: Turns at which it reaches 1.
+        truncate: Round the ends outwards to whole pairs.
+    """
+    low, high = rope.pair_index(fast), rope.pair_index(slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    if low == high:
+        high += 0.001  # the authors' guard against a division by zero
+    index = torch.arange(rope.dim // 2, dtype=torch.float64)
+    return ((index - low) / (high - low)).clamp(0, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PartialNTK(RopeScaling):
+    """The blend of the static and the dynamic form.
+
+    Args:
+        ntk_factor: Weight of the NTK-aware part, 0 to 1.
+        extrapolation_factor: Weight of the unscaled part, 0 to 1.
+        beta_0: Turns above which the NTK-aware table counts in full.
+        beta_1: Turns below which the linear table counts in full.
+        gamma_0: Turns above which the unscaled table counts in full.
+        gamma_1: Turns below which it does not count.
+    """
+
+    ntk_factor: float = field(default=1.0, metadata=number(0))
+    extrapolation_factor: float = field(default=1.0, metadata=number(0))
+    beta_0: float = field(default=1.25, metadata=number(0, above=True))
+    beta_1: float = field(default=0.75, metadata=number(0, above=True))
+    gamma_0: float = field(default=16.0, metadata=number(0, above=True))
+    gamma_1: float = field(default=2.0, metadata=number(0, above=True))
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        scale = self.scale_at(rope, length)
+        default = starting_table(rope, scale)
+        ntk = (1 - index_ramp(rope, self.beta_0, self.beta_1)) * self.ntk_factor
+        kept = (1 - index_ramp(rope, self.gamma_0, self.gamma_1)) * self.extrapolation_factor
+        ntk, kept = ntk.to(default.device), kept.to(default.device)
+        interpolated = default / scale * (1 - ntk) + rebased(rope, scale) * ntk
+        return interpolated * (1 - kept) + default * kept
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartialNTK(_PartialNTK, Scaled):
+    """Partial NTK: two ramps over the pair index (jquesnelle/yarn, bloc97 2023).
+
+    NTK-aware frequencies are blended into linear ones between `beta_0` and `beta_1` turns over the
+    original context. The unscaled ones are then blended into the result between `gamma_0` and
+    `gamma_1` turns.
+    """
+
+    name = "partial_ntk"
+    summary = "linear, NTK and unscaled frequencies blended by two ramps"
+    source = "bloc97 2023; jquesnelle/yarn"
+    needs = "nothing"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicPartialNTK(_PartialNTK, Dynamic):
+    """Partial NTK with `s = max(1, N / L)` (jquesnelle/yarn)."""
+
+    name = "dynamic_partial_ntk"
+    summary = "partial NTK with s = max(1, N/L)"
+    source = "jquesnelle/yarn"
+    needs = "nothing"
 
 
 def mscale(scale: float | Tensor, weight: float = 1.0) -> float | Tensor:
@@ -56,20 +133,20 @@ class _ByParts(RopeScaling):
         if self.ramp not in ("index", "rotations"):
             raise unknown(f"ramp of {self.name}", self.ramp, ["index", "rotations"])
 
-    def _by_parts(self, rope: RopeSpec, scale: float | Tensor) -> Tensor:
-        default = rope.default_inv_freq()
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        scale = self.scale_at(rope, length)
+        default = starting_table(rope, scale)
         if self.ramp == "index":
             interpolated = index_ramp(rope, self.beta_fast, self.beta_slow, truncate=self.truncate)
         else:
             turns = rope.original_max_position_embeddings * default / (2 * math.pi)
-            interpolated = 1 - ((turns - self.beta_slow) / (self.beta_fast - self.beta_slow)).clamp(
-                0, 1
-            )
-        if isinstance(scale, Tensor):
-            default, interpolated = default.to(scale.device), interpolated.to(scale.device)
+            kept = (turns - self.beta_slow) / (self.beta_fast - self.beta_slow)
+            interpolated = 1 - kept.clamp(0, 1)
+        interpolated = interpolated.to(default.device)
         return default / scale * interpolated + default * (1 - interpolated)
 
     def _parameters(self, rope: RopeSpec, scale: float, **factors: Any) -> dict[str, Any] | None:
+        """Return the method as transformers' `yarn`; its ramp is linear in the index."""
         if self.ramp != "index":
             return None
         return {
@@ -92,13 +169,10 @@ class NTKByParts(_ByParts, Scaled):
     temperature.
     """
 
-    name: ClassVar[str] = "ntk_by_parts"
-    summary: ClassVar[str] = "fast pairs kept, slow ones divided by s, a ramp between"
-    source: ClassVar[str] = "Peng et al. 2023, arXiv 2309.00071, sec. 3.2"
-    needs: ClassVar[str] = "nothing"
-
-    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
-        return self._by_parts(rope, self.scale)
+    name = "ntk_by_parts"
+    summary = "fast pairs kept, slow ones divided by s, a ramp between"
+    source = "Peng et al. 2023, arXiv 2309.00071, sec. 3.2"
+    needs = "nothing"
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
         return self._parameters(rope, self.scale, attention_factor=1.0)
@@ -118,17 +192,14 @@ class YaRN(_ByParts, Scaled):
             this temperature.
     """
 
-    name: ClassVar[str] = "yarn"
-    summary: ClassVar[str] = "NTK-by-parts, and cos and sin times 0.1 ln s + 1"
-    source: ClassVar[str] = "Peng et al. 2023, arXiv 2309.00071"
-    needs: ClassVar[str] = "nothing (fine-tuning helps)"
+    name = "yarn"
+    summary = "NTK-by-parts, and cos and sin times 0.1 ln s + 1"
+    source = "Peng et al. 2023, arXiv 2309.00071"
+    needs = "nothing (fine-tuning helps)"
 
     attention_factor: float | None = field(default=None, metadata=number(0, above=True))
     mscale: float | None = field(default=None, metadata=number(0))
     mscale_all_dim: float | None = field(default=None, metadata=number(0))
-
-    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
-        return self._by_parts(rope, self.scale)
 
     def cos_sin_factor(self, rope: RopeSpec, length: Length = None) -> float | Tensor:
         if self.attention_factor is not None:
@@ -139,22 +210,64 @@ class YaRN(_ByParts, Scaled):
 
     def rope_parameters(self, rope: RopeSpec) -> dict[str, Any] | None:
         knobs = ("attention_factor", "mscale", "mscale_all_dim")
-        given = {knob: getattr(self, knob) for knob in knobs if getattr(self, knob) is not None}
+        given = {knob: value for knob, value in self.options().items() if knob in knobs}
         return self._parameters(rope, self.scale, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DynamicYaRN(_ByParts, LengthDependent):
+class DynamicYaRN(_ByParts, Dynamic):
     """YaRN with `s = max(1, N / L)`, its temperature included (jquesnelle/yarn)."""
 
-    name: ClassVar[str] = "dynamic_yarn"
-    summary: ClassVar[str] = "YaRN with s = max(1, N/L), its temperature included"
-    source: ClassVar[str] = "jquesnelle/yarn"
-    needs: ClassVar[str] = "nothing"
-    follows_text: ClassVar[bool] = True
-
-    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
-        return self._by_parts(rope, running_scale(rope, length))
+    name = "dynamic_yarn"
+    summary = "YaRN with s = max(1, N/L), its temperature included"
+    source = "jquesnelle/yarn"
+    needs = "nothing"
 
     def cos_sin_factor(self, rope: RopeSpec, length: Length = None) -> float | Tensor:
-        return mscale(running_scale(rope, length))
+        return mscale(self.scale_at(rope, length))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3(Scaled):
+    """Llama 3.1's scaling by wavelength `w = 2 pi / f_i` (meta-llama/llama-models).
+
+    A pair with `w < L / high_freq_factor` keeps its frequency, one with `w > L / low_freq_factor` gets
+    `f_i / s`. Between them lies a blend, linear in `L / w`.
+
+    Args:
+        scale: The divisor `s` of the slow pairs (8 in Llama 3.1, 32 in Llama 3.2).
+        low_freq_factor: Turns over `L` below which a pair is divided in full.
+        high_freq_factor: Turns above which it is kept.
+    """
+
+    name = "llama3"
+    summary = "Llama 3.1's blend by wavelength"
+    source = "Llama 3.1 (meta-llama/llama-models)"
+    needs = "nothing (fine-tuning helps)"
+
+    low_freq_factor: float = field(default=1.0, metadata=number(0, above=True))
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise PosencError(
+                f"llama3: high_freq_factor ({self.high_freq_factor}) is above low_freq_factor ({self.low_freq_factor})."
+            )
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        default = rope.default_inv_freq()
+        turns = rope.original_max_position_embeddings * default / (2 * math.pi)
+        smooth = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blend = (1 - smooth) * default / self.scale + smooth * default
+        slow = torch.where(turns < self.low_freq_factor, default / self.scale, blend)
+        return torch.where(turns > self.high_freq_factor, default, slow)
+
+    def rope_parameters(self, rope: RopeSpec) -> dict[str, Any]:
+        return {
+            "rope_type": "llama3",
+            "factor": float(self.scale),
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
+            "low_freq_factor": float(self.low_freq_factor),
+            "high_freq_factor": float(self.high_freq_factor),
+        }

@@ -324,7 +324,7 @@ def test_a_method_is_registered_by_its_definition() -> None:
     assert get_method("yarn") is methods.YaRN is not YaRN
     folder = Path(methods.__file__).parent
     defined = re.findall(
-        r"^class ([A-Z]\w*)\([^)]*\):(?:(?!^class )[\s\S])*?^    name: ClassVar\[str\] = \"(\w+)\"",
+        r"^class ([A-Z]\w*)\([^)]*\):(?:(?!^class )[\s\S])*?^    name = \"(\w+)\"",
         "\n".join(path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))),
         flags=re.MULTILINE,
     )
