@@ -251,6 +251,16 @@ class Candidate:
         automatic = {"scale": scale} if part.auto else {}
         return part.method, {**automatic, **part.options, **self.beside}
 
+    @property
+    def call(self) -> str:
+        """The Python code that patches `model` with the given options; automatic scales are not in it."""
+        if len(self.parts) == 1:
+            method, options = repr(self.parts[0].method), {**self.parts[0].options, **self.beside}
+        else:
+            methods = (_call(get_method(p.method).__name__, p.options) for p in self.parts)
+            method, options = f"[{', '.join(methods)}]", dict(self.beside)
+        return _call("patch_model", options, "model", method)
+
     def checked(self, model: nn.Module) -> Candidate:
         """Patch the model on trial.
 
@@ -288,6 +298,10 @@ class Candidate:
         method, options = self.arguments(self.scale_at(length) or 1.0)
         with patched(model, method, **options):
             yield
+
+
+def _call(name: str, options: Mapping[str, Any], *values: str) -> str:
+    return f"{name}({', '.join([*values, *(f'{k}={v!r}' for k, v in options.items())])})"
 
 
 def _automatic(named: list[tuple[str, dict[str, Any]]]) -> set[str]:

@@ -18,13 +18,9 @@ from hf_posenc.evaluation.grid import Grid
 from hf_posenc.evaluation.published import TOLERANCE
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
-    BESIDE,
     FAST_TURNS,
-    FINE_TUNED,
     REFUSED,
-    SHORT,
     TRAINED,
-    WINDOW,
     Option,
     RotaryLimits,
     Start,
@@ -33,14 +29,13 @@ from hf_posenc.evaluation.recommend.options import (
     rank,
     rotary_limits,
 )
-from hf_posenc.methods import METHODS
+from hf_posenc.methods import METHODS, get_method
 from hf_posenc.model.discovery import RotaryTable, original_length, read_spec, select, tables_of
 from hf_posenc.model.unwrapping import unwrap
-from hf_posenc.patch.patching import get_patch, patched
+from hf_posenc.patch.patching import get_patch
 
 _PER_LENGTH = ("dynamic", "longrope")  # a table that depends on the length cannot be composed
 _PROBE_TOKENS = 4
-_RANKED = (AS_IT_IS, FINE_TUNED, SHORT, WINDOW, BESIDE)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -50,7 +45,7 @@ class Carried:
 
     Attributes:
         rope_type: The scaling in force, by transformers' name.
-        scaled: Whether there is any.
+        scaled: True if there is any.
         reach: The context length of the config, scaling included, in tokens.
         trained: The length before that scaling.
     """
@@ -68,10 +63,8 @@ class CacheCost:
     Attributes:
         tokens: Length of the text.
         bytes: Memory for the text.
-        bytes_per_token: Memory for one more token, in the layers that keep every token.
-        full_layers: Layers that keep every token.
-        window_layers: Layers that keep a window.
-        window: Tokens in that window; 0 if there are no such layers.
+        bytes_per_token: Memory for one more token, in the `full_layers`, which keep every token.
+        window: Tokens that the `window_layers` keep; 0 if there are no such layers.
         dtype: The number format.
     """
 
@@ -90,12 +83,10 @@ class Advice:
 
     Attributes:
         name: The model's name, as the commands take it.
-        model_class: Its class.
-        model_type: The `model_type` of its text decoder.
-        tested: Whether the test matrix covers that type.
+        model_type: The `model_type` of its text decoder; `tested` if the test matrix covers it.
         target: The target length, in tokens.
         carried: The scaling that the checkpoint carries already.
-        beside: How frequency methods start from it: `compose`, `replace`, or neither.
+        beside: Arguments of `patch_model` that start a frequency method from it: `compose`, `replace`, or neither.
         limits: The limits of the table that frequency methods start from.
         least_base: The least base for the target, by the fit of arXiv 2405.14591.
         cache: The memory of keys and values at the target; `None` if it is unknown.
@@ -124,9 +115,10 @@ class Advice:
         """The target as a multiple of the length that frequency methods start from."""
         return self.target / self.limits.original
 
-    def best(self, works: str, count: int) -> tuple[Option, ...]:
-        """Return the first options that work in this way."""
-        return tuple(option for option in self.options if option.works == works)[:count]
+    @property
+    def best(self) -> list[Option]:
+        """The options that work as they are, the best first."""
+        return [option for option in self.options if option.works == AS_IT_IS]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -146,17 +138,17 @@ class Advice:
         """Return the commands to run next, on the user's own text."""
         text = "--text 'YOUR/*.txt'"
         lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
-        specs = ["none"]
-        if self.needed:
-            specs += ["sliding_window", *(str(one.spec) for one in self.best(AS_IT_IS, 3))]
-        patches = " ".join(f"--patch {spec}" for spec in specs)
-        commands = [f"perplexity {self.name} {text} --lengths {lengths} {patches}"]
-        if self.needed:
-            commands += [
-                f"retrieval {self.name} --lengths {lengths} {patches}",
-                f"sweep {self.name} {text} --target-length {self.target}",
-            ]
-        return tuple(f"hf-posenc {' '.join(command.split())}" for command in commands)
+        methods = ["sliding_window", *(str(one.spec) for one in self.best[:3])]
+        patches = " ".join(
+            f"--patch {spec}" for spec in ["none", *(methods if self.needed else ())]
+        )
+        commands = (
+            f"perplexity {self.name} {text} --lengths {lengths} {patches}",
+            f"retrieval {self.name} --lengths {lengths} {patches}",
+            f"sweep {self.name} {text} --target-length {self.target}",
+        )
+        shown = commands if self.needed else commands[:1]
+        return tuple(f"hf-posenc {' '.join(command.split())}" for command in shown)
 
 
 def recommend(
@@ -251,37 +243,34 @@ def _tried(option: Option, model: nn.Module) -> Option:
     if option.options is None or (option.attention and unloaded):
         return option
     error = _refusal(option, model)
-    instead = option.by_sequence
-    if error is not None and instead is not None and _refusal(instead, model) is None:
-        return instead.after(None)
-    return option.after(error)
+    if error is None:
+        return dataclasses.replace(option, trial=True)
+    if "update" in get_method(option.method).knobs():
+        options = {**option.options, "update": "sequence"}
+        instead = dataclasses.replace(option, options=options, attention=False, trial=True)
+        if _refusal(instead, model) is None:
+            return instead
+    reason = " ".join(str(error).split())
+    return dataclasses.replace(option, works=REFUSED, reason=reason, trial=False)
 
 
 def _refusal(option: Option, model: nn.Module) -> PosencError | None:
     """Patch an option in and remove it; return the error if that failed."""
-    assert option.options is not None
+    assert option.candidate is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the option states what a method needs
         try:
-            with patched(model, option.method, **option.options):
+            with option.candidate.applied(model, 1):
                 return None
         except PosencError as error:
             return error
 
 
 def cache_cost(model: nn.Module, tokens: int, dtype: torch.dtype) -> CacheCost | None:
-    """Compute the memory of the cache for one text.
+    """Compute the memory of the cache for one text; `None` if the model does not run on the meta device.
 
-    A model of the same config runs a few tokens on the meta device, without computing or storing anything. Grouped
-    heads, latent attention, shared and sliding-window layers are therefore counted as transformers keeps them.
-
-    Args:
-        model: Any model of that config.
-        tokens: Length of the text.
-        dtype: The number format of keys and values.
-
-    Returns:
-        The cost; `None` if the model does not run on the meta device.
+    A model of the same config runs a few tokens there, without computing or storing anything. Grouped heads, latent
+    attention, shared and sliding-window layers are therefore counted as transformers keeps them.
     """
     growing = fixed = window = full = windowed = 0
     for layer in _cache_layers(model):
@@ -384,7 +373,7 @@ def _scaling_text(advice: Advice) -> str:
 
 def table(advice: Advice) -> Grid:
     """Return the methods that work without training from scratch, the best first."""
-    shown = [option for option in advice.options if option.works in _RANKED]
+    shown = [option for option in advice.options if option.works not in (TRAINED, REFUSED)]
     grid = Grid(f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to try first")
     grid.column("", numeric=True)
     grid.column("method", least=max((len(option.method) for option in shown), default=0))
@@ -422,9 +411,8 @@ def notes(advice: Advice) -> Iterator[str]:
 
 def next_steps(advice: Advice) -> Iterator[str]:
     """Yield the call, and the commands to run next."""
-    best = advice.best(AS_IT_IS, 1)
-    if best:
-        yield f"In Python: {best[0].call}"
+    if advice.best:
+        yield f"In Python: {advice.best[0].call}"
     yield from (f"Next: {command}" for command in advice.commands())
 
 

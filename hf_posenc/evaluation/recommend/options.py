@@ -7,7 +7,6 @@ tokens, make neighbours look closer than in training. Nothing here runs the mode
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import published
+from hf_posenc.evaluation.measuring.candidates import Candidate, Part
 from hf_posenc.methods import (
     ABF,
     LengthDependent,
@@ -25,7 +24,6 @@ from hf_posenc.methods import (
     Method,
     RopeScaling,
     RotaryBands,
-    get_method,
 )
 from hf_posenc.rope import RopeSpec
 
@@ -46,8 +44,7 @@ WORKS = (AS_IT_IS, FINE_TUNED, SHORT, WINDOW, BESIDE, TRAINED, REFUSED)
 """The ways in which a method works at the target, the best first."""
 
 _BLOCK = 1 << 14
-_LARGEST_SCALE = 16
-"""The search for a larger scale ends at this multiple of the plain one."""
+_LARGEST_SCALE = 16  # the search for a larger scale ends at this multiple of the plain one
 
 
 @dataclass(frozen=True)
@@ -87,12 +84,7 @@ class RotaryLimits:
 
 
 def rotary_limits(spec: RopeSpec, target: int) -> RotaryLimits:
-    """Compute the limits of a table.
-
-    Args:
-        spec: The table as it was trained.
-        target: The largest distance for `similar_until`, in tokens.
-    """
+    """Compute the limits of a table; `similar_until` is sought up to `target` tokens."""
     table = spec.default_inv_freq()
     original = spec.original_max_position_embeddings
     turns = _turns(table, original)
@@ -119,12 +111,8 @@ def least_base(length: int) -> float:
 def met_until(trained: Tensor, patched: Tensor, original: int) -> float:
     """Return the length in tokens up to which no slow pair of a changed table leaves the angles of training.
 
-    The minimum of `L f_i / f'_i` over the pairs with `L f_i < 2 pi`; infinite if there is none.
-
-    Args:
-        trained: The frequencies f of training, shape (d/2,).
-        patched: The changed frequencies f', of that shape.
-        original: The trained length L, in tokens.
+    The minimum of `L f_i / f'_i` over the pairs with `L f_i < 2 pi`, f' being the changed frequencies, shape (d/2,);
+    infinite if there is none.
     """
     slow = (trained > 0) & (_turns(trained, original) < 1) & (patched > 0)
     if not bool(slow.any()):
@@ -133,7 +121,7 @@ def met_until(trained: Tensor, patched: Tensor, original: int) -> float:
 
 
 def slowed_by(trained: Tensor, patched: Tensor, original: int) -> float:
-    """Return the largest factor by which a fast pair is slowed; at least 1. Arguments as for `met_until`."""
+    """Return the largest factor by which a fast pair is slowed; at least 1."""
     fast = (_turns(trained, original) >= FAST_TURNS) & (patched > 0)
     if not bool(fast.any()):
         return 1.0
@@ -161,8 +149,7 @@ class Start:
     Attributes:
         spec: The table that frequency methods start from, and the length that it was trained at.
         target: The target length, in tokens.
-        beside: Arguments of `patch_model` beside a frequency method's options: `compose` or `replace` if the
-            checkpoint is scaled already, and the original length if the config names another.
+        beside: Further arguments of `patch_model` for frequency methods, such as `compose`.
         reach: The length that the table in force reaches, in tokens: methods that compute attention start from it.
         beside_attention: As `beside`, for methods that compute attention.
     """
@@ -211,35 +198,19 @@ class Option:
     slowed: float = 1.0
 
     @property
+    def candidate(self) -> Candidate | None:
+        """The method with its options; `None` if some of them have to be searched first."""
+        return None if self.options is None else Candidate.of([Part(self.method, self.options)], {})
+
+    @property
     def spec(self) -> str | None:
         """The value of `--patch`."""
-        if self.options is None:
-            return None
-        pairs = [f"{name}={_text(value)}" for name, value in self.options.items()]
-        return f"{self.method}:{','.join(pairs)}" if pairs else self.method
+        return self.candidate and self.candidate.spec
 
     @property
     def call(self) -> str | None:
         """The call of `patch_model`."""
-        if self.options is None:
-            return None
-        arguments = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        return f"patch_model(model, {self.method!r}{arguments})"
-
-    @property
-    def by_sequence(self) -> Option | None:
-        """A dynamic method in the form that changes the table alone; `None` for the others."""
-        if self.options is None or "update" not in get_method(self.method).knobs():
-            return None
-        options = {**self.options, "update": "sequence"}
-        return dataclasses.replace(self, options=options, attention=False)
-
-    def after(self, error: PosencError | None) -> Option:
-        """Return the option after its trial on the model."""
-        if error is None:
-            return dataclasses.replace(self, trial=True)
-        reason = " ".join(str(error).split())
-        return dataclasses.replace(self, works=REFUSED, reason=reason, trial=False)
+        return self.candidate and self.candidate.call
 
 
 def option_of(kind: type[Method], start: Start) -> Option:
@@ -248,15 +219,11 @@ def option_of(kind: type[Method], start: Start) -> Option:
         return _bands(kind, start)
     if issubclass(kind, RopeScaling):
         return _frequencies(kind, start)
-    options = dict(start.beside_attention)
+    works, reason = TRAINED, f"{kind.summary}; needs training first"
     if kind is LogN:
+        works = BESIDE
         reason = "sharpens attention over many keys, and leaves the angles as they are"
-        return Option(kind.name, BESIDE, reason, options, attention=True)
-    return Option(kind.name, TRAINED, _needs_training(kind), options, attention=True)
-
-
-def _needs_training(kind: type[Method]) -> str:
-    return f"{kind.summary}; needs training first"
+    return Option(kind.name, works, reason, dict(start.beside_attention), attention=True)
 
 
 def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
@@ -267,8 +234,8 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
     if kind is ABF:
         return _another_base(start)
     if kind.needs.startswith("training"):
-        options = dict(start.beside)
-        return Option(kind.name, TRAINED, _needs_training(kind), options, attention=False)
+        reason = f"{kind.summary}; needs training first"
+        return Option(kind.name, TRAINED, reason, dict(start.beside), attention=False)
 
     untrained = kind.needs.startswith("nothing")
     method, options = _reaching(kind, start, untrained)
@@ -377,15 +344,11 @@ def _distances(method: RotaryBands, original: int, target: int) -> tuple[float, 
 
 
 def rank(options: list[Option], factor: float) -> list[Option]:
-    """Rank options, the best first.
+    """Rank options, the best first; ties keep their order, that of the documentation.
 
     The order is decided by how they work; by published evidence at this factor, for or against; by whether they change
     the table alone, which costs nothing and can be exported; by how little they slow fast pairs; and by the largest
     factor at which published tables show them hold.
-
-    Args:
-        options: In the order of the documentation, which decides ties.
-        factor: The target as a multiple of the trained length.
     """
 
     def key(option: Option) -> tuple[int, int, bool, float, float]:
@@ -394,9 +357,3 @@ def rank(options: list[Option], factor: float) -> list[Option]:
         return WORKS.index(option.works), -proof, option.attention, option.slowed, -held
 
     return sorted(options, key=key)
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return value if isinstance(value, str) else f"{value:.12g}"

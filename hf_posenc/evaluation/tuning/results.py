@@ -22,7 +22,6 @@ from hf_posenc.evaluation.tuning.objective import (
     TailSettings,
 )
 from hf_posenc.files import finite
-from hf_posenc.methods import get_method
 from hf_posenc.patch.patching import get_patch
 
 ResultT = TypeVar("ResultT", bound="TuningResult")
@@ -60,23 +59,9 @@ class Trial:
     @classmethod
     def of(cls, candidate: Candidate, *, control: bool = False) -> Trial:
         """Describe a candidate whose scale is set."""
-        call = call_of(candidate) if candidate.parts else None
+        call = candidate.call if candidate.parts else None
         scale = candidate.scale
         return cls(candidate.label, candidate.spec, candidate.method, scale, control, call)
-
-
-def call_of(candidate: Candidate) -> str:
-    """Return the Python code that patches `model` with a candidate."""
-    if len(candidate.parts) == 1:
-        part = candidate.parts[0]
-        options = {**part.options, **candidate.beside}
-        return _call("patch_model", "model", repr(part.method), **options)
-    methods = (_call(get_method(p.method).__name__, **p.options) for p in candidate.parts)
-    return _call("patch_model", "model", f"[{', '.join(methods)}]", **candidate.beside)
-
-
-def _call(name: str, *values: str, **options: Any) -> str:
-    return f"{name}({', '.join([*values, *(f'{k}={v!r}' for k, v in options.items())])})"
 
 
 def by_label(candidates: Sequence[Candidate], losses: Losses) -> Losses:
