@@ -205,12 +205,12 @@ class Option:
     @property
     def spec(self) -> str | None:
         """The value of `--patch`."""
-        return self.candidate and self.candidate.spec
+        return None if self.candidate is None else self.candidate.spec
 
     @property
     def call(self) -> str | None:
         """The call of `patch_model`."""
-        return self.candidate and self.candidate.call
+        return None if self.candidate is None else self.candidate.call
 
 
 def option_of(kind: type[Method], start: Start) -> Option:

@@ -285,6 +285,13 @@ class Board:
         short = self.short(label, documents)
         return short is not None and short.ratio <= 1 + self.settings.max_regression
 
+    def score(self, label: str, documents: Sequence[int]) -> float:
+        """Return the log tail perplexity at the target length; infinite if it failed or exceeds the bound."""
+        losses = self.of(label, self.settings.target, documents)
+        if failure_of(losses) is not None or not self.within_bound(label, documents):
+            return math.inf
+        return log_perplexity(losses)
+
     def rank(self, labels: Sequence[str], documents: Sequence[int]) -> list[str]:
         """Rank the methods that gave numbers on some documents, the best first.
 

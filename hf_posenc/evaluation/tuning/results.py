@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -24,6 +25,9 @@ from hf_posenc.evaluation.tuning.objective import (
 from hf_posenc.files import finite
 from hf_posenc.patch.patching import get_patch
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 ResultT = TypeVar("ResultT", bound="TuningResult")
 
 FORMAT = 1
@@ -34,6 +38,11 @@ METHOD_WIDTH, VERDICT_WIDTH = 12, 9
 """Least widths of the columns of names and verdicts; longer text is wrapped."""
 
 _ABOUT = ("model", "source", "environment", "command")
+_ORDER = (
+    *("documents", "searched", "skipped", "methods", "rungs", "summary", "winner", "undecided"),
+    *("best", "recipe", "records", "steps"),
+)
+"""The values of the JSON file from the documents on, of a sweep or a search."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +50,8 @@ class Trial:
     """Method of a sweep or a search.
 
     Attributes:
-        label: As the table shows it.
         spec: The value of `--patch` that measures it again.
         method: The method's name, several joined by `+`; `None` for the model as loaded.
-        scale: Its scale, if it has one.
         control: It is measured beside the others on every document, and cannot win.
         call: The Python that patches a model with it; `None` for the model as loaded.
     """
@@ -64,17 +71,6 @@ class Trial:
         return cls(candidate.label, candidate.spec, candidate.method, scale, control, call)
 
 
-def by_label(candidates: Sequence[Candidate], losses: Losses) -> Losses:
-    """Return losses by the candidates' labels instead of their keys."""
-    labels = {candidate.key: candidate.label for candidate in candidates}
-    return {(labels[key], length, d): loss for (key, length, d), loss in losses.items()}
-
-
-def recipe_text(recipe: dict[str, Any]) -> str:
-    """Return the JSON text of a recipe, in the format of the recipes in the package."""
-    return json.dumps(recipe, indent=2, allow_nan=False) + "\n"
-
-
 @dataclass(repr=False, kw_only=True)
 class TuningResult(Result):
     """Losses of methods, and the rows and the recipe that follow from them.
@@ -90,6 +86,7 @@ class TuningResult(Result):
         rows: The rows of the table.
     """
 
+    title: ClassVar[str]
     recipe_source: ClassVar[str]
 
     about: dict[str, Any]
@@ -109,25 +106,47 @@ class TuningResult(Result):
         losses: Losses,
         **own: Any,
     ) -> ResultT:
-        """Return the result of a job.
+        """Return the result of a job with its recipe.
 
         Args:
             job: The job.
             candidates: Everything measured, each with whether it is a control.
-            losses: Their losses, by label.
+            losses: Their losses, by the candidates' keys.
             **own: Fields of the subclass.
         """
-        labels = [candidate.label for candidate, _ in candidates]
-        ordered = sorted(losses.items(), key=lambda item: (labels.index(item[0][0]), *item[0][1:]))
-        return cls(
+        keys = [candidate.key for candidate, _ in candidates]
+        ordered = sorted(losses.items(), key=lambda item: (keys.index(item[0][0]), *item[0][1:]))
+        labels = {candidate.key: candidate.label for candidate, _ in candidates}
+        result = cls(
             about=job.about,
             settings=job.settings,
             trials=[Trial.of(candidate, control=control) for candidate, control in candidates],
             documents=[document.to_dict() for document in job.documents],
             skipped=[{"name": s.name, "reason": s.reason} for s in job.skipped],
-            losses=dict(ordered),
+            losses={(labels[key], length, d): loss for (key, length, d), loss in ordered},
             **own,
         )
+        chosen = next((c for c, _ in candidates if c.label == result.chosen), None)
+        if chosen is not None:
+            result.recipe = result._recipe(job.model, chosen)
+        return result
+
+    @property
+    @abc.abstractmethod
+    def chosen(self) -> str | None:
+        """The label of the best method; `None` if no method gave numbers within the bound."""
+
+    @abc.abstractmethod
+    def plot(self) -> Figure:
+        """Draw the figure. Needs matplotlib."""
+
+    @abc.abstractmethod
+    def _description(self) -> str:
+        """The measured perplexity of the best method, in a sentence for the recipe."""
+
+    @abc.abstractmethod
+    def _own(self) -> dict[str, Any]:
+        """The values of `to_dict` that only this kind of result has, and its own `settings`."""
 
     @property
     def board(self) -> Board:
@@ -142,14 +161,8 @@ class TuningResult(Result):
         """Return the method of a label."""
         return next(trial for trial in self.trials if trial.label == label)
 
-    def write_recipe(self, model: nn.Module, candidate: Candidate, description: str) -> None:
-        """Set `recipe`: the patch as `save_patch` writes it, with its name and origin.
-
-        Args:
-            model: The model that it was measured on, unpatched.
-            candidate: A method whose scale is set.
-            description: One sentence with its measured perplexity.
-        """
+    def _recipe(self, model: nn.Module, candidate: Candidate) -> dict[str, Any]:
+        """Return the patch as `save_patch` writes it, with its name and origin."""
         with candidate.applied(model, 1):
             patch = get_patch(model)
         assert patch is not None
@@ -159,19 +172,14 @@ class TuningResult(Result):
             "model_types": [config.model_type],
             "checkpoint": self.about["model"]["name"],
             "source": self.recipe_source,
-            "description": description,
+            "description": self._description(),
         }
-        self.recipe = {**patch.config.to_dict(), "recipe": about}
+        return {**patch.config.to_dict(), "recipe": about}
 
-    def _values(self, settings: Mapping[str, Any], *order: str, **own: Any) -> dict[str, Any]:
-        """Return JSON-ready values: the common ones and those of the subclass.
-
-        Args:
-            settings: The subclass's own settings.
-            *order: The names of the values from `documents` on, in the order of the file.
-            **own: The subclass's own values.
-        """
+    def to_dict(self) -> dict[str, Any]:
+        own = self._own()
         values = {
+            **own,
             "documents": list(self.documents),
             "skipped": list(self.skipped),
             "methods": [dataclasses.asdict(trial) for trial in self.trials],
@@ -181,16 +189,15 @@ class TuningResult(Result):
                 {"method": label, "length": length, "document": document, **loss.to_dict()}
                 for (label, length, document), loss in self.losses.items()
             ],
-            **own,
         }
         ready: dict[str, Any] = finite(
             {
                 "format": FORMAT,
                 "kind": self.kind,
                 **self.about,
-                "settings": {**dataclasses.asdict(self.settings), **settings},
+                "settings": {**dataclasses.asdict(self.settings), **own["settings"]},
                 "protocol": self.settings.protocol.definition("tail"),
-                **{name: values[name] for name in order},
+                **{name: values[name] for name in _ORDER if name in values},
             }
         )
         return ready
@@ -217,18 +224,22 @@ class TuningResult(Result):
     def files(self) -> dict[str, str]:
         files = super().files()
         if self.recipe is not None:
-            files[f"{self.kind}_recipe.json"] = recipe_text(self.recipe)
+            text = json.dumps(self.recipe, indent=2, allow_nan=False)  # as in the package
+            files[f"{self.kind}_recipe.json"] = f"{text}\n"
         return files
+
+    def figures(self) -> dict[str, Figure]:
+        return {self.kind: self.plot()}
 
     def problems(self) -> Iterator[str]:
         for row in self.rows:
             if row.failed is not None:
                 yield f"{row.label}: failed: {row.failed}"
 
-    def _grid(self, title: str, best: str | None) -> Grid:
-        """Tail perplexities at the target length, the price on short texts, and comparisons to the best method."""
+    def tables(self) -> list[Grid]:
+        """Return tail perplexities at the target length, the price on short texts, comparisons to the best method."""
         settings = self.settings
-        grid = Grid(f"{title}, tail: {settings.protocol.definition('tail')}")
+        grid = Grid(f"{self.title}, tail: {settings.protocol.definition('tail')}")
         grid.column("method", least=METHOD_WIDTH)
         grid.column("docu-\nments", numeric=True)
         grid.column(f"tail at\n{settings.target:,}", numeric=True)
@@ -242,10 +253,10 @@ class TuningResult(Result):
                 Field("-") if row.failed is not None else _field(row.perplexity, row.interval, 3),
                 _percent(row.short),
                 _field(row.to_best.ratio, row.to_best.interval, 4) if row.to_best else "",
-                verdict(row, settings, best),
-                mark="best" if row.label == best else "control" if row.control else "",
+                verdict(row, settings, self.chosen),
+                mark="best" if row.label == self.chosen else "control" if row.control else "",
             )
-        return grid
+        return [grid]
 
 
 def verdict(row: Row, settings: TailSettings, best: str | None) -> Field:

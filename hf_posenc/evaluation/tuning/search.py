@@ -6,13 +6,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.grid import Grid, number
+from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.statistics import exp_or_inf
 from hf_posenc.evaluation.options import SearchSettings, TailOptions
@@ -31,13 +31,12 @@ from hf_posenc.evaluation.tuning.evolution import (
 )
 from hf_posenc.evaluation.tuning.objective import (
     Batch,
+    Board,
     Row,
     TailJob,
-    failure_of,
-    log_perplexity,
     prepared,
 )
-from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, by_label, on_short
+from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -85,8 +84,9 @@ class SearchResult(TuningResult):
         best: The step with the lowest score; `None` if none gave a number within the bound.
     """
 
-    kind: ClassVar[str] = "search"
-    recipe_source: ClassVar[str] = (
+    kind = "search"
+    title = "Search, held-out documents"
+    recipe_source = (
         "hf-posenc search, after LongRoPE (Ding et al. 2024, arXiv 2402.13753, algorithm 1)"
     )
 
@@ -100,12 +100,14 @@ class SearchResult(TuningResult):
 
     def __post_init__(self) -> None:
         self.best = best_of(self.steps)
-        labels = {trial.label for trial in self.trials}
-        reference = LABEL if LABEL in labels else None
         self.rows = [
-            self.board.row(trial.label, self.held_out, reference, control=trial.control)
+            self.board.row(trial.label, self.held_out, self.chosen, control=trial.control)
             for trial in self.trials
         ]
+
+    @property
+    def chosen(self) -> str | None:
+        return None if self.best is None else LABEL
 
     @property
     def held_out(self) -> list[int]:
@@ -119,16 +121,13 @@ class SearchResult(TuningResult):
         rows = [r for r in self.rows if methods[r.label] in names and r.failed is None]
         return min(rows, key=lambda row: row.perplexity, default=None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values; a number that is not finite becomes `None`."""
-        return self._values(
-            self.search,
-            *("documents", "searched", "skipped", "methods"),
-            *("summary", "best", "recipe", "records", "steps"),
-            searched=list(self.searched),
-            best=None if self.best is None else self.best.to_dict(),
-            steps=[step.to_dict() for step in self.steps],
-        )
+    def _own(self) -> dict[str, Any]:
+        return {
+            "settings": self.search,
+            "searched": list(self.searched),
+            "best": None if self.best is None else self.best.to_dict(),
+            "steps": [step.to_dict() for step in self.steps],
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SearchResult:
@@ -136,9 +135,6 @@ class SearchResult(TuningResult):
         common, own = cls._fields(values)
         steps = [Step.from_dict(step) for step in values["steps"]]
         return cls(**common, search=own, steps=steps, searched=values["searched"])
-
-    def figures(self) -> dict[str, Figure]:
-        return {self.kind: self.plot()}
 
     def plot(self) -> Figure:
         """Draw the path of the search, and the factors found beside those it began with. Needs matplotlib."""
@@ -148,9 +144,6 @@ class SearchResult(TuningResult):
         begun = {s.kind: s.genome.factors for s in self.steps if s.kind not in _CHILDREN}
         best = None if self.best is None else self.best.genome.factors
         return search_figure(perplexities, begun, best, self.settings.target)
-
-    def tables(self) -> list[Grid]:
-        return [self._grid("Search, held-out documents", LABEL if self.best is not None else None)]
 
     def notes(self) -> Iterator[str]:
         settings, count = self.settings, len(self.held_out)
@@ -175,6 +168,15 @@ class SearchResult(TuningResult):
             yield _to_start(start)
         for row in (row for row in self.rows if row.control):
             yield against(row, settings)
+
+    def _description(self) -> str:
+        row, settings = self.row(LABEL), self.settings
+        start = self.best_start()
+        beside = "" if start is None else f", {start.label} {start.perplexity:.5g}"
+        return (
+            f"Tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} documents that the "
+            f"search has not read{beside}; {len(self.steps)} evaluations, seed {settings.seed}."
+        )
 
 
 def best_of(steps: Sequence[Step]) -> Step | None:
@@ -257,40 +259,24 @@ class SearchJob(TailJob[SearchResult]):
             compared.append((candidate(best.genome), False))
         held_out = [index for index in range(len(self.documents)) if index not in searched]
         final = [candidate for candidate, _ in compared]
-        losses = by_label(final, measure(final, held_out, settings.lengths))
-        result = SearchResult.measured(
+        losses = measure(final, held_out, settings.lengths)
+        return SearchResult.measured(
             *(self, compared, losses),
             search=dataclasses.asdict(own),
             steps=steps,
             searched=searched,
         )
-        if best is not None:
-            result.write_recipe(self.model, compared[-1][0], _described(result))
-        return result
 
     def _scores(
         self, candidates: Sequence[Candidate], documents: Sequence[int], measure: Batch
     ) -> list[float]:
         """Log tail perplexity at the target length of every candidate; infinite past the bound on short texts."""
-        original, target = self.settings.lengths
-        bound = self.settings.max_regression
         plain = Candidate.parse(CONTROLS[0])
-        measured = dict(measure(candidates, documents, self._lengths))
-        if bound is not None:
-            measured |= measure([plain], documents, [original])
-
-        def log(c: Candidate, length: int) -> float:
-            losses = [measured[c.key, length, document] for document in documents]
-            return math.inf if failure_of(losses) is not None else log_perplexity(losses)
-
-        def score(c: Candidate) -> float:
-            if bound is not None and not log(c, original) <= log(plain, original) + math.log1p(
-                bound
-            ):
-                return math.inf
-            return log(c, target)
-
-        return [score(c) for c in candidates]
+        losses = dict(measure(candidates, documents, self._lengths))
+        if self.settings.max_regression is not None:
+            losses |= measure([plain], documents, [self.settings.original])
+        board = Board(losses, self.settings, plain.key)
+        return [board.score(candidate.key, documents) for candidate in candidates]
 
     @property
     def _lengths(self) -> Sequence[int]:
@@ -333,14 +319,3 @@ def prepare_search(
     original = rope_of(model, replace=own.replace).original_max_position_embeddings
     fields = prepared(model, tokenizer, source, options, original, embedded_limit=24, **about)
     return SearchJob(**fields, own=own)
-
-
-def _described(result: SearchResult) -> str:
-    """One sentence for the recipe: the measured perplexity of the best."""
-    row, settings = result.row(LABEL), result.settings
-    start = result.best_start()
-    beside = "" if start is None else f", {start.label} {start.perplexity:.5g}"
-    return (
-        f"Tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} documents that the "
-        f"search has not read{beside}; {len(result.steps)} evaluations, seed {settings.seed}."
-    )

@@ -9,13 +9,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.grid import Grid, number
+from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import (
     UNPATCHED,
     Candidate,
@@ -31,7 +31,6 @@ from hf_posenc.evaluation.tuning.results import (
     CONTROLS,
     TuningResult,
     against,
-    by_label,
     on_short,
 )
 from hf_posenc.methods import get_method
@@ -206,8 +205,9 @@ class SweepResult(TuningResult):
             their rank in it.
     """
 
-    kind: ClassVar[str] = "sweep"
-    recipe_source: ClassVar[str] = "hf-posenc sweep: methods times scales by successive halving"
+    kind = "sweep"
+    title = "Sweep"
+    recipe_source = "hf-posenc sweep: methods times scales by successive halving"
 
     first_documents: int = FIRST
     rungs: list[Rung] = field(init=False)
@@ -247,25 +247,23 @@ class SweepResult(TuningResult):
         ]
         return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as JSON-ready values; a number that is not finite becomes `None`."""
-        return self._values(
-            {"first_documents": self.first_documents},
-            *("documents", "skipped", "methods", "rungs", "summary"),
-            *("winner", "undecided", "recipe", "records"),
-            rungs=[dataclasses.asdict(rung) for rung in self.rungs],
-            winner=self.winner,
-            undecided=[row.label for row in self.undecided()],
-        )
+    @property
+    def chosen(self) -> str | None:
+        return self.winner
+
+    def _own(self) -> dict[str, Any]:
+        return {
+            "settings": {"first_documents": self.first_documents},
+            "rungs": [dataclasses.asdict(rung) for rung in self.rungs],
+            "winner": self.winner,
+            "undecided": [row.label for row in self.undecided()],
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> SweepResult:
         """Read the values of `to_dict`."""
         common, own = cls._fields(values)
         return cls(**common, **own)
-
-    def figures(self) -> dict[str, Figure]:
-        return {self.kind: self.plot()}
 
     def plot(self) -> Figure:
         """Draw every method with its interval, and the controls as lines. Needs matplotlib."""
@@ -284,9 +282,6 @@ class SweepResult(TuningResult):
         ]
         controls = {row.label: row.perplexity for row in rows if row.control}
         return sweep_figure(points, controls, self.settings.target)
-
-    def tables(self) -> list[Grid]:
-        return [self._grid("Sweep", self.winner)]
 
     def notes(self) -> Iterator[str]:
         settings = self.settings
@@ -315,6 +310,18 @@ class SweepResult(TuningResult):
             yield "It is significantly different from every other method."
         for row in (row for row in self.rows if row.control):
             yield against(row, settings)
+
+    def _description(self) -> str:
+        assert self.winner is not None
+        row, settings = self.row(self.winner), self.settings
+        short = ""
+        if row.short is not None:
+            short = f"; {row.short.ratio - 1:+.1%} at {settings.original:,} tokens"
+        plain = self.board.perplexity(self.trials[0].label, range(row.documents))
+        return (
+            f"{row.label}: tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} "
+            f"documents, unpatched {plain:.5g}{short}."
+        )
 
     def _no_winner(self) -> str:
         bound, settings = self.settings.max_regression, self.settings
@@ -346,24 +353,19 @@ class SweepJob(TailJob[SweepResult]):
     first_documents: int = FIRST
 
     def run(self, measure: Batch) -> SweepResult:
-        candidates = {candidate.label: candidate for candidate, _ in self.candidates}
         controls = [candidate for candidate, control in self.candidates if control]
+        racers = {c.key: c for c, control in self.candidates if not control}
         losses: dict[tuple[str, int, int], Loss] = {}
-        board = Board(losses, self.settings, controls[0].label)
+        board = Board(losses, self.settings, controls[0].key)
 
         def measure_round(entered: Sequence[str], documents: Sequence[int]) -> None:
-            batch = [*controls, *(candidates[label] for label in entered)]
-            losses.update(by_label(batch, measure(batch, documents, self.settings.lengths)))
+            batch = [*controls, *(racers[key] for key in entered)]
+            losses.update(measure(batch, documents, self.settings.lengths))
 
-        racers = [candidate.label for candidate, control in self.candidates if not control]
-        run_rungs(racers, self._sizes(), board.rank, measure_round)
-        result = SweepResult.measured(
+        run_rungs(list(racers), self._sizes(), board.rank, measure_round)
+        return SweepResult.measured(
             self, self.candidates, losses, first_documents=self.first_documents
         )
-        if result.winner is not None:
-            description = _described(result, result.winner)
-            result.write_recipe(self.model, candidates[result.winner], description)
-        return result
 
     def _sizes(self) -> list[int]:
         return rung_sizes(len(self.documents), self.first_documents)
@@ -410,16 +412,3 @@ def prepare_sweep(
         scale = fields["settings"].scale
         candidates = tried(model, crossed(methods, (scale, 2 * scale)))
     return SweepJob(**fields, candidates=candidates, first_documents=options.first_documents)
-
-
-def _described(result: SweepResult, label: str) -> str:
-    """One sentence for the recipe: the winner's measured perplexity."""
-    row, settings = result.row(label), result.settings
-    short = (
-        "" if row.short is None else f"; {row.short.ratio - 1:+.1%} at {settings.original:,} tokens"
-    )
-    plain = result.board.perplexity(result.trials[0].label, range(row.documents))
-    return (
-        f"{label}: tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} documents, "
-        f"unpatched {plain:.5g}{short}."
-    )

@@ -20,7 +20,7 @@ from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.options import parse_scales
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer
 from hf_posenc.evaluation.tuning.objective import Loss, TailItem, TailSettings
-from hf_posenc.evaluation.tuning.results import Trial, recipe_text, verdict
+from hf_posenc.evaluation.tuning.results import Trial, verdict
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import (
     SweepJob,
@@ -197,7 +197,7 @@ def test_the_recipe_loads_and_gives_the_measured_perplexity(tmp_path: Path) -> N
     result = run(model)
     assert result.winner is not None
     assert result.recipe is not None
-    (tmp_path / "recipe.json").write_text(recipe_text(result.recipe))
+    (tmp_path / "recipe.json").write_text(result.files()["sweep_recipe.json"])
     fresh = zoo.twin(model)
     hf_posenc.load_patch(fresh, tmp_path / "recipe.json")
     nats = [reference(fresh, document, 160, 32) for document in texts(6)]

@@ -23,7 +23,7 @@ from hf_posenc.evaluation.tuning.evolution import (
     starts,
 )
 from hf_posenc.evaluation.tuning.objective import Loss, TailItem, TailSettings
-from hf_posenc.evaluation.tuning.results import Trial, recipe_text
+from hf_posenc.evaluation.tuning.results import Trial
 from hf_posenc.evaluation.tuning.search import (
     SearchJob,
     SearchResult,
@@ -198,7 +198,7 @@ def test_the_recipe_loads_and_gives_the_held_out_perplexity(
     model, result = found
     assert result.recipe is not None
     assert result.recipe["method"] == "longrope"
-    (tmp_path / "recipe.json").write_text(recipe_text(result.recipe))
+    (tmp_path / "recipe.json").write_text(result.files()["search_recipe.json"])
     fresh = zoo.twin(model)
     hf_posenc.load_patch(fresh, tmp_path / "recipe.json")
     nats = [reference(fresh, texts(5)[index], 160, 32) for index in result.held_out]
@@ -237,7 +237,7 @@ def test_native_short_texts_are_the_unpatched_models(tmp_path: Path) -> None:
     assert row.short.ratio == 1
     assert result.recipe is not None
     fresh = zoo.twin(model)
-    (tmp_path / "r.json").write_text(recipe_text(result.recipe))
+    (tmp_path / "r.json").write_text(result.files()["search_recipe.json"])
     hf_posenc.load_patch(fresh, tmp_path / "r.json")
     document = texts(3)[1]
     assert reference(fresh, document, 64, 32) == reference(model, document, 64, 32)
