@@ -559,13 +559,10 @@ class SearchSettings:
     )
 
     def __post_init__(self) -> None:
-        from hf_posenc.evaluation.tuning.evolution import SHORT_TEXTS, Plan
-
-        Plan.of(self.budget)
-        if self.short_texts not in SHORT_TEXTS:
-            raise PosencError(
-                f"--short-texts is {' or '.join(SHORT_TEXTS)}, not {self.short_texts!r}."
-            )
+        if self.budget < 8:
+            raise PosencError(f"--budget {self.budget}: a search needs at least 8 evaluations.")
+        if self.short_texts not in ("same", "native"):
+            raise PosencError(f"--short-texts is same or native, not {self.short_texts!r}.")
         if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
             raise PosencError(
                 f"--attention-factor is a number above 0, not {self.attention_factor}."

@@ -203,23 +203,28 @@ class TuningResult(Result):
         return ready
 
     @classmethod
-    def _fields(cls, values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read the common fields, and the subclass's own settings, from the values of `to_dict`."""
-        names = {entry.name for entry in dataclasses.fields(TailSettings)}
-        settings = values["settings"]
-        common = {
-            "about": {name: values[name] for name in _ABOUT},
-            "settings": TailSettings(**{k: v for k, v in settings.items() if k in names}),
-            "trials": [Trial(**trial) for trial in values["methods"]],
-            "documents": values["documents"],
-            "skipped": values["skipped"],
-            "losses": {
+    def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
+        """Read what `to_dict` returned; everything that follows from the losses is computed again."""
+        own = dict(values["settings"])
+        settings = {entry.name: own.pop(entry.name) for entry in dataclasses.fields(TailSettings)}
+        return cls(
+            about={name: values[name] for name in _ABOUT},
+            settings=TailSettings(**settings),
+            trials=[Trial(**trial) for trial in values["methods"]],
+            documents=values["documents"],
+            skipped=values["skipped"],
+            losses={
                 (record["method"], record["length"], record["document"]): Loss.from_dict(record)
                 for record in values["records"]
             },
-            "recipe": values["recipe"],
-        }
-        return common, {k: v for k, v in settings.items() if k not in names}
+            recipe=values["recipe"],
+            **cls._own_fields(values, own),
+        )
+
+    @classmethod
+    def _own_fields(cls, values: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+        """Read the fields of the subclass from the values of `to_dict` and its own settings."""
+        return settings
 
     def files(self) -> dict[str, str]:
         files = super().files()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +27,7 @@ from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
 from hf_posenc.evaluation.plots.tuning import Point, sweep_figure
 from hf_posenc.evaluation.tuning.objective import Batch, Board, Loss, Row, TailJob, prepared
-from hf_posenc.evaluation.tuning.results import (
-    CONTROLS,
-    TuningResult,
-    against,
-    on_short,
-)
+from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
 from hf_posenc.methods import get_method
 
 if TYPE_CHECKING:
@@ -45,10 +40,6 @@ LEAST = 2
 
 def crossed(specs: Sequence[str], scales: Sequence[float]) -> list[tuple[Candidate, bool]]:
     """Cross methods with scales; a method without a scale, or with a given one, is listed once.
-
-    Args:
-        specs: Values of `--patch`.
-        scales: Target contexts as multiples of the original one.
 
     Returns:
         The candidates, each with whether it is a control; the controls first.
@@ -124,11 +115,10 @@ def tried(
 
 @dataclass(frozen=True)
 class Rung:
-    """One round.
+    """One round on the first `documents`.
 
     Attributes:
-        documents: Number of documents, counted from the first.
-        entered: The labels of the methods compared, in their own order.
+        entered: The methods compared, in their own order.
         kept: The methods of the next round, the best first; in the last round all that gave numbers.
     """
 
@@ -167,16 +157,13 @@ def run_rungs(
     rank: Callable[[Sequence[str], Sequence[int]], list[str]],
     measure: Callable[[Sequence[str], Sequence[int]], None] = lambda entered, documents: None,
 ) -> list[Rung]:
-    """Run all rounds: a deterministic function of the measurements.
+    """Run all rounds, up to one that no method survives: a deterministic function of the measurements.
 
     Args:
-        racers: The labels of the methods that compete.
+        racers: The methods that compete.
         sizes: Number of documents of each round.
         rank: Ranks methods by their losses on some documents, and leaves out those without numbers.
         measure: Measures whatever is missing of these methods on these documents.
-
-    Returns:
-        The rounds, up to one that no method survived.
     """
     rungs: list[Rung] = []
     entered = tuple(racers)
@@ -259,12 +246,6 @@ class SweepResult(TuningResult):
             "undecided": [row.label for row in self.undecided()],
         }
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> SweepResult:
-        """Read the values of `to_dict`."""
-        common, own = cls._fields(values)
-        return cls(**common, **own)
-
     def plot(self) -> Figure:
         """Draw every method with its interval, and the controls as lines. Needs matplotlib."""
         last = self.rungs[-1].documents
@@ -342,12 +323,7 @@ class SweepResult(TuningResult):
 
 @dataclass(kw_only=True)
 class SweepJob(TailJob[SweepResult]):
-    """Sweep whose model and documents are ready.
-
-    Attributes:
-        candidates: The candidates of `crossed`, each with whether it is a control.
-        first_documents: Documents of the first round.
-    """
+    """Sweep whose model and documents are ready; the candidates are those of `crossed`."""
 
     candidates: Sequence[tuple[Candidate, bool]]
     first_documents: int = FIRST
@@ -392,14 +368,7 @@ class SweepJob(TailJob[SweepResult]):
 def prepare_sweep(
     model: nn.Module, tokenizer: Any, source: Source, options: SweepOptions, **about: Any
 ) -> SweepJob:
-    """Check the methods against the model, and read documents of at least the target length.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        source: The documents.
-        options: Methods, scales and the objective.
-        **about: `name` of the model in results, and the `command` line that gives the result again.
+    """Check the methods against the model, and read documents of at least the target length; `about` as for `prepared`.
 
     Raises:
         PosencError: Options exclude each other, or no document can be used.

@@ -13,22 +13,20 @@ import pytest
 import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import SearchSettings
-from hf_posenc.evaluation.tuning.evolution import (
-    Genome,
-    Individuals,
-    Plan,
-    Space,
-    evolve,
-    rope_of,
-    starts,
-)
 from hf_posenc.evaluation.tuning.objective import Loss, TailItem, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial
 from hf_posenc.evaluation.tuning.search import (
+    Genome,
+    Individuals,
+    Plan,
     SearchJob,
     SearchResult,
+    Space,
     Step,
+    evolve,
+    rope_of,
     split,
+    starts,
 )
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
