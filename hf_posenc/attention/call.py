@@ -10,19 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.branches import Branch
+from hf_posenc.attention.encoding import Branch
 
 
 @dataclass(frozen=True)
 class Run:
-    """One causal sequence within a call: query i sees the keys 0 .. offset + i of the run, or the last of them.
+    """One causal sequence within a call: query i sees the keys 0 .. offset + i of the run, or the last `window`.
 
-    Attributes:
-        batch: Its rows of the batch.
-        queries: Its queries.
-        keys: Its keys; as many as offset + queries.
-        offset: Number of keys before the first query.
-        window: Only that many last keys; `None`: all.
+    A run has as many keys as offset + queries.
     """
 
     batch: slice
@@ -47,8 +42,8 @@ class Mask:
         """Return the keys that any query sees: bool, shape (batch or 1, keys); `None`: all."""
         return None
 
-    def runs(self) -> tuple[Run, ...] | None:
-        """Return the causal sequences that the call consists of; `None` where it is more complex than that.
+    def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
+        """Return the causal sequences of a call with these query positions; `None` where it is more complex than that.
 
         Queries in no run are padding.
         """
@@ -94,27 +89,21 @@ class Call:
         """True if the call consists of scores, mask and softmax only."""
         return self.softcap is None and self.sinks is None and not self.dropout and not self.weights
 
-    def sequences(self, *, from_zero: bool) -> tuple[Run, ...] | None:
-        """Return the runs of the mask, if positions count up in each of them, the same in all its rows.
+    def runs(self) -> tuple[Run, ...] | None:
+        """Return the causal sequences of the call, as `Mask.runs`."""
+        return self.mask.runs(self.query_position)
 
-        Args:
-            from_zero: They must start at 0.
-        """
-        runs = self.mask.runs()
-        if runs is None or not all(self._counts_up(run, from_zero) for run in runs):
-            return None
-        return runs
+    def counts_up(self, run: Run, from_zero: bool) -> bool:
+        """True if the positions of a run count up, the same in all its rows."""
+        queries, keys = self.positions_of(run)
+        first = torch.zeros_like(keys[:1, :1]) if from_zero else keys[:1, :1]
+        counted = torch.arange(keys.shape[1], device=keys.device) + first
+        return bool((keys == counted).all() & (queries == counted[:, run.offset :]).all())
 
     def positions_of(self, run: Run) -> tuple[Tensor, Tensor]:
         """Return the positions of a run's queries and keys, shapes (rows or 1, queries) and (rows or 1, keys)."""
         queries = _rows(self.query_position, run.batch)[:, run.queries]
         return queries, _rows(self.key_position, run.batch)[:, run.keys]
-
-    def _counts_up(self, run: Run, from_zero: bool) -> bool:
-        queries, keys = self.positions_of(run)
-        first = torch.zeros_like(keys[:1, :1]) if from_zero else keys[:1, :1]
-        counted = torch.arange(keys.shape[1], device=keys.device) + first
-        return bool((keys == counted).all() & (queries == counted[:, run.offset :]).all())
 
     def by_row(self) -> Iterator[Call]:
         """Yield the call of each row of the batch."""
@@ -127,7 +116,7 @@ class Call:
                 value=self.value[part],
                 query_position=_rows(self.query_position, part),
                 key_position=_rows(self.key_position, part),
-                mask=RowOf(self.mask, row),
+                mask=RowOf(self.mask, part),
                 lengths=None if self.lengths is None else self.lengths[part],
             )
 
@@ -137,7 +126,7 @@ class RowOf(Mask):
     """The mask of one row of a batch."""
 
     mask: Mask
-    row: int
+    row: slice
 
     def rows(self, start: int, stop: int) -> Tensor | None:
         return self._own(self.mask.rows(start, stop))
@@ -149,11 +138,11 @@ class RowOf(Mask):
         return self._own(self.mask.seen())
 
     def _own(self, every: Tensor | None) -> Tensor | None:
-        return every if every is None or len(every) == 1 else every[self.row][None]
+        return None if every is None else _rows(every, self.row)
 
 
-def _rows(positions: Tensor, rows: slice) -> Tensor:
-    return positions if len(positions) == 1 else positions[rows]
+def _rows(of_batch: Tensor, rows: slice) -> Tensor:
+    return of_batch if len(of_batch) == 1 else of_batch[rows]
 
 
 class RotatedKeys:
@@ -167,57 +156,34 @@ class RotatedKeys:
     """
 
     def __init__(self) -> None:
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop everything."""
         self._cached: weakref.ref[Tensor] | None = None
         self._version = math.nan
-        self._rotated: Tensor | None = None
-        self._positions: Tensor | None = None
-        self._origins: Tensor | None = None
+        # Rotated keys, their positions, and the length in force of each row.
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
 
     def __reduce__(self) -> tuple[type[RotatedKeys], tuple[()]]:
         return RotatedKeys, ()  # a copy of the model has caches of its own
 
     def check(self, cached: Tensor | None) -> None:
-        """Forget the keys unless the cache still holds them.
-
-        Args:
-            cached: The keys in the cache before the step; `None`: none, or somewhere else.
-        """
-        if (
-            self._cached is None
-            or self._cached() is not cached
-            or _version(cached) != self._version
-        ):
-            self.forget()
+        """Forget the keys unless they are of the keys in the cache before the step; `None`: it has none to see."""
+        same = self._cached is not None and self._cached() is cached
+        if not same or _version(cached) != self._version:
+            self._kept = None
 
     def rotated(self, call: Call, branch: Branch, origins: Tensor) -> Tensor:
-        """Return all keys of a call, rotated for the length in force.
-
-        Args:
-            call: The call.
-            branch: The branch that rotates.
-            origins: That length for each row of the batch, shape (batch,).
-        """
-        positions = call.key_position
-        kept = 0 if self._positions is None else self._positions.shape[1]
-        if (
-            self._rotated is not None
-            and self._positions is not None
-            and self._origins is not None
-            and kept <= positions.shape[1]
-            and torch.equal(self._positions, positions[:, :kept])
-            and torch.equal(self._origins, origins)
-        ):
-            new = _rotated(call.key[:, :, kept:], positions[:, kept:], branch, origins)
-            keys = torch.cat((self._rotated, new), 2)
-        else:
+        """Return all keys of a call, rotated by a branch for the length in force of each row, shape (batch,)."""
+        positions, keys = call.key_position, None
+        if self._kept is not None:
+            before, known, lengths = self._kept
+            start = known.shape[1]
+            if torch.equal(known, positions[:, :start]) and torch.equal(lengths, origins):
+                new = _rotated(call.key[:, :, start:], positions[:, start:], branch, origins)
+                keys = torch.cat((before, new), 2)
+        if keys is None:
             keys = _rotated(call.key, positions, branch, origins)
         if not torch.is_grad_enabled():
             self._cached, self._version = weakref.ref(call.key), _version(call.key)
-            self._rotated, self._positions, self._origins = keys, positions, origins
+            self._kept = keys, positions, origins
         return keys
 
 

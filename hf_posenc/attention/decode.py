@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.branches import BandBranch
 from hf_posenc.attention.call import Call, RotatedKeys
-from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.encoding import BandBranch, Encoding
 from hf_posenc.attention.exact import grouped_scores, score_bias, weighted_values
 
 QUERIES = 8

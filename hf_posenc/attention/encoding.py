@@ -4,19 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.branches import (
-    BandBranch,
-    Branch,
-    MovingBranch,
-    OffsetBranch,
-    Rotation,
-    XPosBranch,
-)
+from hf_posenc.attention.rotation import Rotation
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import (
     Band,
@@ -98,7 +91,8 @@ class Encoding:
         """Return the same methods with other trained parameters."""
         other = object.__new__(Encoding)
         other.__dict__.update(self.__dict__, parameters=parameters)
-        other.__dict__["plan"] = self.plan.with_parameters(other)
+        if isinstance(self.plan, OffsetPlan):  # the one plan that reads them
+            other.__dict__["plan"] = OffsetPlan(other)
         return other
 
     def cached_position(self, n: Tensor) -> Tensor:
@@ -106,12 +100,7 @@ class Encoding:
         return self.plan.cached_position(n) if self.rotates else torch.zeros_like(n)
 
     def scaled(self, query: Tensor, m: Tensor) -> Tensor:
-        """Return the queries times the factor of their positions.
-
-        Args:
-            query: Shape (batch, heads, queries, head_dim).
-            m: Positions, shape (batch or 1, queries).
-        """
+        """Return queries, (batch, heads, queries, head_dim), times the factor of positions (batch or 1, queries)."""
         method = self.query or self.method
         factor = None if method is None else method.query_factor(m, self.original)
         return query if factor is None else query * factor[:, None, :, None].to(query.dtype)
@@ -123,24 +112,46 @@ class Encoding:
         return all(value is None for value in fields)
 
 
-class Plan:
+class Branch:
+    """One way to score pairs; this one takes queries and keys as they come."""
+
+    shares_cache: bool = True
+    """True if keys are read as they are cached."""
+
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
+        """Return queries, (batch, heads, queries, head_dim), for positions (batch or 1, queries) and `Plan.origin`."""
+        return x
+
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
+        """Return the keys of the branch; as `query`, for keys at positions n."""
+        return x
+
+    def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
+        """Return a mask of the pairs that it scores, for positions that broadcast; `None`: all."""
+        return None
+
+
+class Plan(Branch):
     """The part of an encoding that no call changes; this one is of a layer whose positions are the model's own.
 
-    Attributes:
-        branches: The ways to score pairs; no pair belongs to two. Empty where the rotation is not known.
-        kernel: The kernel that computes whole sequences on a CPU; `None`: only the general path does.
-        shares_keys: True if all queries read the same keys.
-        counts_from_zero: True if a band depends on the position of a key, and not on the distance alone.
+    A plan that scores all pairs alike is its own and only branch.
     """
 
-    branches: tuple[Branch, ...] = (Branch(),)
     kernel: Kernel | None = "causal"
+    """The kernel that computes whole sequences on a CPU; `None`: only the general path does."""
     shares_keys: bool = True
+    """True if all queries read the same keys."""
     counts_from_zero: bool = False
+    """True if a band depends on the position of a key, and not on the distance alone."""
 
-    def with_parameters(self, encoding: Encoding) -> Plan:
-        """Return the plan of an encoding that differs in its parameters only."""
-        return self
+    def __init__(self, encoding: Encoding) -> None:
+        # `None` where the encoding computes no attention and only places keys.
+        self.rotation = cast(Rotation, encoding.rotation)
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The ways to score pairs; no pair belongs to two."""
+        return (self,)
 
     def cached_position(self, n: Tensor) -> Tensor:
         """Return the rotary position at which a key at n is cached, of n's shape."""
@@ -151,33 +162,66 @@ class Plan:
         return torch.zeros_like(m)
 
     def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
-        """Return the `origin` of queries of one bucket and one row of the batch; a 0-dim tensor.
-
-        Args:
-            m: Positions, shape (1, queries).
-            lengths: `Call.lengths` of that row.
-        """
+        """Return the 0-dim `origin` of queries of one bucket and one row: m (1, queries) and its `Call.lengths`."""
         return self.bucket(m[0, 0])
 
 
 class SharedTablePlan(Plan):
     """A layer without a method, whose keys are cached where the patched layers of its table cache them."""
 
+    shares_cache = False
+
     def __init__(self, encoding: Encoding) -> None:
-        assert encoding.rotation is not None
+        super().__init__(encoding)
         assert encoding.cached_by is not None
-        own, cached = Band(query_position=_same, key_position=_same), encoding.cached_by
-        self.branches = (BandBranch(encoding.rotation, own, cached.cached_position, False, False),)
+        self.cached = encoding.cached_by.cached_position
+
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
+        return self.rotation.turn(x, m - self.cached(m))
+
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
+        return self.query(x, n, origin)
+
+
+@dataclass(frozen=True, eq=False)
+class BandBranch(Branch):
+    """The positions of one band.
+
+    Attributes:
+        rotation: The layer's own rotation.
+        band: The band.
+        cached: The position at which a key is cached.
+        keeps_query: True if the band's query position is the cached one, for every position.
+        shares_cache: The same of its key position.
+    """
+
+    rotation: Rotation
+    band: Band
+    cached: Callable[[Tensor], Tensor]
+    keeps_query: bool
+    shares_cache: bool
+
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
+        if self.keeps_query:
+            return x
+        return self.rotation.turn(x, self.band.query_position(m) - self.cached(m))
+
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
+        if self.shares_cache:
+            return x
+        return self.rotation.turn(x, self.band.key_position(n) - self.cached(n))
+
+    def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
+        return self.band.contains(m, n)
 
 
 class BandPlan(Plan):
-    """Positions by band.
+    """Positions by band."""
 
-    Attributes:
-        bands: The bands, as the method defines them for the original context length.
-    """
+    branches: tuple[Branch, ...] = ()
 
     def __init__(self, encoding: Encoding) -> None:
+        super().__init__(encoding)
         assert isinstance(encoding.method, RotaryBands)
         bands = self.bands = encoding.method.bands(encoding.original)
         self._cached = cached = bands[-1].key_position
@@ -185,14 +229,13 @@ class BandPlan(Plan):
         self.counts_from_zero = any(
             band.chunk is not None or band.keys is not None for band in bands
         )
-        rotation, probe = encoding.rotation, torch.tensor(_PROBE)
-        if rotation is None:
-            self.branches = ()
+        if encoding.rotation is None:
             return
         # Maps are compared here: in a forward, a branch on a tensor's value would break the graph of torch.compile.
+        probe = torch.tensor(_PROBE)
         self.branches = tuple(
             BandBranch(
-                rotation,
+                self.rotation,
                 band,
                 cached,
                 torch.equal(band.query_position(probe).double(), cached(probe).double()),
@@ -206,17 +249,17 @@ class BandPlan(Plan):
 
 
 class MovingPlan(Plan):
-    """Frequencies that move with the length, by row or by request."""
+    """Frequencies that move with the length, by row or by request; `origin` is the length in force."""
 
     kernel = "buckets"
     shares_keys = False
+    shares_cache = False
 
     def __init__(self, encoding: Encoding) -> None:
+        super().__init__(encoding)
         assert isinstance(encoding.method, LengthDependent)
         self.method, self.original = encoding.method, encoding.original
-        self.branches = ()
-        if encoding.rotation is not None and encoding.spec is not None:
-            self.branches = (MovingBranch(encoding.rotation, self.method, encoding.spec),)
+        self.spec = cast(RopeSpec, encoding.spec)  # `None` where the rotation is
 
     def bucket(self, m: Tensor) -> Tensor:
         if self.method.update != "row":
@@ -226,17 +269,35 @@ class MovingPlan(Plan):
     def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
         return self.bucket(m[0, 0]) if lengths is None else lengths[0]
 
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
+        # Cos and sin of both sides carry the factor; all of it is applied to the query.
+        factor = (self.method.cos_sin_factor(self.spec, origin) / self.rotation.factor) ** 2
+        turned = self.key(x, m, origin)
+        if isinstance(factor, Tensor):
+            factor = factor.to(torch.promote_types(x.dtype, torch.float32))
+        return (turned * factor).to(x.dtype)
+
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
+        inv_freq = self.method.inv_freq(self.spec, origin).float()
+        if self.spec.order is not None:
+            inv_freq = inv_freq[self.spec.order.to(inv_freq.device)]
+        moved = inv_freq - self.rotation.inv_freq.to(inv_freq.device)
+        if not torch.compiler.is_compiling() and not moved.any():
+            return x
+        return self.rotation.turn(x, n, moved)
+
 
 class XPosPlan(Plan):
-    """Factors on the pairs, counted from the first query of a block."""
+    """Factors on the pairs, with exponents counted from the first query of a block so that they stay small."""
 
     kernel = None
     shares_keys = False
+    shares_cache = False
 
     def __init__(self, encoding: Encoding) -> None:
+        super().__init__(encoding)
         assert isinstance(encoding.method, XPos)
-        self.method, rotation = encoding.method, encoding.rotation
-        self.branches = () if rotation is None else (XPosBranch(rotation, self.method),)
+        self.method = encoding.method
 
     def bucket(self, m: Tensor) -> Tensor:
         return m // self.method.scale_base
@@ -244,23 +305,41 @@ class XPosPlan(Plan):
     def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
         return m.min()
 
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
+        return self._scaled(x, self.method.query_scale(m, self.rotation.layout.dim, origin))
+
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
+        return self._scaled(x, self.method.key_scale(n, self.rotation.layout.dim, origin))
+
+    def _scaled(self, x: Tensor, factor: Tensor) -> Tensor:
+        factor = factor[:, None].to(torch.promote_types(x.dtype, torch.float32))
+        first, second = self.rotation.pairs(x, factor.dtype)
+        return self.rotation.joined(x, first * factor, second * factor)
+
 
 class OffsetPlan(Plan):
-    """Trained offsets on queries and keys."""
+    """Trained offsets, `(q + a) R (k + b)`; q and k come rotated, so a and b are rotated to their positions."""
 
     kernel = None
+    shares_cache = False
 
     def __init__(self, encoding: Encoding) -> None:
-        rotation, parameters = encoding.rotation, encoding.parameters
-        self.branches = ()
-        if rotation is not None and parameters is not None:
-            self.branches = (OffsetBranch(rotation, parameters),)
+        super().__init__(encoding)
+        self.parameters = encoding.parameters or {}
 
-    def with_parameters(self, encoding: Encoding) -> Plan:
-        return OffsetPlan(encoding)
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
+        return self._shifted(x, m, "a")
+
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
+        return self._shifted(x, n, "b")
+
+    def _shifted(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
+        offset = self.parameters[name].to(torch.promote_types(x.dtype, torch.float32))
+        every = offset[None, :, None].expand(len(positions), -1, positions.shape[1], -1)
+        return x + self.rotation.turn(every, positions).to(x.dtype)
 
 
-PLANS: Mapping[type[Method], Callable[[Encoding], Plan]] = {
+PLANS: Mapping[type[Method], type[Plan]] = {
     RotaryBands: BandPlan,
     LengthDependent: MovingPlan,
     XPos: XPosPlan,
@@ -282,24 +361,14 @@ def plan_of(encoding: Encoding) -> Plan:
             return plan(encoding)
     if encoding.method is not None:
         raise PosencError(f"{encoding.method.name} has no place in the attention engine.")
-    return Plan()
+    return Plan(encoding)
 
 
 def _band_kernel(bands: Sequence[Band]) -> Kernel | None:
-    near = bands[0]
-    if len(bands) == 3 and near.chunk is not None:
-        steps = [(band.least, band.below, band.keys, band.chunk) for band in bands]
-        size = near.chunk
+    shape = [(band.least, band.below, band.keys, band.chunk) for band in bands]
+    size, below = bands[0].chunk, bands[0].below
+    if size is not None:
         expected = [(0, 1, None, size), (1, 2, None, size), (2, None, None, size)]
-        return "chunks" if steps == expected else None
-    if any(band.chunk is not None for band in bands) or near.least or near.keys is not None:
-        return None
-    if len(bands) == 1 or (
-        len(bands) == 2 and bands[1].least == near.below and bands[1].below is None
-    ):
-        return "bands"
-    return None
-
-
-def _same(position: Tensor) -> Tensor:
-    return position
+        return "chunks" if shape == expected else None
+    far = [(below, None, band.keys, None) for band in bands[1:]]
+    return "bands" if len(bands) < 3 and shape == [(0, below, None, None), *far] else None

@@ -21,48 +21,40 @@ DROPPED = 1e-8
 
 def accepts(call: Call, encoding: Encoding) -> bool:
     """True if the kernels compute this call."""
+    bias, plan = encoding.bias, encoding.plan
     if (
         call.query.device.type != "cpu"
         or call.query.shape[2] < ROWS
         or torch.compiler.is_compiling()
         or not call.plain
-        or not _has_kernel(encoding)
+        or plan.kernel is None
     ):
         return False
-    if encoding.plain:
-        return call.mask.runs() is not None
-    runs = call.sequences(from_zero=encoding.plan.counts_from_zero)
-    return runs is not None and all(run.window is None for run in runs)
+    if bias is not None and (
+        encoding.method is not None or not isinstance(bias, DistanceBias) or bias.of_query
+    ):
+        return False
+    runs = call.runs()
+    if runs is None or encoding.plain:
+        return runs is not None
+    return all(run.window is None and call.counts_up(run, plan.counts_from_zero) for run in runs)
 
 
 def prefill(call: Call, encoding: Encoding) -> tuple[Tensor, None]:
     """Compute attention over causal sequences, each by one kernel; queries in none are padding and give zeros."""
-    if call.lengths is not None and bool((call.lengths != call.lengths[0]).any()):
-        return torch.cat([prefill(row, encoding)[0] for row in call.by_row()]), None
-    runs = call.mask.runs()
+    runs = call.runs()
     assert runs is not None
-    everything = slice(None)
-    if [replace(run, offset=0, window=None) for run in runs] == [
-        Run(everything, everything, everything, 0)
-    ]:
-        return _one(call, encoding, runs[0]), None
     batch, heads, queries, _ = call.query.shape
+    if call.lengths is not None and bool((call.lengths != call.lengths[0]).any()):
+        rows = [(run, row) for run in runs for row in range(batch)[run.batch]]
+        runs = tuple(replace(run, batch=slice(row, row + 1)) for run, row in rows)
+    everything = slice(None)
+    if len(runs) == 1 and (runs[0].batch, runs[0].queries, runs[0].keys) == (everything,) * 3:
+        return _one(call, encoding, runs[0]), None
     out = call.query.new_zeros(batch, heads, queries, call.value.shape[-1])
     for run in runs:
         out[run.batch, :, run.queries] = _one(call, encoding, run)
     return out, None
-
-
-def _has_kernel(encoding: Encoding) -> bool:
-    bias, kernel = encoding.bias, encoding.plan.kernel
-    if bias is None:
-        return kernel is not None
-    return (
-        encoding.method is None
-        and kernel is not None
-        and isinstance(bias, DistanceBias)
-        and not bias.of_query
-    )
 
 
 def _one(call: Call, encoding: Encoding, run: Run) -> Tensor:

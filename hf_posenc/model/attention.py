@@ -20,7 +20,6 @@ from hf_posenc.methods import LengthDependent
 from hf_posenc.model.masks import (
     HANDLE,
     CausalMask,
-    PositionedMask,
     WrittenMask,
     described,
     posenc_mask,
@@ -266,7 +265,13 @@ def posenc_attention(
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None and queries > 1:
         key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
-    mask = _mask(attention_mask, query_position, queries, keys, query.device)
+    mask: Mask
+    if attention_mask is None:
+        mask = CausalMask(queries, keys, query.device)
+    elif attention_mask.dtype == HANDLE:
+        mask = described(attention_mask)
+    else:
+        mask = WrittenMask.read(attention_mask[..., :keys])
     call = Call(
         query=query,
         key=key,
@@ -291,16 +296,6 @@ def unknown_arguments(kwargs: dict[str, Any]) -> list[str]:
     return sorted(
         name for name, value in kwargs.items() if name not in _KNOWN and value is not None
     )
-
-
-def _mask(
-    attention_mask: Tensor | None, positions: Tensor, queries: int, keys: int, device: torch.device
-) -> Mask:
-    if attention_mask is None:
-        return CausalMask(queries, keys, device)
-    if attention_mask.dtype == HANDLE:
-        return PositionedMask(described(attention_mask), positions)
-    return WrittenMask.read(attention_mask[..., :keys])
 
 
 def _key_position(query_position: Tensor, mask: Mask, queries: int, keys: int) -> Tensor:

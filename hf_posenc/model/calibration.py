@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.attention.branches import Layout, Rotation
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
 from hf_posenc.methods import Method
 from hf_posenc.model.attention import LAYER, Layer, catch_positions, recording, unknown_arguments

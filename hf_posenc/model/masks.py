@@ -40,12 +40,8 @@ _ATTRIBUTE = "_hf_posenc_mask"
 
 
 @dataclass(frozen=True, eq=False)
-class LazyMask:
-    """A mask as the arguments from which transformers would compute it.
-
-    Attributes:
-        arguments: The arguments of `sdpa_mask`.
-    """
+class LazyMask(Mask):
+    """A mask as the arguments of `sdpa_mask`, from which transformers would compute it."""
 
     arguments: Mapping[str, Any]
 
@@ -56,10 +52,12 @@ class LazyMask:
         return arguments["batch_size"], arguments["q_length"], arguments["kv_length"]
 
     def rows(self, start: int, stop: int) -> Tensor | None:
-        """Return the visible keys of some queries: bool, shape (batch or 1, 1, stop - start, keys)."""
         offset = self.arguments["q_offset"] + start
         values = {**self.arguments, "q_length": stop - start, "q_offset": offset}
         return sdpa_mask(**{**values, "allow_is_causal_skip": False})
+
+    def seen(self) -> Tensor:
+        return self._seen  # once for all layers
 
     @functools.cached_property
     def _seen(self) -> Tensor:
@@ -71,47 +69,34 @@ class LazyMask:
             seen |= True if visible is None else visible[:, 0].any(-2)
         return seen
 
-    def seen(self) -> Tensor:
-        """Return the keys that any query sees: bool, shape (batch, keys)."""
-        return self._seen
-
-    def padding(self) -> Tensor | None:
-        """Return the keys that are tokens: bool, shape (batch, keys); `None`: all."""
-        arguments = self.arguments
-        return prepare_padding_mask(
-            arguments.get("attention_mask"), arguments["kv_length"], arguments.get("kv_offset", 0)
-        )
-
-    @property
-    def causal(self) -> bool:
-        """True if visibility is by order and padding alone."""
-        return self.arguments.get("mask_function", causal_mask_function) is causal_mask_function
-
-    @property
-    def window(self) -> int | None:
-        """The width of a sliding window with visibility by order and padding inside it; `None`: another mask."""
-        parts = _enclosed(self.arguments["mask_function"], "mask_functions")
-        if parts is None or len(parts) != 2 or parts[1] is not causal_mask_function:
+    def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
+        """Return one for each row without its padding, or for each packed document, which positions separate."""
+        arguments, (batch, queries, keys) = self.arguments, self.shape
+        first_key = arguments.get("kv_offset", 0)
+        offset = arguments["q_offset"] - first_key
+        if offset + queries != keys:
             return None
-        window: int | None = _enclosed(parts[0], "sliding_window")
-        return window
-
-    @property
-    def packed(self) -> bool:
-        """True if visibility is by order within packed documents, which the positions separate."""
-        parts = _enclosed(self.arguments["mask_function"], "mask_functions")
-        if parts is None or len(parts) != 2:
-            return False
-        by_document = _enclosed(parts[0], "packed_sequence_mask") is not None
-        return by_document and _enclosed(parts[1], "mask_function") is causal_mask_function
+        function, window = arguments.get("mask_function", causal_mask_function), None
+        if function is not causal_mask_function:
+            parts = _enclosed(function, "mask_functions")
+            if parts is None or len(parts) != 2:
+                return None
+            by_document = _enclosed(parts[0], "packed_sequence_mask") is not None
+            if by_document and _enclosed(parts[1], "mask_function") is causal_mask_function:
+                return None if offset else _documents(positions.expand(batch, -1))
+            window = _enclosed(parts[0], "sliding_window")
+            if window is None or parts[1] is not causal_mask_function:
+                return None
+        padding = prepare_padding_mask(arguments.get("attention_mask"), keys, first_key)
+        runs = _unpadded(padding, queries, keys)
+        return runs and tuple(replace(run, window=window) for run in runs)
 
 
 def posenc_mask(**kwargs: Any) -> Tensor | None:
     """Return a mask in the form of the engine, from the arguments of transformers' `sdpa_mask`.
 
-    Returns:
-        `None` for plain causal attention, as sdpa has it; a bool mask of shape (batch, 1, queries, keys) where that is
-        small or while compiling; else a handle of that shape with the memory of one byte, which `described` reads.
+    That is `None` for plain causal attention, as sdpa has it; a bool mask of shape (batch, 1, queries, keys) where that
+    is small or while compiling; else a handle of that shape with the memory of one byte, which `described` reads.
     """
     kwargs.pop("dtype", None)
     kwargs.pop("config", None)
@@ -172,12 +157,7 @@ def _enclosed(function: Any, name: str) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class WrittenMask(Mask):
-    """A mask in the form of a tensor.
-
-    Attributes:
-        visible: Bool, shape (batch or 1, heads or 1, queries, keys).
-        addition: Added to visible scores, of the same shape (Doge); `None`: nothing.
-    """
+    """A mask as a bool tensor, (batch or 1, heads or 1, queries, keys), and what it adds to visible scores (Doge)."""
 
     visible: Tensor
     addition: Tensor | None = None
@@ -202,13 +182,7 @@ class WrittenMask(Mask):
 
 @dataclass(frozen=True, eq=False)
 class CausalMask(Mask):
-    """No mask, as sdpa reads it: a single query sees all keys, of several the first sees the first key.
-
-    Attributes:
-        queries: Number of queries.
-        keys: Number of keys; more than queries only for a single query.
-        device: Their device.
-    """
+    """No mask, as sdpa reads it: a single query sees all keys, of several the first sees the first key."""
 
     queries: int
     keys: int
@@ -220,65 +194,26 @@ class CausalMask(Mask):
         index = torch.arange(self.keys, device=self.device)
         return (index <= index[start:stop, None])[None, None]
 
-    def runs(self) -> tuple[Run, ...] | None:
-        everything = slice(None)
-        return (Run(everything, everything, everything, self.keys - self.queries),)
+    def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
+        return _unpadded(None, self.queries, self.keys)
 
 
-@dataclass(frozen=True, eq=False)
-class PositionedMask(Mask):
-    """A lazy mask together with the positions of one call, which separate packed documents.
-
-    Attributes:
-        mask: The lazy mask.
-        position_ids: Shape (batch or 1, queries).
-    """
-
-    mask: LazyMask
-    position_ids: Tensor
-
-    def rows(self, start: int, stop: int) -> Tensor | None:
-        return self.mask.rows(start, stop)
-
-    def seen(self) -> Tensor | None:
-        return self.mask.seen()
-
-    def runs(self) -> tuple[Run, ...] | None:
-        """Return one for each row without its padding, or for each packed document."""
-        batch, queries, keys = self.mask.shape
-        offset = self.mask.arguments["q_offset"] - self.mask.arguments.get("kv_offset", 0)
-        if offset + queries != keys:
-            return None
-        window = None if self.mask.causal else self.mask.window
-        if self.mask.causal or window is not None:
-            runs = _unpadded(self.mask.padding(), batch, queries, keys)
-            return runs and tuple(replace(run, window=window) for run in runs)
-        if self.mask.packed and not offset:
-            return _documents(self.position_ids.expand(batch, -1))
-        return None
-
-
-def _unpadded(
-    padding: Tensor | None, batch: int, queries: int, keys: int
-) -> tuple[Run, ...] | None:
-    everything = slice(None)
+def _unpadded(padding: Tensor | None, queries: int, keys: int) -> tuple[Run, ...] | None:
+    """One run for each row without its padding; `None` if there is padding inside a row."""
+    past = keys - queries
     if padding is None:
-        return (Run(everything, everything, everything, keys - queries),)
-    tokens = padding.sum(-1).tolist()
-    first = padding.long().argmax(-1).tolist()
+        everything = slice(None)
+        return (Run(everything, everything, everything, past),)
+    first = padding.long().argmax(-1)
     last = keys - padding.flip(-1).long().argmax(-1)
-    if any(
-        stop - start != count
-        for start, stop, count in zip(first, last.tolist(), tokens, strict=True)
-    ):
-        return None  # padding inside a row
+    if bool((last - first != padding.sum(-1)).any()):
+        return None
     runs = []
-    for row, (start, stop) in enumerate(zip(first, last.tolist(), strict=True)):
-        begin = max(0, start - (keys - queries))  # the first query that is a token
-        end = stop - (keys - queries)
+    for row, (start, stop) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
+        begin, end = max(0, start - past), stop - past  # from the first query that is a token
         if end > begin:
-            offset = begin + keys - queries - start
-            runs.append(Run(slice(row, row + 1), slice(begin, end), slice(start, stop), offset))
+            tokens = slice(begin, end), slice(start, stop)
+            runs.append(Run(slice(row, row + 1), *tokens, begin + past - start))
     return tuple(runs)
 
 
@@ -288,9 +223,8 @@ def _documents(position_ids: Tensor) -> tuple[Run, ...] | None:
         return None
     runs = []
     for row, of_row in enumerate(numbers.expand(len(position_ids), -1)):
-        sizes = of_row.unique_consecutive(return_counts=True)[1].tolist()
         start = 0
-        for size in sizes:
+        for size in of_row.unique_consecutive(return_counts=True)[1].tolist():
             part = slice(start, start + size)
             runs.append(Run(slice(row, row + 1), part, part, 0))
             start += size

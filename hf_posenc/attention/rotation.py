@@ -1,0 +1,67 @@
+"""The rotation of one attention layer: its frequencies, and the features that they turn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The place of the rotated pairs in a head's features.
+
+    Attributes:
+        start: The first rotated feature.
+        dim: Number of rotated features d; even.
+        interleaved: Pair i is features 2i and 2i+1 (GPT-J) instead of i and i + d/2 (Llama).
+        sign: 1; -1 where the model turns the other way.
+    """
+
+    start: int
+    dim: int
+    interleaved: bool
+    sign: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """Frequencies in force, shape (d/2,), float32, radians per token, and the factor on cos and sin."""
+
+    inv_freq: Tensor
+    layout: Layout
+    factor: float = 1.0
+
+    def turn(self, x: Tensor, positions: Tensor, inv_freq: Tensor | None = None) -> Tensor:
+        """Rotate x, (batch, heads, length, head_dim), by so many tokens beyond the rotation that it has.
+
+        Positions, (batch or 1, length or 1), may be negative or fractional. Angles, sines and products are at least
+        float32; the dtype of x stays.
+        """
+        table = self.inv_freq if inv_freq is None else inv_freq
+        exact = torch.promote_types(x.dtype, torch.float32)
+        angles = positions[:, None, :, None].to(exact) * table.to(x.device, exact)
+        cos, sin = angles.cos(), angles.sin() * self.layout.sign
+        first, second = self.pairs(x, exact)
+        return self.joined(x, first * cos - second * sin, second * cos + first * sin)
+
+    def pairs(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the first and the second feature of every pair, each of shape (..., d/2)."""
+        layout = self.layout
+        rotated = x[..., layout.start : layout.start + layout.dim].to(dtype)
+        if layout.interleaved:
+            return rotated[..., ::2], rotated[..., 1::2]
+        return rotated[..., : layout.dim // 2], rotated[..., layout.dim // 2 :]
+
+    def joined(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """Return x with other pairs; the features that are not rotated stay."""
+        layout = self.layout
+        if layout.interleaved:
+            rotated = torch.stack((first, second), -1).flatten(-2).to(x.dtype)
+        else:
+            rotated = torch.cat((first, second), -1).to(x.dtype)
+        if layout.dim == x.shape[-1]:
+            return rotated
+        before, after = x[..., : layout.start], x[..., layout.start + layout.dim :]
+        return torch.cat((before, rotated, after), -1)
