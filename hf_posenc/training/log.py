@@ -18,14 +18,13 @@ from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment, global_shape
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.plots.perplexity import MARKED
-from hf_posenc.evaluation.plots.style import (
+from hf_posenc.evaluation.plots import (
     COLOURS,
     CONTROL_COLOUR,
+    MARKED,
     MARKERS,
-    STYLE,
     name_lines,
-    require,
+    styled_panels,
     value_axis,
 )
 from hf_posenc.files import finite
@@ -234,18 +233,13 @@ def loss_figure(
     Raises:
         PosencError: matplotlib is not installed, or no loss was logged.
     """
-    require()
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
     losses = loss_points(log_history)
     if not losses:
         raise PosencError("No finite loss was logged, so there is none to draw.")
     lines = {} if table is None else score_points(table, protocol)
-    with mpl.rc_context(STYLE):
-        wide = any(len(points) > 1 for points in lines.values())
-        figure = Figure(figsize=(8.1 if wide else 4.4, _HEIGHT), layout="constrained")
-        panels = figure.subplots(1, 2 if wide else 1, squeeze=False)[0]
+    wide = any(len(points) > 1 for points in lines.values())
+    width, columns = (8.1, 2) if wide else (4.4, 1)
+    with styled_panels(width, _HEIGHT, columns) as (figure, panels):
         _loss_panel(panels[0], losses, loss_points(log_history, "eval_loss"))
         panels[0].set_xlabel(_step_label(log_history))
         if wide:

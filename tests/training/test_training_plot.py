@@ -12,7 +12,7 @@ import torch
 from hf_posenc import patch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.plots.style import MAX_TICKS, MIN_TICKS, value_ticks
+from hf_posenc.evaluation.plots import MAX_TICKS, MIN_TICKS, value_ticks
 from hf_posenc.training.log import loss_figure, loss_points, score_points, smoothed
 from hf_posenc.training.scoring import Scores
 from tests.support.tiny_text import byte_tokenizer

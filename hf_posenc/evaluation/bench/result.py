@@ -25,7 +25,7 @@ from hf_posenc.evaluation.grid import (
 )
 from hf_posenc.evaluation.measuring.statistics import Cell
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS, PerplexityResult
-from hf_posenc.evaluation.plots.perplexity import position_figure
+from hf_posenc.evaluation.plots import position_figure
 from hf_posenc.evaluation.published import beside, get, remarks
 from hf_posenc.evaluation.retrieval import RetrievalResult
 from hf_posenc.evaluation.retrieval.statistics import Cell as RetrievalCell

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.statistics import RESAMPLES, Cell, Record, summarize
 from hf_posenc.evaluation.perplexity.result import nan_if_none, record_of
+from hf_posenc.evaluation.plots import Scope
 
 _TUNING = ("model", "settings", "methods", "records", "documents")
 KINDS = {
@@ -30,15 +30,7 @@ PARTS = ("perplexity", "retrieval")
 
 @dataclass(frozen=True)
 class Source:
-    """One result: a file, or a part of a benchmark's file.
-
-    Attributes:
-        number: The file's number in the report, from 1.
-        name: The folder; or the file, if a file was given.
-        kind: One of `KINDS`.
-        data: Content of the file, or of the part.
-        part: True for a part of a file.
-    """
+    """One result: a file, or a part of a benchmark's file; the parts have the file's number, which begins at 1."""
 
     number: int
     name: str
@@ -49,14 +41,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A run folder with records and no result.
-
-    Attributes:
-        name: The folder.
-        values: Number of stored values.
-        processes: Number of processes that stored them.
-        settings: The settings of the run that stored most, where they can be read.
-    """
+    """A run folder with records and no result: counts, and the settings, of the run that stored most."""
 
     name: str
     values: int
@@ -66,13 +51,7 @@ class Unfinished:
 
 @dataclass
 class Collection:
-    """Results, unfinished runs, and remarks on other files.
-
-    Attributes:
-        sources: The results, each once; the parts of a benchmark follow it.
-        unfinished: Folders whose run has not finished.
-        remarks: One line for every file or folder that is not in the report, with the reason.
-    """
+    """Results, each once, with the parts of a benchmark behind it; unfinished runs; reasons why files are left out."""
 
     sources: list[Source] = field(default_factory=list)
     unfinished: list[Unfinished] = field(default_factory=list)
@@ -97,18 +76,18 @@ def collect(paths: Sequence[Path]) -> Collection:
         PosencError: A path does not exist, or there is nothing to report in any of them.
     """
     collection = Collection()
-    seen: dict[str, str] = {}
+    seen: dict[str, Path] = {}
     for path in paths:
         if not path.exists():
             raise PosencError(f"There is no folder {path}. Give the --output folder of a run.")
         files = [path] if path.is_file() else _results_in(path)
         for file in files:
-            _add(collection, file, file.parent if path.is_dir() else file, seen)
+            if reason := _add(collection, file, file.parent if path.is_dir() else file, seen):
+                collection.remarks.append(f"{file}: {reason}.")
         if path.is_dir():
             collection.unfinished += _unfinished_in(path, {file.parent for file in files})
-        if not files and not any(
-            Path(run.name).is_relative_to(path) for run in collection.unfinished
-        ):
+        unfinished = (Path(run.name) for run in collection.unfinished)
+        if not files and not any(run.is_relative_to(path) for run in unfinished):
             collection.remarks.append(f"{path}: no result in it.")
     if not collection.sources and not collection.unfinished:
         names = ", ".join(f"{kind}.json" for kind in KINDS)
@@ -118,38 +97,31 @@ def collect(paths: Sequence[Path]) -> Collection:
 
 
 def _results_in(folder: Path) -> list[Path]:
-    names = {f"{kind}.json" for kind in KINDS}
-    files = (path for path in folder.rglob("*.json") if path.name in names)
-    inside = (p for p in files if RECORDS not in p.relative_to(folder).parts)
-    return sorted(inside, key=lambda p: (p.parent.as_posix(), list(KINDS).index(p.stem)))
+    files = (path for path in folder.rglob("*.json") if path.stem in KINDS)
+    inside = (path for path in files if RECORDS not in path.relative_to(folder).parts)
+    return sorted(inside, key=lambda path: (path.parent.as_posix(), list(KINDS).index(path.stem)))
 
 
-def _add(collection: Collection, file: Path, name: Path, seen: dict[str, str]) -> None:
+def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) -> str:
+    """Add the result of a file and its parts; return the reason if it is left out."""
     try:
         text = file.read_bytes()
         data = json.loads(text)
     except (OSError, ValueError) as error:
-        collection.remarks.append(f"{file}: cannot be read ({' '.join(str(error).split())}).")
-        return
+        return f"cannot be read ({' '.join(str(error).split())})"
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind not in KINDS:
-        collection.remarks.append(f"{file}: not a result of hf-posenc.")
-        return
+        return "not a result of hf-posenc"
     if lacking := _lacking(kind, data):
-        collection.remarks.append(
-            f"{file}: damaged, or written by another version: it lacks {lacking}."
-        )
-        return
-    digest = hashlib.sha256(text).hexdigest()
-    if digest in seen:
-        collection.remarks.append(f"{file}: the same result as {seen[digest]}.")
-        return
-    seen[digest] = str(file)
-    number = len(collection.files) + 1
-    collection.sources.append(Source(number, name.as_posix(), kind, data))
-    for part in PARTS if kind == "bench" else ():
-        if data.get(part):
-            collection.sources.append(Source(number, name.as_posix(), part, data[part], part=True))
+        return f"damaged, or written by another version: it lacks {lacking}"
+    first = seen.setdefault(hashlib.sha256(text).hexdigest(), file)
+    if first is not file:
+        return f"the same result as {first}"
+    whole = Source(len(collection.files) + 1, name.as_posix(), kind, data)
+    parts = [part for part in PARTS if kind == "bench" and data.get(part)]
+    collection.sources.append(whole)
+    collection.sources += [replace(whole, kind=p, data=data[p], part=True) for p in parts]
+    return ""
 
 
 def _lacking(kind: str, data: dict[str, Any]) -> str:
@@ -165,25 +137,20 @@ def _lacking(kind: str, data: dict[str, Any]) -> str:
 
 def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:
     runs = []
-    stores = sorted({path.parents[1] for path in folder.rglob(f"{RECORDS}/*/*.jsonl")})
-    for run in (store.parent for store in stores):
-        if run in finished:
-            continue
+    folders = {path.parents[2] for path in folder.rglob(f"{RECORDS}/*/*.jsonl")}
+    for run in sorted(folders - finished):
         counts: dict[Path, list[int]] = {}
         for file in sorted((run / RECORDS).glob("*/*.jsonl")):
             counts.setdefault(file.parent, []).append(file.read_bytes().count(b"\n"))
-        largest = max(counts, key=lambda place: sum(counts[place]))
-        values, processes = sum(counts[largest]), len(counts[largest])
-        runs.append(Unfinished(run.as_posix(), values, processes, _settings(largest)))
+        store = max(counts, key=lambda store: sum(counts[store]))
+        values, processes = sum(counts[store]), len(counts[store])
+        try:
+            settings = json.loads((store / "settings.json").read_bytes())
+        except (OSError, ValueError):
+            settings = None
+        known = settings if isinstance(settings, dict) else {}
+        runs.append(Unfinished(run.as_posix(), values, processes, known))
     return runs
-
-
-def _settings(place: Path) -> dict[str, Any]:
-    try:
-        data = json.loads((place / "settings.json").read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return data if isinstance(data, dict) else {}
 
 
 # Comparable perplexity results. Results with equal texts and equal settings of a protocol share a table.
@@ -233,9 +200,8 @@ def _document_id(document: Mapping[str, Any]) -> str:
 
 def texts_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the reasons why two results did not read the same tokens."""
-    (documents, tokenizer, special), (documents_2, tokenizer_2, special_2) = map(
-        _texts, (first, other)
-    )
+    documents, tokenizer, special = _texts(first)
+    documents_2, tokenizer_2, special_2 = _texts(other)
     reasons = []
     if tokenizer != tokenizer_2:
         reasons.append("another tokenizer, so a token is not the same piece of text")
@@ -293,15 +259,6 @@ def _decisive(data: Mapping[str, Any], protocol: str) -> dict[str, Any]:
     return kept
 
 
-@dataclass(frozen=True)
-class Axes:
-    """Settings behind the axes of a figure."""
-
-    lengths: tuple[int, ...]
-    protocols: tuple[str, ...]
-    tail_tokens: int
-
-
 @dataclass
 class Line:
     """One method of one result: a row of the table.
@@ -331,23 +288,17 @@ class Line:
 class Merged:
     """Comparable results of one protocol; can be drawn like a `PerplexityResult`.
 
-    Attributes:
-        protocol: Its name.
-        definition: Its definition in a sentence.
-        sources: The results.
-        candidates: The rows.
-        settings: Lengths and such, of all results together.
-        original: The context length that the model was trained on; `None` if it is unknown or differs.
-        curve: Sums by position, if all results have the same buckets.
+    `original` is the trained length, if all results have the same; `curve` has the sums by position, if all have the
+    same buckets.
     """
 
     protocol: str
     definition: str
     sources: list[Source]
     candidates: list[Line]
-    settings: Axes
+    settings: Scope
     original: int | None
-    curve: dict[str, Any] | None = None
+    curve: dict[str, Any] | None
 
     def cell(self, method: str, protocol: str, length: int, /) -> Cell | None:
         """Return the number of a row at a length."""
@@ -356,11 +307,7 @@ class Merged:
 
 
 def merge(sources: Sequence[Source]) -> list[Merged]:
-    """Make one table per protocol and settings of it, in the order of their first appearance.
-
-    Args:
-        sources: Perplexity results that read the same tokens.
-    """
+    """Make one table per protocol and settings of it, from perplexity results that read the same tokens."""
     groups: dict[Any, list[Source]] = {}
     for source in sources:
         for protocol, definition in source.data["protocols"].items():
@@ -393,7 +340,7 @@ def _merged(protocol: str, sources: list[Source]) -> Merged:
         sources[0].data["protocols"][protocol],
         sources,
         lines,
-        Axes(tuple(lengths), (protocol,), settings[0].get("tail_tokens", 0)),
+        Scope(tuple(lengths), (protocol,), settings[0].get("tail_tokens", 0)),
         originals.pop() if len(originals) == 1 else None,
         _curve(lines) if protocol == "prefix" else None,
     )
@@ -446,7 +393,7 @@ def _fill(line: Line, protocol: str, baseline: Line) -> None:
     line.baseline = baseline.label
     for entry in _entries(line, protocol, "summary"):
         length = entry["length"]
-        values = {each.name: entry.get(each.name) for each in dataclasses.fields(Cell)}
+        values = {each.name: entry.get(each.name) for each in fields(Cell)}
         values["perplexity"] = nan_if_none(entry["perplexity"])
         for name in ("interval", "ratio_interval"):
             values[name] = interval_of(entry[name])
@@ -481,17 +428,9 @@ def interval_of(values: Sequence[float | None] | None) -> Interval | None:
 def against(
     line: Line, other: Line, protocol: str, length: int, other_length: int
 ) -> tuple[float | None, Interval | None]:
-    """Divide a row's perplexity by another's, with the paired 95 % interval over documents.
+    """Divide a row's perplexity by another's, with the paired 95 % interval over documents; `None` if one is missing.
 
-    Args:
-        line: The row.
-        other: The divisor; it has read the same documents, and under `tail` the same targets at any length.
-        protocol: The protocol of both.
-        length: The row's length.
-        other_length: The other's.
-
-    Returns:
-        Ratio and interval; `None` if one of the two was not measured.
+    Both have read the same documents, and under `tail` the same targets at any length.
     """
     base = _records(other, protocol, other_length, "base")
     rows = _records(line, protocol, length, "row")
@@ -513,11 +452,10 @@ def _records(line: Line, protocol: str, length: int, name: str) -> list[Record]:
     """A row's sums under names that do not depend on the machine: the document's index, and length 0."""
     documents = enumerate(line.source.data["documents"])
     indices = {document["name"]: str(index) for index, document in documents}
-    names = {each.name for each in dataclasses.fields(Record)}
     records = []
     for entry in _entries(line, protocol, "records"):
         if entry["length"] == length:
             document = indices.get(entry["document"], entry["document"])
             values = {**entry, "method": name, "length": 0, "document": document}
-            records.append(record_of({key: values[key] for key in names}))
+            records.append(record_of({each.name: values[each.name] for each in fields(Record)}))
     return records

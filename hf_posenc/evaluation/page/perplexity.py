@@ -27,8 +27,7 @@ from hf_posenc.evaluation.page.collect import (
     variant,
 )
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
-from hf_posenc.evaluation.plots.perplexity import position_points
-from hf_posenc.evaluation.plots.style import (
+from hf_posenc.evaluation.plots import (
     BASELINE,
     COLOURS,
     CONTROL,
@@ -36,6 +35,7 @@ from hf_posenc.evaluation.plots.style import (
     GRID,
     REMARK,
     STYLE,
+    position_points,
 )
 
 if TYPE_CHECKING:

@@ -1,39 +1,496 @@
 """Figures of measurements, for papers, notebooks and the report. Needs matplotlib (`pip install hf-posenc[plot]`).
 
-Every function takes a result, or plain data of one, and returns a matplotlib `Figure`. Files, notebooks and the HTML
-page show the same figures.
+Every function takes a result, or plain data of one, and returns a matplotlib `Figure`. This file has the common look,
+axes and files, and perplexity: against context length, as a ratio to the baseline, and by position in the text.
 """
 
-from hf_posenc.evaluation.plots.perplexity import (
-    difference_figure,
-    figure,
-    position_figure,
-    ratio_figure,
-    write_plot,
-)
-from hf_posenc.evaluation.plots.style import (
-    COLOURS,
-    CONTROL,
-    STYLE,
-    available,
-    require,
-    save,
-    spread,
-    write_figure,
-)
+from __future__ import annotations
 
-__all__ = [
-    "COLOURS",
-    "CONTROL",
-    "STYLE",
-    "available",
-    "difference_figure",
-    "figure",
-    "position_figure",
-    "ratio_figure",
-    "require",
-    "save",
-    "spread",
-    "write_figure",
-    "write_plot",
-]
+import contextlib
+import importlib.util
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.statistics import Cell
+from hf_posenc.files import replace_atomically
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
+
+    from hf_posenc.evaluation.perplexity.protocols import Settings
+
+# Okabe and Ito's colours, distinct under every common kind of colour blindness; a violet and an olive replace their
+# pale yellow.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F3C8D", "#999933")
+BASELINE = "#222222"
+CONTROL_COLOUR = "#888888"
+REMARK = "#666666"
+GRID = "#e6e6e6"
+CONTROL = "sliding_window"
+MARKERS = "osD^vP*X<>"
+MARKED = {"markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.5, "linewidth": 1.3}
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)))
+LABEL_SIZE = 7.5
+LINE = 1.25  # distance of two labels, as a multiple of their size
+MAX_LABEL = 36  # characters
+MIN_TICKS, MAX_TICKS = 3, 8
+_STEPS = ((1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 8), (1, 1.5, 2, 3, 5, 7), (1, 2, 5), (1, 3), (1,))
+MAX_BANDS = 4
+"""Lines up to this number are drawn with their intervals; more would hide each other."""
+
+STYLE: Any = {
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "hf_posenc",  # the same result gives the same file
+    "text.parse_math": False,  # names are not formulas
+    "axes.grid": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+}
+
+
+class Named(Protocol):
+    """A method of a result: its `label` in reports, and its name `method`; `None` for the model as loaded."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def method(self) -> str | None: ...
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Protocols, lengths and tail of a figure, in tokens."""
+
+    lengths: tuple[int, ...]
+    protocols: tuple[str, ...]
+    tail_tokens: int
+
+
+class Measured(Protocol):
+    """Perplexities that can be drawn: a `PerplexityResult`, or several of them merged."""
+
+    @property
+    def settings(self) -> Settings | Scope: ...
+    @property
+    def original(self) -> int | None: ...
+    @property
+    def candidates(self) -> Sequence[Named]: ...
+    @property
+    def curve(self) -> Mapping[str, Any] | None: ...
+    def cell(self, method: str, protocol: str, length: int, /) -> Cell | None: ...
+
+
+def available() -> bool:
+    """Return whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def require() -> None:
+    """Raise an error if matplotlib is not installed."""
+    if not available():
+        raise PosencError("The plot needs matplotlib: pip install 'hf-posenc[plot]'.")
+
+
+def looks(candidates: Sequence[Named]) -> list[dict[str, Any]]:
+    """Return the look of each line: a colour per method, dashes for its further and dynamic forms, the control grey."""
+    seen: dict[str, int] = {}
+    styles = []
+    for index, candidate in enumerate(candidates):
+        look: dict[str, Any] = {"color": BASELINE, "linestyle": "-"}
+        if candidate.method == CONTROL:
+            look["color"] = CONTROL_COLOUR
+        elif candidate.method is not None:
+            name = candidate.method.removeprefix("dynamic_")
+            again = seen[name] = seen.get(name, -1) + 1
+            place = list(seen).index(name)
+            look["color"] = COLOURS[place % len(COLOURS)]
+            look["linestyle"] = DASHES[(place // len(COLOURS) + again) % len(DASHES)]
+        styles.append({**look, "marker": MARKERS[index % len(MARKERS)]})
+    return styles
+
+
+@contextlib.contextmanager
+def styled_panels(
+    width: float, height: float, columns: int = 1, **options: Any
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Make a figure of panels side by side, in inches; what is drawn within the context has the common style.
+
+    Raises:
+        PosencError: matplotlib is not installed.
+    """
+    require()
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), layout="constrained")
+        yield figure, list(figure.subplots(1, columns, squeeze=False, **options)[0])
+
+
+@contextlib.contextmanager
+def line_panels(
+    result: Measured, width: float, columns: int = 1, **options: Any
+) -> Iterator[tuple[Figure, list[Axes]]]:
+    """Make `styled_panels` as high as the names of the lines need; when they are drawn, name them at the last one."""
+    height = max(3.1, 2.0 + LABEL_SIZE * LINE * len(result.candidates) / 72)
+    with styled_panels(width, height, columns, **options) as (figure, panels):
+        yield figure, panels
+        labels = {candidate.label for candidate in result.candidates}
+        name_lines(panels[-1], labels, (height - 1.0) * 72)
+
+
+def length_axis(panel: Axes, lengths: Sequence[int]) -> None:
+    """Make the x axis a base-2 axis of tokens, with ticks at the lengths, or at some of many."""
+    panel.set_xscale("log", base=2)
+    panel.set_xlabel("context length L (tokens)")
+    set_ticks(panel.xaxis, thinned(lengths))
+
+
+def thinned(lengths: Sequence[int]) -> list[int]:
+    """Return about `MAX_TICKS` of the lengths at most, from the longest down, evenly on a log axis."""
+    if len(lengths) <= MAX_TICKS:
+        return list(lengths)
+    gap = math.log2(lengths[-1] / lengths[0]) / MAX_TICKS
+    kept = [lengths[-1]]
+    for length in reversed(lengths[:-1]):
+        if math.log2(kept[-1] / length) >= gap:
+            kept.append(length)
+    return kept[::-1]
+
+
+def mark_trained(panel: Axes, original: int | None, *, below: bool = False) -> None:
+    """Draw a dashed line at the trained length, if it is on the axis, with its name at the top or bottom."""
+    low, high = panel.get_xlim()
+    if not original or not low <= original <= high:
+        return
+    panel.axvline(original, color=CONTROL_COLOUR, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    panel.annotate(
+        "trained length",
+        (original, 0 if below else 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(3, 3 if below else -2),
+        textcoords="offset points",
+        va="bottom" if below else "top",
+        color=REMARK,
+        fontsize=7,
+    )
+
+
+def value_axis(panel: Axes) -> None:
+    """Make the y axis a log axis with round numbers."""
+    panel.set_yscale("log")
+    set_ticks(panel.yaxis, value_ticks(*panel.get_ylim()), "{:g}".format)
+
+
+def value_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers on a log axis: the finest set of steps that gives at most `MAX_TICKS` of them.
+
+    If even the finest gives fewer than `MIN_TICKS`, the ends are close, and the numbers are equally far apart.
+    """
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks: list[float] = []
+    for steps in _STEPS:
+        ticks = [step * 10.0**decade for decade in decades for step in steps]
+        ticks = [value for value in ticks if low <= value <= high]
+        if len(ticks) <= MAX_TICKS:
+            break
+    return ticks if len(ticks) >= MIN_TICKS else _even_ticks(low, high)
+
+
+def _even_ticks(low: float, high: float) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten: of the smallest that gives at most `MAX_TICKS`."""
+    power = 10.0 ** (math.floor(math.log10(high - low)) - 1)
+    step = next(n * power for n in (1, 2, 5, 10, 20, 50) if (high - low) / (n * power) < MAX_TICKS)
+    first, last = math.ceil(low / step), math.floor(high / step)
+    return [round(index * step, 12) for index in range(first, last + 1)]
+
+
+def tick(length: int) -> str:
+    """Format a length for an axis: 4k for 4,096."""
+    return f"{length // 1024}k" if length >= 1024 and length % 1024 == 0 else str(length)
+
+
+def set_ticks(axis: Axis, values: Sequence[Any], shown: Callable[[Any], str] = tick) -> None:
+    """Set the ticks of an axis, and no minor ones."""
+    from matplotlib.ticker import NullLocator
+
+    axis.set_ticks(values, [shown(value) for value in values])
+    axis.set_minor_locator(NullLocator())
+
+
+def name_lines(panel: Axes, labels: Collection[str], height: float) -> None:
+    """Write the name of each line of a log axis beside its end, moved apart where ends are close; height in points."""
+    low, high = (math.log(limit) for limit in panel.get_ylim())
+    lines: list[Any] = [line for line in panel.get_lines() if line.get_label() in labels]
+    ends = {
+        line: (math.log(line.get_ydata()[-1]) - low) / (high - low)
+        for line in lines
+        if len(line.get_ydata())
+    }
+    gap = LABEL_SIZE * LINE / height
+    for (line, end), place in zip(ends.items(), spread(list(ends.values()), gap), strict=True):
+        panel.annotate(
+            shortened(str(line.get_label())),
+            (line.get_xdata()[-1], math.exp(low + end * (high - low))),
+            xytext=(1.07, place),
+            textcoords="axes fraction",
+            va="center",
+            fontsize=LABEL_SIZE,
+            color=line.get_color(),
+            arrowprops={
+                "arrowstyle": "-",
+                "relpos": (0, 0.5),  # begins at the left edge of the name
+                "color": line.get_color(),
+                "linewidth": 0.5,
+                "shrinkA": 1,
+                "shrinkB": 3,
+            },
+            annotation_clip=False,
+        )
+
+
+def shortened(label: str) -> str:
+    """Shorten a name to `MAX_LABEL` characters."""
+    return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 1]}…"
+
+
+def spread(places: list[float], gap: float) -> list[float]:
+    """Move places apart as little as possible so that neighbours are at least `gap` apart, in the same order.
+
+    Places that are too close become a block around their mean; blocks that touch are merged.
+    """
+    order = sorted(range(len(places)), key=lambda index: places[index])
+    blocks: list[tuple[float, list[int]]] = []  # middle and members of each
+    for index in order:
+        middle, members = places[index], [index]
+        while blocks and middle - blocks[-1][0] < gap * (len(members) + len(blocks[-1][1])) / 2:
+            members = blocks.pop()[1] + members
+            middle = sum(places[member] for member in members) / len(members)
+        blocks.append((middle, members))
+    moved = list(places)
+    for middle, members in blocks:
+        for rank, member in enumerate(members):
+            moved[member] = middle + (rank - (len(members) - 1) / 2) * gap
+    return moved
+
+
+# Files.
+
+
+def write_figure(drawn: Figure, *paths: Path) -> None:
+    """Write a figure to every path, in the format of its suffix; each file is whole or as it was before."""
+    for path in paths:
+        replace_atomically(path, lambda temporary: save(drawn, temporary))
+
+
+def save(drawn: Figure, path: Path | Any, format: str | None = None) -> None:
+    """Write a figure deterministically, without a date or random names, to a path or an open file."""
+    import matplotlib as mpl
+
+    kind = format or Path(path).suffix.removeprefix(".")
+    metadata = {"Date": None} if kind == "svg" else None
+    with mpl.rc_context(STYLE):
+        drawn.savefig(path, format=kind, dpi=200, bbox_inches="tight", metadata=metadata)
+
+
+# Figures of perplexity.
+
+TITLES = {"prefix": "prefix (first L tokens)", "tail": "tail (same last {tail} tokens)"}
+MAX_MARKERS = 16
+"""Longer lines have no markers, which would touch."""
+
+
+def figure(result: Measured, protocols: Sequence[str] | None = None) -> Figure:
+    """Draw one panel per protocol with a shared vertical axis; the last one has the names of the lines.
+
+    Args:
+        result: The perplexities.
+        protocols: The protocols to draw; by default all.
+
+    Raises:
+        PosencError: matplotlib is not installed.
+    """
+    shown = result.settings.protocols if protocols is None else protocols
+    with line_panels(result, 3.3 * len(shown) + 1.5, len(shown), sharey=True) as (drawn, panels):
+        for panel, protocol in zip(panels, shown, strict=True):
+            _perplexity_panel(panel, result, protocol)
+        panels[0].set_ylabel("perplexity")
+        value_axis(panels[0])
+    return drawn
+
+
+def _perplexity_panel(panel: Axes, result: Measured, protocol: str) -> None:
+    """Draw perplexity against length under one protocol, with the trained length marked."""
+    panel.set_yscale("log")
+    title = TITLES.get(protocol, protocol)
+    panel.set_title(title.format(tail=f"{result.settings.tail_tokens:,}"), loc="left")
+    length_axis(panel, result.settings.lengths)
+    for candidate, look in zip(result.candidates, looks(result.candidates), strict=True):
+        cells = [
+            c for c in _cells(result, candidate.label, protocol) if math.isfinite(c.perplexity)
+        ]
+        _line(panel, candidate.label, [(c.length, c.perplexity) for c in cells], look)
+        ranges = [(cell.length, *cell.interval) for cell in cells if cell.interval is not None]
+        if len(ranges) > 1 and len(result.candidates) <= MAX_BANDS:
+            x, low, high = zip(*ranges, strict=True)
+            panel.fill_between(x, low, high, color=look["color"], alpha=0.12, linewidth=0, zorder=2)
+    mark_trained(panel, result.original)
+
+
+def _cells(result: Measured, label: str, protocol: str) -> list[Cell]:
+    """The numbers of a method at all lengths that have one."""
+    cells = (result.cell(label, protocol, length) for length in result.settings.lengths)
+    return [cell for cell in cells if cell is not None]
+
+
+def _line(
+    panel: Axes, label: str, points: Sequence[tuple[float, float]], look: Mapping[str, Any]
+) -> None:
+    """Draw a line, with markers if it has few points."""
+    shown = {**look, **MARKED, "zorder": 3, "label": label}
+    if len(points) > MAX_MARKERS:
+        shown["marker"] = ""
+    panel.plot([x for x, _ in points], [y for _, y in points], **shown)
+
+
+STAGGER = 0.35
+"""Largest share of the distance between two lengths over which the methods' intervals are spread."""
+CLOSE = 0.012
+"""Largest distance of two intervals, as a share of the axis."""
+
+
+def difference_figure(result: Measured, protocol: str = "tail") -> Figure:
+    """Draw perplexity on the left; on the right its ratio to the first method's, with paired 95 % intervals.
+
+    An interval that excludes 1 shows a difference. Overlap of two intervals of perplexity is no evidence about it.
+
+    Args:
+        result: The perplexities.
+        protocol: One of its protocols.
+
+    Raises:
+        PosencError: matplotlib is not installed.
+    """
+    with line_panels(result, 8.1, 2) as (drawn, (left, right)):
+        _perplexity_panel(left, result, protocol)
+        left.set_ylabel("perplexity")
+        value_axis(left)
+        _ratio_panel(right, result, protocol)
+    return drawn
+
+
+def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
+    """Draw the right half of `difference_figure`."""
+    with line_panels(result, 4.8) as (drawn, (panel,)):
+        _ratio_panel(panel, result, protocol)
+    return drawn
+
+
+def _ratio_panel(panel: Axes, result: Measured, protocol: str) -> None:
+    """Draw the ratio to the baseline against length, with an interval at every point and a line at 1."""
+    lengths = result.settings.lengths
+    panel.set_title(f"{protocol}, as a multiple of the baseline", loc="left")
+    panel.set_yscale("log")
+    panel.axhline(1.0, color=BASELINE, linewidth=1.0, zorder=2)
+    drawn = list(zip(result.candidates, looks(result.candidates), strict=True))
+    gap = min((math.log2(b / a) for a, b in itertools.pairwise(lengths)), default=1.0)
+    span = math.log2(lengths[-1] / lengths[0]) or 1.0
+    step = min(STAGGER * gap / len(drawn), CLOSE * span)
+    for index, (candidate, look) in enumerate(drawn):
+        cells = _cells(result, candidate.label, protocol)
+        shift = 2 ** (step * (index - (len(drawn) - 1) / 2))
+        ranges = [
+            (cell.length * shift, *cell.ratio_interval)
+            for cell in cells
+            if cell.ratio_interval is not None
+            and all(map(_positive, cell.ratio_interval))
+            and cell.ratio_interval[0] != cell.ratio_interval[1]
+        ]
+        if ranges:
+            x, low, high = zip(*ranges, strict=True)
+            panel.vlines(x, low, high, color=look["color"], linewidth=0.9, alpha=0.7, zorder=2)
+        ratios = [(c.length * shift, c.ratio or 0.0) for c in cells if _positive(c.ratio)]
+        if candidate.method is not None or any(ratio != 1.0 for _, ratio in ratios):
+            _line(panel, candidate.label, ratios, look)  # the baseline is the line at 1
+    length_axis(panel, lengths)
+    mark_trained(panel, result.original, below=True)
+    panel.set_ylabel("ratio, paired 95 % interval")
+    value_axis(panel)
+
+
+def _positive(value: float | None) -> bool:
+    return value is not None and math.isfinite(value) and value > 0
+
+
+SPAN = 2**0.125
+"""Least ratio of two positions: an eighth of an octave."""
+_LARGEST = 700.0  # nats; the exponential of more is no float
+
+
+def position_figure(result: Measured) -> Figure:
+    """Draw the perplexity of tokens by their position in the text, over all documents, with the trained length marked.
+
+    Every token is read with all tokens before it, in windows of the longest length.
+
+    Args:
+        result: The perplexities; its `curve` has the sums.
+
+    Raises:
+        PosencError: There is no curve (it comes from `prefix` windows), or matplotlib is not installed.
+    """
+    curve = result.curve
+    if not curve or not curve["methods"]:
+        raise PosencError(
+            "This result has no curve by position: it is measured with --protocol prefix."
+        )
+    with line_panels(result, 4.8) as (drawn, (panel,)):
+        edges: Sequence[int] = curve["edges"]
+        panel.set_xscale("log", base=2)
+        panel.set_yscale("log")
+        for candidate, look in zip(result.candidates, looks(result.candidates), strict=True):
+            _line(panel, candidate.label, position_points(curve, candidate.label), look)
+        first, last = math.log2(max(edges[1], 2)), math.log2(edges[-1])
+        powers = range(math.floor(first), math.floor(last) + 1)
+        set_ticks(panel.xaxis, thinned([2**power for power in powers]))
+        panel.set_title(f"by position in windows of {edges[-1]:,} tokens", loc="left")
+        panel.set_xlabel("position in the text (tokens)")
+        panel.set_ylabel("perplexity at this position")
+        mark_trained(panel, result.original)
+        value_axis(panel)
+    return drawn
+
+
+def position_points(curve: Mapping[str, Any], label: str) -> list[tuple[float, float]]:
+    """Return positions in tokens and the perplexity of the tokens around them, from a method's sums by bucket.
+
+    Neighbouring buckets are pooled until they span a factor of `SPAN`, which gives equal steps on the log axis. Buckets
+    of equal size would crowd to the right and show the noise of few tokens. Values that are not finite leave a gap.
+    """
+    sums = curve["methods"].get(label)
+    if sums is None:
+        return []
+    points: list[tuple[float, float]] = []
+    begin, nats, tokens = 0, 0.0, 0
+    edges = curve["edges"]
+    buckets = zip(edges[:-1], edges[1:], sums["nats"], sums["tokens"], strict=True)
+    for first, stop, more, count in buckets:
+        begin = first if not tokens else begin
+        nats += math.nan if more is None else more
+        tokens += count
+        if stop < SPAN * max(begin, 1) and stop < edges[-1]:
+            continue
+        if tokens and nats / tokens < _LARGEST:
+            points.append(((begin + stop) / 2, math.exp(nats / tokens)))
+        nats, tokens = 0.0, 0
+    return points

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_posenc.evaluation.plots.style import MAX_TICKS, REMARK, STYLE, require, tick
+from hf_posenc.evaluation.plots import MAX_TICKS, REMARK, STYLE, require, tick
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,8 +25,6 @@ class HeatMap:
     """Shares of one method in one task, by needle depth and prompt length.
 
     Attributes:
-        task: The task; maps of the same task are neighbours.
-        method: The label of the method.
         depths: The rows: depths from 0, the front of the prompt, to 1; `(None,)` for a task without depths.
         shares: A row of shares per depth, one per length; NaN where there is none.
         texts: The same as text, without a percent sign.

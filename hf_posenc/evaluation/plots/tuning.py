@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from hf_posenc.evaluation.plots.style import (
+from hf_posenc.evaluation.plots import (
     BASELINE,
     COLOURS,
     CONTROL_COLOUR,
-    STYLE,
-    require,
+    set_ticks,
+    styled_panels,
     value_ticks,
 )
 
@@ -20,60 +19,38 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
-@dataclass(frozen=True)
-class Point:
-    """Perplexity of one method.
-
-    Attributes:
-        name: The name on the axis.
-        value: The perplexity.
-        interval: Its 95 % interval; `None`: none.
-        best: Whether it is the winner.
-        complete: Whether it was measured on all documents; otherwise the point is open.
-    """
-
-    name: str
-    value: float
-    interval: tuple[float, float] | None
-    best: bool
-    complete: bool
+    from hf_posenc.evaluation.tuning.objective import Row
 
 
-def sweep_figure(points: Sequence[Point], controls: Mapping[str, float], target: int) -> Figure:
+def sweep_figure(rows: Sequence[Row], winner: str | None, documents: int, target: int) -> Figure:
     """Draw a point for every method, the best on top, and a vertical line for every control.
 
     Args:
-        points: The methods.
-        controls: The perplexities of the controls, by label.
+        rows: The methods and controls; without a number they are left out.
+        winner: The label of the winner; `None`: none.
+        documents: Number of all documents; a method that was measured on fewer has an open point.
         target: The target length, in tokens.
     """
-    require()
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
-
-    with mpl.rc_context(STYLE):
-        drawn = Figure(figsize=(6.4, 1.3 + 0.22 * len(points)), layout="constrained")
-        panel = drawn.subplots()
+    shown = [row for row in rows if row.failed is None and math.isfinite(row.perplexity)]
+    methods = [row for row in shown if not row.control]
+    with styled_panels(6.4, 1.3 + 0.22 * len(methods)) as (drawn, (panel,)):
         panel.set_xscale("log")
-        for height, point in enumerate(points):
-            colour = COLOURS[1] if point.best else COLOURS[0]
-            if point.interval is not None:
-                heights = (height, height)
-                panel.plot(
-                    point.interval, heights, color=colour, linewidth=1.1, alpha=0.6, zorder=2
-                )
-            face = colour if point.complete else "white"
-            marker = panel.plot(point.value, height, "o", color=colour, markersize=5, zorder=3)
-            marker[0].set_markerfacecolor(face)
-        panel.set_yticks(range(len(points)), [point.name for point in points])
-        panel.set_ylim(len(points) - 0.4, -0.6)
-        for index, (label, value) in enumerate(controls.items()):
-            _control(panel, label, value, 2 + 9 * index)  # names above each other, however near
-        ticks = value_ticks(*panel.get_xlim())
-        panel.set_xticks(ticks, [f"{value:g}" for value in ticks])
-        panel.xaxis.set_minor_locator(NullLocator())
+        names = []
+        for height, row in enumerate(methods):
+            colour = COLOURS[1] if row.label == winner else COLOURS[0]
+            complete = row.documents == documents
+            names.append(row.label if complete else f"{row.label}, {row.documents} documents")
+            if row.interval is not None:
+                thin: dict[str, Any] = {"linewidth": 1.1, "alpha": 0.6, "zorder": 2}
+                panel.plot(row.interval, (height, height), color=colour, **thin)
+            face = colour if complete else "white"
+            look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "markersize": 5}
+            panel.plot(row.perplexity, height, "o", **look, zorder=3)
+        panel.set_yticks(range(len(methods)), names)
+        panel.set_ylim(len(methods) - 0.4, -0.6)
+        for index, row in enumerate(row for row in shown if row.control):
+            _control(panel, row.label, row.perplexity, 2 + 9 * index)  # names above each other
+        set_ticks(panel.xaxis, value_ticks(*panel.get_xlim()), "{:g}".format)
         panel.set_xlabel(f"tail perplexity at {target:,} tokens")
     return drawn
 
@@ -108,13 +85,7 @@ def search_figure(
         best: The factors found; `None`: none.
         target: The target length, in tokens.
     """
-    require()
-    import matplotlib as mpl
-    from matplotlib.figure import Figure
-
-    with mpl.rc_context(STYLE):
-        drawn = Figure(figsize=(8.2, 3.3), layout="constrained")
-        path, factors = drawn.subplots(1, 2)
+    with styled_panels(8.2, 3.3, 2) as (drawn, (path, factors)):
         _path(path, perplexities, target)
         colours = (COLOURS[0], COLOURS[2], COLOURS[3], *COLOURS[4:])
         for index, (name, values) in enumerate(starts.items()):

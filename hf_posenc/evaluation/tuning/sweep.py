@@ -6,7 +6,6 @@ All methods are compared on a few documents, the better half of them on twice as
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,7 @@ from hf_posenc.evaluation.measuring.candidates import (
 )
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
-from hf_posenc.evaluation.plots.tuning import Point, sweep_figure
+from hf_posenc.evaluation.plots.tuning import sweep_figure
 from hf_posenc.evaluation.tuning.objective import Batch, Board, Loss, Row, TailJob, prepared
 from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
 from hf_posenc.methods import get_method
@@ -248,21 +247,8 @@ class SweepResult(TuningResult):
 
     def plot(self) -> Figure:
         """Draw every method with its interval, and the controls as lines. Needs matplotlib."""
-        last = self.rungs[-1].documents
-        rows = [row for row in self.rows if row.failed is None and math.isfinite(row.perplexity)]
-        points = [
-            Point(
-                row.label if row.documents == last else f"{row.label}, {row.documents} documents",
-                row.perplexity,
-                row.interval,
-                best=row.label == self.winner,
-                complete=row.documents == last,
-            )
-            for row in rows
-            if not row.control
-        ]
-        controls = {row.label: row.perplexity for row in rows if row.control}
-        return sweep_figure(points, controls, self.settings.target)
+        documents = self.rungs[-1].documents
+        return sweep_figure(self.rows, self.winner, documents, self.settings.target)
 
     def notes(self) -> Iterator[str]:
         settings = self.settings

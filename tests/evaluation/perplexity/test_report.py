@@ -332,7 +332,7 @@ def test_the_plot_is_drawn_in_both_formats_and_is_reproducible(tmp_path: Path) -
     curves = {**CURVES, "ntk": (14.55, math.nan, 30.0)}
     result = example(curves, failures=[Failure("none", "tail", 1024, "out of memory")])
     for name in ("a", "b"):
-        plots.write_plot(result, tmp_path / f"{name}.png", tmp_path / f"{name}.svg")
+        plots.write_figure(plots.figure(result), tmp_path / f"{name}.png", tmp_path / f"{name}.svg")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     svg = (tmp_path / "a.svg").read_text()
     for text in (
@@ -432,7 +432,7 @@ def test_without_matplotlib_the_plot_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PosencError, match=r"pip install 'hf-posenc\[plot\]'"):
-        plots.write_plot(example(CURVES), tmp_path / "a.png")
+        plots.write_figure(plots.figure(example(CURVES)), tmp_path / "a.png")
 
 
 def test_a_notebook_shows_a_result_once(monkeypatch: pytest.MonkeyPatch) -> None:

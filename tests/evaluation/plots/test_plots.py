@@ -13,8 +13,7 @@ import pytest
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
-from hf_posenc.evaluation.plots.perplexity import SPAN, position_points
-from hf_posenc.evaluation.plots.style import MAX_LABEL, shortened, thinned
+from hf_posenc.evaluation.plots import MAX_LABEL, SPAN, position_points, shortened, thinned
 
 pytest.importorskip("matplotlib")
 
