@@ -8,9 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc.evaluation.scoring.estimate import Cost, run_cost
+from hf_posenc.evaluation.scoring.estimate import Attention, Cost, read_shape, run_cost
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from hf_posenc.evaluation.scoring.shape import Attention, read_shape
 from tests.support import zoo
 
 _DispatchMode: Any = TorchDispatchMode

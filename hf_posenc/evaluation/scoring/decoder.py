@@ -24,18 +24,8 @@ def find_decoder(
     """Return the outermost module that reads the tokens and returns hidden states, and the probe's logits.
 
     It is found by hooks on a forward: names and nesting differ between families (`model`, `transformer`,
-    `gpt_neox`, `model.decoder`), and wrappers such as PEFT's add levels of their own.
-
-    Args:
-        model: A causal language model.
-        probe: Token ids, shape (1, n).
-        options: Arguments for the forward beside the token ids.
-
-    Returns:
-        The module, or `None` if there is no such module, and the logits, shape (1, n, vocabulary).
-
-    Raises:
-        PosencError: The model cannot be run, or does not return logits for every token.
+    `gpt_neox`, `model.decoder`), and wrappers such as PEFT's add levels of their own. The probe has shape (1, n), its
+    logits (1, n, vocabulary); the options are arguments for the forward.
     """
     name, embeddings = type(model).__name__, input_embeddings(model)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
@@ -135,17 +125,7 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
 
 
 def check_causal(model: nn.Module, probe: Tensor, logits: Tensor, options: dict[str, Any]) -> None:
-    """Check that changing a token leaves the logits in front of it unchanged, up to the rounding of experts.
-
-    Args:
-        model: A language model.
-        probe: Token ids, shape (1, n) with n of at least 2.
-        logits: Its logits for the probe, shape (1, n, vocabulary).
-        options: Arguments for the forward beside the token ids.
-
-    Raises:
-        PosencError: The model reads ahead.
-    """
+    """Check that changing a token leaves the logits in front of it unchanged, up to the rounding of experts."""
     full = (torch.float32, torch.float64)
     exact = logits.dtype in full and next(model.parameters()).dtype in full
     limit = (READS_AHEAD if exact else READS_AHEAD_HALF) * float(_finite(logits).abs().max())

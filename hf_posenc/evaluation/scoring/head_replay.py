@@ -60,7 +60,8 @@ class TokenScorer:
         model: A causal language model, patched or not; the caller sets its evaluation mode.
         probe_ids: Some token ids, shape (n,) with n of at least 2; the first 9 are used, all of them for texts that try
             a prefill in pieces.
-        chunk: Tokens whose logits are held at a time; by default `LOGITS_PER_CHUNK` divided by the vocabulary.
+        chunk: Tokens whose logits are held at a time; by default `LOGITS_PER_CHUNK` divided by the vocabulary, and
+            whole tiles of 64 rows.
         prefill: Tokens that the decoder runs at a time, 2 or more, with the keys and values of those before in a cache;
             by default all. It bounds the activations of a layer, so that only the cache grows with the text.
 
@@ -94,7 +95,8 @@ class TokenScorer:
         with torch.no_grad():
             self._decoder, full = find_decoder(model, probe, self._options)
             check_causal(model, probe, full, self._options)
-            self.chunk = chunk or _default_chunk(full.shape[-1])
+            limit = max(1, LOGITS_PER_CHUNK // full.shape[-1])
+            self.chunk = chunk or (limit - limit % _TILE if limit > _TILE else limit)
             self.replays, self.exact = self._probe(probe, full)
         self.prefill = prefill
         self._pieces = Prefill(model, probe_ids, self._losses)
@@ -132,18 +134,9 @@ class TokenScorer:
 
     @torch.no_grad()
     def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Iterator[Tensor]:
-        """Yield the logits that predict tokens `first .. n-1`, a chunk at a time.
+        """Yield the logits that predict tokens `first .. n-1`, a chunk at a time, with the arguments of a call.
 
-        Args:
-            ids: Token ids, shape (n,) or (windows, n).
-            first: As for a call.
-            read_last: As for a call.
-
-        Yields:
-            Logits of the next tokens, shape (m, vocabulary) or (windows, m, vocabulary), each m up to `chunk`.
-
-        Raises:
-            PosencError: As for a call.
+        Each chunk has shape (m, vocabulary) or (windows, m, vocabulary), with m up to `chunk`.
         """
         if not 1 <= first < ids.shape[-1]:
             raise PosencError(
@@ -158,24 +151,18 @@ class TokenScorer:
             pieces = None if size is None else self._pieces.pieces(size, read.shape[1])
             chunks = self._replay(read, *positions, pieces)
         else:
-            chunks = self._full(read, *positions)
+            whole = self._forward(read).logits[:, slice(*positions)]
+            chunks = iter(whole.split(self._step(windows), dim=1))
         for logits in chunks:
             yield logits if ids.dim() > 1 else logits[0]
 
     def _forward(self, ids: Tensor, **options: Any) -> Any:
         return self.model(input_ids=ids, **(options or self._options))
 
-    def _full(self, windows: Tensor, start: int, stop: int) -> Iterator[Tensor]:
-        """Yield the logits at positions `start .. stop-1`, from a plain forward."""
-        logits = self._forward(windows).logits
-        step = self._step(windows)
-        for begin in range(start, stop, step):
-            yield logits[:, begin : min(begin + step, stop)]
-
     def _replay(
         self, windows: Tensor, start: int, stop: int, pieces: Pieces | None = None
     ) -> Iterator[Tensor]:
-        """Yield the same by head replay; no other logits exist at the time."""
+        """Yield the logits at positions `start .. stop-1` by head replay; no other logits exist at the time."""
         decoder = self._decoder
         assert decoder is not None
         step = self._step(windows)
@@ -245,12 +232,6 @@ class TokenScorer:
         return close, bool(torch.equal(replayed, expected))
 
 
-def _default_chunk(vocabulary: int) -> int:
-    """Return `LOGITS_PER_CHUNK` in tokens, rounded down to whole tiles of rows if it is more than one."""
-    chunk = max(1, LOGITS_PER_CHUNK // vocabulary)
-    return chunk - chunk % _TILE if chunk > _TILE else chunk
-
-
 def _nats(chunks: Iterator[Tensor], targets: Tensor) -> Tensor:
     """Return the losses of tokens, shape (windows, m), float64, on the CPU, from the chunks of their logits."""
     done, losses = 0, []
@@ -276,17 +257,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class FrugalScorer:
-    """Scores windows of one shape, fewer at a time whenever memory runs out.
+    """Scores windows of one shape, `batch` of them at once, and fewer whenever memory runs out.
 
     The batch is reduced first, then the number of logits, then the tokens of a prefill. A reduction is kept, so that
     later windows do not run out of memory anew.
 
-    Args:
-        scorer: The scorer of single windows.
-        batch: Windows that are run at once, to begin with.
-
     Attributes:
-        batch: Windows that are run at once.
         pieces: Whether a prefill in pieces gives the same numbers for the current patch.
         stateful: Whether the model keeps the largest length it has read as state (transformers' own dynamic RoPE).
             Two tokens in front of every forward reset it.
@@ -302,8 +278,7 @@ class FrugalScorer:
     ) -> list[Tensor]:
         """Return the losses of windows of shape (n,), each with the arguments and the result of `TokenScorer`.
 
-        Raises:
-            torch.OutOfMemoryError: Memory ran out, and nothing is left to reduce; or the platform's own error for it.
+        The platform's out-of-memory error is raised once nothing is left to reduce.
         """
         done: list[Tensor] = []
         while len(done) < len(windows):
@@ -317,13 +292,7 @@ class FrugalScorer:
         return done
 
     def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Tensor:
-        """Return the logits that predict tokens `first .. n-1` of a window of shape (n,).
-
-        The arguments are those of `TokenScorer.logits`, the shape of the result is (n - first, vocabulary).
-
-        Raises:
-            torch.OutOfMemoryError: As for a call.
-        """
+        """Return the logits that predict tokens `first .. n-1` of a window of shape (n,), (n - first, vocabulary)."""
 
         def joined() -> Tensor:
             parts = list(self.scorer.logits(ids, first, read_last=read_last))

@@ -18,10 +18,7 @@ def free_memory(device: torch.device | str) -> int | None:
     """Return the bytes that a program can still allocate on a device.
 
     On CUDA these are the driver's free memory and PyTorch's unused reserve; on a CPU under Linux what the kernel calls
-    available, or the rest of a container's limit if that is less.
-
-    Returns:
-        `None` if it is unknown, as on the meta device.
+    available, or the rest of a container's limit if that is less. On other devices they are unknown.
     """
     device = torch.device(device)
     if device.type == "cuda":

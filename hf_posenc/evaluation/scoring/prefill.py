@@ -53,12 +53,9 @@ class _RefusedError(Exception):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Settings to run a text in pieces.
+    """Settings to run a text in pieces of `size` tokens.
 
-    Attributes:
-        size: Tokens in a piece.
-        positions: Whether the model needs the positions of a piece; most derive them from the cache.
-        cache: Creates the cache that the first piece needs; most models create one themselves.
+    Some models need the positions of a piece, which most derive from the cache; some need a cache for the first one.
     """
 
     size: int
@@ -73,13 +70,9 @@ class Pieces:
         return list(itertools.pairwise(edges))
 
     def arguments(self, output: Any, windows: Tensor, begin: int, end: int) -> dict[str, Any]:
-        """Return the arguments for the forward of tokens `begin .. end-1`, beside their ids.
+        """Return the arguments for the forward of tokens `begin .. end-1` of windows of shape (windows, n).
 
-        Args:
-            output: Output of the forward of the piece before, which contains the cache; `None` for the first.
-            windows: Token ids of the whole text, shape (windows, n).
-            begin: The piece's first token.
-            end: One past its last.
+        The output of the piece before contains the cache.
         """
         arguments: dict[str, Any] = {"use_cache": True}
         if begin:
@@ -101,21 +94,16 @@ class Prefill:
 
     A random text is read whole and in pieces. If the config names windows or the like, a longer text is read in pieces
     of two sizes, with no more tokens at a time than requested, so that a trial never needs the memory that pieces save.
+    The model may be patched between calls; `refused` is the reason that it is only run whole with its current patch.
 
     Args:
-        model: A causal language model; it may be patched between calls.
+        model: A causal language model.
         ids: Some valid token ids, shape (n,).
         score: Returns the losses of a text, shape (n,), read in such pieces or (`None`) whole: shape (n - 1,).
-
-    Attributes:
-        refused: Why the model, with its current patch, is only run whole; `None` if it is not.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        ids: Tensor,
-        score: Callable[[Tensor, Pieces | None], Tensor],
+        self, model: nn.Module, ids: Tensor, score: Callable[[Tensor, Pieces | None], Tensor]
     ) -> None:
         self._model, self._score = model, score
         self._alphabet = ids.unique().cpu()
@@ -124,13 +112,9 @@ class Prefill:
         self.refused: str | None = None
 
     def pieces(self, size: int, tokens: int) -> Pieces | None:
-        """Return the settings for a text; `None`: only whole, which is logged with the reason.
+        """Return the settings for a text of so many tokens; `None`: only whole, which is logged with the reason.
 
         They depend on the model, its patch and the two lengths, not on the text, so that all processes of a run agree.
-
-        Args:
-            size: Tokens in a piece.
-            tokens: Tokens of the text.
         """
         if len(Pieces(size).bounds(tokens)) < 2:
             return None
@@ -148,36 +132,28 @@ class Prefill:
         return self._trials[key]
 
     def _find(self, size: int, short: int, long: int) -> Pieces | None:
-        try:
-            if movement(self._model)[0]:
-                raise _RefusedError("what it computes for a token depends on how much text follows")
-            return self._try(size, short, long)
-        except _RefusedError as error:
-            self.refused = str(error)
-        logger.warning(
-            "%s cannot be prefilled in pieces: %s. Its texts are run whole.",
-            type(unwrap(self._model)).__name__,
-            self.refused,
-        )
-        return None
-
-    def _try(self, size: int, short: int, long: int) -> Pieces:
         """Return the first settings that agree with one forward over `short` tokens, and with others over `long`."""
         part = max(LEAST, min(size, 2 * short // 5))
-        refused: _RefusedError | None = None
-        for settings in self._settings():
+        longest = min(size, LONGEST_PIECE)
+        other = longest - longest // 3 if longest > LEAST else LEAST + 1
+        moving = "what it computes for a token depends on how much text follows"
+        refused = moving if movement(self._model)[0] else ""
+        for settings in () if refused else self._settings():
             try:
                 self._compare(short, settings(part), None)
                 if long > short:
-                    longest = min(size, LONGEST_PIECE)
-                    other = longest - longest // 3 if longest > LEAST else LEAST + 1
                     self._compare(long, settings(longest), settings(other))
             except _RefusedError as error:
-                refused = refused or error
+                refused = refused or str(error)
             else:
                 return settings(size)
-        assert refused is not None
-        raise refused
+        self.refused = refused
+        logger.warning(
+            "%s cannot be prefilled in pieces: %s. Its texts are run whole.",
+            type(unwrap(self._model)).__name__,
+            refused,
+        )
+        return None
 
     def _settings(self) -> list[Callable[[int], Pieces]]:
         """Return the settings to try: those of most models, with positions, with a cache."""
@@ -213,16 +189,10 @@ class Prefill:
 
 
 def disagreement(pieces: Tensor, whole: Tensor, seams: list[int]) -> float:
-    """Return how far losses in pieces are from those of one forward, in nats a token.
+    """Return how far losses in pieces are from those of one forward, shape (n - 1,), in nats a token.
 
-    Args:
-        pieces: Losses of tokens 1 to n - 1, shape (n - 1,).
-        whole: The same of one forward.
-        seams: Tokens at which a piece other than the first begins.
-
-    Returns:
-        The larger of two means of absolute differences: over all tokens that are predicted behind the first seam, and
-        a quarter of that over the few right behind each seam. Equal infinities do not differ.
+    The larger of two means of absolute differences: over all tokens that are predicted behind the first seam (a token
+    at which a piece begins), and a quarter of that over the few right behind each seam. Equal infinities do not differ.
     """
     off = (pieces - whole).abs()
     off[(pieces == whole) | (pieces.isnan() & whole.isnan())] = 0.0

@@ -17,8 +17,13 @@ from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring import memory as free_memory
-from hf_posenc.evaluation.scoring.estimate import Cost, run_cost, visible_pairs
-from hf_posenc.evaluation.scoring.shape import Attention, read_layer
+from hf_posenc.evaluation.scoring.estimate import (
+    Attention,
+    Cost,
+    read_layer,
+    run_cost,
+    visible_pairs,
+)
 from tests.support import zoo
 from tests.support.live_bytes import attentions, build, forward_cost
 from tests.support.zoo_registry import quiet as quietly

@@ -13,8 +13,8 @@ import torch
 from hf_posenc import patch_model
 from hf_posenc.attention import engine
 from hf_posenc.evaluation.scoring import estimate
+from hf_posenc.evaluation.scoring.estimate import read_shape
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-from hf_posenc.evaluation.scoring.shape import read_shape
 from tests.support import zoo
 from tests.support.live_bytes import LiveBytes, attentions, build, forward_cost, measured, within
 from tests.support.zoo_registry import quiet as quietly
