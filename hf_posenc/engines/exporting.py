@@ -1,9 +1,13 @@
-"""From a saved model to the config, flags and notes for an engine, and the error of the engine's table."""
+"""From a saved model to its export for an engine: config, flags, notes, the error of its table, and the folder."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
+import json
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -12,15 +16,18 @@ from typing import Any
 from hf_posenc.engines.engine import Divisors, Draft, Engine, Setup, TableError
 from hf_posenc.engines.llama_cpp import LlamaCpp
 from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5
-from hf_posenc.engines.source import Source, clean_json, open_source
+from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods import METHODS, LengthDependent, Method, seam_of
-from hf_posenc.patch.export import BLOCK, config_parts, reloaded
+from hf_posenc.patch.export import config_parts, reloaded
 from hf_posenc.patch.export import write as write_values
 from hf_posenc.patch.request import MethodLike
+from hf_posenc.saving import from_pretrained
 
-_ENGINES: tuple[Engine, ...] = (Transformers4(), Transformers5(), VLLM(), SGLang(), LlamaCpp())
-ENGINES = tuple(engine.name for engine in _ENGINES)
+_ENGINES: dict[str, Engine] = {
+    kind.name: kind() for kind in (Transformers4, Transformers5, VLLM, SGLang, LlamaCpp)
+}
+ENGINES = tuple(_ENGINES)
 """The engines, by the names that the command line takes."""
 
 
@@ -118,10 +125,12 @@ def export_source(source: Source, name: str) -> Export:
             own = isinstance(engine, Transformers5)
             # The original folder of an adapter has no weights that an engine could be started with.
             overrides = () if result.is_adapter else engine.overrides(vars(text), source)
+            written: Any = source.model.config if own else config
             return replace(
                 result,
                 form=draft.form,
-                config=_own_json(source) if own else clean_json(config, whole=True),
+                # Defaults differ between versions of transformers: only its own config leaves them out.
+                config=json.loads(written.to_json_string(use_diff=own)),
                 flags=draft.flags,
                 overrides=overrides,
                 notes=draft.notes,
@@ -161,22 +170,10 @@ def measure(
 
 
 def find_engine(name: str) -> Engine:
-    """Return the engine of this name.
-
-    Raises:
-        PosencError: There is none.
-    """
-    for engine in _ENGINES:
-        if engine.name == name:
-            return engine
-    raise unknown("engine", name, ENGINES)
-
-
-def _own_json(source: Source) -> dict[str, Any]:
-    """Return the config as `save_pretrained` writes it, with the block for `hf_posenc.from_pretrained`."""
-    values = clean_json(source.model.config)
-    block = vars(source.model.config).get(BLOCK)
-    return values if block is None else {**values, BLOCK: copy.deepcopy(block)}
+    """Return the engine of this name."""
+    if name not in _ENGINES:
+        raise unknown("engine", name, ENGINES)
+    return _ENGINES[name]
 
 
 _SCALE = 4.0  # of the survey
@@ -231,17 +228,140 @@ def _try(kind: type[Method], directory: str | Path, engine: str, pairs: int) -> 
 
 def _options(kind: type[Method], pairs: int) -> dict[str, Any]:
     """Return values for the required knobs, a scale, and the update mode that other engines could have."""
-    required = [k for k, default in kind.knobs().items() if default is dataclasses.MISSING]
-    options: dict[str, Any] = {knob: 1e6 for knob in required if knob == "rope_theta"}
-    options |= {
-        knob: [1.0 + step / pairs for step in range(pairs)]
-        for knob in required
-        if "_factor" in knob
+    divisors = [1.0 + step / pairs for step in range(pairs)]
+    values = {
+        "rope_theta": 1e6,
+        "short_factor": divisors,
+        "long_factor": [2 * value for value in divisors],
     }
-    if "long_factor" in options:
-        options["long_factor"] = [2 * value for value in options["long_factor"]]
+    required = [k for k, default in kind.knobs().items() if default is dataclasses.MISSING]
+    options: dict[str, Any] = {knob: values[knob] for knob in required if knob in values}
     if kind.takes_scale():
         options["scale"] = _SCALE
     if issubclass(kind, LengthDependent):
         options["update"] = "sequence"
     return options
+
+
+# The folder of an export: a config for the engine, and the model's other files beside it.
+
+RECORD = "export.json"
+"""The file that records the export: its form, flags, notes and errors."""
+
+WEIGHTS = ("link", "copy", "none")
+"""Ways to treat the files beside the config: hard links (copies where the file system has none), copies, nothing."""
+
+# Files that belong to training and not to the model, or are written anew.
+_LEFT_OUT = ("config.json", RECORD, "posenc_config.json", "posenc.safetensors", "training_args.bin")
+_PARTS = (".safetensors", ".json", ".model", ".jinja", ".txt", ".py", ".bin", ".md")
+# The tokenizer class that transformers 5 writes, and its name in 4.57.
+_TOKENIZER_CLASS = {"TokenizersBackend": "PreTrainedTokenizerFast"}
+
+
+def write_export(export: Export, folder: str | Path, *, weights: str = "link") -> list[Path]:
+    """Write `config.json` for the engine, and the model's other files beside it.
+
+    Args:
+        export: From `export`.
+        folder: The folder to write, which must not be the model's; made if it does not exist.
+        weights: One of `WEIGHTS`. The weights of an adapter are merged into its base model, unless this is
+            `"none"`. Of a hub model the config alone is written.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        PosencError: The engine cannot have the model, or the folder holds another.
+    """
+    if not export.possible:
+        raise PosencError(f"{export.engine} cannot have {export.path}: {export.reason}.")
+    if weights not in WEIGHTS:
+        raise PosencError(f"weights is one of {', '.join(WEIGHTS)}, not {weights!r}.")
+    folder, source = Path(folder), Path(export.base)
+    if folder.resolve() in (Path(export.path).resolve(), source.resolve()):
+        raise PosencError(f"{folder} is where the model is. Give another folder with --output.")
+    if (folder / "config.json").exists() and not (folder / RECORD).exists():
+        raise PosencError(f"{folder} holds another model. Give another folder with --output.")
+    folder.mkdir(parents=True, exist_ok=True)
+    written: list[Path] = []
+    if export.is_adapter and weights != "none":
+        written += _merge(export, folder)
+    elif source.is_dir() and weights != "none":
+        written += [
+            _place(path, folder / path.name, weights)
+            for path in sorted(source.iterdir())
+            if path.is_file() and path.name not in _LEFT_OUT and path.suffix in _PARTS
+        ]
+    written += _rename_tokenizer_class(export, folder)
+    config = dict(export.config)
+    if export.is_adapter and merged_dtype(export.path) != "auto":
+        config |= {key: "float32" for key in ("dtype", "torch_dtype") if key in config}
+    for name, values in (("config.json", config), (RECORD, export.to_dict())):
+        written.append(_write_json(folder / name, values))
+    return sorted(set(written))
+
+
+def merged_dtype(adapter: str | Path) -> str:
+    """Return the dtype in which to merge an adapter: that of the weights it holds whole, else its base model's.
+
+    Merging into bfloat16 would round away most of a short float32 training. LoRA's own matrices are no evidence:
+    PEFT keeps them in float32 beside any base.
+    """
+    file = Path(adapter) / "adapter_model.safetensors"
+    if not file.is_file():
+        return "auto"
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as tensors:
+        whole = [name for name in tensors.keys() if ".lora_" not in name]  # noqa: SIM118
+        kinds = {tensors.get_slice(name).get_dtype() for name in whole}
+    return "float32" if "F32" in kinds else "auto"
+
+
+def _place(path: Path, target: Path, weights: str) -> Path:
+    target.unlink(missing_ok=True)
+    if weights == "link" and path.suffix in (".safetensors", ".bin"):
+        with contextlib.suppress(OSError):  # another file system
+            os.link(path.resolve(), target)
+            return target
+    shutil.copyfile(path, target)
+    return target
+
+
+def _merge(export: Export, folder: Path) -> list[Path]:
+    """Save the base model with the adapter's weights in it."""
+    from transformers import AutoTokenizer
+
+    model: Any = from_pretrained(export.path, dtype=merged_dtype(export.path)).merge_and_unload()
+    model.save_pretrained(folder)
+    for path in (export.path, export.base):
+        try:
+            AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+            break
+        except Exception:  # none there, or none that can be loaded
+            continue
+    return [path for path in folder.iterdir() if path.name != RECORD]
+
+
+def _rename_tokenizer_class(export: Export, folder: Path) -> list[Path]:
+    """Write the tokenizer's config with the class name of transformers 4.57."""
+    file = folder / "tokenizer_config.json"
+    if export.engine != "transformers4" or not file.is_file():
+        return []
+    values = json.loads(file.read_text(encoding="utf-8"))
+    renamed = _TOKENIZER_CLASS.get(values.get("tokenizer_class"))
+    if renamed is None:
+        return []
+    values["tokenizer_class"] = renamed
+    extra = values.pop("extra_special_tokens", None)
+    if isinstance(extra, list):  # a list there is the older key
+        values.setdefault("additional_special_tokens", extra)
+    elif extra is not None:
+        values["extra_special_tokens"] = extra
+    return [_write_json(file, values)]
+
+
+def _write_json(path: Path, values: Any) -> Path:
+    path.unlink(missing_ok=True)  # never into a file that is linked
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return path

@@ -61,7 +61,7 @@ class Transformers4(Engine):
             if patch is None or patch.export == "weights":
                 yield Draft("weights", source.lengths())
             return
-        legacy = source.adapter.legacy(source.text_config)
+        legacy = source.legacy
         saved = {} if patch is None or patch.export is None else {patch.export: source.saved()}
         for form, rope_parameters in (*saved.items(), *source.forms().items()):
             if not legacy.expresses(rope_parameters):
@@ -78,7 +78,7 @@ class Transformers4(Engine):
         model_type = source.text_config.model_type
         if model_type not in known_names(self.name)["model_types"]:
             return f"transformers {self.version} has no model type {model_type}"
-        names = source.adapter.legacy(source.text_config).names
+        names = source.legacy.names
         if setup.table.label == "sliding_attention":
             theta = config[names.get("rope_local_base_freq", "rope_local_base_freq")]
             return Table(formulas.plain(float(theta), dim))

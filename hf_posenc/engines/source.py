@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_posenc.adapters import ArchAdapter
+from hf_posenc.adapters import LegacyKeys
 from hf_posenc.engines.formulas import Table, of_transformers
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import Method, RopeScaling, get_method, seam_of
+from hf_posenc.methods import Method, RopeScaling, seam_of
 from hf_posenc.model.discovery import (
     RotaryTable,
     SinCosTable,
@@ -24,29 +22,19 @@ from hf_posenc.model.discovery import (
 )
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.export import BLOCK, PatchedTable, config_parts, lengths_of, rope_forms
+from hf_posenc.patch.export import PatchedTable, config_parts, lengths_of, rope_forms
 from hf_posenc.patch.patching import get_patch, patch_model
 from hf_posenc.patch.report import Patch
-from hf_posenc.patch.request import MethodLike
+from hf_posenc.patch.request import MethodLike, resolve_request
 from hf_posenc.saving import apply_config, take_patch
-
-_BY_LENGTH = ("dynamic", "longrope")
-"""The rope types of transformers whose table follows the length of the text."""
 
 
 @dataclass(frozen=True, eq=False)
 class SourceTable:
-    """One rotary table to export.
-
-    Attributes:
-        table: The table in the model.
-        wrapper: The module that patches it; `None` if it is the checkpoint's own.
-        dim: The rotary dimension d.
-    """
+    """One rotary table to export, and the module that patches it; `None` if it is the checkpoint's own."""
 
     table: RotaryTable
     wrapper: PosencRotary | None
-    dim: int
 
     @property
     def label(self) -> str:
@@ -54,9 +42,14 @@ class SourceTable:
         return self.table.label
 
     @property
+    def dim(self) -> int:
+        """The rotary dimension d."""
+        return 2 * self.table.live()[0].shape[0]
+
+    @property
     def moves(self) -> bool:
         """True for a checkpoint's own table that follows the length of the text."""
-        return self.wrapper is None and self.table.rope_type in _BY_LENGTH
+        return self.wrapper is None and self.table.rope_type in ("dynamic", "longrope")
 
     def in_force(self, length: int) -> Table:
         """Return the model's table for a text of so many tokens."""
@@ -79,7 +72,7 @@ class Source:
         stored: The config as it is stored there.
         config: The same without the patch.
         methods: The methods in force; empty for a model without a patch.
-        model: The model on the meta device; `None` if a method computes attention itself.
+        model: The model on the meta device, patched unless a method computes attention itself.
         patch: The patch in force in it.
         tables: Its rotary tables; none for a family that has them in its weights.
     """
@@ -90,8 +83,8 @@ class Source:
     config: Any
     methods: tuple[Method, ...]
     model: Any
-    patch: Patch | None
-    tables: tuple[SourceTable, ...]
+    patch: Patch | None = None
+    tables: tuple[SourceTable, ...] = ()
 
     @property
     def follows_text(self) -> bool:
@@ -146,9 +139,9 @@ class Source:
         return dict(config_parts(self.config))[self.text_path]
 
     @property
-    def adapter(self) -> ArchAdapter:
-        """The adapter of the model's family."""
-        return adapter_of(self.model)
+    def legacy(self) -> LegacyKeys:
+        """The attributes in which transformers 4.57 reads the rotary embedding."""
+        return adapter_of(self.model).legacy(self.text_config)
 
     def forms(self) -> dict[str, dict[str, Any]]:
         """Return the forms of the tables in `rope_parameters`, by name, best first."""
@@ -174,18 +167,6 @@ class Source:
         return lengths_of(self.text_config, self.patched, self.patch.extended_length)
 
 
-def clean_json(config: Any, *, whole: bool = False) -> dict[str, Any]:
-    """Return a config as `config.json` has it, without the block of hf_posenc.
-
-    Args:
-        config: The config.
-        whole: Include attributes at their defaults, which differ between versions of transformers.
-    """
-    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=not whole))
-    values.pop(BLOCK, None)
-    return values
-
-
 def open_source(
     path: str | Path,
     method: MethodLike | None = None,
@@ -209,16 +190,18 @@ def open_source(
     stored = _config_of(base)
     config = copy.deepcopy(stored)
     saved = take_patch(config, base) or of_adapter
-    saved = None if unpatched else saved
+    if unpatched:
+        saved = None
     if saved is not None and method is not None:
         raise PosencError(
             f"{path} is already patched with {saved.method}. Leave the patch out, or give the model from before."
         )
-    methods = _methods(method, options) if saved is None else saved.build()
-    plain = copy.deepcopy(config)
-    if any(seam_of(part) != "rotary" for part in methods):
-        return Source(str(path), base, stored, plain, methods, None, None, ())
     model = _empty_model(config)
+    methods = () if saved is None else saved.build()
+    if method is not None:
+        methods = resolve_request(tables_of(model), method, **options).methods
+    if any(seam_of(part) != "rotary" for part in methods):
+        return Source(str(path), base, stored, config, methods, model)
     if saved is not None:
         apply_config(model, saved)
     elif method is not None:
@@ -232,10 +215,8 @@ def open_source(
         wrapper = wrappers.get(id(table.module))
         if wrapper is not None and table.label not in wrapper.specs:
             wrapper = None
-        dim = 2 * table.live()[0].shape[0]
-        tables.setdefault(table.label, SourceTable(table, wrapper, dim))
-    methods = () if patch is None else patch.config.build()
-    return Source(str(path), base, stored, plain, methods, model, patch, tuple(tables.values()))
+        tables.setdefault(table.label, SourceTable(table, wrapper))
+    return Source(str(path), base, stored, config, methods, model, patch, tuple(tables.values()))
 
 
 def _of_adapter(path: str | Path) -> tuple[str, PatchConfig | None]:
@@ -270,18 +251,3 @@ def _empty_model(config: Any) -> Any:
     auto: Any = AutoModelForCausalLM if causal else AutoModel
     with torch.device("meta"):
         return auto.from_config(copy.deepcopy(config))
-
-
-def _methods(method: MethodLike | None, options: Mapping[str, Any]) -> tuple[Method, ...]:
-    """Build the methods of a request as far as their seams need them; the scale may be any."""
-    if method is None:
-        return ()
-    if isinstance(method, Method):
-        return (method,)
-    if not isinstance(method, str):
-        return tuple(part for one in method for part in _methods(one, options))
-    kind = get_method(method)
-    knobs = {knob: value for knob, value in options.items() if knob in kind.knobs()}
-    if kind.takes_scale() and "target_length" in options:
-        knobs.setdefault("scale", 1.0)
-    return (kind.from_options(**knobs),)
