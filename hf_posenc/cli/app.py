@@ -10,6 +10,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from hf_posenc.cli import catalog, export, inspection, measure
+from hf_posenc.cli.command import expand
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.errors import PosencError
 
@@ -46,7 +47,7 @@ app = typer.Typer(
 )
 measure.register(app)
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(inspection.recommend, measure.report, export.export),
+    *(inspection.recommend, measure.report, expand(export.export)),
     *(catalog.methods, catalog.show, catalog.models, catalog.recipes),
 )
 for command in COMMANDS:

@@ -61,32 +61,27 @@ def show(name: Annotated[str, typer.Argument(help="A method or one of its aliase
     console.print(f"{method.name}{also}", style="bold")
     for paragraph in paragraphs:
         console.print(f"\n{paragraph}", markup=False)
-    grid = Grid()
-    for head in ("knob", "default", "what it is"):
-        grid.column(head)
+    grid = Grid.of("", "knob", "default", "what it is")
     for knob, default in method.knobs().items():
         shown = "must be given" if default is dataclasses.MISSING else repr(default)
         grid.row(knob, shown, meanings.get(knob, ""))
     if grid.rows:
         console.print(to_rich(grid))
     console.print(f"Source: {method.source}\nNeeds: {method.needs}", markup=False)
-    required = [k for k, v in method.knobs().items() if v is dataclasses.MISSING and k != "scale"]
-    if required:  # such as lists, which the short form of --patch cannot express
-        shown = ", ".join(f"{knob}=..." for knob in required)
-        console.print(f"Try: patch_model(model, {method.name!r}, {shown})", markup=False)
-        return
-    needs_scale = method.knobs().get("scale") is dataclasses.MISSING
-    example = f"{method.name}:scale=8" if needs_scale else method.name
-    console.print(f"Try: hf-posenc perplexity --patch none --patch {example}", markup=False)
+    required = [knob for knob, value in method.knobs().items() if value is dataclasses.MISSING]
+    example = f"{method.name}:scale=8" if "scale" in required else method.name
+    trial = f"hf-posenc perplexity --patch none --patch {example}"
+    if set(required) - {"scale"}:  # such as lists, which the short form of --patch cannot express
+        shown = ", ".join(f"{knob}=..." for knob in required if knob != "scale")
+        trial = f"patch_model(model, {method.name!r}, {shown})"
+    console.print(f"Try: {trial}", markup=False)
 
 
 def _read_docstring(cls: type) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a Google-style docstring, unwrapped, and the meaning of each argument."""
     text = inspect.cleandoc(cls.__doc__ or "").replace("`", "")
     body, _, arguments = text.partition("\nArgs:\n")
-    paragraphs = [
-        " ".join(paragraph.split()) for paragraph in body.split("\n\n") if paragraph.strip()
-    ]
+    paragraphs = [" ".join(part.split()) for part in body.split("\n\n") if part.strip()]
     meanings: dict[str, str] = {}
     for line in arguments.splitlines():
         start = re.match(r"    (\w+): (.*)", line)
@@ -117,9 +112,8 @@ def recipes() -> None:
     from hf_posenc.evaluation.grid import Grid, to_rich
     from hf_posenc.saving import available_recipes, get_recipe
 
-    grid = Grid()
-    for head in ("recipe", "method", "scale", "original", "model types", "checkpoint"):
-        grid.column(head)
+    heads = ("recipe", "method", "scale", "original", "model types", "checkpoint")
+    grid = Grid.of("", *heads)
     for name in available_recipes():
         values = get_recipe(name)
         about = values.get("recipe", {})

@@ -22,24 +22,25 @@ _NOT_PART_OF_THE_RESULT = (*_WITH_A_VALUE, "--plot", "--no-plot")
 
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:
-    """Return the function with every option of its option classes as a parameter of its own, for typer.
+    """Return a command with every option of its option classes as a parameter of its own, for typer.
 
-    Args:
-        function: A command. Parameters annotated with an option class receive an instance of it; the others stay as
-            they are.
+    Parameters annotated with an option class receive an instance of it; the others stay as they are.
     """
     hints = get_type_hints(function, include_extras=True)
     classes: dict[str, Any] = {
         name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)
     }
-    options = [(name, field) for name, kind in classes.items() for field in _options(kind)]
+    options = [
+        (name, field)
+        for name, kind in classes.items()
+        for field in dataclasses.fields(kind)
+        if "flag" in field.metadata
+    ]
     kept = [p for p in inspect.signature(function).parameters.values() if p.name not in classes]
-    flags = sorted((field.metadata["flag"] for _, field in options), key=_place)
-    by_flag = {id(field.metadata["flag"]): (name, field) for name, field in options}
-    expanded = []
-    for flag in flags:
-        name, field = by_flag[id(flag)]
-        expanded.append(_parameter(field, get_type_hints(classes[name])[field.name]))
+    expanded = [
+        _parameter(field, get_type_hints(classes[name])[field.name])
+        for name, field in sorted(options, key=lambda option: _place(option[1].metadata["flag"]))
+    ]
 
     @functools.wraps(function)
     def command(**values: Any) -> None:
@@ -56,10 +57,6 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command
-
-
-def _options(kind: type[Any]) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(kind) if "flag" in field.metadata]
 
 
 def _place(flag: Flag) -> tuple[bool, int, int]:
@@ -90,11 +87,10 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
             show_default=flag.shown,
             rich_help_panel=flag.panel,
         )
+    if default is dataclasses.MISSING:
+        default = inspect.Parameter.empty
     return inspect.Parameter(
-        name,
-        inspect.Parameter.KEYWORD_ONLY,
-        default=default,
-        annotation=Annotated[kind, info],
+        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
 
 

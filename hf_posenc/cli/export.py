@@ -2,83 +2,67 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from hf_posenc.cli.console import err, out, print_error, quiet_transformers
 from hf_posenc.cli.loading import check_name, parse_patch
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.options import OUTPUT
+from hf_posenc.evaluation.options import option, output_option
 
 if TYPE_CHECKING:
     from hf_posenc.engines import Export, GGUFCheck
 
 
-def export(
-    model: Annotated[
-        str, typer.Argument(metavar="DIR", help="A saved model, patched or not, or an adapter.")
-    ],
-    to: Annotated[
-        str,
-        typer.Option(
-            "--to",
-            metavar="ENGINE",
-            help="transformers4, transformers5, vllm, sglang or llama.cpp.",
-        ),
-    ],
-    patch: Annotated[
-        str | None,
-        typer.Option(
-            metavar="METHOD", help="Patch a model that is not patched, e.g. yarn:scale=8."
-        ),
-    ] = None,
-    methods: Annotated[
-        bool, typer.Option("--methods", help="Which methods the engine can have; write nothing.")
-    ] = False,
-    gguf: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="With --to llama.cpp: check the file that convert_hf_to_gguf made, and write one that is right into "
-            "--output where it is not.",
-        ),
-    ] = None,
-    weights: Annotated[
-        str,
-        typer.Option(
-            metavar="HOW",
-            help="What to do with the other files: link, copy or none.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = "link",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder of the export. Default: DIR-ENGINE, here.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify",
-            help="Load the export in a clean process without hf_posenc and compare logits (transformers only).",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = False,
-    packages: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="With --verify: packages that come first there, as pip install --target DIR transformers==4.57.1 made "
-            "them.",
-            rich_help_panel=OUTPUT,
-        ),
-    ] = None,
-) -> None:
+_option = functools.partial(option, panel=None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportOptions:
+    """Options of `hf-posenc export`."""
+
+    model: str = _option(
+        "A saved model, patched or not, or an adapter.",
+        dataclasses.MISSING,
+        metavar="DIR",
+        argument=True,
+    )
+    to: str = _option(
+        "transformers4, transformers5, vllm, sglang or llama.cpp.",
+        dataclasses.MISSING,
+        metavar="ENGINE",
+    )
+    patch: str | None = _option(
+        "Patch a model that is not patched, e.g. yarn:scale=8.", metavar="METHOD"
+    )
+    methods: bool = _option(
+        "Which methods the engine can have; write nothing.", False, negatable=False
+    )
+    gguf: Path | None = _option(
+        "With --to llama.cpp: check the file that convert_hf_to_gguf made, and write one that is right into "
+        "--output where it is not.",
+        metavar="FILE",
+    )
+    weights: str = output_option(
+        "What to do with the other files: link, copy or none.", "link", metavar="HOW"
+    )
+    output: Path | None = output_option("Folder of the export. Default: DIR-ENGINE, here.")
+    verify: bool = output_option(
+        "Load the export in a clean process without hf_posenc and compare logits (transformers only).",
+        False,
+        negatable=False,
+    )
+    packages: Path | None = output_option(
+        "With --verify: packages that come first there, as pip install --target DIR transformers==4.57.1 made them."
+    )
+
+
+def export(options: ExportOptions) -> None:
     """Write the config or the flags with which another engine computes what a saved model computes.
 
     And say how far its rotary table is from the model's, by the engine's own published formula. Exit status 1 where
@@ -87,29 +71,25 @@ def export(
     from hf_posenc import engines
 
     quiet_transformers()
-    name = check_name(model)
-    if methods:
+    name, to = check_name(options.model), options.to
+    if options.methods:
         _print_methods(name, to)
         return
-    if gguf is not None:
-        _check_file(gguf, name, to, patch, output)
+    method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()
+    patch: dict[str, Any] = {"method": method, **knobs}
+    if options.gguf is not None:
+        _check_file(options.gguf, name, to, patch, options.output)
         return
-    method, options = _patch(patch)
-    exported = engines.export(name, to, method=method, **options)
+    exported = engines.export(name, to, **patch)
     _show(exported)
     if not exported.possible:
         print_error(f"{to} cannot have {name}: {exported.reason}. See --methods")
         raise typer.Exit(1)
-    folder = output or Path(f"{Path(name).resolve().name}-{to}")
-    written = engines.write_export(exported, folder, weights=weights)
+    folder = options.output or Path(f"{Path(name).resolve().name}-{to}")
+    written = engines.write_export(exported, folder, weights=options.weights)
     out().print(f"Wrote {', '.join(path.name for path in written)} to {folder}", markup=False)
-    if verify:
-        _verify(exported, folder, packages, patch)
-
-
-def _patch(patch: str | None) -> tuple[Any, dict[str, Any]]:
-    """Return the method and the options of `--patch`."""
-    return (None, {}) if patch is None else parse_patch(patch).arguments()
+    if options.verify:
+        _verify(exported, folder, options.packages, patch)
 
 
 def _show(exported: Export) -> None:
@@ -141,9 +121,7 @@ def _print_methods(name: str, engine: str) -> None:
     from hf_posenc.engines import survey
     from hf_posenc.evaluation.grid import Grid, to_rich
 
-    grid = Grid()
-    for head in ("method", "told as", "why not"):
-        grid.column(head)
+    grid = Grid.of("", "method", "told as", "why not")
     with err().status("Trying every method"):
         rows = survey(name, engine)
     for row in rows:
@@ -151,16 +129,17 @@ def _print_methods(name: str, engine: str) -> None:
     out().print(to_rich(grid))
 
 
-def _check_file(file: Path, name: str, engine: str, patch: str | None, output: Path | None) -> None:
+def _check_file(
+    file: Path, name: str, engine: str, patch: dict[str, Any], output: Path | None
+) -> None:
     """Print the difference between llama.cpp's reading of a file and the model; if there is one, write a right file."""
     from hf_posenc import engines
 
     if engine != "llama.cpp":
         raise PosencError(f"--gguf goes with --to llama.cpp, not with --to {engine}.")
-    method, options = _patch(patch)
-    result = engines.export(name, engine, method=method, **options)
+    result = engines.export(name, engine, **patch)
     flags = result.flags if result.divisors is None else ()
-    check = engines.check_gguf(file, name, flags=flags, method=method, **options)
+    check = engines.check_gguf(file, name, flags=flags, **patch)
     console = out()
     console.print(_file_line(check), markup=False)
     if check.right:
@@ -171,9 +150,7 @@ def _check_file(file: Path, name: str, engine: str, patch: str | None, output: P
     folder.mkdir(parents=True, exist_ok=True)
     target = engines.write_gguf(check, folder / f"{file.stem}-posenc.gguf")
     console.print(f"Wrote {target}", markup=False)
-    console.print(
-        _file_line(engines.check_gguf(target, name, method=method, **options)), markup=False
-    )
+    console.print(_file_line(engines.check_gguf(target, name, **patch)), markup=False)
 
 
 def _file_line(check: GGUFCheck) -> str:
@@ -183,7 +160,7 @@ def _file_line(check: GGUFCheck) -> str:
     )
 
 
-def _verify(exported: Export, folder: Path, packages: Path | None, patch: str | None) -> None:
+def _verify(exported: Export, folder: Path, packages: Path | None, patch: dict[str, Any]) -> None:
     from hf_posenc.engines.exporting import merged_dtype
     from hf_posenc.patch.patching import patch_model
     from hf_posenc.saving import from_pretrained
@@ -200,9 +177,8 @@ def _verify(exported: Export, folder: Path, packages: Path | None, patch: str | 
         model = from_pretrained(exported.path, dtype=dtype).merge_and_unload().float()
     else:
         model = from_pretrained(exported.path, dtype=torch.float32)
-    method, options = _patch(patch)
-    if method is not None:
-        patch_model(model, method, **options)
+    if patch["method"] is not None:
+        patch_model(model, **patch)
     result = verify_export(folder, model, packages=packages)
     require(result)
     out().print(str(result), markup=False)

@@ -18,11 +18,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 def parse_patch(text: str) -> Candidate:
-    """Return the patch that an option names; no text is read here whose length could set an automatic scale.
-
-    Raises:
-        PosencError: An unknown method or option, or a scale is missing.
-    """
+    """Return the patch that an option names; no text is read here whose length could set an automatic scale."""
     from hf_posenc.evaluation.measuring.candidates import Candidate
 
     return Candidate.parse(text, unpatched=False).without_automatic_scale()
@@ -47,11 +43,7 @@ def one_thread() -> None:
 
 
 def check_name(name: str) -> str:
-    """Return the name of a model; raise for a path that does not exist, before the hub is asked for it.
-
-    Raises:
-        PosencError: There is no such folder.
-    """
+    """Return the name of a model; raise for a path that does not exist, before the hub is asked for it."""
     path = Path(name).expanduser()
     if path.is_dir():
         return str(path)
@@ -63,11 +55,7 @@ def check_name(name: str) -> str:
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load a tokenizer.
-
-    Raises:
-        PosencError: There is none, or its vocabulary is empty.
-    """
+    """Load a tokenizer; raise where there is none, or where its vocabulary is empty."""
     from transformers import AutoTokenizer
 
     quiet_transformers()
@@ -95,15 +83,8 @@ def load_model(
 ) -> Any:
     """Load a causal language model, with the patch that it was saved with.
 
-    Args:
-        name: A folder or a hub name.
-        dtype: One of `DTYPES`; `auto` is the checkpoint's own on an accelerator and float32 on a CPU.
-        device: Its device; by default the first accelerator, or the CPU.
-        device_map: Passed to transformers instead, e.g. `auto` to spread a large model.
-        attention: transformers' attention implementation.
-
-    Raises:
-        PosencError: It cannot be loaded.
+    The dtype `auto` is the checkpoint's own on an accelerator and float32 on a CPU. The default device is the first
+    accelerator, or the CPU; `device_map` is passed to transformers instead.
     """
     import torch
 
@@ -115,14 +96,11 @@ def load_model(
     target = _device(device)
     on_cpu = target.type == "cpu" and device_map is None
     precision: Any = getattr(torch, dtype, None) or (torch.float32 if on_cpu else "auto")
-    options: dict[str, Any] = {"dtype": precision}
-    if attention is not None:
-        options["attn_implementation"] = attention
-    if device_map is not None:
-        options["device_map"] = device_map
+    given = {"attn_implementation": attention, "device_map": device_map}
+    options = {key: value for key, value in given.items() if value is not None}
     name = check_name(name)
     try:
-        model = from_pretrained(name, **options)
+        model = from_pretrained(name, dtype=precision, **options)
         return model if device_map is not None else model.to(target)
     except PosencError:
         raise
@@ -133,12 +111,7 @@ def load_model(
 def live_model(name: str, *, whole: bool) -> Any:
     """Build the model on the meta device: its rotary tables are real, its weights are never read.
 
-    Args:
-        name: A folder or a hub name.
-        whole: Load it with its weights: a method that computes attention itself is tried on them.
-
-    Raises:
-        PosencError: Its config cannot be loaded, or no model can be built from it.
+    With `whole` they are loaded, since a method that computes attention itself is tried on them.
     """
     import torch
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -190,13 +163,7 @@ EMBEDDED = "hf_posenc's embedded model"
 
 @dataclass(frozen=True)
 class Session:
-    """A loaded model.
-
-    Attributes:
-        name: As results show it.
-        model: The model.
-        tokenizer: Its tokenizer.
-    """
+    """A loaded model, its tokenizer, and the name that results show."""
 
     name: str
     model: Any
@@ -204,11 +171,7 @@ class Session:
 
 
 def open_session(options: ModelOptions) -> Session:
-    """Load a model and its tokenizer; without a name, the embedded ones, on one thread.
-
-    Raises:
-        PosencError: One of them cannot be loaded.
-    """
+    """Load a model and its tokenizer; without a name, the embedded ones, on one thread."""
     if options.model is None:
         one_thread()
     name = options.model or embedded_model()

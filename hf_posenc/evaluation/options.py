@@ -25,8 +25,8 @@ DOCUMENTS = "Documents"
 MODEL = "The model"
 MEMORY = "Memory and speed"
 OUTPUT = "Output"
-PANELS = (MEASURED, DOCUMENTS, MODEL, MEMORY, OUTPUT)
-"""Panels of `--help`, in their order."""
+PANELS = (None, MEASURED, DOCUMENTS, MODEL, MEMORY, OUTPUT)
+"""Panels of `--help`, in their order; the first has no title of its own."""
 
 # The second is the control: plain attention to as many tokens as the model was trained at.
 PERPLEXITY_METHODS = (
@@ -58,7 +58,7 @@ class Flag:
     """
 
     help: str
-    panel: str = MEASURED
+    panel: str | None = MEASURED
     name: str | None = None
     metavar: str | None = None
     least: int = 1
