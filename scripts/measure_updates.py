@@ -41,7 +41,7 @@ from hf_posenc.evaluation.documents import (
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
-from hf_posenc.evaluation.perplexity.measurement import measure
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "data" / "benchmarks" / "updates.json"
@@ -116,9 +116,11 @@ def _whole(
     spec: str,
     settings: Settings,
     special: Sequence[int],
-) -> list[Record]:
+) -> Sequence[Record]:
     candidate = Candidate.parse(spec).checked(model)
-    return measure(model, documents, [candidate], settings, special=special).records
+    result = PerplexityRun(model, documents, [candidate], settings, special=special).run()
+    assert result is not None
+    return result.records
 
 
 @torch.inference_mode()

@@ -33,7 +33,7 @@ class Job(Protocol):
     """A measurement whose model and documents are loaded.
 
     Attributes:
-        missing: Once `measure` has returned `None`: items that other processes have not stored yet.
+        missing: Once `run` has returned `None`: items that other processes have not stored yet.
         total: All items.
     """
 
@@ -43,7 +43,7 @@ class Job(Protocol):
     @property
     def total(self) -> int: ...
 
-    def measure(
+    def run(
         self,
         folder: Path | None,
         shard: Shard,
@@ -118,7 +118,7 @@ class Frame:
             print_cost()
             return None
         with self._progress() as progress:
-            result = job.measure(self.output, self.shard, progress, _report_waiting)
+            result = job.run(self.output, self.shard, progress, _report_waiting)
         if result is None and job.missing and not self.shard.launched:
             out().print(
                 f"Share {self.shard.index + 1} of {self.shard.count} is done; {job.missing:,} of {job.total:,} parts "

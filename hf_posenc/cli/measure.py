@@ -84,11 +84,12 @@ def perplexity(
             command=command_line(context),
             load=load,
         )
-    frame.announce(job.run.settings, job.metadata["skipped"])
-    result = frame.measure(job, lambda: print_cost(job.run))
+    frame.announce(job.settings, job.metadata["skipped"])
+    result = frame.measure(job, lambda: print_cost(job))
     if result is None:
         return
-    beside = [(published.beside(table, result), published.remarks(table)) for table in job.compare]
+    tables = map(published.get, options.compare)
+    beside = [(published.beside(table, result), published.remarks(table)) for table in tables]
     frame.present(result, result.model, beside)
     exit_on(result.problems())
 
@@ -201,7 +202,7 @@ def bench(
             name=session.name,
             command=command_line(context),
         )
-    frame.announce(job.perplexity.run.settings, job.perplexity.metadata["skipped"])
+    frame.announce(job.perplexity.settings, job.perplexity.metadata["skipped"])
     result = frame.measure(job, lambda: _print_costs(job))
     if result is not None:
         frame.present(result, result.perplexity.model)
@@ -210,11 +211,11 @@ def bench(
 
 def _print_costs(job: Any) -> None:
     """Print the cost of a benchmark: the perplexities by method, the rest in tokens."""
-    print_cost(job.perplexity.run)
+    print_cost(job.perplexity)
     parts = (("retrieval", job.retrieval), ("timed prefill, warm-ups included", job.speed))
     for name, part in parts:
         if part is not None:
-            out().print(f"{name}: {part.run.forwarded:,} tokens", markup=False)
+            out().print(f"{name}: {part.forwarded:,} tokens", markup=False)
 
 
 def sweep(

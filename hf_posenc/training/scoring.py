@@ -17,7 +17,7 @@ from torch import nn
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
-from hf_posenc.evaluation.measuring.execute import Progress, execute, silent
+from hf_posenc.evaluation.measuring.execute import Progress, collected, execute, silent
 from hf_posenc.evaluation.measuring.identity import (
     describe_model,
     environment,
@@ -32,11 +32,7 @@ from hf_posenc.evaluation.measuring.store import (
     Store,
     fingerprint_of,
 )
-from hf_posenc.evaluation.perplexity.measurement import (
-    PerplexityRun,
-    make_settings,
-    result_of,
-)
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, make_settings
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.model.unwrapping import unwrap
@@ -285,8 +281,16 @@ class Scores:
         share = ALONE if sharded else shard
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
         run = PerplexityRun(
-            model, self.documents, [candidate], self.settings, special=self._special
+            *(model, self.documents, [candidate], self.settings),
+            special=self._special,
+            metadata={
+                "model": described,
+                "source": self._source,
+                "original": original_length(model, [candidate]),
+                "skipped": self._skipped,
+            },
         )
+        run.fingerprint = self.fingerprint
         store: contextlib.AbstractContextManager[Records] = contextlib.nullcontext(Memory())
         if self.output is not None and not (sharded and shard.index):
             store = Store(self.output, self._decisive, share)
@@ -294,16 +298,8 @@ class Scores:
             records = GroupRecords([item.key for item in run.items], own)
             execute(run, records, share, progress, strict=together)
         records.refresh()
-        result = result_of(
-            run,
-            records,
-            model=described,
-            source=self._source,
-            original=original_length(model, [candidate]),
-            skipped=self._skipped,
-        )
+        result = collected(run, records)
         assert result is not None
-        result.fingerprint = self.fingerprint
         return result
 
     def _describe(self, model: nn.Module, sharded: bool) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def search_of(
 
 def finished(job: TailJob[ResultT], folder: Path | None = None) -> ResultT:
     """The result of a job."""
-    result = job.measure(folder)
+    result = job.run(folder)
     assert result is not None
     return result
 

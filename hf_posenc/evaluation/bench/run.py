@@ -13,32 +13,27 @@ from torch import nn
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.bench.result import BenchResult
-from hf_posenc.evaluation.bench.speed import SpeedJob, SpeedRun, window_of
+from hf_posenc.evaluation.bench.speed import SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import original_length, parse_candidates
 from hf_posenc.evaluation.measuring.execute import (
-    Job,
+    Measurement,
     Progress,
+    collected,
     execute,
     silent,
     wait_for_all,
     write_timings,
 )
 from hf_posenc.evaluation.measuring.identity import describe_model, name_of
-from hf_posenc.evaluation.measuring.store import ALONE, Memory, Records, Shard, missing
+from hf_posenc.evaluation.measuring.store import ALONE, Memory, Records, Shard
 from hf_posenc.evaluation.options import BenchOptions, with_fields
-from hf_posenc.evaluation.perplexity.measurement import (
-    PerplexityJob,
-    PerplexityRun,
-    joined,
-    settings_of,
-)
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, joined, settings_of
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.published import comparable
 from hf_posenc.evaluation.published import get as get_table
 from hf_posenc.evaluation.retrieval import RetrievalRun, RetrievalSettings
-from hf_posenc.evaluation.retrieval.run import RetrievalJob
 
 
 @dataclass(frozen=True)
@@ -164,12 +159,12 @@ class BenchJob:
         suite: The suite's name.
         compare: Published tables to show beside the result.
         remarks: Notes about parts that are left out.
-        missing: Once `measure` has returned `None`: items that other processes have not stored yet.
+        missing: Once `run` has returned `None`: items that other processes have not stored yet.
     """
 
-    perplexity: PerplexityJob
-    retrieval: RetrievalJob | None
-    speed: SpeedJob | None
+    perplexity: PerplexityRun
+    retrieval: RetrievalRun | None
+    speed: SpeedRun | None
     suite: str
     compare: Sequence[str]
     remarks: Sequence[str]
@@ -180,55 +175,38 @@ class BenchJob:
         """Number of items of perplexity and retrieval."""
         return self.perplexity.total + (0 if self.retrieval is None else self.retrieval.total)
 
-    def measure(
+    def run(
         self,
-        folder: Path | None,
+        folder: Path | None = None,
         shard: Shard = ALONE,
         progress: Progress = silent,
         waiting: Callable[[int], None] = silent,
     ) -> BenchResult | None:
-        """Measure this process's share of what is missing; the process that sees the whole times the prefill.
-
-        Args:
-            folder: Folder of records and timings; `None`: nothing is written.
-            shard: The shard of this process.
-            progress: Called after every forward.
-            waiting: Called once, with the number of missing items, when a launched process has waited long.
-
-        Returns:
-            The result; `None` while other processes are at work, or if another one has it.
-
-        Raises:
-            PosencError: The folder cannot be written to, or another process writes the same share.
-        """
+        """Measure this process's share of what is missing, as `Measurement.run`; the last process times the prefill."""
         with contextlib.ExitStack() as stack:
 
-            def records(job: Job[Any]) -> Records:
-                return Memory() if folder is None else stack.enter_context(job.store(folder, shard))
+            def records(run: Measurement[Any, Any]) -> Records:
+                return Memory() if folder is None else stack.enter_context(run.open(folder, shard))
 
-            parts: dict[str, tuple[Job[Any], Records]]
+            parts: dict[str, tuple[Measurement[Any, Any], Records]]
             parts = {"perplexity": (self.perplexity, records(self.perplexity))}
             if self.retrieval is not None:
                 parts["retrieval"] = self.retrieval, records(self.retrieval)
             timings = None if self.speed is None else records(self.speed)
-            for name, (job, store) in parts.items():
-                execute(job.run, store, shard, _named(name, progress))
-            jobs = parts.values()
-            complete = all(wait_for_all(job.run, store, shard, waiting) for job, store in jobs)
-            if not complete or (shard.launched and shard.index):
-                self.missing = sum(
-                    len(missing(store, (item.key for item in job.run.items))) for job, store in jobs
-                )
+            for name, (run, store) in parts.items():
+                execute(run, store, shard, _named(name, progress))
+            self.missing = sum(wait_for_all(*part, shard, waiting) for part in parts.values())
+            if self.missing or (shard.launched and shard.index):
                 return None
             speed = None
             if self.speed is not None and timings is not None:
-                execute(self.speed.run, timings, progress=_named("speed", progress))
-                speed = self.speed.result(timings)
+                execute(self.speed, timings, progress=_named("speed", progress))
+                speed = collected(self.speed, timings)
             if folder is not None:
-                for name, (job, store) in parts.items():
+                for name, (run, store) in parts.items():
                     suffix = "" if name == "perplexity" else f"_{name}"
-                    write_timings(job.run, store, folder / f"timings{suffix}.json")
-            results: dict[str, Any] = {n: job.result(store) for n, (job, store) in parts.items()}
+                    write_timings(run, store, folder / f"timings{suffix}.json")
+            results: dict[str, Any] = {name: collected(*part) for name, part in parts.items()}
         return BenchResult(
             perplexity=results["perplexity"],
             retrieval=results.get("retrieval"),
@@ -274,7 +252,7 @@ def bench(
     options = with_fields(BenchOptions, options, fields)
     source = Source() if documents is None else Source.of(documents)
     job = prepare(model, tokenizer, source, options)
-    result = job.measure(None if output is None else Path(output), progress=progress)
+    result = job.run(None if output is None else Path(output), progress=progress)
     assert result is not None
     return result
 
@@ -331,8 +309,8 @@ def prepare(
         "command": command,
     }
     used = joined(documents) if settings.streams else documents
-    run = PerplexityRun(model, used, candidates, settings, special=special)
-    perplexity = PerplexityJob(run, {**metadata, "source": about, "skipped": skipped})
+    about = {**metadata, "source": about, "skipped": skipped}
+    run = PerplexityRun(model, used, candidates, settings, special=special, metadata=about)
     retrieval = speed = None
     if suite.tasks:
         prompts = RetrievalSettings(
@@ -344,20 +322,21 @@ def prepare(
             chunk=settings.chunk,
         )
         try:
-            retrieval = RetrievalJob(
-                RetrievalRun(model, tokenizer, candidates, prompts, special=special),
-                {**metadata, "haystack": {"kind": "noise"}},
+            retrieval = RetrievalRun(
+                *(model, tokenizer, candidates, prompts),
+                special=special,
+                metadata={**metadata, "haystack": {"kind": "noise"}},
             )
         except PosencError as error:
             remarks.append(f"No retrieval: {error}")
     if suite.rounds:
-        timed = SpeedRun(
+        speed = SpeedRun(
             model,
             window_of(used, settings.lengths[-1], run.special),
             candidates,
             rounds=suite.rounds,
             chunk=settings.chunk,
             prefill=settings.prefill,
+            metadata=metadata,
         )
-        speed = SpeedJob(timed, metadata)
-    return BenchJob(perplexity, retrieval, speed, options.suite, options.compare, remarks)
+    return BenchJob(run, retrieval, speed, options.suite, options.compare, remarks)

@@ -20,14 +20,12 @@ from hf_posenc.evaluation.measuring.execute import (
     Attempt,
     Failures,
     Item,
-    Job,
     Measurement,
     Value,
-    collected,
     patched_in,
 )
 from hf_posenc.evaluation.measuring.identity import environment
-from hf_posenc.evaluation.measuring.store import Key, Records, Shard, Store
+from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 
 ON_GPU = "allocated by PyTorch on the GPU at the peak, weights included"
@@ -220,6 +218,7 @@ class SpeedRun(Measurement[Item, SpeedResult]):
         rounds: Number of rounds.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
         prefill: Tokens that are run at a time; `None`: all.
+        metadata: The description of the `model`.
     """
 
     def __init__(
@@ -231,8 +230,10 @@ class SpeedRun(Measurement[Item, SpeedResult]):
         rounds: int,
         chunk: int | None = None,
         prefill: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.window, self.candidates = model, window, candidates
+        self.metadata = metadata or {}
         self.clock, self._at_once = Clock(model), (chunk, prefill)
         with evaluation_mode(model):
             self._tokens = TokenScorer(model, window, chunk=chunk, prefill=prefill)
@@ -251,14 +252,11 @@ class SpeedRun(Measurement[Item, SpeedResult]):
         ]
 
     @property
-    def forwarded(self) -> int:
-        """Tokens that the model reads in the whole run, warm-ups included."""
-        return sum(item.cost for item in self.items)
-
-    @property
-    def decisive(self) -> dict[str, Any]:
-        """Everything that determines a number, except the model."""
+    def decisive(self) -> Mapping[str, Any]:
         return {
+            "kind": "speed",
+            "format": 2,
+            "model": self.metadata["model"],
             "window_sha256": hashlib.sha256(self.window.numpy().tobytes()).hexdigest(),
             "length": len(self.window),
             "methods": [candidate.key for candidate in self.candidates],
@@ -312,20 +310,6 @@ class SpeedRun(Measurement[Item, SpeedResult]):
             self._limits[candidate.label] = tokens.chunk, tokens.prefill
             tokens.chunk, tokens.prefill = before
         return {"seconds": seconds, "peak_bytes": peak, "prefill": prefill}
-
-
-@dataclass
-class SpeedJob(Job[SpeedResult]):
-    """Timed prefill that is ready; its metadata contain the description of the model."""
-
-    run: SpeedRun
-
-    def store(self, folder: Path, shard: Shard) -> Store:
-        header = {"kind": "speed", "format": 2, "model": self.metadata["model"]}
-        return Store(folder, {**header, **self.run.decisive}, shard)
-
-    def result(self, store: Records) -> SpeedResult | None:
-        return collected(self.run, store)
 
 
 def window_of(documents: Sequence[TokenizedDocument], length: int, special: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ first failure is the same in any order, with any number of processes.
 
 from __future__ import annotations
 
-import abc
 import contextlib
 import itertools
 import time
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard, Store, missing
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard, Store
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, evaluation_mode
 from hf_posenc.evaluation.scoring.memory import reason_of
 from hf_posenc.files import to_json, write_atomically
@@ -91,39 +90,90 @@ class Measurement(Generic[ItemT, ResultT]):
         model: A causal language model, unpatched or with a saved patch.
         scorer: What runs its forwards; `execute` sets it for the candidate that is patched in.
         items: All the work in a deterministic order, items of one candidate side by side.
+        metadata: Description of model, source and command, which the result stores.
+        fingerprint: Hash of `decisive`, once the records are in files.
+        missing: Once `run` has returned `None`: items that other processes have not stored yet.
     """
 
     model: nn.Module
     scorer: FrugalScorer
     items: Sequence[ItemT]
+    metadata: Mapping[str, Any]
+    fingerprint: str | None = None
+    missing: int = 0
+
+    @property
+    def total(self) -> int:
+        """Number of items."""
+        return len(self.items)
+
+    @property
+    def forwarded(self) -> int:
+        """Tokens that the model reads in the whole run."""
+        return sum(item.cost for item in self.items)
+
+    @property
+    def decisive(self) -> Mapping[str, Any]:
+        """Everything that determines a number and is not part of the keys, JSON-ready."""
+        raise NotImplementedError
 
     def prepare(self, store: Records, items: Sequence[ItemT]) -> None:
-        """Compute what the items share. Called once, before anything is patched in.
-
-        Args:
-            store: The records.
-            items: The items that are going to be measured.
-        """
+        """Compute what the items to measure share. Called once, before anything is patched in."""
 
     def measure(self, item: ItemT, attempt: Attempt) -> Value:
-        """Measure one item; its candidate is patched in.
-
-        Args:
-            item: One of `items`.
-            attempt: Runs the forwards, so that their failures and timings are recorded.
+        """Measure one item with its candidate patched in; `attempt` runs the forwards and records failures and timings.
 
         Returns:
-            The value to store, JSON-ready. Failures and timings are added to it.
+            The value to store, JSON-ready.
         """
         raise NotImplementedError
 
     def collect(self, values: Mapping[Key, Value]) -> ResultT:
-        """Compute the result.
+        """Compute the result from the stored values of all items, by key."""
+        raise NotImplementedError
+
+    def open(self, folder: Path, shard: Shard = ALONE) -> Store:
+        """Open the records in a folder, under `decisive`.
+
+        Raises:
+            PosencError: The folder cannot be written to, or another process writes the same share.
+        """
+        store = Store(folder, self.decisive, shard, self.metadata.get("command"))
+        self.fingerprint = store.fingerprint
+        return store
+
+    def run(
+        self,
+        folder: Path | None = None,
+        shard: Shard = ALONE,
+        progress: Progress = silent,
+        waiting: Callable[[int], None] = silent,
+    ) -> ResultT | None:
+        """Measure whatever is missing of this process's share.
 
         Args:
-            values: The stored values of all items, by key.
+            folder: Folder of records and timings; `None`: nothing is written.
+            shard: This process.
+            progress: Called after every forward.
+            waiting: Called once, with the number of missing items, when a launched process has waited long.
+
+        Returns:
+            The result; `None` while other processes are at work, or where another one returns it.
+
+        Raises:
+            PosencError: The folder cannot be written to, or another process writes the same share.
         """
-        raise NotImplementedError
+        if folder is None:
+            memory = Memory()
+            execute(self, memory, shard, progress)
+            return collected(self, memory)
+        with self.open(folder, shard) as store:
+            execute(self, store, shard, progress)
+            self.missing = wait_for_all(self, store, shard, waiting)
+            if self.missing or (shard.launched and shard.index):  # the first one returns the result
+                return None
+            write_timings(self, store, folder / "timings.json")
+            return collected(self, store)
 
 
 class Failures:
@@ -323,8 +373,8 @@ def wait_for_all(
     *,
     everyone: bool = False,
     patience: float = PATIENCE,
-) -> bool:
-    """Return whether every item is stored; the first of launched processes waits for the others until it is.
+) -> int:
+    """Return the number of missing items; the first of launched processes waits for the others until there is none.
 
     Args:
         measurement: The kind of measurement.
@@ -337,9 +387,9 @@ def wait_for_all(
     began, reported = time.monotonic(), False
     while True:
         store.refresh()
-        count = len(missing(store, (item.key for item in measurement.items)))
+        count = sum(store.get(item.key) is None for item in measurement.items)
         if not count or not (everyone or (shard.launched and shard.index == 0)):
-            return not count
+            return count
         if not reported and time.monotonic() - began >= patience:
             waiting(count)
             reported = True
@@ -366,70 +416,3 @@ def write_timings(measurement: Measurement[ItemT, ResultT], store: Records, path
         timings = {name: value.get(name) for name in TIMINGS}
         rows.append({"method": item.label, **item.about, **timings})
     write_atomically(path, to_json({"kind": "timings", "format": 1, "items": rows}))
-
-
-@dataclass
-class Job(abc.ABC, Generic[ResultT]):
-    """A measurement that is ready; the kinds of measurement add its records and its result.
-
-    Attributes:
-        run: The work.
-        metadata: Description of model, source and command that the result stores.
-        missing: Once `measure` has returned `None`: items that other processes have not stored yet.
-    """
-
-    run: Measurement[Any, Any]
-    metadata: dict[str, Any]
-    missing: int = 0
-
-    @property
-    def total(self) -> int:
-        """Number of items."""
-        return len(self.run.items)
-
-    @abc.abstractmethod
-    def store(self, folder: Path, shard: Shard) -> Store:
-        """Open the records in a folder, keyed by everything that determines a number.
-
-        Raises:
-            PosencError: The folder cannot be written to, or another process writes the same share.
-        """
-
-    @abc.abstractmethod
-    def result(self, store: Records) -> ResultT | None:
-        """Return the result of the stored values; `None` while some are missing."""
-
-    def measure(
-        self,
-        folder: Path | None,
-        shard: Shard = ALONE,
-        progress: Progress = silent,
-        waiting: Callable[[int], None] = silent,
-    ) -> ResultT | None:
-        """Measure whatever is missing of this process's share.
-
-        Args:
-            folder: Folder of records and timings; `None`: nothing is written.
-            shard: This process.
-            progress: Called after every forward.
-            waiting: Called once, with the number of missing items, when a launched process has waited long.
-
-        Returns:
-            The result; `None` while other processes are at work, or where another one returns it.
-
-        Raises:
-            PosencError: The folder cannot be written to, or another process writes the same share.
-        """
-        if folder is None:
-            memory = Memory()
-            execute(self.run, memory, shard, progress)
-            return self.result(memory)
-        with self.store(folder, shard) as store:
-            execute(self.run, store, shard, progress)
-            if not wait_for_all(self.run, store, shard, waiting):
-                self.missing = len(missing(store, (item.key for item in self.run.items)))
-                return None
-            if shard.launched and shard.index:  # the first process returns the result
-                return None
-            write_timings(self.run, store, folder / "timings.json")
-            return self.result(store)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,25 +58,6 @@ class Failure:
     protocol: str
     length: int
     reason: str
-
-
-@dataclass
-class Measured:
-    """The numbers of a run.
-
-    Attributes:
-        records: Sums per candidate, protocol, length and document.
-        failures: Cells without a number.
-        curves: For each candidate's label, the nats and the tokens of every bucket of the longest prefix.
-        shared_prefix: For each candidate's label, whether its prefix curve came from one forward per document.
-        head_replay: `"bit-exact"`, `"up to rounding"` or `"off"`: how the scorer's probe compared with full logits.
-    """
-
-    records: list[Record] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    curves: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)
-    shared_prefix: dict[str, bool] = field(default_factory=dict)
-    head_replay: str = "off"
 
 
 def edges(length: int, buckets: int) -> list[int]:

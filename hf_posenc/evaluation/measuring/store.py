@@ -16,7 +16,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -246,11 +246,6 @@ class Store:
             os.ftruncate(descriptor, end)
             os.close(descriptor)
             self._file = self._path.open("ab")
-
-
-def missing(store: Records, keys: Iterable[Key]) -> list[Key]:
-    """Return the keys that no process has stored yet."""
-    return [key for key in keys if store.get(key) is None]
 
 
 def _parse(line: bytes) -> tuple[Key, dict[str, Any]] | None:

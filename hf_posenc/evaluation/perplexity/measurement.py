@@ -27,12 +27,9 @@ from hf_posenc.evaluation.measuring.candidates import (
 from hf_posenc.evaluation.measuring.execute import (
     Attempt,
     Failures,
-    Job,
     Measurement,
     Progress,
     Value,
-    collected,
-    execute,
     silent,
 )
 from hf_posenc.evaluation.measuring.identity import (
@@ -41,15 +38,8 @@ from hf_posenc.evaluation.measuring.identity import (
     environment,
     name_of,
 )
-from hf_posenc.evaluation.measuring.statistics import Failure, Measured, Record, curve
-from hf_posenc.evaluation.measuring.store import (
-    ALONE,
-    Key,
-    Memory,
-    Records,
-    Shard,
-    Store,
-)
+from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
+from hf_posenc.evaluation.measuring.store import Key, Records
 from hf_posenc.evaluation.options import PerplexityOptions, ProtocolOptions, with_fields
 from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder, with_evaluator
 from hf_posenc.evaluation.perplexity.protocols import (
@@ -60,8 +50,8 @@ from hf_posenc.evaluation.perplexity.protocols import (
     preset_settings,
     special_tokens,
 )
-from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.published import PublishedTable, comparable
+from hf_posenc.evaluation.perplexity.result import MethodEntry, PerplexityResult, nan_if_none
+from hf_posenc.evaluation.published import comparable
 from hf_posenc.evaluation.published import get as get_table
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 
@@ -123,7 +113,7 @@ class Sum:
         self.weight += weight
 
 
-class PerplexityRun(Measurement[Item, Measured]):
+class PerplexityRun(Measurement[Item, PerplexityResult]):
     """The perplexity of every candidate on every document.
 
     Args:
@@ -134,6 +124,7 @@ class PerplexityRun(Measurement[Item, Measured]):
         special: Token ids in front of the windows.
         key_tokens: For `longppl`: which tokens of a document, given by its index, are key, shape (n,), bool. Called
             while nothing is patched in.
+        metadata: `model`, `source`, `original`, `skipped` and `command` of the result.
 
     Raises:
         PosencError: The model is not a causal language model, or the tokens are another model's.
@@ -148,9 +139,11 @@ class PerplexityRun(Measurement[Item, Measured]):
         *,
         special: Sequence[int] = (),
         key_tokens: Callable[[int], Tensor] | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.documents, self.candidates = model, documents, candidates
         self.settings, self._find_key_tokens = settings, key_tokens
+        self.metadata = metadata or {}
         self._key_tokens: dict[int, Tensor] = {}
         self.special = torch.tensor(list(special), dtype=torch.int64)
         self.items = self._items()
@@ -159,11 +152,6 @@ class PerplexityRun(Measurement[Item, Measured]):
             probe = torch.cat([self.special, documents[0].tokens(0, 16)])
             scorer = TokenScorer(model, probe, chunk=settings.chunk, prefill=settings.prefill)
         self.scorer = FrugalScorer(scorer, settings.batch)
-
-    @property
-    def forwarded(self) -> int:
-        """Tokens that the model reads in the whole run."""
-        return sum(item.cost for item in self.items)
 
     def _items(self) -> list[Item]:
         special = len(self.special)
@@ -287,46 +275,68 @@ class PerplexityRun(Measurement[Item, Measured]):
                 longest = curve(part, span.first, span.length, self.settings.buckets)
         return longest
 
-    def collect(self, values: Mapping[Key, Value]) -> Measured:
+    @property
+    def decisive(self) -> Mapping[str, Any]:
+        settings = self.settings.to_dict()
+        return {
+            "kind": "perplexity",
+            "model": self.metadata["model"],
+            "settings": {name: settings[name] for name in settings if name not in _OF_THE_SUMMARY},
+            "environment": environment(),
+        }
+
+    def collect(self, values: Mapping[Key, Value]) -> PerplexityResult:
         """Add up the parts of every document, and leave out the cells in which any document failed."""
         sums: dict[tuple[str, str, int, int], Sum] = {}
-        labels = [candidate.label for candidate in self.candidates]
-        measured = Measured(head_replay=self.scorer.head_replay)
+        curves: dict[str, tuple[list[float], list[int]]] = {}
         for item in self.items:
             value = values[item.key]
             for protocol, length, *numbers in value.get("sums", ()):
                 sums.setdefault((item.label, protocol, length, item.order), Sum()).add(*numbers)
             if value.get("curve"):
-                _add_curve(measured, item.label, value["curve"])
+                _add_curve(curves, item.label, value["curve"])
+        labels = [candidate.label for candidate in self.candidates]
+        protocols, longest = self.settings.protocols, self.settings.lengths[-1]
         reasons = Failures.of(self.items, values.get).reasons()
+        for label, cell in reasons:
+            if cell == ("prefix", longest):
+                curves.pop(label, None)  # of some documents only
         failures = [
             Failure(label, str(protocol), int(length), reason)
             for (label, (protocol, length)), reason in reasons.items()
         ]
-        measured.failures = sorted(
-            failures, key=lambda each: (labels.index(each.method), each.protocol, each.length)
+        return PerplexityResult(
+            settings=self.settings,
+            candidates=[
+                MethodEntry.of(c, not (c.length_dependent or c.auto_scale)) for c in self.candidates
+            ],
+            documents=[document.to_dict() for document in self.documents],
+            records=[
+                Record(label, protocol, length, self.documents[index].name, **vars(total))
+                for (label, protocol, length, index), total in sorted(
+                    sums.items(),
+                    key=lambda e: (labels.index(e[0][0]), protocols.index(e[0][1]), *e[0][2:]),
+                )
+                if (label, (protocol, length)) not in reasons
+            ],
+            failures=sorted(
+                failures, key=lambda each: (labels.index(each.method), each.protocol, each.length)
+            ),
+            curves=curves,
+            head_replay=self.scorer.head_replay,
+            environment=environment(),
+            fingerprint=self.fingerprint,
+            **self.metadata,
         )
-        for failure in measured.failures:
-            if (failure.protocol, failure.length) == ("prefix", self.settings.lengths[-1]):
-                measured.curves.pop(failure.method, None)  # of some documents only
-        protocols = self.settings.protocols
-        for (label, protocol, length, index), total in sorted(
-            sums.items(), key=lambda e: (labels.index(e[0][0]), protocols.index(e[0][1]), *e[0][2:])
-        ):
-            if (label, (protocol, length)) not in reasons:
-                name = self.documents[index].name
-                measured.records.append(Record(label, protocol, length, name, **vars(total)))
-        measured.shared_prefix = {
-            c.label: not (c.length_dependent or c.auto_scale) for c in self.candidates
-        }
-        return measured
 
 
-def _add_curve(measured: Measured, label: str, part: Mapping[str, Any]) -> None:
+def _add_curve(
+    curves: dict[str, tuple[list[float], list[int]]], label: str, part: Mapping[str, Any]
+) -> None:
     count = len(part["nats"])
-    nats, tokens = measured.curves.setdefault(label, ([0.0] * count, [0] * count))
+    nats, tokens = curves.setdefault(label, ([0.0] * count, [0] * count))
     for bucket, (loss, scored) in enumerate(zip(part["nats"], part["tokens"], strict=True)):
-        nats[bucket] += math.nan if loss is None else loss
+        nats[bucket] += nan_if_none(loss)
         tokens[bucket] += scored
 
 
@@ -345,23 +355,6 @@ def _document_key(document: TokenizedDocument) -> str:
     metadata = document.to_dict()
     hashes = [metadata[name][:16] for name in ("tokens_sha256", "text_sha256") if metadata[name]]
     return " ".join([document.name, *hashes])
-
-
-def measure(
-    model: nn.Module,
-    documents: Sequence[TokenizedDocument],
-    candidates: Sequence[Candidate],
-    settings: Settings,
-    *,
-    special: Sequence[int] = (),
-    progress: Progress = silent,
-) -> Measured:
-    """Measure every candidate on every document, in memory and in this process alone; see `PerplexityRun`."""
-    run, store = PerplexityRun(model, documents, candidates, settings, special=special), Memory()
-    execute(run, store, progress=progress)
-    measured = collected(run, store)
-    assert measured is not None
-    return measured
 
 
 def measure_perplexity(
@@ -391,29 +384,10 @@ def measure_perplexity(
         PosencError: Options exclude each other, or no document can be used.
     """
     options = with_fields(PerplexityOptions, options, fields)
-    job = prepare(model, tokenizer, Source.of(documents), options)
-    result = job.measure(None if output is None else Path(output), progress=progress)
+    run = prepare(model, tokenizer, Source.of(documents), options)
+    result = run.run(None if output is None else Path(output), progress=progress)
     assert result is not None
     return result
-
-
-@dataclass
-class PerplexityJob(Job[PerplexityResult]):
-    """Perplexities whose model and documents are loaded.
-
-    Attributes:
-        run: The work.
-        compare: Published tables of the same protocol, to show beside the result.
-    """
-
-    run: PerplexityRun
-    compare: Sequence[PublishedTable] = ()
-
-    def store(self, folder: Path, shard: Shard) -> Store:
-        return open_store(folder, self.run, self.metadata["model"], shard, self.metadata["command"])
-
-    def result(self, store: Records) -> PerplexityResult | None:
-        return result_of(self.run, store, **self.metadata)
 
 
 def prepare(
@@ -425,7 +399,7 @@ def prepare(
     name: str | None = None,
     command: str | None = None,
     load: Callable[[str], tuple[nn.Module, Any]] | None = None,
-) -> PerplexityJob:
+) -> PerplexityRun:
     """Check the methods against the model, choose lengths and protocols, and read the documents.
 
     Args:
@@ -443,9 +417,8 @@ def prepare(
     candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
     original = original_length(model, candidates)
     settings, policy = settings_of(options, original)
-    compare = [get_table(table) for table in options.compare]
-    for table in compare:
-        comparable(table, settings)
+    for table in options.compare:
+        comparable(get_table(table), settings)
     special = special_tokens(tokenizer, policy)
     needed = max(1, settings.shortest_document - len(special))
     documents, skipped, about = source.load(
@@ -466,22 +439,21 @@ def prepare(
             settings.lengths[-1],
             lambda: source.reload(documents, evaluator.tokenizer),
         )
-    run = PerplexityRun(
+    return PerplexityRun(
         model,
         joined(documents) if settings.streams else documents,
         candidates,
         settings,
         special=special,
         key_tokens=key_tokens,
+        metadata={
+            "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
+            "source": about,
+            "original": original,
+            "skipped": skipped,
+            "command": command,
+        },
     )
-    metadata = {
-        "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
-        "source": about,
-        "original": original,
-        "skipped": skipped,
-        "command": command,
-    }
-    return PerplexityJob(run, metadata, compare=compare)
 
 
 def settings_of(
@@ -559,41 +531,3 @@ def _cumulative(ends: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         parts.append(part + total)
         total += int(part[-1]) if len(part) else 0
     return torch.cat(parts)
-
-
-def open_store(
-    folder: Path | str,
-    run: PerplexityRun,
-    described: dict[str, Any],
-    shard: Shard = ALONE,
-    command: str | None = None,
-) -> Store:
-    """Open the records of a run in a folder, under everything that determines a number but the method and document.
-
-    Raises:
-        PosencError: The folder cannot be written to, or another process writes the same share.
-    """
-    settings = run.settings.to_dict()
-    values = {
-        "kind": "perplexity",
-        "model": described,
-        "settings": {name: settings[name] for name in settings if name not in _OF_THE_SUMMARY},
-        "environment": environment(),
-    }
-    return Store(Path(folder), values, shard, command)
-
-
-def result_of(run: PerplexityRun, store: Records, **metadata: Any) -> PerplexityResult | None:
-    """Return the result of the stored values; `None` while some are missing."""
-    measured = collected(run, store)
-    if measured is None:
-        return None
-    return PerplexityResult.of(
-        measured,
-        run.candidates,
-        settings=run.settings,
-        documents=[document.to_dict() for document in run.documents],
-        environment=environment(),
-        fingerprint=store.fingerprint if isinstance(store, Store) else None,
-        **metadata,
-    )

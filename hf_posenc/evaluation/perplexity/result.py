@@ -23,7 +23,6 @@ from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.statistics import (
     Cell,
     Failure,
-    Measured,
     Record,
     edges,
     summarize,
@@ -81,10 +80,10 @@ class MethodEntry:
     scale: float | None
     auto_scale: bool
     original: int | None
-    prefix_from_one_forward: bool
+    prefix_from_one_forward: bool = False
 
     @classmethod
-    def of(cls, candidate: Candidate, shared: bool) -> MethodEntry:
+    def of(cls, candidate: Candidate, shared: bool = False) -> MethodEntry:
         """Return the entry of a candidate; `shared`: one forward gave the prefix of every length."""
         return cls(
             candidate.label,
@@ -105,7 +104,7 @@ class MethodEntry:
         return self.scale
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, kw_only=True)
 class PerplexityResult(Result):
     """Perplexities measured by `hf-posenc perplexity`.
 
@@ -130,15 +129,15 @@ class PerplexityResult(Result):
     kind = "perplexity"
     columns = COLUMNS
 
-    model: dict[str, Any]
-    source: dict[str, Any]
     settings: Settings
-    original: int | None
     candidates: Sequence[MethodEntry]
     documents: Sequence[Mapping[str, Any]]
-    skipped: Sequence[Skipped]
     records: Sequence[Record]
     failures: Sequence[Failure]
+    model: dict[str, Any] = field(default_factory=dict)
+    source: dict[str, Any] = field(default_factory=dict)
+    original: int | None = None
+    skipped: Sequence[Skipped] = ()
     curves: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)
     head_replay: str = "off"
     environment: dict[str, Any] = field(default_factory=dict)
@@ -157,26 +156,6 @@ class PerplexityResult(Result):
             baseline=self.candidates[0].label if self.candidates else None,
         )
         self._by_key = {(c.method, c.protocol, c.length): c for c in self.cells}
-
-    @classmethod
-    def of(
-        cls, measured: Measured, candidates: Sequence[Candidate], **metadata: Any
-    ) -> PerplexityResult:
-        """Combine a measurement and its metadata.
-
-        Args:
-            measured: The numbers.
-            candidates: The methods.
-            **metadata: The other fields.
-        """
-        return cls(
-            candidates=[MethodEntry.of(c, measured.shared_prefix[c.label]) for c in candidates],
-            records=measured.records,
-            failures=measured.failures,
-            curves=measured.curves,
-            head_replay=measured.head_replay,
-            **metadata,
-        )
 
     def cell(self, method: str, protocol: str, length: int) -> Cell | None:
         """Return the number of a method under a protocol at a length; `None` where it could not be measured."""

@@ -52,7 +52,7 @@ VALUES = {
 """Attributes of `Cell` that heat maps show, with their names."""
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, kw_only=True)
 class RetrievalResult(Result):
     """Answers measured by `hf-posenc retrieval`.
 
@@ -76,14 +76,14 @@ class RetrievalResult(Result):
     kind = "retrieval"
     columns = COLUMNS
 
-    model: dict[str, Any]
-    haystack: dict[str, Any]
     settings: RetrievalSettings
-    original: int | None
     candidates: Sequence[MethodEntry]
     records: Sequence[Record]
     failures: Sequence[Failure]
     left_out: Sequence[LeftOut]
+    model: dict[str, Any] = field(default_factory=dict)
+    haystack: dict[str, Any] = field(default_factory=dict)
+    original: int | None = None
     head_replay: str = "off"
     environment: dict[str, Any] = field(default_factory=dict)
     command: str | None = None
@@ -182,9 +182,7 @@ class RetrievalResult(Result):
             haystack=dict(values["haystack"]),
             settings=RetrievalSettings.from_dict(values["settings"]),
             original=values["original_max_position_embeddings"],
-            candidates=[
-                MethodEntry(**entry, prefix_from_one_forward=False) for entry in values["methods"]
-            ],
+            candidates=[MethodEntry(**entry) for entry in values["methods"]],
             records=[Record(**entry) for entry in values["records"]],
             failures=[Failure(**entry) for entry in values["failures"]],
             left_out=[LeftOut(**entry) for entry in values["left_out"]],

@@ -19,11 +19,9 @@ from hf_posenc.evaluation.measuring.candidates import Candidate, original_length
 from hf_posenc.evaluation.measuring.execute import (
     Attempt,
     Failures,
-    Job,
     Measurement,
     Progress,
     Value,
-    collected,
     silent,
 )
 from hf_posenc.evaluation.measuring.identity import (
@@ -32,7 +30,7 @@ from hf_posenc.evaluation.measuring.identity import (
     environment,
     name_of,
 )
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
+from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import RetrievalOptions, with_fields
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
 from hf_posenc.evaluation.perplexity.result import MethodEntry
@@ -45,7 +43,6 @@ from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, 
 
 # Settings that are parts of the keys, or only determine their number.
 _OF_THE_KEYS = ("lengths", "tasks", "depths", "samples")
-Measured = tuple[list[Record], list[Failure]]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -70,7 +67,7 @@ class Item(machine.Item):
         }
 
 
-class RetrievalRun(Measurement[Item, Measured]):
+class RetrievalRun(Measurement[Item, RetrievalResult]):
     """The retrieval of every candidate on every task, length, depth and sample.
 
     Args:
@@ -80,6 +77,7 @@ class RetrievalRun(Measurement[Item, Measured]):
         settings: Tasks, lengths and their numbers.
         special: Token ids in front of every prompt.
         haystack: The user's own text, instead of the noise sentences.
+        metadata: `model`, `haystack`, `original` and `command` of the result.
 
     Attributes:
         left_out: Tasks and lengths for which there is no prompt.
@@ -98,9 +96,10 @@ class RetrievalRun(Measurement[Item, Measured]):
         *,
         special: Sequence[int] = (),
         haystack: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.candidates = model, tokenizer, candidates
-        self.settings, self.special = settings, list(special)
+        self.settings, self.special, self.metadata = settings, list(special), metadata or {}
         encoder = Encoder(tokenizer)
         own = OwnText(haystack, encoder) if haystack is not None else None
         self._kit = Kit(encoder, settings.distractors if settings.ranks else 0, own)
@@ -111,11 +110,6 @@ class RetrievalRun(Measurement[Item, Measured]):
         with evaluation_mode(model):
             self.scorer = FrugalScorer(TokenScorer(model, ids, chunk=settings.chunk))
         self._answers = AnswerScorer(model, self.scorer)
-
-    @property
-    def forwarded(self) -> int:
-        """Tokens of all prompts."""
-        return sum(item.cost for item in self.items)
 
     def prompt(self, sample: Sample) -> Prompt:
         """Return the prompt of a sample: with its answer of `sample.length` tokens, the same in every process."""
@@ -171,22 +165,38 @@ class RetrievalRun(Measurement[Item, Measured]):
         task = get_task(item.sample.task)
         return judge(task, prompt, generate(self.model, self.tokenizer, prompt, task.new_tokens))
 
-    def collect(self, values: Mapping[Key, Value]) -> Measured:
-        """Return the records and the failures.
+    @property
+    def decisive(self) -> Mapping[str, Any]:
+        settings, haystack = self.settings.to_dict(), self.metadata["haystack"]
+        return {
+            "kind": "retrieval",
+            "model": self.metadata["model"],
+            "haystack": {name: haystack[name] for name in haystack if name != "paths"},
+            "settings": {name: settings[name] for name in settings if name not in _OF_THE_KEYS},
+            "environment": environment(),
+        }
 
-        A cell in which any sample failed has no records: a share of the others would not be comparable.
-        """
+    def collect(self, values: Mapping[Key, Value]) -> RetrievalResult:
+        """Return the result, without records of a cell in which any sample failed: they would not be comparable."""
         reasons = Failures.of(self.items, values.get).reasons()
-        failures = [
-            Failure(label, str(task), int(length), reason)
-            for (label, (task, length)), reason in reasons.items()
-        ]
-        records = [
-            _record(item, values[item.key])
-            for item in self.items
-            if (item.label, item.cells[0]) not in reasons
-        ]
-        return records, failures
+        return RetrievalResult(
+            settings=self.settings,
+            candidates=[MethodEntry.of(candidate) for candidate in self.candidates],
+            records=[
+                _record(item, values[item.key])
+                for item in self.items
+                if (item.label, item.cells[0]) not in reasons
+            ],
+            failures=[
+                Failure(label, str(task), int(length), reason)
+                for (label, (task, length)), reason in reasons.items()
+            ],
+            left_out=self.left_out,
+            head_replay=self.scorer.head_replay,
+            environment=environment(),
+            fingerprint=self.fingerprint,
+            **self.metadata,
+        )
 
 
 def _record(item: Item, value: Value) -> Record:
@@ -234,23 +244,10 @@ def measure_retrieval(
         PosencError: Options exclude each other, or no task has prompts of these lengths.
     """
     options = with_fields(RetrievalOptions, options, fields)
-    job = prepare(model, tokenizer, options, haystack=haystack)
-    result = job.measure(None if output is None else Path(output), progress=progress)
+    run = prepare(model, tokenizer, options, haystack=haystack)
+    result = run.run(None if output is None else Path(output), progress=progress)
     assert result is not None
     return result
-
-
-@dataclass
-class RetrievalJob(Job[RetrievalResult]):
-    """A measurement whose model and prompts are ready."""
-
-    run: RetrievalRun
-
-    def store(self, folder: Path, shard: Shard) -> Store:
-        return open_store(folder, self.run, self.metadata, shard)
-
-    def result(self, store: Records) -> RetrievalResult | None:
-        return result_of(self.run, store, **self.metadata)
 
 
 def prepare(
@@ -262,7 +259,7 @@ def prepare(
     paths: Sequence[str] = (),
     name: str | None = None,
     command: str | None = None,
-) -> RetrievalJob:
+) -> RetrievalRun:
     """Check the methods against the model, choose lengths and tasks, and lay out the prompts.
 
     Args:
@@ -282,14 +279,18 @@ def prepare(
     policy = options.bos or "auto"
     special = special_prefix(tokenizer, policy)
     settings = settings_of(options, options.lengths or default_lengths(original))
-    run = RetrievalRun(model, tokenizer, candidates, settings, special=special, haystack=haystack)
     metadata = {
         "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
         "haystack": describe_haystack(haystack, paths),
         "original": original,
         "command": command,
     }
-    return RetrievalJob(run, metadata)
+    return RetrievalRun(
+        *(model, tokenizer, candidates, settings),
+        special=special,
+        haystack=haystack,
+        metadata=metadata,
+    )
 
 
 def settings_of(options: RetrievalOptions, lengths: Sequence[int]) -> RetrievalSettings:
@@ -316,50 +317,3 @@ def describe_haystack(text: str | None, paths: Sequence[str] = ()) -> dict[str, 
         return {"kind": "noise"}
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
     return {"kind": "text", "sha256": digest, "characters": len(text), "paths": list(paths)}
-
-
-def open_store(
-    folder: Path | str, run: RetrievalRun, metadata: dict[str, Any], shard: Shard = ALONE
-) -> Store:
-    """Open the records of a run in a folder, keyed by everything that determines a number, except parts of the keys.
-
-    A run with more lengths, tasks, depths, samples or methods therefore keeps what a smaller one has measured.
-
-    Raises:
-        PosencError: The folder cannot be written to, or another process writes the same share.
-    """
-    settings = run.settings.to_dict()
-    haystack = {name: value for name, value in metadata["haystack"].items() if name != "paths"}
-    values = {
-        "kind": "retrieval",
-        "model": metadata["model"],
-        "haystack": haystack,
-        "settings": {name: settings[name] for name in settings if name not in _OF_THE_KEYS},
-        "environment": environment(),
-    }
-    return Store(Path(folder), values, shard)
-
-
-def result_of(run: RetrievalRun, store: Records, **metadata: Any) -> RetrievalResult | None:
-    """Return the result of the stored values; `None` while some are missing.
-
-    Args:
-        run: The work.
-        store: Its records.
-        **metadata: `model`, `haystack`, `original` and `command`, which the result stores.
-    """
-    measured = collected(run, store)
-    if measured is None:
-        return None
-    records, failures = measured
-    return RetrievalResult(
-        settings=run.settings,
-        candidates=[MethodEntry.of(candidate, False) for candidate in run.candidates],
-        records=records,
-        failures=failures,
-        left_out=run.left_out,
-        head_replay=run.scorer.head_replay,
-        environment=environment(),
-        fingerprint=store.fingerprint if isinstance(store, Store) else None,
-        **metadata,
-    )

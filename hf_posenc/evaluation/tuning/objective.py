@@ -388,7 +388,7 @@ class TailJob(abc.ABC, Generic[ResultT]):
         self.hashes = [document.to_dict()["tokens_sha256"] for document in self.documents]
 
     @abc.abstractmethod
-    def run(self, measure: Batch) -> ResultT:
+    def course(self, measure: Batch) -> ResultT:
         """Measure batch by batch, each of which may depend on those before it."""
 
     @abc.abstractmethod
@@ -399,7 +399,7 @@ class TailJob(abc.ABC, Generic[ResultT]):
     def cost_line(self) -> str:
         """Return the cost in one sentence."""
 
-    def measure(
+    def run(
         self,
         folder: Path | None,
         shard: Shard = ALONE,
@@ -451,7 +451,7 @@ class TailJob(abc.ABC, Generic[ResultT]):
             return losses
 
         with records as store:
-            result = self.run(batch)
+            result = self.course(batch)
         return None if shard.index else result
 
     def tokens(self, document: int, lengths: Sequence[int]) -> int:

@@ -437,7 +437,7 @@ class SearchJob(TailJob[SearchResult]):
 
     own: SearchSettings
 
-    def run(self, measure: Batch) -> SearchResult:
+    def course(self, measure: Batch) -> SearchResult:
         settings, own = self.settings, self.own
         searched = split(len(self.documents), own.search_documents)
         rope = rope_of(self.model, replace=own.replace)

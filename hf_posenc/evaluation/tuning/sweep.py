@@ -314,7 +314,7 @@ class SweepJob(TailJob[SweepResult]):
     candidates: Sequence[tuple[Candidate, bool]]
     first_documents: int = FIRST
 
-    def run(self, measure: Batch) -> SweepResult:
+    def course(self, measure: Batch) -> SweepResult:
         controls = [candidate for candidate, control in self.candidates if control]
         racers = {c.key: c for c, control in self.candidates if not control}
         losses: dict[tuple[str, int, int], Loss] = {}

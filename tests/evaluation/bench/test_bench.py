@@ -203,7 +203,7 @@ def work(model: Any, **changes: Any) -> BenchJob:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    made = work(tiny()).measure(tmp_path_factory.mktemp("whole"))
+    made = work(tiny()).run(tmp_path_factory.mktemp("whole"))
     assert made is not None
     return without_speed(made)
 
@@ -222,24 +222,24 @@ def test_a_killed_run_goes_on_where_it_was(calls: int, whole: str, tmp_path: Pat
     model = tiny()
     state = copy.deepcopy(model.state_dict())
     with pytest.raises(KeyboardInterrupt):
-        work(model).measure(tmp_path, progress=kill)
+        work(model).run(tmp_path, progress=kill)
     assert get_patch(model) is None
     assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
     before = len(parts)
-    made = work(model).measure(tmp_path, progress=lambda label, done, total: parts.append(label))
+    made = work(model).run(tmp_path, progress=lambda label, done, total: parts.append(label))
     assert made is not None
     assert without_speed(made) == whole
     assert len(parts) - before <= ALL_CALLS - calls + 3  # at most what was in flight is repeated
 
 
 def test_a_finished_run_measures_nothing_again(tmp_path: Path) -> None:
-    first = work(tiny()).measure(tmp_path)
+    first = work(tiny()).run(tmp_path)
     assert first is not None
     first.write(tmp_path, plots=False)
     names = ("bench.json", "bench.csv", "table.md", "timings.json")
     before = {name: (tmp_path / name).read_bytes() for name in names}
     calls: list[Any] = []
-    again = work(tiny()).measure(tmp_path, progress=lambda *call: calls.append(call))
+    again = work(tiny()).run(tmp_path, progress=lambda *call: calls.append(call))
     assert again is not None
     again.write(tmp_path, plots=False)
     assert not calls
@@ -259,10 +259,10 @@ def test_what_the_other_commands_measured_is_not_measured_again(tmp_path: Path) 
 
 def test_two_processes_give_what_one_gives(whole: str, tmp_path: Path) -> None:
     first = work(tiny())
-    assert first.measure(tmp_path, Shard(0, 2)) is None
+    assert first.run(tmp_path, Shard(0, 2)) is None
     assert first.missing > 0
     second = work(tiny())
-    made = second.measure(tmp_path, Shard(1, 2))
+    made = second.run(tmp_path, Shard(1, 2))
     assert made is not None
     assert without_speed(made) == whole
     assert made.speed is not None

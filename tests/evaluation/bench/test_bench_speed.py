@@ -13,7 +13,6 @@ import torch
 from hf_posenc.evaluation.bench.speed import (
     ON_CPU,
     Clock,
-    SpeedJob,
     SpeedResult,
     SpeedRun,
     window_of,
@@ -21,7 +20,7 @@ from hf_posenc.evaluation.bench.speed import (
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import collected, execute
-from hf_posenc.evaluation.measuring.store import ALONE, Memory
+from hf_posenc.evaluation.measuring.store import Memory
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.patch.patching import get_patch
 from tests.support.bench_cases import METHODS, tiny
@@ -32,7 +31,8 @@ WINDOW = torch.arange(1, 129) % 250
 
 def speed_run(model: Any, rounds: int = 2, methods: tuple[str, ...] = METHODS) -> SpeedRun:
     candidates = [candidate.checked(model) for candidate in parse_candidates(methods)]
-    return SpeedRun(model, WINDOW, candidates, rounds=rounds)
+    metadata = {"model": {"name": "tiny"}}
+    return SpeedRun(model, WINDOW, candidates, rounds=rounds, metadata=metadata)
 
 
 def test_methods_take_turns_and_every_timed_forward_follows_one_of_the_same_window(
@@ -157,16 +157,16 @@ def test_a_method_that_failed_is_not_run_again_and_not_averaged() -> None:
 
 
 def test_a_round_is_stored_whole_and_other_methods_make_another_run(tmp_path: Path) -> None:
-    model, described = tiny(), {"model": {"name": "tiny"}}
+    model = tiny()
     run = speed_run(model, rounds=2)
-    with pytest.raises(KeyboardInterrupt), SpeedJob(run, described).store(tmp_path, ALONE) as store:
+    with pytest.raises(KeyboardInterrupt), run.open(tmp_path) as store:
         execute(run, store, progress=_stop_at(4))  # the first method of the second round
-    with SpeedJob(run, described).store(tmp_path, ALONE) as store:
+    with run.open(tmp_path) as store:
         assert store.get(("round", 0)) is not None
         assert store.get(("round", 1)) is None
         first = store.fingerprint
     fewer = speed_run(model, methods=METHODS[:2])
-    with SpeedJob(fewer, described).store(tmp_path, ALONE) as other:
+    with fewer.open(tmp_path) as other:
         assert other.fingerprint != first
 
 

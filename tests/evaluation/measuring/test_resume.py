@@ -20,7 +20,7 @@ from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import collected, execute
 from hf_posenc.evaluation.measuring.identity import describe_model
 from hf_posenc.evaluation.measuring.store import Shard
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, joined, open_store, result_of
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, joined
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.files import to_json
 from tests.support import zoo
@@ -30,28 +30,33 @@ LENGTHS = (32, 64, 128)
 SPECS = ["none", "yarn", "pi:scale=2", "rerope:window=24"]
 
 
-def make_run(**settings: Any) -> tuple[PerplexityRun, dict[str, Any]]:
+def make_run(**settings: Any) -> PerplexityRun:
     torch.manual_seed(0)
     model = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
     words = byte_tokenizer()
     documents = [tokenize(Document(f"d{n}", prose(140 + 41 * n, n)), words) for n in range(5)]
     candidates = [candidate.checked(model) for candidate in parse_candidates(SPECS)]
     chosen = Settings(**{"lengths": LENGTHS, "resamples": 50, **settings})
-    run = PerplexityRun(model, documents, candidates, chosen)
-    return run, describe_model("tiny", model, words, (), "never")
+    metadata = {
+        "model": describe_model("tiny", model, words, (), "never"),
+        "source": {},
+        "original": 64,
+        "skipped": [],
+    }
+    return PerplexityRun(model, documents, candidates, chosen, metadata=metadata)
 
 
 def work(folder: Path, shard: Shard, slow: float = 0.0) -> None:
-    run, described = make_run()
-    with open_store(folder, run, described, shard) as store:
+    run = make_run()
+    with run.open(folder, shard) as store:
         execute(run, store, shard, lambda *_: time.sleep(slow))
 
 
 def result(folder: Path) -> str:
     """The finished result; whatever is missing is an error."""
-    run, described = make_run()
-    with open_store(folder, run, described, Shard(0, 99)) as store:
-        made = result_of(run, store, model=described, source={}, original=64, skipped=[])
+    run = make_run()
+    with run.open(folder, Shard(0, 99)) as store:
+        made = collected(run, store)
     assert made is not None
     return to_json(made.to_dict())
 
@@ -94,11 +99,11 @@ def test_nothing_that_was_reported_is_measured_again(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     before = lines(tmp_path)
-    assert 5 <= len(before) < len(make_run()[0].items)
+    assert 5 <= len(before) < len(make_run().items)
     work(tmp_path, Shard(1, 2))
     work(tmp_path, Shard(0, 2))
     after = [tuple(line["key"]) for line in lines(tmp_path)]
-    assert len(after) == len(set(after)) == len(make_run()[0].items)
+    assert len(after) == len(set(after)) == len(make_run().items)
 
 
 @pytest.mark.parametrize("count", [2, 3, 7])
@@ -114,7 +119,7 @@ def test_the_first_document_that_fails_decides_the_reason_whoever_measures_it(
 ) -> None:
     texts: list[str] = []
     for count in (1, 2):
-        run, described = make_run()
+        run = make_run()
         unlucky = {  # of both shares
             tuple(run.documents[1].tokens(0, 64).tolist()): "one",
             tuple(run.documents[2].tokens(0, 64).tolist()): "two",
@@ -128,9 +133,9 @@ def test_the_first_document_that_fails_decides_the_reason_whoever_measures_it(
         run.model.model.register_forward_pre_hook(refuse, with_kwargs=True)  # type: ignore[union-attr]
         for index in range(count):
             shard = Shard(index, count)
-            with open_store(tmp_path / str(count), run, described, shard) as store:
+            with run.open(tmp_path / str(count), shard) as store:
                 execute(run, store, shard)
-                made = result_of(run, store, model=described, source={}, original=64, skipped=[])
+                made = collected(run, store)
         assert made is not None
         assert {f.reason for f in made.failures} == {"RuntimeError: no luck with one"}
         assert {(f.method, f.length) for f in made.failures} == {("yarn (auto)", 64)}
@@ -139,12 +144,14 @@ def test_the_first_document_that_fails_decides_the_reason_whoever_measures_it(
 
 
 def test_another_method_or_document_is_added_to_what_is_there(tmp_path: Path) -> None:
-    run, described = make_run()
-    fewer = PerplexityRun(run.model, run.documents[:2], run.candidates[:2], run.settings)
-    with open_store(tmp_path, fewer, described) as store:
+    run = make_run()
+    fewer = PerplexityRun(
+        run.model, run.documents[:2], run.candidates[:2], run.settings, metadata=run.metadata
+    )
+    with fewer.open(tmp_path) as store:
         execute(fewer, store)
     before = len(lines(tmp_path))
-    with open_store(tmp_path, run, described) as store:
+    with run.open(tmp_path) as store:
         execute(run, store)
         assert collected(run, store) is not None
     assert len(lines(tmp_path)) == len(run.items)
@@ -152,15 +159,17 @@ def test_another_method_or_document_is_added_to_what_is_there(tmp_path: Path) ->
 
 
 def test_another_text_of_the_same_tokens_is_measured_anew(tmp_path: Path) -> None:
-    run, described = make_run()
-    with open_store(tmp_path, run, described) as store:
+    run = make_run()
+    with run.open(tmp_path) as store:
         execute(run, store)
     first, *others = run.documents
     assert first.byte_ends is not None
     # such as a normalizer or unknown tokens make of it
     edited = dataclasses.replace(first, byte_ends=first.byte_ends * 2, sha256="0" * 64)
-    again = PerplexityRun(run.model, [edited, *others], run.candidates, run.settings)
-    with open_store(tmp_path, again, described) as store:
+    again = PerplexityRun(
+        run.model, [edited, *others], run.candidates, run.settings, metadata=run.metadata
+    )
+    with again.open(tmp_path) as store:
         assert collected(again, store) is None
         execute(again, store)
         measured = collected(again, store)
@@ -177,30 +186,32 @@ def test_another_text_of_the_same_tokens_is_measured_anew(tmp_path: Path) -> Non
     [("_attn_implementation", "eager"), ("_experts_implementation", "batched_mm")],
 )
 def test_another_backend_starts_anew(backend: str, name: str, tmp_path: Path) -> None:
-    run, described = make_run()
-    with open_store(tmp_path, run, described) as store:
+    run = make_run()
+    with run.open(tmp_path) as store:
         before = store.fingerprint
     setattr(run.model.config, backend, name)
     described = describe_model("tiny", run.model, byte_tokenizer(), (), "never")
-    with open_store(tmp_path, run, described) as store:
+    run.metadata = {**run.metadata, "model": described}
+    with run.open(tmp_path) as store:
         assert store.fingerprint != before
 
 
 def test_changed_settings_or_weights_start_anew(tmp_path: Path) -> None:
     folders = set()
     for settings in ({}, {"tail_tokens": 8}, {"prefill": 16}):
-        run, described = make_run(**settings)
-        with open_store(tmp_path, run, described) as store:
+        run = make_run(**settings)
+        with run.open(tmp_path) as store:
             execute(run, store)
             folders.add(store.folder)
-    run, _ = make_run()
+    run = make_run()
     with torch.no_grad():
         run.model.lm_head.weight[3, 3] += 1e-3  # type: ignore[index,operator,union-attr]
     described = describe_model("tiny", run.model, byte_tokenizer(), (), "never")
-    with open_store(tmp_path, run, described) as store:
+    run.metadata = {**run.metadata, "model": described}
+    with run.open(tmp_path) as store:
         folders.add(store.folder)
         assert collected(run, store) is None
     assert len(folders) == 4
-    run, described = make_run(seed=5)  # decides the intervals only
-    with open_store(tmp_path, run, described) as store:
+    run = make_run(seed=5)  # decides the intervals only
+    with run.open(tmp_path) as store:
         assert collected(run, store) is not None

@@ -18,11 +18,14 @@ from hf_posenc.evaluation.measuring.store import (
     Store,
     current_shard,
     fingerprint_of,
-    missing,
 )
 
 SETTINGS = {"lengths": [1, 2], "dtype": "float32"}
 KEYS: list[Key] = [("yarn", 4, f"d{n}") for n in range(4)]
+
+
+def missing(store: Store, keys: list[Key]) -> list[Key]:
+    return [key for key in keys if store.get(key) is None]
 
 
 def files(folder: Path) -> list[Path]:

@@ -16,12 +16,12 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
-from hf_posenc.evaluation.measuring.statistics import Failure, Measured, Record
-from hf_posenc.evaluation.perplexity.measurement import measure
+from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.result import MethodEntry
+from hf_posenc.evaluation.perplexity.result import MethodEntry, PerplexityResult
 from hf_posenc.methods import LogN, PositionInterpolation
 from tests.support import zoo
+from tests.support.perplexities import measured, shared_prefix
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 LENGTHS = (32, 64, 128, 256)  # of 64 trained tokens
@@ -37,12 +37,13 @@ def tiny(model_type: str = "llama", **overrides: Any) -> Any:
     return zoo.build(model_type, **{"vocab_size": VOCABULARY, "num_hidden_layers": 2, **overrides})
 
 
-def run(model: Any, specs: list[str], settings: Settings | None = None, **options: Any) -> Measured:
-    candidates = [candidate.checked(model) for candidate in parse_candidates(specs)]
-    return measure(model, DOCUMENTS, candidates, settings or Settings(lengths=LENGTHS), **options)
+def run(
+    model: Any, specs: list[str], settings: Settings | None = None, **options: Any
+) -> PerplexityResult:
+    return measured(model, DOCUMENTS, specs, settings or Settings(lengths=LENGTHS), **options)
 
 
-def by_cell(measurement: Measured) -> dict[tuple[str, str, int, str], Record]:
+def by_cell(measurement: PerplexityResult) -> dict[tuple[str, str, int, str], Record]:
     return {(r.method, r.protocol, r.length, r.document): r for r in measurement.records}
 
 
@@ -90,11 +91,11 @@ def test_every_number_is_what_full_logits_give(special: tuple[int, ...]) -> None
     specs = ["none", "yarn:scale=4", "pi", "dynamic_ntk:update=sequence"]
     specs += ["dynamic_ntk:update=request", "dynamic_yarn:update=row,bucket=16"]
     specs += ["rerope:window=24", "self_extend", "alibi", "pi:scale=2+log_n"]
-    measured = run(model, specs, special=special)
-    records = by_cell(measured)
+    result = run(model, specs, special=special)
+    records = by_cell(result)
     assert len(records) == len(patches) * 2 * len(LENGTHS) * len(DOCUMENTS)
-    assert measured.head_replay == "bit-exact"
-    own_forwards = {label for label, shared in measured.shared_prefix.items() if not shared}
+    assert result.head_replay == "bit-exact"
+    own_forwards = {label for label, shared in shared_prefix(result).items() if not shared}
     assert own_forwards == {
         *("pi (auto)", "self_extend (auto)"),
         *("dynamic_ntk (update sequence)", "dynamic_ntk (update request)"),
@@ -119,12 +120,12 @@ def test_one_forward_gives_the_prefix_of_every_length_for_static_methods_only() 
     )
     settings = Settings(lengths=LENGTHS, protocols=("prefix",))
     static = run(model, ["yarn:scale=4"], settings)
-    assert static.shared_prefix == {"yarn (scale 4)": True}
+    assert shared_prefix(static) == {"yarn (scale 4)": True}
     # a probe of 9 tokens in two ways; then one forward a document, and no other
     assert [n for n in seen if n > 9] == [256] * len(DOCUMENTS)
     seen.clear()
     dynamic = run(model, ["dynamic_ntk:update=sequence"], settings)
-    assert dynamic.shared_prefix == {"dynamic_ntk (update sequence)": False}
+    assert shared_prefix(dynamic) == {"dynamic_ntk (update sequence)": False}
     assert [n for n in seen if n > 9] == [*LENGTHS] * len(DOCUMENTS)
     hook.remove()
 
@@ -136,7 +137,7 @@ def test_a_checkpoint_that_is_dynamic_by_its_own_config_is_found_out(
     rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
     model = tiny(rope_parameters=rope)
     measurement = run(model, ["none"], Settings(lengths=lengths, tail_tokens=16))
-    assert measurement.shared_prefix == {"none": False}
+    assert shared_prefix(measurement) == {"none": False}
     for record in measurement.records:
         document = next(document for document in DOCUMENTS if document.name == record.document)
         nats, _ = reference(

@@ -10,12 +10,12 @@ import torch
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
-from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.statistics import Cell, summarize
 from hf_posenc.evaluation.options import parse_lengths
-from hf_posenc.evaluation.perplexity.measurement import joined, make_settings, measure
+from hf_posenc.evaluation.perplexity.measurement import joined, make_settings
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings, plan
 from tests.support import peers, zoo
+from tests.support.perplexities import measured
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 BOS = 0
@@ -41,8 +41,7 @@ def cell(
 ) -> Cell:
     settings, _ = make_settings({"lengths": (LENGTH,), **given}, None, preset=preset)
     used = joined(documents) if settings.streams else documents
-    candidates = [candidate.checked(model) for candidate in parse_candidates(["none"])]
-    records = measure(model, used, candidates, settings, special=special).records
+    records = measured(model, used, ["none"], settings, special=special).records
     (made,) = summarize(
         records, seed=0, resamples=10, aggregate=settings.aggregate, base=settings.base
     )

@@ -23,9 +23,9 @@ from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
 from hf_posenc.evaluation.grid import Column, Grid, number, to_notebook, to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
-from hf_posenc.evaluation.measuring.statistics import Failure, Measured, Record
+from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
+from hf_posenc.evaluation.perplexity.result import COLUMNS, MethodEntry, PerplexityResult
 
 LENGTHS = (256, 512, 1024)
 
@@ -48,16 +48,12 @@ def example(
         for index in range(documents)
         for nats in [100 * (math.log(value) + (index - (documents - 1) / 2) / 10)]
     ]
-    measured = Measured(
-        records,
-        failures or [],
-        {candidate.label: ([1.0] * 64, [16] * 64) for candidate in candidates},
-        {candidate.label: not candidate.auto_scale for candidate in candidates},
-        "bit-exact",
-    )
-    return PerplexityResult.of(
-        measured,
-        candidates,
+    return PerplexityResult(
+        records=records,
+        failures=failures or [],
+        curves={candidate.label: ([1.0] * 64, [16] * 64) for candidate in candidates},
+        candidates=[MethodEntry.of(each, not each.auto_scale) for each in candidates],
+        head_replay="bit-exact",
         model={"name": "tiny"},
         source={"kind": "text"},
         settings=Settings(lengths=LENGTHS),

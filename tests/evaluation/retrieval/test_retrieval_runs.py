@@ -14,7 +14,7 @@ import torch
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.execute import execute, write_timings
+from hf_posenc.evaluation.measuring.execute import collected, execute, write_timings
 from hf_posenc.evaluation.measuring.store import ALONE, Memory, Shard
 from hf_posenc.evaluation.retrieval import (
     RetrievalResult,
@@ -23,7 +23,6 @@ from hf_posenc.evaluation.retrieval import (
     even_depths,
     measure_retrieval,
 )
-from hf_posenc.evaluation.retrieval.run import open_store, result_of
 from hf_posenc.evaluation.retrieval.statistics import (
     Cell,
     Record,
@@ -51,14 +50,15 @@ def settings(**given: Any) -> RetrievalSettings:
 
 
 def run_of(model: Any, **given: Any) -> RetrievalRun:
-    return RetrievalRun(model, byte_tokenizer(), [Candidate.parse("none")], settings(**given))
+    none, metadata = Candidate.parse("none"), {**KNOWN, "original": 400}
+    return RetrievalRun(model, byte_tokenizer(), [none], settings(**given), metadata=metadata)
 
 
 def measured(run: RetrievalRun, folder: Path, shard: Shard = ALONE) -> RetrievalResult | None:
-    with open_store(folder, run, KNOWN, shard) as store:
+    with run.open(folder, shard) as store:
         execute(run, store, shard)
         store.refresh()
-        return result_of(run, store, original=400, **KNOWN)
+        return collected(run, store)
 
 
 def whole(run: RetrievalRun, folder: Path) -> RetrievalResult:
@@ -116,7 +116,7 @@ def test_shards_and_interrupted_runs_give_the_same_bytes(tmp_path: Path) -> None
         if done > total / 2:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt), open_store(tmp_path / "cut", run, KNOWN) as store:
+    with pytest.raises(KeyboardInterrupt), run.open(tmp_path / "cut") as store:
         execute(run, store, progress=interrupt)
     model.read.clear()
     assert to_json(whole(run_of(model), tmp_path / "cut").to_dict()) == alone
@@ -216,7 +216,7 @@ def test_a_result_survives_its_file(tmp_path: Path) -> None:
         if generated:
             assert all(record.text is not None and record.rank is None for record in result.records)
     run = run_of(Copier())
-    with open_store(tmp_path / "t", run, KNOWN) as store:
+    with run.open(tmp_path / "t") as store:
         execute(run, store)
         write_timings(run, store, tmp_path / "timings.json")
     rows = json.loads((tmp_path / "timings.json").read_text())["items"]

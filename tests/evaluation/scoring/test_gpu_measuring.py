@@ -12,12 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import patched
 from hf_posenc.evaluation.documents import TokenizedDocument
-from hf_posenc.evaluation.measuring.candidates import parse_candidates
-from hf_posenc.evaluation.perplexity.measurement import measure
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 from tests.support import zoo
 from tests.support.live_bytes import forward_cost
+from tests.support.perplexities import measured
 
 pytestmark = pytest.mark.gpu
 VOCABULARY = 128_256
@@ -112,12 +111,11 @@ def test_a_length_that_does_not_fit_is_a_cell() -> None:
     model = wide()
     ids = text(4 * LENGTH)
     document = TokenizedDocument("d", ids, None, "")
-    candidates = [c.checked(model) for c in parse_candidates(["dynamic_ntk:update=sequence"])]
     settings = Settings(lengths=(1024, 4 * LENGTH), protocols=("prefix",))
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_allocated() + 2**29) / total)
-    measured = measure(model, [document], candidates, settings)
-    assert [(f.length, f.reason) for f in measured.failures] == [(4 * LENGTH, "out of memory")]
-    assert [record.length for record in measured.records] == [1024]
+    result = measured(model, [document], ["dynamic_ntk:update=sequence"], settings)
+    assert [(f.length, f.reason) for f in result.failures] == [(4 * LENGTH, "out of memory")]
+    assert [record.length for record in result.records] == [1024]

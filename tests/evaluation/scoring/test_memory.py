@@ -10,13 +10,12 @@ from torch import Tensor
 
 from hf_posenc import patch_model
 from hf_posenc.evaluation.documents import Document, tokenize
-from hf_posenc.evaluation.measuring.candidates import parse_candidates
-from hf_posenc.evaluation.measuring.statistics import Measured
-from hf_posenc.evaluation.perplexity.measurement import measure
 from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 from tests.evaluation.scoring.test_head_replay import expected_losses, full_logits
 from tests.support import zoo
+from tests.support.perplexities import measured
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 CACHED = (
@@ -101,10 +100,8 @@ def test_several_windows_at_once_give_the_losses_of_each() -> None:
                 torch.testing.assert_close(row, scorer(ids, 5), atol=2e-6, rtol=2e-6)
 
 
-def run(model: Any, specs: list[str], **settings: Any) -> Measured:
-    candidates = [candidate.checked(model) for candidate in parse_candidates(specs)]
-    chosen = Settings(**{"lengths": (64, 256), **settings})
-    return measure(model, DOCUMENTS, candidates, chosen)
+def run(model: Any, specs: list[str], **settings: Any) -> PerplexityResult:
+    return measured(model, DOCUMENTS, specs, Settings(**{"lengths": (64, 256), **settings}))
 
 
 def tiny() -> Any:
@@ -138,11 +135,11 @@ def test_less_at_a_time_gives_the_same_numbers(limits: dict[str, int]) -> None:
     expected = run(tiny(), ["none", "rerope:window=32"], **sliding)
     model = tiny()
     limited = Limited(model, **limits)
-    measured = run(model, ["none", "rerope:window=32"], **sliding)
-    assert not measured.failures
+    result = run(model, ["none", "rerope:window=32"], **sliding)
+    assert not result.failures
     (name,) = limits
     assert 0 < limited.largest[name] <= limits[name]
-    for record, other in zip(measured.records, expected.records, strict=True):
+    for record, other in zip(result.records, expected.records, strict=True):
         assert record.nats == pytest.approx(other.nats, rel=1e-5)
         assert (record.method, record.tokens) == (other.method, other.tokens)
 
@@ -161,13 +158,13 @@ def test_then_the_prefill_is_run_in_pieces() -> None:
 def test_where_pieces_would_give_other_numbers_the_length_is_a_cell_of_its_own() -> None:
     model = tiny()
     Limited(model, decoder=128)
-    measured = run(model, ["yarn:scale=4", "dynamic_ntk:update=sequence"])
-    failed = {(f.method, f.protocol, f.length, f.reason) for f in measured.failures}
+    result = run(model, ["yarn:scale=4", "dynamic_ntk:update=sequence"])
+    failed = {(f.method, f.protocol, f.length, f.reason) for f in result.failures}
     assert failed == {
         (method, protocol, 256, "out of memory")
         for method in ("yarn (scale 4)", "dynamic_ntk (update sequence)")
         for protocol in ("prefix", "tail")
     }
     # the shorter prefixes of the same forward are measured on their own
-    assert {(r.protocol, r.length) for r in measured.records} == {("prefix", 64), ("tail", 64)}
-    assert len(measured.records) == 8
+    assert {(r.protocol, r.length) for r in result.records} == {("prefix", 64), ("tail", 64)}
+    assert len(result.records) == 8

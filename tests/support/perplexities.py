@@ -1,0 +1,35 @@
+"""Perplexities of documents in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from hf_posenc.evaluation.documents import TokenizedDocument
+from hf_posenc.evaluation.measuring.candidates import parse_candidates
+from hf_posenc.evaluation.measuring.execute import Progress, silent
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
+from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+
+
+def measured(
+    model: Any,
+    documents: Sequence[TokenizedDocument],
+    specs: Sequence[str],
+    settings: Settings,
+    *,
+    special: Sequence[int] = (),
+    progress: Progress = silent,
+) -> PerplexityResult:
+    """The result of these methods."""
+    candidates = [candidate.checked(model) for candidate in parse_candidates(specs)]
+    run = PerplexityRun(model, documents, candidates, settings, special=special)
+    result = run.run(progress=progress)
+    assert result is not None
+    return result
+
+
+def shared_prefix(result: PerplexityResult) -> dict[str, bool]:
+    """For each method, whether its prefix curve came from one forward per document."""
+    return {entry.label: entry.prefix_from_one_forward for entry in result.candidates}
