@@ -29,7 +29,7 @@ from hf_posenc.evaluation.plots import position_figure
 from hf_posenc.evaluation.published import beside, get, remarks
 from hf_posenc.evaluation.retrieval import RetrievalResult
 from hf_posenc.evaluation.retrieval.statistics import Cell as RetrievalCell
-from hf_posenc.evaluation.retrieval.statistics import summarize
+from hf_posenc.evaluation.retrieval.statistics import Failure, Record, summarize
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
 from hf_posenc.files import finite, to_csv
 
@@ -41,6 +41,11 @@ BOUND = 1000.0
 """Larger perplexities are shown as `>1e3`, as in papers; the JSON has the exact number."""
 GIB = 2**30
 
+_PARTS: dict[str, Any] = {
+    "perplexity": PerplexityResult,
+    "retrieval": RetrievalResult,
+    "speed": SpeedResult,
+}
 _OF_PROTOCOL = (
     *("perplexity", "perplexity_low", "perplexity_high"),
     *("difference", "difference_low", "difference_high", "status"),
@@ -52,53 +57,30 @@ _OF_RETRIEVAL = (
 _OF_SPEED = ("tokens_per_second", "lowest", "highest", "ratio", "peak_bytes", "status")
 
 
-@dataclass(frozen=True)
-class Pooled:
-    """Share of right answers over several tasks and lengths.
-
-    Attributes:
-        cell: Over all samples; `None` if there are none, or one of them failed.
-        failure: The reason.
-    """
-
-    cell: RetrievalCell | None
-    failure: str | None = None
-
-
 def pooled(
     result: RetrievalResult,
     method: str,
     *,
     tasks: Collection[str] | None = None,
     lengths: Collection[int] | None = None,
-) -> Pooled:
-    """Pool all samples of a method: each counts the same, as all tasks and lengths have equally many.
+) -> RetrievalCell | str:
+    """Pool the samples of a method in some tasks and lengths, which have equally many.
 
-    A failure leaves no number: a share of the remaining samples would not be comparable.
-
-    Args:
-        result: The measured samples.
-        method: The label of the method.
-        tasks: A subset of the tasks.
-        lengths: A subset of the lengths.
+    A failure leaves no number but its reason: a share of the remaining samples would not be comparable.
     """
 
-    def selected(task: str, length: int) -> bool:
-        return (tasks is None or task in tasks) and (lengths is None or length in lengths)
+    def selected(entry: Failure | Record) -> bool:
+        return (
+            entry.method == method
+            and (tasks is None or entry.task in tasks)
+            and (lengths is None or entry.length in lengths)
+        )
 
-    reasons = [
-        f.reason for f in result.failures if f.method == method and selected(f.task, f.length)
-    ]
+    reasons = [failure.reason for failure in result.failures if selected(failure)]
     if reasons:
-        return Pooled(None, OUT_OF_MEMORY if OUT_OF_MEMORY in reasons else reasons[0])
-    records = [
-        dataclasses.replace(record, task="", length=0)
-        for record in result.records
-        if record.method == method and selected(record.task, record.length)
-    ]
-    if not records:
-        return Pooled(None, "too short for the task")
-    return Pooled(summarize(records, by_depth=False)[0])
+        return OUT_OF_MEMORY if OUT_OF_MEMORY in reasons else reasons[0]
+    records = [dataclasses.replace(r, task="", length=0) for r in result.records if selected(r)]
+    return summarize(records, by_depth=False)[0] if records else "too short for the task"
 
 
 @dataclass(repr=False)
@@ -130,6 +112,7 @@ class BenchResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values. All but `speed` is deterministic."""
+        parts = {name: getattr(self, name) for name in _PARTS}
         values: dict[str, Any] = finite(
             {
                 "format": FORMAT,
@@ -137,9 +120,7 @@ class BenchResult(Result):
                 "suite": self.suite,
                 "compare": list(self.compare),
                 "remarks": list(self.remarks),
-                "perplexity": self.perplexity.to_dict(),
-                "retrieval": None if self.retrieval is None else self.retrieval.to_dict(),
-                "speed": None if self.speed is None else self.speed.to_dict(),
+                **{name: part and part.to_dict() for name, part in parts.items()},
             }
         )
         return values
@@ -147,15 +128,11 @@ class BenchResult(Result):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BenchResult:
         """Read the values of `to_dict`."""
-        retrieval, speed = values["retrieval"], values["speed"]
-        return cls(
-            perplexity=PerplexityResult.from_dict(values["perplexity"]),
-            retrieval=None if retrieval is None else RetrievalResult.from_dict(retrieval),
-            speed=None if speed is None else SpeedResult.from_dict(speed),
-            suite=values["suite"],
-            compare=tuple(values["compare"]),
-            remarks=tuple(values["remarks"]),
-        )
+        parts = {
+            name: values[name] and kind.from_dict(values[name]) for name, kind in _PARTS.items()
+        }
+        compare, remarks = tuple(values["compare"]), tuple(values["remarks"])
+        return cls(**parts, suite=values["suite"], compare=compare, remarks=remarks)
 
     # Files
 
@@ -165,20 +142,18 @@ class BenchResult(Result):
     def _csv(self) -> str:
         """A row per method and length: perplexity by protocol, retrieval, and speed at the longest length."""
         protocols = self.perplexity.settings.protocols
-        groups: dict[str, tuple[str, ...]] = {}
-        groups |= dict.fromkeys(protocols, _OF_PROTOCOL)
-        groups["retrieval"], groups["speed"] = _OF_RETRIEVAL, _OF_SPEED
         columns = ["method", "length", "scale"]
-        columns += [f"{group}_{name}" for group, names in groups.items() for name in names]
+        columns += [f"{protocol}_{name}" for protocol in protocols for name in _OF_PROTOCOL]
+        columns += [*(f"retrieval_{x}" for x in _OF_RETRIEVAL), *(f"speed_{x}" for x in _OF_SPEED)]
         rows = []
         for entry in self.perplexity.candidates:
             for length in self.perplexity.settings.lengths:
-                values = {p: self._of_protocol(entry.label, p, length) for p in protocols}
-                values["retrieval"] = self._of_retrieval(entry.label, length)
-                values["speed"] = self._of_speed(entry.label, length)
+                parts = {p: self._of_protocol(entry.label, p, length) for p in protocols}
+                parts["retrieval"] = self._of_retrieval(entry.label, length)
+                parts["speed"] = self._of_speed(entry.label, length)
                 row = {"method": entry.label, "length": length, "scale": entry.scale_at(length)}
-                for group, part in values.items():
-                    row |= {f"{group}_{name}": value for name, value in part.items()}
+                for name, part in parts.items():
+                    row |= {f"{name}_{column}": value for column, value in part.items()}
                 rows.append(row)
         return to_csv(columns, rows)
 
@@ -194,10 +169,9 @@ class BenchResult(Result):
     def _of_retrieval(self, method: str, length: int) -> dict[str, Any]:
         if self.retrieval is None:
             return {}
-        share = pooled(self.retrieval, method, lengths=[length])
-        if share.cell is None:
-            return {"status": share.failure}
-        cell = share.cell
+        cell = pooled(self.retrieval, method, lengths=[length])
+        if isinstance(cell, str):
+            return {"status": cell}
         first = cell.first_interval or (None, None)
         values = (cell.samples, cell.accuracy, *cell.interval, cell.first, *first, cell.chance)
         return dict(zip(_OF_RETRIEVAL, (*values, "ok"), strict=True))
@@ -237,14 +211,13 @@ class BenchResult(Result):
     # Figures
 
     def figures(self) -> dict[str, Figure]:
-        heatmap = self.heatmap()
-        return {"curve": self.plot(), **({} if heatmap is None else {"heatmap": heatmap})}
+        drawn = {"curve": self.plot(), "heatmap": self.heatmap()}
+        return {name: figure for name, figure in drawn.items() if figure is not None}
 
     def plot(self) -> Figure:
         """Draw perplexity by position in the text if `prefix` was measured, else by length. Needs matplotlib."""
-        return (
-            position_figure(self.perplexity) if self.perplexity.curves else self.perplexity.plot()
-        )
+        measured = self.perplexity
+        return position_figure(measured) if measured.curves else measured.plot()
 
     def heatmap(self) -> Figure | None:
         """Draw retrieval by length and depth of the needle, if it was measured. Needs matplotlib."""
@@ -258,12 +231,10 @@ class BenchResult(Result):
 
     def tables(self) -> list[Grid]:
         """Return the main table, retrieval by task if there are several, and the published tables."""
-        by_task = self._task_table()
-        return [
-            self.table(),
-            *([] if by_task is None else [by_task]),
-            *(beside(get(name), self.perplexity) for name in self.compare),
-        ]
+        grids = [self.table()]
+        if self.retrieval is not None and len(self.retrieval.settings.tasks) > 1:
+            grids.append(_task_table(self.retrieval))
+        return [*grids, *(beside(get(name), self.perplexity) for name in self.compare)]
 
     def table(self) -> Grid:
         """Return methods against lengths: a block per protocol; retrieval, speed and memory beside the first.
@@ -290,19 +261,6 @@ class BenchResult(Result):
                 grid.row(entry.label, *fields, *(self._beside(entry.label) if first else ()))
         return grid
 
-    def _task_table(self) -> Grid | None:
-        result = self.retrieval
-        if result is None or len(result.settings.tasks) < 2:
-            return None
-        grid = Grid(f"Retrieval by task, prompts of up to {result.settings.lengths[-1]:,} tokens")
-        grid.column("method")
-        for task in result.settings.tasks:
-            grid.column(task, numeric=True)
-        for entry in result.candidates:
-            fields = [_share(result, entry.label, [task]) for task in result.settings.tasks]
-            grid.row(entry.label, *fields)
-        return grid
-
     def _perplexity(self, method: str, protocol: str, length: int) -> Field:
         measured = self.perplexity
         cell = measured.cell(method, protocol, length)
@@ -326,7 +284,7 @@ class BenchResult(Result):
         if self.speed is not None:
             cell = self.speed.cell(method)
             if cell.tokens_per_second is None:
-                yield from (failure_field(cell.failed), failure_field(cell.failed))
+                yield from [failure_field(cell.failed)] * 2
                 return
             speed = Field(f"{cell.tokens_per_second:,.0f}")
             if cell.ratio is not None and method != self._baseline:
@@ -374,26 +332,36 @@ class BenchResult(Result):
 
 def difference(cell: Cell) -> tuple[float | None, float | None, float | None]:
     """Return a cell's mean loss less the baseline's, in nats per token, and the ends of its paired interval."""
+
+    def log(ratio: float | None) -> float | None:
+        if ratio is None:
+            return None
+        return math.log(ratio) if ratio > 0 else -math.inf
+
     low, high = cell.ratio_interval or (None, None)
-    return _log(cell.ratio), _log(low), _log(high)
-
-
-def _log(ratio: float | None) -> float | None:
-    if ratio is None:
-        return None
-    return math.log(ratio) if ratio > 0 else -math.inf
+    return log(cell.ratio), log(low), log(high)
 
 
 def _bounded(value: float, digits: int = 4) -> str:
     return ">1e3" if value > BOUND else number(value, digits)
 
 
+def _task_table(result: RetrievalResult) -> Grid:
+    tasks, lengths = result.settings.tasks, result.settings.lengths
+    grid = Grid(f"Retrieval by task, prompts of up to {lengths[-1]:,} tokens")
+    grid.column("method")
+    for task in tasks:
+        grid.column(task, numeric=True)
+    for entry in result.candidates:
+        grid.row(entry.label, *(_share(result, entry.label, [task]) for task in tasks))
+    return grid
+
+
 def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Field:
-    share = pooled(result, method, tasks=tasks)
-    if share.cell is None:
+    cell = pooled(result, method, tasks=tasks)
+    if isinstance(cell, str):
         left_out = not any(failure.method == method for failure in result.failures)
-        return Field("-", "none") if left_out else failure_field(share.failure)
-    cell = share.cell
+        return Field("-", "none") if left_out else failure_field(cell)
     field = Field(percent(cell.accuracy)).append(f"\n{percent_range(cell.interval)}", "aside")
     if cell.first is not None and cell.first_interval is not None and cell.chance is not None:
         above = cell.first_interval[0] > cell.chance
@@ -404,8 +372,8 @@ def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Fie
 def _retrieval_notes(result: RetrievalResult) -> Iterator[str]:
     settings = result.settings
     count = len(settings.depths) * settings.samples
-    cells = (pooled(result, entry.label).cell for entry in result.candidates)
-    cell = next((cell for cell in cells if cell is not None), None)
+    cells = (pooled(result, entry.label) for entry in result.candidates)
+    cell = next((cell for cell in cells if not isinstance(cell, str)), None)
     samples = "" if cell is None else f", {cell.samples} in all"
     first = ""
     if cell is not None and cell.chance is not None:

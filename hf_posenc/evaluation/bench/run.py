@@ -45,8 +45,6 @@ class Suite:
         documents: Usable documents after which reading stops.
         reach: The longest length, as a multiple of the trained one.
         lengths: Number of lengths up to there, both ends included; `None`: every doubling.
-        tasks: Retrieval tasks.
-        depths: Depths of the needle.
         samples: Samples at every length and depth.
         rounds: Number of times that the prefill of every method is timed.
     """
@@ -62,14 +60,9 @@ class Suite:
 
     def replaced(self, options: BenchOptions) -> Suite:
         """Return the suite with the options that replace its own."""
-        fields = {
-            "methods": options.methods,
-            "tasks": options.tasks,
-            "rounds": options.rounds,
-            "documents": options.limit,
-        }
-        changes: dict[str, Any] = {k: v for k, v in fields.items() if v is not None}
-        return dataclasses.replace(self, **changes)
+        changes: dict[str, Any] = {"documents": options.limit, "methods": options.methods}
+        changes |= {"tasks": options.tasks, "rounds": options.rounds}
+        return dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
 
 
 # In every suite the second method is the control: plain attention to as many tokens as the model was trained at.
@@ -127,11 +120,6 @@ def get_suite(name: str) -> Suite:
 
 def suite_lengths(suite: Suite, original: int | None, target: int | None = None) -> tuple[int, ...]:
     """Return the lengths of a suite for a model: doublings of the trained length, the target last.
-
-    Args:
-        suite: The number of lengths.
-        original: The model's trained length in tokens.
-        target: The longest length in tokens; replaces the suite's multiple of the trained one.
 
     Raises:
         PosencError: The trained length is unknown.

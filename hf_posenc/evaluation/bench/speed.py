@@ -38,16 +38,11 @@ _CLEAR = Path("/proc/self/clear_refs")
 
 
 class Clock:
-    """Measures time and peak memory on the devices of a model.
+    """Measures time and peak memory on the devices of a model, where its weights are.
 
     The clock is read when the devices are idle, before and after the work. Peak memory: on GPUs PyTorch's own count; on
-    a CPU under Linux the kernel's high-water mark of this process, which is reset first; elsewhere none.
-
-    Args:
-        model: The model; the work runs where its weights are.
-
-    Attributes:
-        memory: Meaning of the peaks; `None` if there are none.
+    a CPU under Linux the kernel's high-water mark of this process, which is reset first; elsewhere none. `memory` is
+    the meaning of the peaks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -120,9 +115,8 @@ class SpeedCell:
 
     Attributes:
         method: Its label.
-        tokens_per_second: Tokens of the window by the median of the seconds of all rounds; `None` if it failed.
-        lowest: In the slowest round.
-        highest: In the fastest round.
+        tokens_per_second: Tokens of the window by the median of the seconds of all rounds; `None` if it failed. In the
+            slowest round it is `lowest`, in the fastest one `highest`.
         ratio: Times as fast as the first method: the median over the rounds, both of the same round.
         peak_bytes: The largest peak of memory; `None` if it is unknown.
         prefill: Tokens that were run at a time; `None`: all.
@@ -145,7 +139,6 @@ class SpeedResult:
 
     Attributes:
         length: Tokens of the window.
-        device: Name of the device.
         threads: Threads of a CPU.
         memory: Meaning of `peak_bytes`.
         methods: Labels, the baseline first.
@@ -313,15 +306,9 @@ class SpeedRun(Measurement[Item, SpeedResult]):
 
 
 def window_of(documents: Sequence[TokenizedDocument], length: int, special: Tensor) -> Tensor:
-    """Return the first tokens of the documents, special tokens in front.
+    """Return the first tokens of the documents, shape (length,), special tokens in front.
 
-    Args:
-        documents: Concatenated, and repeated if they are too short together.
-        length: Number of tokens.
-        special: Token ids, shape (k,).
-
-    Returns:
-        Token ids, shape (length,).
+    Documents that are too short together are repeated.
     """
     parts, missing, index = [special], length - len(special), 0
     while missing > 0:

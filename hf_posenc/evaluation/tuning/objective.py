@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -58,14 +59,7 @@ class TailSettings:
 
     Attributes:
         original: The context length that the model was trained on, in tokens.
-        target: The target length, in tokens, special tokens included.
-        tail_tokens: The K of `tail`, the same tokens at both lengths; 0: 1,024, but at most half of the original.
-        windows_per_document: Tails scored in each document, evenly spaced.
-        max_regression: Largest increase of the perplexity at the original length, as a fraction; `None`: any.
-        chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
-        prefill: Tokens that the model runs at a time, over a key-value cache; `None`: all at once.
-        seed: Seed of everything random.
-        resamples: Number of bootstrap resamples.
+        target: The target length, in tokens, special tokens included. The other fields are those of `TailOptions`.
 
     Raises:
         PosencError: Lengths or numbers that exclude each other.
@@ -100,15 +94,8 @@ class TailSettings:
     @classmethod
     def of(cls, options: TailOptions, original: int) -> TailSettings:
         """Return the objective of a command; the default target is four times the original length."""
-        names = (
-            "tail_tokens",
-            "windows_per_document",
-            "max_regression",
-            "chunk",
-            "prefill",
-            "seed",
-        )
-        values = {name: getattr(options, name) for name in names}
+        shared = {field.name for field in dataclasses.fields(cls)} & set(vars(options))
+        values = {name: getattr(options, name) for name in shared}
         return cls(original, options.target_length or 4 * original, **values)
 
     @property
@@ -145,12 +132,9 @@ class TailSettings:
 
 @dataclass(frozen=True)
 class Loss:
-    """Loss of the tail tokens of one document, read at one length.
+    """Loss of the tail tokens of one document, read at one length: their sum in nats, which may be NaN, and number.
 
-    Attributes:
-        nats: Sum of their negative log-likelihoods; NaN if one was not finite, or if there is no number.
-        tokens: Their number.
-        failed: The reason why there is no number.
+    `failed` is the reason why there is no number.
     """
 
     nats: float
@@ -213,8 +197,6 @@ class Row:
     """Row of the table: a method over some documents.
 
     Attributes:
-        label: The method.
-        control: Whether it is a control.
         documents: Number of documents that it was measured on.
         perplexity: At the target length; NaN if it failed.
         interval: Its 95 % bootstrap interval over documents.
@@ -236,12 +218,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Board:
-    """Comparisons of everything measured so far.
+    """Comparisons of everything measured so far; the baseline is the model as loaded.
 
-    Attributes:
-        losses: Everything measured.
-        settings: The objective.
-        baseline: The label of the model as loaded.
+    Methods are named as in `losses`: by label, or by the candidate's key.
     """
 
     losses: Losses
@@ -273,10 +252,10 @@ class Board:
 
     def short(self, label: str, documents: Sequence[int]) -> Comparison | None:
         """Return the regression on short texts, as a ratio."""
-        own, plain = (
-            self.of(name, self.settings.original, documents) for name in (label, self.baseline)
+        length = self.settings.original
+        return self.compare(
+            self.of(label, length, documents), self.of(self.baseline, length, documents)
         )
-        return self.compare(own, plain)
 
     def within_bound(self, label: str, documents: Sequence[int]) -> bool:
         """Return whether the regression on short texts is at most `max_regression`."""
