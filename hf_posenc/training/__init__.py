@@ -6,38 +6,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_posenc.training.batches.blocks import prepare_blocks
-    from hf_posenc.training.batches.collator import PositionCollator
-    from hf_posenc.training.batches.dependencies import check_dependencies
-    from hf_posenc.training.callbacks import PerplexityCallback, SaveOnSignal
-    from hf_posenc.training.checkpoints import SafeCheckpoints, last_complete_checkpoint
-    from hf_posenc.training.checks import check_run
-    from hf_posenc.training.chunked_loss.loss import chunk_loss
-    from hf_posenc.training.folder import TrainingFolder
-    from hf_posenc.training.log import TrainingLog, loss_figure
-    from hf_posenc.training.parameters import choose_parameters, lora_config
-    from hf_posenc.training.result import write_card
-    from hf_posenc.training.scoring import Scores, score
-
-__all__ = [
-    "PerplexityCallback",
-    "PositionCollator",
-    "SafeCheckpoints",
-    "SaveOnSignal",
-    "Scores",
-    "TrainingFolder",
-    "TrainingLog",
-    "check_dependencies",
-    "check_run",
-    "choose_parameters",
-    "chunk_loss",
-    "last_complete_checkpoint",
-    "lora_config",
-    "loss_figure",
-    "prepare_blocks",
-    "score",
-    "write_card",
-]
+    from hf_posenc.training.batches.blocks import prepare_blocks as prepare_blocks
+    from hf_posenc.training.batches.collator import PositionCollator as PositionCollator
+    from hf_posenc.training.batches.dependencies import check_dependencies as check_dependencies
+    from hf_posenc.training.callbacks import PerplexityCallback as PerplexityCallback
+    from hf_posenc.training.callbacks import SaveOnSignal as SaveOnSignal
+    from hf_posenc.training.checkpoints import SafeCheckpoints as SafeCheckpoints
+    from hf_posenc.training.checkpoints import last_complete_checkpoint as last_complete_checkpoint
+    from hf_posenc.training.checks import check_run as check_run
+    from hf_posenc.training.chunked_loss.loss import chunk_loss as chunk_loss
+    from hf_posenc.training.folder import TrainingFolder as TrainingFolder
+    from hf_posenc.training.log import TrainingLog as TrainingLog
+    from hf_posenc.training.log import loss_figure as loss_figure
+    from hf_posenc.training.parameters import choose_parameters as choose_parameters
+    from hf_posenc.training.parameters import lora_config as lora_config
+    from hf_posenc.training.result import write_card as write_card
+    from hf_posenc.training.scoring import Scores as Scores
+    from hf_posenc.training.scoring import score as score
 
 _HOMES = {
     "PerplexityCallback": "callbacks",
@@ -58,6 +43,7 @@ _HOMES = {
     "score": "scoring",
     "write_card": "result",
 }
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -194,15 +194,7 @@ Arguments = tuple[PatchArguments, DataArguments, FinetuneArguments]
 
 
 def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> Arguments:
-    """Parse the command line; `--recipe FILE` reads defaults from a YAML file.
-
-    Args:
-        default_recipe: The recipe if no model is named.
-        argv: The arguments; by default those of the process.
-
-    Raises:
-        PosencError: Invalid arguments, or a recipe that cannot be read or sets an unknown option.
-    """
+    """Parse the command line; `--recipe FILE` reads defaults from a YAML file, by default one if no model is named."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     kinds: Any = (PatchArguments, DataArguments, FinetuneArguments)
     parser: Any = _Parser(kinds, allow_abbrev=False)
@@ -264,10 +256,7 @@ def command_line() -> str:
 def decisive(
     options: Arguments, weights: str, patch: Patch | None, lengths: Lengths, counts: Counts
 ) -> dict[str, Any]:
-    """Return everything that determines the losses of a run beside transformers' own options.
-
-    `weights` is the hash of the loaded weights.
-    """
+    """Return everything that determines the losses of a run beside transformers' own options."""
     choice, data, _ = options
     names = ("model", "tokenizer", "patch")  # weights, tokens and patch count instead
     return {

@@ -19,7 +19,7 @@ from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.saving import apply_config
-from hf_posenc.training.batches.positions import DRAWS
+from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checks import wants_fsdp
 
 _KEEP = "Leave --patch out to train it further as it is"
@@ -27,32 +27,18 @@ _KEEP = "Leave --patch out to train it further as it is"
 
 @dataclass(frozen=True)
 class Lengths:
-    """The lengths of a run, all in tokens.
-
-    Attributes:
-        original: The context that the model was trained on.
-        target: The context to train for.
-        block: Tokens in an example.
-        drawn: Whether its positions are drawn, up to the target.
-    """
+    """The lengths of a run in tokens: the model's original context, the target, and that of an example."""
 
     original: int
     target: int
     block: int
-    drawn: bool = False
+    drawn: bool = False  # positions are drawn up to the target
 
 
 def apply_patch(model: nn.Module, text: str | None, target_length: int | None = None) -> None:
-    """Patch a model as `--patch` specifies.
+    """Patch a model in place as `--patch` specifies; `None` is for a model that was loaded with its patch.
 
-    Args:
-        model: The model, patched in place.
-        text: `method:option=value,...`, several joined by `+`; `"none"`, to train without a patch; or `None`, for a
-            model that was loaded with its patch.
-        target_length: The context to reach, in tokens, for methods without a given scale.
-
-    Raises:
-        PosencError: No patch at all, a second one on a patched model, or one that the model does not support.
+    Methods without a given scale reach the target length. A patched model is not patched again without `replace=true`.
     """
     patch = get_patch(model)
     saved = "" if patch is None else f"this model was saved with {str(patch).splitlines()[0]}"
@@ -114,16 +100,9 @@ def resolve_lengths(
     target_length: int | None = None,
     block_length: int | None = None,
 ) -> Lengths:
-    """Return the lengths of a run.
+    """Return the lengths of a run; by default the target is the length that the model's patch reaches.
 
-    Args:
-        model: The model, patched if it will be.
-        positions: As for `PositionCollator`.
-        target_length: By default the length that the patch reaches.
-        block_length: By default the target length, or the original length if positions are drawn.
-
-    Raises:
-        PosencError: No target length is known, or the block does not fit.
+    A block has that length by default, or the original length if positions are drawn.
     """
     patch = get_patch(model)
     original = original_length(model, ())

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_posenc import patch_model
-from hf_posenc.training.batches.collator import PositionCollator
-from hf_posenc.training.batches.positions import DRAWS
+from hf_posenc.training.batches.collator import DRAWS, PositionCollator
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, randomise
 from tests.support.zoo_registry import quiet

@@ -22,7 +22,7 @@ from hf_posenc.training import (
     last_complete_checkpoint,
     prepare_blocks,
 )
-from hf_posenc.training.batches.positions import DRAWS
+from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checkpoints import mark_complete
 from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts import finetune_loop

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from glob import glob
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -32,8 +32,7 @@ from hf_posenc.evaluation.documents import (
 )
 from hf_posenc.evaluation.measuring.identity import tokenizer_hash
 from hf_posenc.files import to_json, write_atomically
-from hf_posenc.training.batches.collator import POSITIONS
-from hf_posenc.training.batches.positions import Numbers
+from hf_posenc.training.batches.collator import POSITIONS, Numbers
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -51,14 +50,8 @@ STANDARD_LIBRARY: dict[str, Any] = {
 """Description of `read_standard_library` in results."""
 
 
-@dataclass(frozen=True)
-class Block:
-    """An example.
-
-    Attributes:
-        ids: Its tokens, shape (length,).
-        documents: The number of tokens of each document in it; they sum to the length.
-    """
+class Block(NamedTuple):
+    """An example: its tokens, shape (length,), and the number of tokens of each document in it."""
 
     ids: Numbers
     documents: tuple[int, ...]
@@ -68,19 +61,10 @@ class Block:
 class Cutter:
     """Cuts documents into blocks and counts their tokens.
 
-    Every block begins with the tokenizer's prefix, and so does every document in a block. A document ends with the
-    tokenizer's end-of-text token, if it has one.
-
-    Args:
-        length: Tokens in a block, special ones included.
-        packed: Put documents next to each other. A document that does not fit is continued, as another one, in the
-            next block. Otherwise every block holds one document, and the remainder of that document is not used.
-        prefix: The special tokens in front of every document.
-        suffix: The special tokens behind every document.
-
-    Attributes:
-        tokens: Number of tokens read, including those of the suffix.
-        unused: Number of these tokens that are in no block.
+    Every document in a block begins with the special tokens of the prefix, and every document ends with those of the
+    suffix. If packed, documents are next to each other, and one that does not fit is continued, as another one, in the
+    next block. Otherwise every block holds one document, and the remainder of that document is not used. `tokens` is
+    the number of those read, with the suffixes, and `unused` the number of these that are in no block.
     """
 
     length: int
@@ -137,8 +121,7 @@ class Counts:
         unused: Tokens of those documents that are in no block.
         largest: The largest token id.
         sha256: Hash of all blocks and document boundaries, equal on every rank and in every run.
-        skipped: Number of documents that were not used.
-        reasons: Name and reason of the first of them.
+        skipped: Number of documents that were not used; `reasons` has the first of them.
     """
 
     length: int
@@ -150,12 +133,6 @@ class Counts:
     sha256: str
     skipped: int
     reasons: tuple[Skipped, ...]
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Counts:
-        """Return the counts that `dataclasses.asdict` was applied to."""
-        reasons = tuple(Skipped(**each) for each in values["reasons"])
-        return cls(**{**values, "reasons": reasons})
 
     def line(self) -> str:
         """Return a summary in one line."""
@@ -184,21 +161,14 @@ class Blocks:
 
     @classmethod
     def read(cls, folder: Path, *, in_memory: bool = False) -> Blocks:
-        """Read the blocks that a `Writer` wrote.
-
-        Args:
-            folder: The folder.
-            in_memory: Copy the blocks, so that the folder can be removed.
-
-        Raises:
-            PosencError: The folder is damaged.
-        """
+        """Read the blocks that a `Writer` wrote, or copy them into memory, so that the folder can be removed."""
         from datasets import Dataset
 
         try:
             counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
+            counts["reasons"] = tuple(Skipped(**each) for each in counts["reasons"])
             dataset = Dataset.from_file(str(folder / _TOKENS), in_memory=in_memory)
-            blocks = cls(dataset.with_format("numpy"), Counts.from_dict(counts))
+            blocks = cls(dataset.with_format("numpy"), Counts(**counts))
             if len(dataset) != len(blocks):
                 raise ValueError(f"{len(dataset)} blocks, {len(blocks)} were written")
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -336,11 +306,7 @@ def _disk_errors(place: str) -> Iterator[None]:
 
 
 class Writer:
-    """Reads documents and writes their blocks into an empty folder: an Arrow file, and last of all the counts.
-
-    Raises:
-        PosencError: The datasets library is not installed.
-    """
+    """Reads documents and writes their blocks into an empty folder: an Arrow file, and last of all the counts."""
 
     def __init__(
         self,

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
+from hf_posenc.evaluation.scoring.decoder import input_embeddings
 from hf_posenc.evaluation.scoring.head_replay import evaluation_mode
-from hf_posenc.training.batches.collator import PositionCollator
-from hf_posenc.training.batches.positions import DRAWS
+from hf_posenc.training.batches.collator import DRAWS, PositionCollator
 
 _TOKENS = 12
 _DOCUMENTS = ((4, 5, 3), (6, 2, 4))
@@ -66,7 +66,8 @@ def check_dependencies(
         _warn_unverified(model, collator, one_line(error))
         return
     if collator.positions == "packed":
-        if _crosses_documents(depends, batch):
+        document = _jumps(batch).cumsum(-1).to(depends.device)
+        if bool((depends & (document[:, :, None] != document[:, None, :])).any()):
             raise PosencError(
                 f"In {_describe(model)} packed documents attend to each other: its layers carry a state, its attention "
                 "takes no mask, or its mask ignores positions. Use positions='contiguous', or another attention "
@@ -86,14 +87,9 @@ def check_dependencies(
 
 
 def dependencies(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return whether the logits of a token depend on the embedding of another, by the gradient: 0 for a masked key.
+    """Return the dependencies of tokens' logits on tokens' embeddings, by the gradient: 0 for a masked key.
 
-    Args:
-        model: A causal language model.
-        batch: Arguments of its forward, without labels; b rows of n tokens.
-
-    Returns:
-        Bool, shape (b, n, n): query, key.
+    The batch has b rows of n tokens and no labels. The result is bool, shape (b, n, n): query, key.
     """
     rows = []
     with _embedding_leaves(model) as leaves:
@@ -141,8 +137,7 @@ def _embedding_leaves(model: nn.Module) -> Iterator[list[Tensor]]:
         leaves.append(output.detach().requires_grad_())
         return leaves[-1].clone()  # some models write into it
 
-    inner: Any = model
-    hook = inner.get_input_embeddings().register_forward_hook(detach)
+    hook = input_embeddings(model).register_forward_hook(detach)
     try:
         with torch.enable_grad(), evaluation_mode(model):
             yield leaves
@@ -152,8 +147,8 @@ def _embedding_leaves(model: nn.Module) -> Iterator[list[Tensor]]:
 
 def _probe_batch(model: nn.Module, collator: PositionCollator) -> dict[str, Any]:
     """Return a batch of the collator, in which every row of drawn positions has a jump."""
-    inner: Any = model
-    vocabulary = min(inner.get_input_embeddings().weight.shape[0], 1 << 15)
+    embeddings: Any = input_embeddings(model)
+    vocabulary = min(embeddings.weight.shape[0], 1 << 15)
     random = np.random.default_rng(_SEED)
     ids = random.integers(vocabulary // 4, vocabulary, (len(_DOCUMENTS), _TOKENS))
     examples = [
@@ -175,11 +170,6 @@ def _jumps(batch: Mapping[str, Any]) -> Tensor:
     """Return whether a token begins a new part or document, shape (b, n)."""
     positions: Tensor = batch["position_ids"]
     return positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
-
-
-def _crosses_documents(depends: Tensor, batch: Mapping[str, Any]) -> bool:
-    document = _jumps(batch).cumsum(-1).to(depends.device)
-    return bool((depends & (document[:, :, None] != document[:, None, :])).any())
 
 
 def _crosses_jumps(depends: Tensor, batch: Mapping[str, Any]) -> bool:

@@ -31,13 +31,8 @@ Arguments = dict[str, Any]
 class Decoder:
     """The part of a language model that its forward calls first; the head is everything behind it.
 
-    Args:
-        model: The language model.
-        forward: Its own forward.
-        arguments: Arguments to find the decoder with; nothing behind the first embedding is run.
-
-    Raises:
-        LookupError: The forward calls no part that holds the embeddings.
+    To find it, the forward is called with the arguments, and stopped before the first embedding. A LookupError is
+    raised if it calls no part that holds the embeddings.
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> None:

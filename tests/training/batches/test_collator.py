@@ -17,8 +17,15 @@ from torch.utils.data import DataLoader
 from transformers import TrainerState
 
 from hf_posenc.errors import PosencError
-from hf_posenc.training.batches.collator import POSITIONS, PositionCollator
-from hf_posenc.training.batches.positions import DRAWS, Draw, cream, pose, randomized
+from hf_posenc.training.batches.collator import (
+    DRAWS,
+    POSITIONS,
+    Draw,
+    PositionCollator,
+    cream,
+    pose,
+    randomized,
+)
 
 DRAWN = tuple(DRAWS)
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc.training.batches.collator import POSITIONS
+from hf_posenc.training.batches.collator import DRAWS, POSITIONS
 from hf_posenc.training.batches.dependencies import dependencies
-from hf_posenc.training.batches.positions import DRAWS
 from tests.support.attention_llama import CASES
 from tests.support.dependency_cases import (
     ARCHITECTURES,

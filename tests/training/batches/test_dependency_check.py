@@ -17,9 +17,8 @@ from transformers.modeling_flash_attention_utils import (
 )
 
 from hf_posenc.errors import PosencError
-from hf_posenc.training.batches.collator import POSITIONS, PositionCollator
+from hf_posenc.training.batches.collator import DRAWS, POSITIONS, PositionCollator
 from hf_posenc.training.batches.dependencies import check_dependencies, dependencies
-from hf_posenc.training.batches.positions import DRAWS
 from hf_posenc.training.preparation import needs_one_row
 from tests.support import zoo
 from tests.support.attention_llama import CASES
