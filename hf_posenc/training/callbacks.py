@@ -76,16 +76,12 @@ class SaveOnSignal(TrainerCallback):
         self._stop_if_signalled(control)
         self._block(control.should_evaluate)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         self._block(False)
         if state.global_step > 0:
             self._stop_if_signalled(control)
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         # The Trainer treats every stop as the end of an epoch.
         if self.received and not _ends_epoch(state):
             control.should_log = control.should_evaluate = control.should_save = False
@@ -142,13 +138,10 @@ class ExactResume(TrainerCallback):
     def __init__(self, trainer: Trainer, checkpoint: Path | None) -> None:
         self._trainer: Any = trainer
         self._checkpoint = checkpoint
-        self._finished = False
-        self._save_at_epoch_end = False
+        self._finished = self._save_at_epoch_end = False
         self._eval_on_start: bool | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         if not state.global_step:
             return
         state.compute_steps(args, state.max_steps)
@@ -163,9 +156,7 @@ class ExactResume(TrainerCallback):
         if self._finished:
             control.should_training_stop = True
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         due_then = IntervalStrategy.EPOCH in (args.eval_strategy, args.logging_strategy)
         if control.should_save and due_then and _ends_epoch(state):
             control.should_save, self._save_at_epoch_end = False, True
@@ -228,9 +219,7 @@ class _VersionOnly:
 class StopOnNonFinite(TrainerCallback):
     """Raises from the Trainer's `train()` when loss or gradient norm are not finite, before anything is saved."""
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         for name in ("loss", "grad_norm"):
             value = (logs or {}).get(name)
             if value is not None and not math.isfinite(float(value)):
@@ -245,31 +234,25 @@ class ProgressLines(TrainerCallback):
     """Prints about thirty lines of progress per run, in the first process."""
 
     def __init__(self) -> None:
-        self._began = 0.0
-        self._first = 0
+        self._print = Console(highlight=False, soft_wrap=True).print
+        self._began, self._first = 0.0, 0
 
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self._began, self._first = time.perf_counter(), state.global_step
         if state.is_world_process_zero and state.global_step:
-            _print(f"resuming after step {state.global_step:,} of {state.max_steps:,}")
+            self._print(f"resuming after step {state.global_step:,} of {state.max_steps:,}")
 
-    def on_log(
-        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         step, steps = state.global_step, state.max_steps
         if not state.is_world_process_zero or not logs or "loss" not in logs:
             return
         if step % max(1, steps // _LINES) and step not in (1, steps):
             return
         left = (time.perf_counter() - self._began) / max(1, step - self._first) * (steps - step)
-        _print(
+        self._print(
             f"step {step:,}/{steps:,}  loss {float(logs['loss']):.4f}  lr {float(logs.get('learning_rate', 0)):.2e}  "
             f"gradient {float(logs.get('grad_norm', 0)):.2f}  {left:,.0f} s left"
         )
-
-
-def _print(text: str) -> None:
-    Console(highlight=False, soft_wrap=True).print(text)
 
 
 class PerplexityCallback(TrainerCallback):
@@ -301,16 +284,9 @@ class PerplexityCallback(TrainerCallback):
                 "highest of every metric whose name does not end in loss. Add --greater_is_better false."
             )
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: Any,
-        model: Any = None,
-        **_: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == 0:
-            self._log(self._measure(model, state), state)
+            self._measure(given["model"], state)
             self._remember(args.eval_on_start)
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
@@ -318,19 +294,10 @@ class PerplexityCallback(TrainerCallback):
 
     on_epoch_end = on_step_end
 
-    def on_evaluate(
-        self,
-        args: Any,
-        state: TrainerState,
-        control: Any,
-        model: Any = None,
-        metrics: dict[str, Any] | None = None,
-        **_: Any,
-    ) -> None:
-        numbers = self._measure(model, state)
-        self._log(numbers, state)
-        if metrics is not None:
-            metrics.update(numbers)
+    def on_evaluate(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        numbers = self._measure(given["model"], state)
+        if given.get("metrics") is not None:
+            given["metrics"].update(numbers)
         if self._draws is not None:
             self._draws.restore()
             self._draws = None
@@ -340,20 +307,19 @@ class PerplexityCallback(TrainerCallback):
         self._draws = RandomState() if evaluates else None
 
     def _measure(self, model: Any, state: TrainerState) -> dict[str, float]:
+        """Measure, log and return the perplexities of a step."""
         seen = state.num_input_tokens_seen or None
         result = self._scores.measure(model, state.global_step, tokens_seen=seen)
         label = label_of(unwrap(model, adapters=False), state.global_step)
-        return {
+        numbers = {
             _metric(cell.protocol, cell.length): cell.perplexity
             for cell in result.cells
             if cell.method == label
         }
-
-    def _log(self, numbers: dict[str, float], state: TrainerState) -> None:
-        # One evaluation of several datasets is one measurement.
-        if self._logged != state.global_step:
+        if self._logged != state.global_step:  # one evaluation of several datasets is logged once
             self._logged = state.global_step
             self._trainer.log(dict(numbers))
+        return numbers
 
 
 def check_best(arguments: TrainingArguments, scores: Scores | None) -> None:

@@ -142,9 +142,7 @@ class SafeCheckpoints(TrainerCallback):
         self._limit: int | None = None
         self._saved: int | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         if state.is_hyper_param_search:
             raise PosencError(
                 "SafeCheckpoints supports one folder; hyperparameter_search writes one per trial. Leave the callback "
@@ -157,9 +155,7 @@ class SafeCheckpoints(TrainerCallback):
         if args.should_save:
             self._rotate(args, state)
 
-    def on_step_end(
-        self, args: Any, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         # A complete checkpoint is not written again: a kill would leave its manifest beside torn files.
         if control.should_save and self._saved == state.global_step:
             control.should_save = False

@@ -15,7 +15,6 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from accelerate import Accelerator, PartialState
@@ -239,8 +238,8 @@ class TrainingFolder:
         self._settings = settings
         self._fresh = fresh
         self._interruption = SaveOnSignal()
-        self._lock: FileLock | None = None
         self.path = Path(arguments.output_dir or ".")
+        self._lock = FileLock(self.path / _LOCK)
         self.checkpoint: Path | None = None
 
     def __enter__(self) -> TrainingFolder:
@@ -265,27 +264,17 @@ class TrainingFolder:
         self._agree(problem)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             if isinstance(error, Exception):
                 self._explain(error)
         finally:
-            if self._lock is not None:
-                self._lock.release()
+            self._lock.release()
         if error is None:
             leave_group()
 
     def train(self, trainer: Trainer) -> None:
-        """Train to the end; exit the program after a signal, once everything is saved.
-
-        Raises:
-            SystemExit: SIGTERM or SIGUSR1 was received: 128 plus its number, as in shells.
-        """
+        """Train to the end. After a signal, exit once everything is saved, with 128 plus its number, as in shells."""
         resume = ExactResume(trainer, self.checkpoint)
         for callback in (self._interruption, resume, SafeCheckpoints()):
             trainer.add_callback(callback)
@@ -308,7 +297,6 @@ class TrainingFolder:
     def _acquire_lock(self) -> None:
         """Lock the folder; the system releases the lock when the process ends, even if killed."""
         self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(self.path / _LOCK)
         try:
             self._lock.acquire(timeout=0)
             return
@@ -347,8 +335,7 @@ class TrainingFolder:
     def _raise_on_all(self, problem: str | None) -> None:
         if problem is None:
             return
-        if self._lock is not None:
-            self._lock.release()
+        self._lock.release()
         leave_group()
         if self._arguments.process_index == 0:
             raise PosencError(problem)

@@ -74,10 +74,6 @@ class Cutter:
     tokens: int = 0
     unused: int = 0
     _parts: list[Numbers] = field(default_factory=list)
-    _space: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._space = self.length
 
     @property
     def least(self) -> int:
@@ -91,25 +87,25 @@ class Cutter:
             ids = np.concatenate([ids, np.asarray(self.suffix, dtype=np.int64)])
         self.tokens += len(ids)
         while len(ids):
-            room = self._space - len(self.prefix)  # may be 0: special tokens then fill the block
+            space = self.length - sum(map(len, self._parts))
+            room = space - len(self.prefix)  # may be 0: special tokens then fill the block
             if not self.packed and len(ids) < room:
                 break
-            part = np.concatenate([np.asarray(self.prefix, dtype=np.int64), ids])[: self._space]
+            part = np.concatenate([np.asarray(self.prefix, dtype=np.int64), ids])[:space]
             ids = ids[max(room, 0) :]
             self._parts.append(part)
-            self._space -= len(part)
-            if not self._space:
+            if len(part) == space:
                 yield Block(np.concatenate(self._parts), tuple(map(len, self._parts)))
-                self._parts, self._space = [], self.length
+                self._parts = []
         self.unused += len(ids)
 
     def finish(self) -> None:
         """Count the tokens of an incomplete last block as unused."""
         self.unused += sum(max(len(part) - len(self.prefix), 0) for part in self._parts)
-        self._parts, self._space = [], self.length
+        self._parts = []
 
 
-@dataclass(frozen=True)
+@dataclass
 class Counts:
     """Counts of the training data.
 
@@ -125,14 +121,14 @@ class Counts:
     """
 
     length: int
-    blocks: int
-    documents: int
-    tokens: int
-    unused: int
-    largest: int
-    sha256: str
-    skipped: int
-    reasons: tuple[Skipped, ...]
+    blocks: int = 0
+    documents: int = 0
+    tokens: int = 0
+    unused: int = 0
+    largest: int = -1
+    sha256: str = ""
+    skipped: int = 0
+    reasons: tuple[Skipped, ...] = ()
 
     def line(self) -> str:
         """Return a summary in one line."""
@@ -305,87 +301,69 @@ def _disk_errors(place: str) -> Iterator[None]:
         ) from error
 
 
+@dataclass
 class Writer:
     """Reads documents and writes their blocks into an empty folder: an Arrow file, and last of all the counts."""
 
-    def __init__(
-        self,
-        entries: Iterable[Entry],
-        tokenizer: Any,
-        cutter: Cutter,
-        limit: int | None,
-        seen: Callable[[str], None],
-    ) -> None:
+    entries: Iterable[Entry]
+    tokenizer: Any
+    cutter: Cutter
+    limit: int | None
+    seen: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         if importlib.util.find_spec("datasets") is None:
             raise PosencError(
                 "Training needs the datasets library: pip install 'hf-posenc[train]'."
             )
-        import pyarrow as pa
-
-        numbers = pa.list_(pa.int32())
-        names = ("input_ids", "document_lengths") if cutter.packed else ("input_ids",)
-        self._schema = pa.schema([(name, numbers) for name in names])
-        self._entries, self._tokenizer, self._cutter = entries, tokenizer, cutter
-        self._limit, self._seen = limit, seen
-        self._hash, self._blocks, self._largest = hashlib.sha256(), 0, -1
-        self._used = self._longest = self._skipped = 0
-        self._reasons: list[Skipped] = []
+        self._counts, self._longest = Counts(self.cutter.length), 0
 
     def write(self, folder: Path) -> None:
         """Write all blocks and flush them to disk; the counts complete the folder."""
         import pyarrow as pa
 
+        names = ("input_ids", "document_lengths") if self.cutter.packed else ("input_ids",)
+        schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
         with (folder / _TOKENS).open("wb") as file:
-            with pa.ipc.new_stream(file, self._schema) as stream:
+            with pa.ipc.new_stream(file, schema) as stream:
                 blocks = self._cut()
                 while rows := list(itertools.islice(blocks, _ROWS_PER_BATCH)):
-                    stream.write_batch(self._batch(rows))
+                    batch = pa.RecordBatch.from_pydict(self._columns(rows), schema=schema)
+                    stream.write_batch(batch)
             file.flush()
             os.fsync(file.fileno())
-        if not self._blocks:
+        if not self._counts.blocks:
             raise PosencError(self._explanation())
-        counts = Counts(
-            length=self._cutter.length,
-            blocks=self._blocks,
-            documents=self._used,
-            tokens=self._cutter.tokens - self._cutter.unused,
-            unused=self._cutter.unused,
-            largest=self._largest,
-            sha256=self._hash.hexdigest(),
-            skipped=self._skipped,
-            reasons=tuple(self._reasons),
-        )
-        write_atomically(folder / _COUNTS, to_json(asdict(counts)))
+        write_atomically(folder / _COUNTS, to_json(asdict(self._counts)))
 
-    def _batch(self, rows: list[Block]) -> Any:
-        import pyarrow as pa
-
-        columns = [pa.array([row.ids for row in rows], self._schema.field(0).type)]
-        if self._cutter.packed:
-            documents = [row.documents for row in rows]
-            columns.append(pa.array(documents, self._schema.field(1).type))
-        return pa.record_batch(columns, schema=self._schema)
+    def _columns(self, rows: list[Block]) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
+        if self.cutter.packed:
+            columns["document_lengths"] = [row.documents for row in rows]
+        return columns
 
     def _cut(self) -> Iterator[Block]:
-        vocabulary = Vocabulary(self._tokenizer)
-        for entry in self._entries:
-            self._seen(entry.name)
+        vocabulary, counts, digest = Vocabulary(self.tokenizer), self._counts, hashlib.sha256()
+        for entry in self.entries:
+            self.seen(entry.name)
             document = self._tokenize(entry, vocabulary)
             if isinstance(document, Skipped):
-                self._skipped += 1
-                if len(self._reasons) < _MAX_REASONS:
-                    self._reasons.append(document)
+                counts.skipped += 1
+                if len(counts.reasons) < _MAX_REASONS:
+                    counts.reasons += (document,)
                 continue
-            self._used += 1
-            for block in self._cutter.cut(document):
-                self._blocks += 1
-                self._largest = max(self._largest, int(block.ids.max()))
+            counts.documents += 1
+            for block in self.cutter.cut(document):
+                counts.blocks += 1
+                counts.largest = max(counts.largest, int(block.ids.max()))
                 for numbers in (block.ids, np.asarray(block.documents)):
-                    self._hash.update(numbers.astype("<i8").tobytes())
+                    digest.update(numbers.astype("<i8").tobytes())
                 yield block
-            if self._used == self._limit:
+            if counts.documents == self.limit:
                 break
-        self._cutter.finish()
+        self.cutter.finish()
+        counts.tokens, counts.unused = self.cutter.tokens - self.cutter.unused, self.cutter.unused
+        counts.sha256 = digest.hexdigest()
 
     def _tokenize(self, entry: Entry, vocabulary: Vocabulary) -> TokenizedDocument | Skipped:
         if isinstance(entry, Skipped):
@@ -401,29 +379,30 @@ class Writer:
                 ) from error
         else:
             try:
-                document = tokenize(entry, self._tokenizer)
+                document = tokenize(entry, self.tokenizer)
             except UnreadableError as error:
                 return Skipped(entry.name, str(error))
         self._longest = max(self._longest, len(document))
-        if len(document) < (least := self._cutter.least):
+        if len(document) < (least := self.cutter.least):
             return Skipped(entry.name, f"too short: {len(document):,} tokens, {least:,} are needed")
         return document
 
     def _explanation(self) -> str:
         """Return why there is no block."""
-        if not self._skipped and not self._used:
-            return "There is no document to read."
-        if not self._skipped:
+        counts, length = self._counts, self.cutter.length
+        if not counts.skipped:
+            if not counts.documents:
+                return "There is no document to read."
             return (
-                f"All documents together have {self._cutter.tokens:,} tokens, fewer than a block of "
-                f"{self._cutter.length:,}: give more text, or a shorter --block_length."
+                f"All documents together have {self.cutter.tokens:,} tokens, fewer than a block of {length:,}: give "
+                "more text, or a shorter --block_length."
             )
-        first = f"{self._reasons[0].name}: {self._reasons[0].reason}"
-        others = f"; and {self._skipped - 1:,} more" if self._skipped > 1 else ""
+        first = f"{counts.reasons[0].name}: {counts.reasons[0].reason}"
+        others = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""
         advice = ""
         if self._longest:
             advice = (
-                f" The longest document has {self._longest:,} tokens, a block has {self._cutter.length:,}: give a "
-                "shorter --block_length, or --positions packed, which puts short documents side by side."
+                f" The longest document has {self._longest:,} tokens, a block has {length:,}: give a shorter "
+                "--block_length, or --positions packed, which puts short documents side by side."
             )
         return f"No document can be used for training ({first}{others}).{advice}"

@@ -168,7 +168,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     def full(self: Writer, rows: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Writer, "_batch", full)
+    monkeypatch.setattr(Writer, "_columns", full)
     options: Any = {"cache": tmp_path / "cache", "source": SOURCE} if cache else {}
     with pytest.raises(PosencError, match=r"cannot be written to .*: No space left on device"):
         prepare_blocks(documents(25), byte_tokenizer(), length=10, **options)
