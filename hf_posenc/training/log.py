@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,19 +14,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment, global_shape
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.plots import (
-    COLOURS,
-    CONTROL_COLOUR,
-    MARKED,
-    MARKERS,
-    name_lines,
-    styled_panels,
-    value_axis,
-)
 from hf_posenc.files import finite
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
@@ -121,14 +113,10 @@ class TrainingLog:
         return dict(finite(values))
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> TrainingLog:
-        """Return the log that `to_dict` was applied to."""
-        return cls(**{entry.name: values[entry.name] for entry in dataclasses.fields(cls)})
-
-    @classmethod
     def read(cls, directory: Path) -> TrainingLog:
         """Read the log beside a model card."""
-        return cls.from_dict(json.loads((directory / FILE).read_text(encoding="utf-8")))
+        values = json.loads((directory / FILE).read_text(encoding="utf-8"))
+        return cls(**{entry.name: values[entry.name] for entry in dataclasses.fields(cls)})
 
 
 def _run(trainer: Trainer) -> dict[str, Any]:
@@ -181,26 +169,22 @@ def _without_paths(value: Any) -> Any:
 
 
 def published(scores: PerplexityResult) -> PerplexityResult:
-    """Return scores whose documents' names lose their common folders."""
-    documents = [str(document["name"]) for document in scores.documents]
-    names = _below_common(documents + [skipped.name for skipped in scores.skipped])
+    """Return scores whose documents' names lose the folders that all have in common, so that they stay different."""
+    names = [str(document["name"]) for document in scores.documents]
+    names += [skipped.name for skipped in scores.skipped]
+    absolute = {name: Path(name) for name in names if Path(name).is_absolute()}
+    common = os.path.commonpath([p.parent for p in absolute.values()]) if absolute else ""
+    relative = {name: str(path.relative_to(common)) for name, path in absolute.items()}
+    shown = {name: relative.get(name, name) for name in names}
     return dataclasses.replace(
         scores,
         model={**scores.model, "name": shown_name(str(scores.model["name"]))},
-        documents=[{**each, "name": names[each["name"]]} for each in scores.documents],
-        skipped=[dataclasses.replace(each, name=names[each.name]) for each in scores.skipped],
+        documents=[{**each, "name": shown[each["name"]]} for each in scores.documents],
+        skipped=[dataclasses.replace(each, name=shown[each.name]) for each in scores.skipped],
         records=[
-            dataclasses.replace(each, document=names[each.document]) for each in scores.records
+            dataclasses.replace(each, document=shown[each.document]) for each in scores.records
         ],
     )
-
-
-def _below_common(names: Iterable[str]) -> dict[str, str]:
-    """Map absolute paths to their part below the last common folder, so that all stay different."""
-    names = list(names)
-    own = [name for name in names if Path(name).is_absolute()]
-    common = os.path.commonpath([str(Path(name).parent) for name in own]) if own else ""
-    return {name: str(Path(name).relative_to(common)) if name in own else name for name in names}
 
 
 # The plot. Needs matplotlib (`pip install hf-posenc[plot]`).
@@ -239,7 +223,7 @@ def loss_figure(
     lines = {} if table is None else score_points(table, protocol)
     wide = any(len(points) > 1 for points in lines.values())
     width, columns = (8.1, 2) if wide else (4.4, 1)
-    with styled_panels(width, _HEIGHT, columns) as (figure, panels):
+    with plots.styled_panels(width, _HEIGHT, columns) as (figure, panels):
         _loss_panel(panels[0], losses, loss_points(log_history, "eval_loss"))
         panels[0].set_xlabel(_step_label(log_history))
         if wide:
@@ -290,10 +274,10 @@ def _loss_panel(panel: Axes, losses: Points, held_out: Points) -> None:
     means, width = smoothed(losses)
     thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.45} if means else {"linewidth": 1.3}
     name = "logged" if means else "training"
-    panel.plot(*zip(*losses, strict=True), color=COLOURS[0], label=name, **thin)
+    panel.plot(*zip(*losses, strict=True), color=plots.COLOURS[0], label=name, **thin)
     if means:
         name = f"mean of {width}"
-        panel.plot(*zip(*means, strict=True), color=COLOURS[0], linewidth=1.6, label=name)
+        panel.plot(*zip(*means, strict=True), color=plots.COLOURS[0], linewidth=1.6, label=name)
     if held_out:
         panel.plot(*zip(*held_out, strict=True), label="evaluation", **_style(1, 0))
     if means or held_out:
@@ -318,21 +302,21 @@ def _score_panel(
         # A line of the data, so that its name is at its end, as for the others.
         names.append(f"{first.label} at {original:,}: {number(unpatched.perplexity)}")
         steps = [step for points in lines.values() for step, _ in points]
-        dotted: dict[str, Any] = {"color": CONTROL_COLOUR, "linewidth": 1.0, "linestyle": _DOTTED}
         ends, values = [min(steps), max(steps)], [unpatched.perplexity] * 2
-        panel.plot(ends, values, label=names[-1], **dotted)
+        dotted: dict[str, Any] = {"color": plots.CONTROL_COLOUR, "linestyle": _DOTTED}
+        panel.plot(ends, values, label=names[-1], linewidth=1.0, **dotted)
     panel.set_title(f"held-out perplexity, {protocol}", loc="left")
     panel.set_xlabel("step")
     panel.set_ylabel("perplexity")
-    value_axis(panel)
-    name_lines(panel, names, (_HEIGHT - 1.0) * 72)
+    plots.value_axis(panel)
+    plots.name_lines(panel, names, (_HEIGHT - 1.0) * 72)
 
 
 def _style(colour: int, marker: int) -> dict[str, Any]:
     return {
-        **MARKED,
-        "color": COLOURS[colour % len(COLOURS)],
-        "marker": MARKERS[marker % len(MARKERS)],
+        **plots.MARKED,
+        "color": plots.COLOURS[colour % len(plots.COLOURS)],
+        "marker": plots.MARKERS[marker % len(plots.MARKERS)],
     }
 
 

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods import available_methods, get_method
@@ -68,11 +69,9 @@ def choose_parameters(
             f"This model is wrapped by {type(model).__name__} already. Choose the trained parameters before a model is "
             "wrapped, and merge an adapter first: merge_and_unload(), or `hf-posenc export DIR --to transformers5`."
         )
+    if train != "lora" and lora_options:
+        raise PosencError(f"{', '.join(lora_options)} belong to train='lora', not to {train!r}.")
     if train != "lora":
-        if lora_options:
-            raise PosencError(
-                f"{', '.join(lora_options)} belong to train='lora', not to {train!r}."
-            )
         chosen = _all_weights(model) if train == "full" else _encoding_weights(model)
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
@@ -255,8 +254,6 @@ def short_names(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
 
 def _text_decoder(model: nn.Module) -> nn.Module:
     """Return the innermost transformers model around the rotary modules, without a vision tower."""
-    from transformers import PreTrainedModel
-
     table = tables_of(model)[0]
     around = [
         module
@@ -268,8 +265,6 @@ def _text_decoder(model: nn.Module) -> nn.Module:
 
 def _text_modules(module: nn.Module) -> Iterator[nn.Module]:
     """Yield a module and the modules inside it that get a gradient from text, without a vision tower."""
-    from transformers import PreTrainedModel
-
     yield module
     for child in module.children():
         if not isinstance(child, PreTrainedModel) and not _UNTRAINED.search(type(child).__name__):

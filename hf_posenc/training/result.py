@@ -227,7 +227,7 @@ def model_card(
 
 
 def _support(export: Export, config: Mapping[str, Any] | None, adapter: bool, name: str) -> str:
-    """Return whether an engine computes the saved model, and how."""
+    """Return the support of the saved model by an engine, with the command that exports it."""
     if not export.possible:
         return f"no: {export.reason}".replace("|", "\\|")
     command = f"`hf-posenc export {name} --to {export.engine}`"

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -138,10 +139,6 @@ class Decoder:
 
     def _sharded_head(self) -> list[nn.Module]:
         """Return the modules sharded by FSDP2 that are neither in the decoder nor around it."""
-        if not torch.distributed.is_available():
-            return []
-        from torch.distributed.fsdp import FSDPModule
-
         decoder = self.module
         inside = set(decoder.modules())
         return [
@@ -267,15 +264,15 @@ def _unsharded(modules: Sequence[nn.Module]) -> Iterator[None]:
             sharded.unshard()
             for name in ("_forward_pre_hooks", "_forward_hooks"):
                 hooks = getattr(module, name)
-                others = type(hooks)((n, hook) for n, hook in hooks.items() if not _is_fsdps(hook))
-                setattr(module, name, others)
+                others = {
+                    number: hook
+                    for number, hook in hooks.items()
+                    if not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
+                }
+                setattr(module, name, type(hooks)(others))
                 stack.callback(setattr, module, name, hooks)
             stack.callback(module.register_forward_pre_hook(_cast_inputs).remove)
         yield
-
-
-def _is_fsdps(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 def _cast_inputs(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers.integrations.fsdp import is_fsdp_enabled
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.scoring.decoder import (
@@ -276,9 +278,6 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 def runs_here(model: nn.Module) -> bool:
     """Return whether all weights are on this process: neither on the meta device nor sharded."""
-    from torch.distributed.tensor import DTensor
-    from transformers.integrations.fsdp import is_fsdp_enabled
-
     absent = (
         weight.is_meta or not weight.numel() or isinstance(weight, DTensor)
         for weight in model.parameters()
