@@ -147,7 +147,12 @@ class ExactResume(TrainerCallback):
         state.compute_steps(args, state.max_steps)
         self._eval_on_start, args.eval_on_start = args.eval_on_start, False
         if self._checkpoint is not None and (self._checkpoint / LOSSES).exists():
-            self._restore(json.loads((self._checkpoint / LOSSES).read_text(encoding="utf-8")))
+            stored = json.loads((self._checkpoint / LOSSES).read_text(encoding="utf-8"))
+            sums, trainer = stored["sums"], self._trainer
+            if len(sums) == args.world_size:  # float32, which JSON stores exactly
+                trainer._tr_loss += sums[args.process_index]
+                trainer._globalstep_last_logged = stored["logged_at"]
+                trainer._total_loss_scalar -= sum(sums) / len(sums)  # `train_loss` is of this call
         self._finished = state.global_step >= state.max_steps
         if self._finished:
             self._trainer.get_batch_samples = lambda *_: ([], None)
@@ -179,15 +184,6 @@ class ExactResume(TrainerCallback):
             del self._trainer.get_batch_samples
         if self._eval_on_start is not None:
             args.eval_on_start = self._eval_on_start
-
-    def _restore(self, stored: dict[str, Any]) -> None:
-        """Restore the sum of losses of each process: a float32, which JSON stores exactly."""
-        sums, trainer = stored["sums"], self._trainer
-        if len(sums) != trainer.args.world_size:
-            return
-        trainer._tr_loss += sums[trainer.args.process_index]
-        trainer._globalstep_last_logged = stored["logged_at"]
-        trainer._total_loss_scalar -= sum(sums) / len(sums)  # `train_loss` is of this call alone
 
 
 @contextlib.contextmanager
@@ -287,10 +283,11 @@ class PerplexityCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == 0:
             self._measure(given["model"], state)
-            self._remember(args.eval_on_start)
+            self._draws = RandomState() if args.eval_on_start else None
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
-        self._remember(control.should_evaluate)
+        # Before an evaluation, whose data loader draws a seed.
+        self._draws = RandomState() if control.should_evaluate else None
 
     on_epoch_end = on_step_end
 
@@ -301,10 +298,6 @@ class PerplexityCallback(TrainerCallback):
         if self._draws is not None:
             self._draws.restore()
             self._draws = None
-
-    def _remember(self, evaluates: bool) -> None:
-        """Keep the generators' state before an evaluation, whose data loader draws a seed."""
-        self._draws = RandomState() if evaluates else None
 
     def _measure(self, model: Any, state: TrainerState) -> dict[str, float]:
         """Measure, log and return the perplexities of a step."""

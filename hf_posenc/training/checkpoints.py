@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posenc.errors import PosencError
@@ -164,12 +165,7 @@ class SafeCheckpoints(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any) -> None:
         checkpoint = Path(args.output_dir or ".") / f"checkpoint-{state.global_step}"
-        complete_together(
-            checkpoint,
-            processes=args.world_size,
-            flushes=args.local_process_index == 0 and not args.should_save,
-            marks=args.should_save,
-        )
+        complete_together(checkpoint, marks=args.should_save)
         self._saved = state.global_step
         if args.should_save:
             self._rotate(args, state)
@@ -183,17 +179,18 @@ class SafeCheckpoints(TrainerCallback):
         rotate(args.output_dir or ".", self._limit, None if best is None else Path(best))
 
 
-def complete_together(checkpoint: Path, *, processes: int, flushes: bool, marks: bool) -> None:
+def complete_together(checkpoint: Path, *, marks: bool) -> None:
     """Mark a checkpoint complete once all processes have written their parts. All of them call it.
 
-    The manifest is written by the process that `marks`, one per disk. One process of each other machine `flushes`.
+    The process that `marks` writes the manifest: one per disk.
     """
+    state = PartialState()
     barrier()
-    if flushes:
+    if state.is_local_main_process and not marks:  # the files of another machine
         flush(checkpoint)
     barrier()
     if marks:
-        mark_complete(checkpoint, processes=processes)
+        mark_complete(checkpoint, processes=state.num_processes)
     barrier()
 
 

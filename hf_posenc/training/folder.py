@@ -275,8 +275,8 @@ class TrainingFolder:
 
     def train(self, trainer: Trainer) -> None:
         """Train to the end. After a signal, exit once everything is saved, with 128 plus its number, as in shells."""
-        resume = ExactResume(trainer, self.checkpoint)
-        for callback in (self._interruption, resume, SafeCheckpoints()):
+        exact = ExactResume(trainer, self.checkpoint)
+        for callback in (self._interruption, exact, SafeCheckpoints()):
             trainer.add_callback(callback)
         checkpoint = None if self.checkpoint is None else str(self.checkpoint)
         with configs_of_both_styles():
@@ -399,9 +399,4 @@ def save(accelerator: Accelerator, folder: Path | str, step: int) -> None:
     """Write a checkpoint, and mark it complete last. All processes call it."""
     path = Path(folder) / f"checkpoint-{step}"
     accelerator.save_state(str(path))
-    complete_together(
-        path,
-        processes=accelerator.num_processes,
-        flushes=accelerator.is_local_main_process and not accelerator.is_main_process,
-        marks=accelerator.is_main_process,
-    )
+    complete_together(path, marks=accelerator.is_main_process)

@@ -218,7 +218,6 @@ def model_card(
         scores=shown,
         conclusion="" if shown is None else conclusion(shown),
         plots=plots,
-        text=_text(log.data),
         versions=[
             f"{package} {version}" for package, version in log.environment.items() if version
         ],
@@ -248,17 +247,6 @@ def _has_same_positions(required: Mapping[str, Any], saved: Mapping[str, Any]) -
         for key, value in required.items()
         if key in saved or key.startswith("rope")
     )
-
-
-def _text(data: Mapping[str, Any]) -> str:
-    source = data.get("source") or {}
-    names = [source.get("kind"), source.get("name"), *source.get("paths", ())]
-    parts = [str(name) for name in names if name]
-    if "documents" in data:
-        parts.append(f"{data['documents']:,} documents of {data['tokens']:,} tokens in all")
-    if "blocks" in data:
-        parts.append(f"{data['blocks']:,} blocks of {data['block_length']:,} tokens")
-    return ", ".join(parts)
 
 
 @dataclass(frozen=True)

@@ -164,17 +164,17 @@ class PositionCollator(TrainerCallback):
             PosencError: Packed examples without document lengths, or more tokens than the long context has.
         """
         rows = [np.asarray(example["input_ids"], dtype=np.int64) for example in examples]
-        starts = [self._starts(e, len(r)) for e, r in zip(examples, rows, strict=True)]
+        documents = [self._documents(e, len(r)) for e, r in zip(examples, rows, strict=True)]
         labels = [row.copy() for row in rows]
-        for row, first in zip(labels, starts, strict=True):
-            row[first] = IGNORED
+        for row, lengths in zip(labels, documents, strict=True):
+            row[np.cumsum(lengths) - lengths] = IGNORED
         batch: dict[str, Any] = {
             "input_ids": _stack(rows, self.pad_token_id),
             "labels": _stack(labels, IGNORED),
         }
         mask = _stack([np.ones_like(row) for row in rows], 0)
         if self.positions == "packed":
-            restarting = [_restart(first, len(r)) for first, r in zip(starts, rows, strict=True)]
+            restarting = [np.concatenate([np.arange(n) for n in lengths]) for lengths in documents]
             batch["position_ids"] = _stack(restarting, 0)
             if self.flatten:
                 batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}
@@ -186,10 +186,10 @@ class PositionCollator(TrainerCallback):
             batch["attention_mask"] = mask
         return batch
 
-    def _starts(self, example: Mapping[str, Any], length: int) -> Numbers:
-        """Return the index of each document's first token."""
+    def _documents(self, example: Mapping[str, Any], length: int) -> Numbers:
+        """Return the length of each document of an example."""
         if self.positions != "packed":
-            return np.zeros(1, dtype=np.int64)
+            return np.array([length])
         if "document_lengths" not in example:
             raise PosencError(
                 "positions='packed' needs the column document_lengths, which holds the length of each document. The "
@@ -201,7 +201,7 @@ class PositionCollator(TrainerCallback):
                 f"document_lengths {lengths.tolist()} sum to {int(lengths.sum()):,}; the example has {length:,} "
                 "tokens, and every document at least one token."
             )
-        return np.cumsum(lengths) - lengths
+        return lengths
 
     def _draw(self, ids: Numbers) -> Numbers:
         assert self.target_length is not None
@@ -212,13 +212,6 @@ class PositionCollator(TrainerCallback):
             )
         random = generator(self.seed, self.epoch, ids)
         return DRAWS[self.positions](len(ids), self.target_length, random)
-
-
-def _restart(starts: Numbers, length: int) -> Numbers:
-    """Return positions that restart at 0 with every document, shape (length,)."""
-    indices = np.arange(length)
-    document = np.searchsorted(starts, indices, side="right") - 1
-    return indices - starts[document]
 
 
 def _stack(rows: Sequence[Numbers], fill: int) -> Tensor:
