@@ -68,7 +68,21 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
             "hold the whole model. Leave --use_cpu out; DeepSpeed runs on a CPU with DS_ACCELERATOR=cpu and "
             "--ddp_backend gloo."
         )
-    _check_processes(state.num_processes, deepspeed=_is_set("ACCELERATE_USE_DEEPSPEED"))
+    requested = launched_processes()
+    if requested > state.num_processes and "WORLD_SIZE" in os.environ:
+        cpu = "--use_cpu, or ACCELERATE_USE_CPU=true in front of the command"
+        if _is_set("ACCELERATE_USE_DEEPSPEED"):
+            cpu = "DS_ACCELERATOR=cpu in front and --ddp_backend gloo behind"
+        raise PosencError(
+            f"{requested} processes were started without a process group: each would train alone and write into the "
+            f"same folder. Without a GPU, use {cpu}."
+        )
+    if requested > state.num_processes:
+        raise PosencError(
+            f"{requested} processes were requested, and accelerate started one: on a CPU, several need `--cpu "
+            f"--num_processes {requested}` and MULTI_CPU. Use --config_file {_CONFIGS}two_cpu_processes.yaml "
+            f"--num_processes {requested}."
+        )
     if kind == "DEEPSPEED":
         _check_deepspeed(arguments)
 
@@ -115,27 +129,6 @@ def launcher() -> tuple[int, list[str]] | None:
 
 def _is_set(name: str) -> bool:
     return os.environ.get(name, "false").lower() in ("true", "1")
-
-
-def _check_processes(running: int, *, deepspeed: bool) -> None:
-    requested = launched_processes()
-    if requested <= running:
-        return
-    if "WORLD_SIZE" in os.environ:
-        cpu = (
-            "DS_ACCELERATOR=cpu in front and --ddp_backend gloo behind"
-            if deepspeed
-            else "--use_cpu, or ACCELERATE_USE_CPU=true in front of the command"
-        )
-        raise PosencError(
-            f"{requested} processes were started without a process group: each would train alone and write into the "
-            f"same folder. Without a GPU, use {cpu}."
-        )
-    raise PosencError(
-        f"{requested} processes were requested, and accelerate started one: on a CPU, several need `--cpu "
-        f"--num_processes {requested}` and MULTI_CPU. Use --config_file {_CONFIGS}two_cpu_processes.yaml "
-        f"--num_processes {requested}."
-    )
 
 
 def _check_fsdp(arguments: TrainingArguments | None) -> None:
@@ -260,23 +253,28 @@ def _check_parallelism(
         from accelerate.parallelism_config import ParallelismConfig
 
         config = ParallelismConfig()  # reads the environment of `accelerate launch`
-    heads = max(getattr(config, "tp_size", None) or 1, getattr(model, "tp_size", None) or 1)
-    if heads > 1 and patch is not None and patch.layers:
-        raise _parallelism_error(
-            f"Tensor parallelism (size {heads}) distributes the heads over the processes, and a bias for each head "
-            "would be that of another head",
-            patch,
-        )
-    for name, attribute in (("Context", "cp_size"), ("Sequence", "sp_size")):
-        size = getattr(config, attribute, None) or 1
+    sizes = {
+        "Tensor": max(getattr(config, "tp_size", None) or 1, getattr(model, "tp_size", None) or 1),
+        "Context": getattr(config, "cp_size", None) or 1,
+        "Sequence": getattr(config, "sp_size", None) or 1,
+    }
+    for name, size in sizes.items():
         if size < 2:
             continue
         if patch is not None and patch.layers:
-            raise _parallelism_error(
-                f"{name} parallelism (size {size}) splits a text over the processes and computes attention itself, "
-                "causal and without any mask: biases, bands and other changes of attention would be dropped in silence",
-                patch,
+            effect = (
+                "distributes the heads over the processes, and a bias for each head would be that of another head"
+                if name == "Tensor"
+                else "splits a text over the processes and computes attention itself, causal and without any mask: "
+                "biases, bands and other changes of attention would be dropped in silence"
             )
+            raise PosencError(
+                f"{name} parallelism (size {size}) {effect}; {' + '.join(patch.methods)} computes attention. Use a "
+                "frequency method (yarn, ntk_by_parts, ...), or train without it (FSDP2, ZeRO-3, "
+                "--gradient_checkpointing)."
+            )
+        if name == "Tensor":
+            continue
         if positions == "packed":
             raise PosencError(
                 f"{name} parallelism (size {size}) drops every mask, and packed documents would attend to each other. "
@@ -290,13 +288,6 @@ def _check_parallelism(
             )
 
 
-def _parallelism_error(reason: str, patch: Patch) -> PosencError:
-    return PosencError(
-        f"{reason}; {' + '.join(patch.methods)} computes attention. Use a frequency method (yarn, ntk_by_parts, ...), "
-        "or train without it (FSDP2, ZeRO-3, --gradient_checkpointing)."
-    )
-
-
 def _check_precision(model: nn.Module, arguments: TrainingArguments) -> None:
     """Refuse half-precision weights that most steps would not change.
 
@@ -306,18 +297,13 @@ def _check_precision(model: nn.Module, arguments: TrainingArguments) -> None:
     adam = any(name in str(arguments.optim).lower() for name in ("adam", "lion"))
     mixed = arguments.bf16 or arguments.fp16
     copies = arguments.deepspeed_plugin is not None or (wants_fsdp(arguments) and mixed)
-    half = [
-        p
-        for p in model.parameters()
-        if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16) and p.numel()
-    ]
-    if not adam or copies or not half:
+    if not adam or copies:
         return
+    trained = [p for p in model.parameters() if p.requires_grad and p.numel() and not p.is_meta]
+    half = [p for p in trained if p.dtype in (torch.bfloat16, torch.float16)]
     moved = seen = 0.0
     for parameter in half:
         sample = parameter.detach().flatten()[:_SAMPLE]
-        if sample.is_meta:
-            continue
         share = float((sample - arguments.learning_rate != sample).double().mean())
         moved, seen = moved + share * parameter.numel(), seen + parameter.numel()
     if seen and moved < seen / 2:
