@@ -31,19 +31,11 @@ def model_path() -> Path:
 
 
 def held_out_files(name: str, stdlib: Path | None = None) -> tuple[Path, ...]:
-    """Return the source files of one held-out module, sorted.
+    """Return the source files of one held-out module, sorted: one, all of a package, or none if it is missing.
 
-    A module that is a single file in one Python can be a package in the next (zipfile since 3.12,
-    pathlib since 3.13). A module that moved is read under its new name. The modules are read as files and not
-    imported, so that a file of the same name in the working directory changes nothing.
-
-    Args:
-        name: A name of `HELD_OUT`.
-        stdlib: The standard library's folder; by default that of the running Python.
-
-    Returns:
-        One file, or every `.py` file of the package; nothing if this Python does not have the module
-        (turtle is missing from some builds).
+    A module that is a single file in one Python can be a package in the next (zipfile since 3.12, pathlib since 3.13).
+    A module that moved is read under its new name. The modules are read as files and not imported, so that a file of
+    the same name in the working directory changes nothing.
     """
     folder = Path(sysconfig.get_path("stdlib")) if stdlib is None else stdlib
     for form in (_MOVED.get(name, name), name):
@@ -59,11 +51,11 @@ def held_out_documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
     """Yield the evaluation documents, from the user's own Python.
 
     Args:
-        stdlib: As in `held_out_files`.
+        stdlib: The standard library's folder; by default that of the running Python.
 
     Yields:
-        `(name, text)` for every module of `HELD_OUT` that this Python has, in that order. A package is
-        the concatenation of its `.py` files in sorted order.
+        `(name, text)` for every module of `HELD_OUT` that this Python has, in that order (turtle is missing from some
+        builds). A package is the concatenation of its `.py` files in sorted order.
     """
     for name in HELD_OUT:
         files = held_out_files(name, stdlib)

@@ -55,15 +55,7 @@ _IMPORT = re.compile(r"(from\s+\S+\s+)?import\s")
 
 @dataclass(frozen=True)
 class Source:
-    """One distribution, or the standard library, whose files may enter the corpus.
-
-    Attributes:
-        name: The distribution's name.
-        version: Its version.
-        licence: The licence of its metadata, on one line.
-        root: Folder that `files` are relative to.
-        files: Relative paths of its `.py` files.
-    """
+    """One distribution, or the standard library, whose `.py` files, relative to `root`, may enter the corpus."""
 
     name: str
     version: str
@@ -74,12 +66,9 @@ class Source:
 
 @dataclass
 class Corpus:
-    """The selected files.
+    """The selected files in corpus order: source name, relative path, text.
 
-    Attributes:
-        files: `(source name, relative path, text)` in corpus order.
-        composition: One row per source with at least one file: name, version, licence, files, bytes.
-        left_out: Number of files that each rule left out.
+    `composition` has a row per source with at least one file, `left_out` the number of files that each rule left out.
     """
 
     files: list[tuple[str, str, str]] = field(default_factory=list)
@@ -91,9 +80,6 @@ def environment(exclude: Iterable[str] = ("hf-posenc",)) -> Iterator[Source]:
     """Yield the standard library and the installed distributions with a permissive licence, in corpus order.
 
     Distributions without a licence in their metadata are left out.
-
-    Args:
-        exclude: Distributions to leave out.
     """
     stdlib = Path(sysconfig.get_path("stdlib"))
     files = sorted(file.relative_to(stdlib).as_posix() for file in stdlib.rglob("*.py"))
@@ -121,13 +107,9 @@ def select(
     stdlib: Path | None = None,
     max_sources: int | None = None,
 ) -> Corpus:
-    """Select the corpus by the rules at the top of this module.
+    """Select the corpus from at most `max_sources` sources by the rules at the top of this module.
 
-    Args:
-        sources: Sources of the files, in corpus order.
-        bytes_per_source: Limit of rule 5.
-        stdlib: The standard library whose held-out modules are kept out; by default the running one.
-        max_sources: Number of sources that are read.
+    The held-out modules are those of `stdlib`, by default the running standard library.
     """
     held_out_paths = {file.resolve() for name in HELD_OUT for file in held_out_files(name, stdlib)}
     held_out_lines: set[bytes] = set()

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import glob
 import gzip
+import importlib
 import io
 import json
 import os
@@ -165,10 +166,7 @@ def _below(folder: Path) -> Iterator[Path | Skipped]:
 def _read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[Entry]:
     """Yield the documents of a file, in the format of its suffix without `.gz` or `.zst`.
 
-    Args:
-        path: The file.
-        column: The column of rows that holds a document.
-        token_dtype: Type of the ids in a `.bin` file; `None`: such a file is refused, since it may be anything.
+    Without the type of its ids, a `.bin` file is refused, since it may be anything.
     """
     suffix, compressed = path.suffix.lower(), path.suffix.lower() in _COMPRESSED
     if compressed:
@@ -259,45 +257,43 @@ def _opened(path: Path) -> IO[bytes]:
     if suffix == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if suffix == ".zst":
-        try:
-            from pyarrow import CompressedInputStream
-        except ImportError as error:
-            raise UnreadableError(_needs_pyarrow(".zst")) from error
-        return io.BufferedReader(CompressedInputStream(path.open("rb"), "zstd"), PIECE)
+        stream = _pyarrow("pyarrow", suffix).CompressedInputStream(path.open("rb"), "zstd")
+        return io.BufferedReader(stream, PIECE)
     return path.open("rb")
 
 
-def _needs_pyarrow(suffix: str) -> str:
-    return f"{suffix} files need the pyarrow library: pip install 'hf-posenc[data]'"
+def _pyarrow(module: str, suffix: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UnreadableError(
+            f"{suffix} files need the pyarrow library: pip install 'hf-posenc[data]'"
+        ) from error
 
 
 def _text_pieces(path: Path) -> Iterator[str]:
     """Yield the text of a file as it is, without a byte order mark, piece by piece."""
     decoder, offset = codecs.getincrementaldecoder("utf-8")(), 0
     with _content(path) as file:
-        while data := file.read(PIECE):
+        while True:
+            data = file.read(PIECE)
             if not offset:
                 reasons = (reason for magic, reason in _MAGIC.items() if data.startswith(magic))
                 if reason := next(reasons, None):
                     raise UnreadableError(reason)
             if (zero := data.find(0)) >= 0:
                 raise UnreadableError(f"not text: a NUL byte at offset {offset + zero:,}")
-            yield _decoded(decoder, data, offset)
+            pending = len(decoder.getstate()[0])
+            try:
+                text = decoder.decode(data, final=not data)
+            except UnicodeDecodeError as error:
+                place = offset - pending + error.start
+                reason = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {place})"
+                raise UnreadableError(reason) from error
+            yield text if offset else text.removeprefix("\ufeff")
+            if not data:
+                return
             offset += len(data)
-    _decoded(decoder, b"", offset, final=True)
-
-
-def _decoded(
-    decoder: codecs.IncrementalDecoder, data: bytes, offset: int, final: bool = False
-) -> str:
-    pending = len(decoder.getstate()[0])
-    try:
-        text = decoder.decode(data, final)
-    except UnicodeDecodeError as error:
-        place = offset - pending + error.start
-        reason = f"not UTF-8 (byte 0x{error.object[error.start]:02x} at offset {place})"
-        raise UnreadableError(reason) from error
-    return text if offset else text.removeprefix("\ufeff")
 
 
 # Rows: one column of each is a document.
@@ -305,12 +301,7 @@ def _decoded(
 
 @dataclass(frozen=True)
 class Column:
-    """The column of a row that holds a document.
-
-    Attributes:
-        text: Name of the column of texts.
-        tokens: Name of the column of token ids, which is read instead if given.
-    """
+    """The column of a row that holds a document: its text, or its token ids if that column is given."""
 
     text: str = "text"
     tokens: str | None = None
@@ -341,31 +332,22 @@ class Column:
 
 def _read_jsonl(path: Path, column: Column) -> Iterator[Entry]:
     """Yield a document per line of a file, compressed or not; blank lines are ignored."""
-    name, blank = printable(path), True
-    for number, (line, complete) in enumerate(_lines(path), 1):
-        label = f"{name}:{number}"
-        if line is None:
-            yield Skipped(label, f"a line of more than {LONGEST:,} bytes")
-        elif line.strip():
-            yield _json_entry(label, line, complete, column)
-        else:
-            continue
-        blank = False
-    if blank:
-        yield Skipped(name, "empty")
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes | None, bool]]:
-    """Yield every line (`None` if it is too long) and whether a line break ends it."""
+    name, number, empty = printable(path), 0, True
     with _content(path) as file:
         while line := file.readline(LONGEST + 1):
-            complete = line.endswith(b"\n")
-            if complete or len(line) <= LONGEST:
-                yield line, complete
+            number += 1
+            label, complete = f"{name}:{number}", line.endswith(b"\n")
+            if not complete and len(line) > LONGEST:
+                while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
+                    pass
+                yield Skipped(label, f"a line of more than {LONGEST:,} bytes")
+            elif line.strip():
+                yield _json_entry(label, line, complete, column)
+            else:
                 continue
-            while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
-                pass
-            yield None, True
+            empty = False
+    if empty:
+        yield Skipped(name, "empty")
 
 
 def _json_entry(label: str, line: bytes, complete: bool, column: Column) -> Entry:
@@ -386,12 +368,9 @@ def _json_entry(label: str, line: bytes, complete: bool, column: Column) -> Entr
 def _read_parquet(path: Path, column: Column) -> Iterator[Entry]:
     """Yield a document per row of a file; no other column is read."""
     _regular_size(path)
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ImportError as error:
-        raise UnreadableError(_needs_pyarrow(".parquet")) from error
+    parquet = _pyarrow("pyarrow.parquet", ".parquet")
     name, index = printable(path), 0
-    with _readable("a parquet file"), ParquetFile(path) as file:
+    with _readable("a parquet file"), parquet.ParquetFile(path) as file:
         if column.name not in file.schema_arrow.names:
             raise UnreadableError(column.missing(file.schema_arrow.names))
         for batch in file.iter_batches(batch_size=_ROWS, columns=[column.name]):
