@@ -41,12 +41,9 @@ MARKS = {
 
 @dataclass(frozen=True)
 class Span:
-    """Text with one mark.
+    """Text with one mark: a key of `MARKS`, a class of the HTML page, or `""`; and the exact number behind the text.
 
-    Attributes:
-        text: The text; a line feed begins a new line of the field.
-        mark: A key of `MARKS`, a class of the HTML page, or `""`.
-        value: The exact number behind the text, where there is one.
+    A line feed begins a new line of the field.
     """
 
     text: str
@@ -55,13 +52,9 @@ class Span:
 
 
 class Field:
-    """One field of a grid.
+    """One field of a grid: spans of text, and the number of columns that it covers.
 
-    Attributes:
-        spans: Its text, in order.
-        hint: An explanation, such as the reason of a failure; HTML shows it as a tooltip.
-        shade: Percentage of the heat map's colour behind the text; `None` for none.
-        columns: Number of columns that the field covers.
+    `hint` explains it, such as a failure, in a tooltip of HTML; `shade` is the percentage of the heat map's colour.
     """
 
     def __init__(
@@ -79,8 +72,7 @@ class Field:
 
     def append(self, text: str, mark: str = "", value: float | None = None) -> Field:
         """Add a span and return the field."""
-        self.spans.append(Span(text, mark, value))
-        return self
+        return self.add(Span(text, mark, value))
 
     def add(self, *spans: Span) -> Field:
         """Add spans and return the field."""
@@ -134,12 +126,10 @@ class Row:
 
 @dataclass
 class Grid:
-    """A table.
+    """A table; its first column names the rows.
 
     Attributes:
         title: A short name, shown above the table in a terminal.
-        columns: Its columns; the first one names the rows.
-        rows: Its rows.
         caption: The explanation above the table in HTML; by default the title.
         kind: The CSS classes of the table in HTML.
     """
@@ -274,10 +264,7 @@ def markdown_table(
 ) -> str:
     """Assemble a table of fields that are Markdown already.
 
-    Args:
-        heads: The headings.
-        rows: The fields of each row.
-        numeric: For each column, align it right; a single value applies to all columns but the first.
+    `numeric` aligns columns right; a single value applies to all columns but the first.
     """
     if isinstance(numeric, bool):
         numeric = [False, *[numeric] * (len(heads) - 1)]
@@ -293,13 +280,7 @@ def escaped(text: str) -> str:
 
 
 def to_notebook(grids: Iterable[Grid], lines: Iterable[str], width: int = 160) -> str:
-    """Render grids, and lines below them, as HTML that looks like the terminal.
-
-    Args:
-        grids: The tables.
-        lines: Sentences.
-        width: Width of the tables, in characters.
-    """
+    """Render grids, and lines below them, as HTML that looks like a terminal of this width in characters."""
     # In a notebook rich would display what it records, and the result would be shown twice.
     console = Console(
         file=io.StringIO(), record=True, width=width, highlight=False, force_jupyter=False
@@ -378,11 +359,7 @@ class Result(abc.ABC):
         write_atomically(path, to_csv(self.columns, self.csv_rows()))
 
     def write(self, folder: Path, *, plots: bool = True) -> list[str]:
-        """Write the files and the figures, each whole or not at all.
-
-        Args:
-            folder: An existing folder.
-            plots: Draw the figures too, which needs matplotlib.
+        """Write the files, and the figures if `plots`, into an existing folder, each whole or not at all.
 
         Returns:
             The names of the files.

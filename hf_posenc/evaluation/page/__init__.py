@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
-from hf_posenc.evaluation.grid import Field, Grid
+from hf_posenc.evaluation.grid import Field, Grid, listed
 from hf_posenc.evaluation.page import kinds, perplexity
 from hf_posenc.evaluation.page.collect import Collection, Source, Unfinished, collect
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
@@ -53,57 +53,25 @@ def render(collection: Collection, *, title: str = TITLE, figures: bool = True) 
         lstrip_blocks=True,
     )
     sources = collection.sources
-    failures = _failures(sources)
-    sections: dict[str, Sequence[Any]] = {
-        "perplexity": perplexity.sections(sources, figures=figures and available()),
-        "retrieval": kinds.retrieval(sources),
-        "bench": kinds.bench(sources),
-        "tuning": kinds.tuning(sources),
-    }
+    commands = {s.number: s.data["command"] for s in reversed(sources) if s.data.get("command")}
     return environment.get_template("page.html").render(
         title=title,
         version=version_of("hf-posenc"),
         style=Markup((folder / "style.css").read_text(encoding="utf-8")),
         few=FEW_DOCUMENTS,
         collection=collection,
-        contents=_contents(collection, sections, failed=bool(failures.rows)),
         runs=_runs(collection.files),
-        failures=failures,
+        failures=_failures(sources),
         settings=_settings(sources),
         methods=[_methods(source) for source in sources if source.data.get("methods")],
         documents=[(s, _documents(s)) for s in sources if s.data.get("documents")],
         skipped=[(s, s.data["skipped"]) for s in sources if s.data.get("skipped")],
-        commands=_commands(sources),
-        **sections,
+        commands=sorted(commands.items()),
+        perplexity=perplexity.sections(sources, figures=figures and available()),
+        retrieval=kinds.retrieval(sources),
+        bench=kinds.bench(sources),
+        tuning=kinds.tuning(sources),
     )
-
-
-def _contents(
-    collection: Collection, sections: Mapping[str, Sequence[Any]], *, failed: bool
-) -> list[tuple[str, str]]:
-    """The anchors and titles of the table of contents."""
-    numbered = []
-    for name in ("perplexity", "retrieval", "bench"):
-        count = len(sections[name])
-        for index in range(1, count + 1):
-            text = name.capitalize()
-            numbered.append((f"{name}-{index}", f"{text} {index}" if count > 1 else text))
-    entries = [
-        ("unfinished", "Unfinished runs") if collection.unfinished else None,
-        ("remarks", "Not in this report") if collection.remarks else None,
-        ("runs", "Runs"),
-        *numbered,
-        *(
-            (f"tuning-{index}", f"{section['title'].split()[0]} of run {section['source'].number}")
-            for index, section in enumerate(sections["tuning"], 1)
-        ),
-        ("failures", "Missing numbers") if failed else None,
-        ("caveats", "Before you conclude"),
-        ("settings", "Settings"),
-        ("documents", "Documents"),
-        ("reproduce", "Commands to reproduce"),
-    ]
-    return [entry for entry in entries if entry is not None]
 
 
 def _runs(files: Sequence[Source]) -> Grid:
@@ -120,32 +88,30 @@ def _runs(files: Sequence[Source]) -> Grid:
 
 def _failures(sources: Sequence[Source]) -> Grid:
     """Missing numbers and their reasons; each reason once with all its lengths."""
-    reasons: dict[tuple[int, str, str, str], list[int]] = {}
-
-    def add(source: Source, method: str, where: str, reason: str, length: int | None) -> None:
-        lengths = reasons.setdefault((source.number, method, where, reason), [])
-        lengths += [] if length is None else [length]
-
+    reasons: dict[tuple[str, ...], list[int]] = {}
     for source in sources:
-        data = source.data
-        for entry in data.get("failures", ()):
-            where = str(entry.get("protocol") or entry.get("task") or "")
-            method, reason = str(entry.get("method", "")), str(entry.get("reason"))
-            add(source, method, where, reason, entry.get("length"))
-        for row in data["summary"] if source.kind == "perplexity" else ():
-            if row["nats"] is None:
-                reason = "the loss is not finite"
-                add(source, row["method"], row["protocol"], reason, row["length"])
-        for row in data["summary"] if source.kind in kinds.TITLES else ():
-            if row["failed"] is not None:
-                add(source, row["label"], "tail", row["failed"], data["settings"]["target"])
+        for *key, length in _missing(source):
+            reasons.setdefault((str(source.number), *key), []).append(length)
     caption = "OOM: out of memory. nan: the loss was not a finite number. Nothing is averaged over the rest."
     heads = ("run", "method", "where", "why")
     grid = Grid.of("Missing numbers", *heads, caption=caption, kind="words")
     for (run, method, where, reason), lengths in reasons.items():
-        listed = ", ".join(f"{length:,}" for length in sorted(lengths))
-        grid.row(str(run), method, f"{where} at {listed}" if where else listed, reason)
+        grid.row(run, method, f"{where} at {listed(sorted(lengths))}", reason)
     return grid
+
+
+def _missing(source: Source) -> Iterator[tuple[Any, ...]]:
+    """Yield method, protocol or task, reason and length of every missing number."""
+    data = source.data
+    for entry in data.get("failures", ()):
+        where = entry.get("protocol") or entry["task"]
+        yield entry["method"], where, entry["reason"], entry["length"]
+    for row in data["summary"] if source.kind == "perplexity" else ():
+        if row["nats"] is None:
+            yield row["method"], row["protocol"], "the loss is not finite", row["length"]
+    for row in data["summary"] if source.kind in kinds.TITLES else ():
+        if row["failed"] is not None:
+            yield row["label"], "tail", row["failed"], data["settings"]["target"]
 
 
 def _settings(sources: Sequence[Source]) -> Grid:
@@ -225,12 +191,3 @@ def _documents(source: Source) -> Grid:
             *(_shortened(text, "mono") for text in hashes),
         )
     return grid
-
-
-def _commands(sources: Sequence[Source]) -> list[tuple[Source, str]]:
-    """The command of each file; the parts of a benchmark repeat it."""
-    commands: dict[int, tuple[Source, str]] = {}
-    for source in sources:
-        if source.data.get("command"):
-            commands.setdefault(source.number, (source, str(source.data["command"])))
-    return list(commands.values())

@@ -103,13 +103,8 @@ def _task(group: Sequence[Source], task: str) -> dict[str, Any]:
         )
     quantity, heats = _heats(methods, names, task)
     definition = sources[0].data["tasks"][task]
-    return {
-        "name": task,
-        "definition": definition,
-        "table": grid,
-        "quantity": quantity,
-        "heats": heats,
-    }
+    values = {"table": grid, "quantity": quantity, "heats": heats}
+    return {"name": task, "definition": definition, **values}
 
 
 def _answers(data: Mapping[str, Any], method: str, task: str, length: int) -> Field:
@@ -118,14 +113,12 @@ def _answers(data: Mapping[str, Any], method: str, task: str, length: int) -> Fi
     cell = next(cells, None)
     if cell is None:
         return _no_answers(data, *key)
-    low, high = (_percent(end, "aside") for end in cell["interval"])
-    field = Field().add(_percent(cell["accuracy"], "value"), *range_spans("\n", low, high))
+    field = Field().add(_percent(cell["accuracy"], "value"))
+    field.add(*range_spans("\n", cell["interval"], _percent))
     first, interval = cell["first"], interval_of(cell["first_interval"])
     if first is not None and interval is not None:
-        low, high = (_percent(end, "aside") for end in interval)
-        field.append("\n1st ", "aside").add(
-            _percent(first, "aside"), *range_spans(" (", low, high, ")")
-        )
+        field.append("\n1st ", "aside")
+        field.add(_percent(first), *range_spans(" (", interval, _percent, ")"))
         if cell["chance"] is not None and interval[0] > cell["chance"]:
             field.append(" ").append("above chance", "better")
     return field
@@ -142,7 +135,7 @@ def _no_answers(data: Mapping[str, Any], method: str, task: str, length: int) ->
     return missing_field(None)
 
 
-def _percent(share: float, mark: str) -> Span:
+def _percent(share: float, mark: str = "aside") -> Span:
     return Span(percent(share).replace("%", "\N{NO-BREAK SPACE}%"), mark, share)
 
 
@@ -153,11 +146,7 @@ def _count(value: int | None) -> str:
 def _heats(
     methods: Sequence[tuple[Source, str]], names: Sequence[str], task: str
 ) -> tuple[str, list[Grid]]:
-    """A map for every method of a task that has depths.
-
-    Returns:
-        The quantity, which is ranks if no answer of the task is right, and the maps.
-    """
+    """The quantity, which is ranks if no answer is right, and a map for every method of a task that has depths."""
     by_method = [
         [
             cell
@@ -167,21 +156,20 @@ def _heats(
         for source, label in methods
     ]
     cells = [cell for own in by_method for cell in own]
-    ranked = all(cell["beaten"] is not None for cell in cells)
-    beaten = ranked and not any(cell["accuracy"] for cell in cells)
-    key = "beaten" if beaten else "accuracy"
+    ranked = all(cell["beaten"] is not None and not cell["accuracy"] for cell in cells)
     lengths = sorted({cell["length"] for cell in cells})
     heats = []
     for name, own in zip(names, by_method, strict=True) if cells else ():
         heads = ("depth", *(f"{length:,}" for length in lengths))
         title = f"{name} in {task}, by depth and length"
         grid = Grid.of(title, *heads, caption=name, kind="heat")
+        key = "beaten" if ranked else "accuracy"
         shares = {(cell["depth"], cell["length"]): cell[key] for cell in own}
         for depth in sorted({cell["depth"] for cell in cells}):
             fields = [_shaded(shares.get((depth, length))) for length in lengths]
-            grid.row(_percent(depth, "").text, *fields)
+            grid.row(_percent(depth).text, *fields)
         heats.append(grid)
-    return BEATEN if beaten else ACCURACY, heats
+    return BEATEN if ranked else ACCURACY, heats
 
 
 def _shaded(share: float | None) -> Field:
@@ -221,8 +209,8 @@ def _speed(speed: Mapping[str, Any]) -> Grid:
     for row in speed.get("summary", ()):
         field, rate = missing_field(row.get("failed")), row.get("tokens_per_second")
         if rate is not None:
-            low, high = (_rate(row[name], "aside") for name in ("lowest", "highest"))
-            field = Field().add(_rate(rate, "value"), *range_spans("\n", low, high))
+            ends = row["lowest"], row["highest"]
+            field = Field().add(_rate(rate, "value"), *range_spans("\n", ends, _rate))
         times, peak, prefill = row.get("ratio"), row.get("peak_bytes"), row.get("prefill")
         grid.row(
             row["method"],
@@ -234,7 +222,7 @@ def _speed(speed: Mapping[str, Any]) -> Grid:
     return grid
 
 
-def _rate(value: float, mark: str) -> Span:
+def _rate(value: float, mark: str = "aside") -> Span:
     return Span(f"{value:,.0f}" if value >= 100 else number(value, 3), mark, value)
 
 
@@ -249,11 +237,8 @@ def _published(name: str, source: Source) -> dict[str, Any]:
     caption = f"As printed, at the lengths of this run. {' '.join(published.remarks(table))}"
     heads = ("model and method", *(f"{length:,}" for length in settings.lengths))
     grid = Grid.of(f"Published: {title}", *heads, caption=caption)
-    for row in table.rows:
-        values = [table.value(row, length) for length in settings.lengths]
-        if any(value is not None for value in values):
-            printed = [published.printed(table, value) for value in values]
-            grid.row(row_name(row.method, row.model), *printed)
+    for row, values in table.printed(settings.lengths):
+        grid.row(row_name(row.method, row.model), *values)
     apart = published.differences(table, settings)
     return {"title": title, "apart": apart, "table": grid if grid.rows else None}
 

@@ -6,7 +6,7 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -27,16 +27,6 @@ from hf_posenc.evaluation.page.collect import (
     variant,
 )
 from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
-from hf_posenc.evaluation.plots import (
-    BASELINE,
-    COLOURS,
-    CONTROL,
-    CONTROL_COLOUR,
-    GRID,
-    REMARK,
-    STYLE,
-    position_points,
-)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -44,7 +34,7 @@ if TYPE_CHECKING:
 # Fields of the page: numbers with their exact values, ranges, and the conclusions that intervals allow.
 
 
-def number_span(value: float, digits: int = 4, mark: str = "value") -> Span:
+def number_span(value: float, digits: int = 3, mark: str = "aside") -> Span:
     """Return a number with so many significant digits."""
     return Span(number(value, digits), mark, value)
 
@@ -57,18 +47,19 @@ def ratio_span(value: float, mark: str = "aside") -> Span:
     return Span(next((text for text in texts if float(text) != 1), texts[-1]), mark, value)
 
 
-def range_spans(before: str, low: Span, high: Span, after: str = "") -> list[Span]:
-    """Return both ends of a range between two texts."""
+def range_spans(
+    before: str, interval: Sequence[float] | None, span: Callable[[float], Span], after: str = ""
+) -> list[Span]:
+    """Return both ends of an interval between two texts; nothing without one."""
+    if interval is None:
+        return []
+    low, high = map(span, interval)
     return [Span(before, "aside"), low, Span("–", "aside"), high, Span(after, "aside")]
 
 
 def number_field(value: float, interval: Interval | None, mark: str = "value") -> Field:
     """Return a number, and its range in the line below."""
-    field = Field().add(number_span(value, mark=mark))
-    if interval is not None:
-        low, high = (number_span(end, 3, "aside") for end in interval)
-        field.add(*range_spans("\n", low, high))
-    return field
+    return Field().add(number_span(value, 4, mark), *range_spans("\n", interval, number_span))
 
 
 def ratio_field(ratio: float | None, interval: Interval | None, documents: int) -> Field:
@@ -76,7 +67,7 @@ def ratio_field(ratio: float | None, interval: Interval | None, documents: int) 
     if ratio is None or not math.isfinite(ratio):
         return Field("-", "none", hint="one of the two was not measured")
     return Field("×", "value").add(
-        ratio_span(ratio, "value"), *_ratio_range(interval), *_verdict(interval, documents)
+        ratio_span(ratio, "value"), *_range_and_verdict(interval, documents)
     )
 
 
@@ -85,18 +76,13 @@ def missing_field(reason: str | None) -> Field:
     return Field("-", "none", hint="not measured") if reason is None else failure_field(reason)
 
 
-def _ratio_range(interval: Interval | None) -> list[Span]:
-    if interval is None:
-        return []
-    return range_spans(" (", ratio_span(interval[0]), ratio_span(interval[1]), ")")
-
-
-def _verdict(interval: Interval | None, documents: int) -> list[Span]:
-    """`better` or `worse` where the whole interval of a ratio lies below or above 1, given enough documents."""
+def _range_and_verdict(interval: Interval | None, documents: int) -> list[Span]:
+    """The range of a ratio; `better` or `worse` if all of it is below or above 1, given enough documents."""
+    spans = range_spans(" (", interval, ratio_span, ")")
     if interval is None or documents < FEW_DOCUMENTS or not all(map(math.isfinite, interval)):
-        return []
+        return spans
     verdict = {-1: "better", 0: "", 1: "worse"}[side_of_one(interval)]
-    return [Span(" "), Span(verdict, verdict)] if verdict else []
+    return [*spans, Span(" "), Span(verdict, verdict)] if verdict else spans
 
 
 def row_name(name: str, about: str) -> Field:
@@ -107,18 +93,13 @@ def row_name(name: str, about: str) -> Field:
 
 # Sections.
 
-NOT_FINITE = "the loss is not a finite number"
 WIDE = 12
 """With more lengths than this, lengths are rows and methods are columns."""
+_BASELINE = Field("baseline", "none", hint="the others are relative to it")
 
 
 def sections(sources: Sequence[Source], *, figures: bool) -> list[dict[str, Any]]:
-    """Return the values of `sections.html`: all perplexity results, comparable ones together.
-
-    Args:
-        sources: The results.
-        figures: Draw figures, which needs matplotlib.
-    """
+    """Return the values of `sections.html`: all perplexity results, comparable ones together."""
     groups = by_texts([source for source in sources if source.kind == "perplexity"])
     return [
         {
@@ -136,16 +117,16 @@ def _parts(group: Sequence[Source], figures: bool) -> list[dict[str, Any]]:
     parts: list[dict[str, Any]] = []
     firsts: dict[str, Merged] = {}
     for merged in merge(group):
-        name = merged.protocol
+        name, apart = merged.protocol, ""
         first = firsts.setdefault(name, merged)
-        reason = ""
         if first is not merged:
             reason = protocol_differs(first.sources[0].data, merged.sources[0].data, name)
+            apart = f"Not comparable with the {name} above: {reason}."
         parts.append(
             {
                 "protocol": name,
                 "definition": merged.definition,
-                "apart": f"Not comparable with the {name} above: {reason}." if reason else "",
+                "apart": apart,
                 "summary": _summary(merged),
                 "pictures": pictures(merged) if figures else [],
                 "table": _table(merged),
@@ -179,40 +160,42 @@ def _summary(merged: Merged) -> Grid | None:
         f"{title}: perplexity as a multiple of another, with the paired 95 % interval over documents. The price on "
         "texts of the trained length is shown beside the effect on long ones."
     )
-    grid = Grid(title, caption=caption, kind="numbers summary")
-    grid.column("method")
+    grid = Grid.of(title, "method", caption=caption, kind="numbers summary")
     grid.column(f"{short:,} tokens, to the baseline")
     grid.column(f"{long:,} tokens, to the baseline")
-    controls = [line for line in merged.candidates if line.method == CONTROL][:1]
-    for control in controls:
+    others = [(line, long) for line in merged.candidates if line.method == plots.CONTROL][:1]
+    for control, _ in others:
         grid.column(f"{long:,} tokens, to {control.label}")
     if protocol == "tail":
         grid.column(f"{long:,} tokens, to {base.label} at {short:,}")
+        others.append((base, short))
     for line in merged.candidates:
         fields = [_to_baseline(line, short), _to_baseline(line, long)]
-        fields += [_to_other(line, control, protocol, long, long) for control in controls]
-        if protocol == "tail":
-            fields.append(_to_other(line, base, protocol, long, short))
+        fields += [_to_other(line, long, *other, protocol) for other in others]
         grid.row(row_name(line.label, _about(line, merged)), *fields)
     return grid
 
 
 def _to_baseline(line: Line, length: int) -> Field:
     cell = line.cells.get(length)
-    if cell is None:
-        return missing_field(line.failures.get(length))
-    if not math.isfinite(cell.perplexity):
-        return Field("nan", "failed", hint=NOT_FINITE)
+    if cell is None or not math.isfinite(cell.perplexity):
+        return _no_number(line, length)
     if line.baseline == line.label:
-        return Field("baseline", "none", hint="the others are relative to it")
+        return _BASELINE
     return ratio_field(cell.ratio, cell.ratio_interval, cell.documents)
 
 
-def _to_other(line: Line, other: Line, protocol: str, length: int, other_length: int) -> Field:
+def _to_other(line: Line, length: int, other: Line, other_length: int, protocol: str) -> Field:
     if line is other and length == other_length:
-        return Field("baseline", "none", hint="the others are relative to it")
+        return _BASELINE
     ratio, interval = against(line, other, protocol, length, other_length)
     return ratio_field(ratio, interval, len(line.source.data["documents"]))
+
+
+def _no_number(line: Line, length: int) -> Field:
+    if length in line.cells:
+        return Field("nan", "failed", hint="the loss is not a finite number")
+    return missing_field(line.failures.get(length))
 
 
 def _table(merged: Merged) -> Grid:
@@ -224,8 +207,7 @@ def _table(merged: Merged) -> Grid:
         f"over documents; × its ratio to {baselines} with the paired interval, and better or worse where that interval "
         "excludes 1."
     )
-    grid = Grid(title, caption=caption)
-    grid.column("method")
+    grid = Grid.of(title, "method", caption=caption)
     short = [length for length in lengths if original and length <= original]
     within = "trained length" if len(short) == 1 else "up to the trained length"
     for length in lengths:
@@ -261,17 +243,13 @@ def _lowest(merged: Merged, length: int) -> float:
 
 def _field(line: Line, length: int, lowest: float) -> Field:
     cell = line.cells.get(length)
-    if cell is None:
-        return missing_field(line.failures.get(length))
-    if not math.isfinite(cell.perplexity):
-        return Field("nan", "failed", hint=NOT_FINITE)
+    if cell is None or not math.isfinite(cell.perplexity):
+        return _no_number(line, length)
     mark = "best" if cell.perplexity == lowest else "value"
     field = number_field(cell.perplexity, cell.interval, mark)
     if cell.ratio is not None and math.isfinite(cell.ratio) and line.baseline != line.label:
         field.append("\n×", "aside").add(
-            ratio_span(cell.ratio),
-            *_ratio_range(cell.ratio_interval),
-            *_verdict(cell.ratio_interval, cell.documents),
+            ratio_span(cell.ratio), *_range_and_verdict(cell.ratio_interval, cell.documents)
         )
     return field
 
@@ -279,13 +257,13 @@ def _field(line: Line, length: int, lowest: float) -> Field:
 # Figures: SVG whose text stays text and whose colours follow the reader's light or dark mode.
 
 VARIABLES = {
-    **{colour.lower(): f"line-{index}" for index, colour in enumerate(COLOURS)},
+    **{colour.lower(): f"line-{index}" for index, colour in enumerate(plots.COLOURS)},
     "#000000": "ink",
-    BASELINE: "ink",
+    plots.BASELINE: "ink",
     "#ffffff": "paper",
-    GRID: "grid",
-    CONTROL_COLOUR: "muted",
-    REMARK: "muted",
+    plots.GRID: "grid",
+    plots.CONTROL_COLOUR: "muted",
+    plots.REMARK: "muted",
 }
 """The custom property of the page's style sheet for each colour of a figure."""
 _TRANSPARENT: Any = dict.fromkeys(
@@ -294,19 +272,14 @@ _TRANSPARENT: Any = dict.fromkeys(
 
 
 def pictures(merged: Merged) -> list[tuple[Markup, str, str]]:
-    """Draw the figures of one protocol, each with its caption and its description in words; none without a number.
-
-    Raises:
-        PosencError: matplotlib is not installed.
-    """
-    plots.require()
+    """Draw the figures of one protocol, each with its caption and its description in words; none without a number."""
     lines, name, curve = merged.candidates, merged.protocol, merged.curve
     if not any(line.cells for line in lines):
         return []
     import matplotlib as mpl
 
     key = f"f{hashlib.sha256(name.encode()).hexdigest()[:6]}-{merged.sources[0].number}"
-    with mpl.rc_context({**STYLE, **_TRANSPARENT}):
+    with mpl.rc_context({**plots.STYLE, **_TRANSPARENT}):
         svg = themed(plots.figure(merged, [name]), f"{key}-length")
         caption = f"Perplexity against context length, {name}: {merged.definition}."
         ends = [[(n, line.cells[n].perplexity) for n in sorted(line.cells)] for line in lines]
@@ -319,7 +292,7 @@ def pictures(merged: Merged) -> list[tuple[Markup, str, str]]:
                 "interval that excludes 1 shows a difference."
             )
             drawn.append((svg, caption, "The ratios are in the table."))
-        points = [position_points(curve, line.label) for line in lines] if curve else []
+        points = [plots.position_points(curve, line.label) for line in lines] if curve else []
         if curve and any(points):
             svg = themed(plots.position_figure(merged), f"{key}-position")
             caption = (
@@ -344,12 +317,7 @@ def _ends(points: Sequence[Sequence[tuple[float, float]]], lines: Sequence[Line]
 
 
 def themed(figure: Figure, key: str) -> Markup:
-    """Return a figure as an `<svg>` element for the page.
-
-    Args:
-        figure: The figure, with a transparent background.
-        key: A unique name in the page, with which its ids begin.
-    """
+    """Return a figure with a transparent background as an `<svg>` element, whose ids begin with a unique key."""
     file = io.StringIO()
     plots.save(figure, file, "svg")
     text = file.getvalue()

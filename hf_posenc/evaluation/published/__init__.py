@@ -29,39 +29,6 @@ TOLERANCE = 1.25
 Our choice: the published numbers are either a few per cent above or many times as large.
 """
 
-UNTRAINED: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "pi": (
-        ("pose-t6-govreport", "LLaMA-7B", "linear, no fine-tuning (16k)"),
-        ("pose-t6-proof-pile", "LLaMA-7B", "linear, no fine-tuning (16k)"),
-        ("ntk-exllama-118", "tulu-30B-GPTQ", "linear factor 4"),
-    ),
-    "ntk": (
-        ("pose-t6-govreport", "LLaMA-7B", "NTK, no fine-tuning (16k)"),
-        ("pose-t6-proof-pile", "LLaMA-7B", "NTK, no fine-tuning (16k)"),
-        ("rerope-readme", "Llama-2-13b", "NTK-RoPE (not dynamic)"),
-        ("ntk-exllama-118", "tulu-30B-GPTQ", "NTK alpha=4"),
-    ),
-    "yarn": (
-        ("pose-t6-govreport", "LLaMA-7B", "YaRN, no fine-tuning (16k)"),
-        ("pose-t6-proof-pile", "LLaMA-7B", "YaRN, no fine-tuning (16k)"),
-    ),
-    "dynamic_pi": (("dca-t1-pg19", "Llama-2-7b", "linear (PI), dynamic factor"),),
-    "dynamic_ntk": (
-        ("dca-t1-pg19", "Llama-2-7b", "NTK, dynamic factor"),
-        ("ntk-chinese-llama-705", "Chinese-LLaMA-Plus-7B", "adaptive NTK"),
-    ),
-    "rerope": (
-        ("rerope-readme", "Llama-2-13b", "ReRoPE w=1024"),
-        ("dca-t1-pg19", "Llama-2-7b", "ReRoPE"),
-    ),
-    "dual_chunk": (
-        ("dca-t1-pg19", "Llama-2-7b", "DCA (ChunkLlama)"),
-        ("dca-readme-llama3", "Llama-3-8b", "DCA"),
-        ("dca-readme-llama3", "Llama-3-70b", "DCA"),
-    ),
-}
-"""Table, model and row that show each method on a model that was not trained for it."""
-
 _STRIDED = ("sliding", "stream")
 _UNEVEN = ("sliding", "disjoint")
 """Protocols whose windows score different numbers of tokens; with the others all aggregates agree."""
@@ -69,15 +36,10 @@ _UNEVEN = ("sliding", "disjoint")
 
 @dataclass(frozen=True)
 class Source:
-    """Origin of a table.
+    """Origin of a table: a paper, README, or data of a repository; its file, or a page.
 
     Attributes:
-        kind: Paper, README, or data of a repository.
         arxiv: The paper's number.
-        repo: The GitHub repository.
-        commit: Its commit.
-        path: The file in it.
-        url: The page, if it is not a file.
         transcription: A second copy that the numbers were checked against.
     """
 
@@ -105,7 +67,6 @@ class Protocol:
         stride: Tokens between windows, of `sliding` and `stream`.
         aggregate: How losses were combined; `None`: not stated, or no losses.
         tail_tokens: The K of `tail`.
-        note: Further details.
     """
 
     name: str | None
@@ -117,12 +78,9 @@ class Protocol:
 
 @dataclass(frozen=True)
 class Row:
-    """Row of a table.
+    """Row of a table, with model and method as printed and a value for each column.
 
     Attributes:
-        model: The model, as printed.
-        method: The method, as printed.
-        values: One for each column.
         trained_context: Tokens that this model was trained or fine-tuned at, if stated.
         fine_tuned: Whether it was fine-tuned for longer texts, if stated.
         window: Tokens that it was evaluated at, if the columns are something else.
@@ -144,11 +102,8 @@ class PublishedTable:
         id: Its name in this package.
         paper: Authors and title, short.
         table: Its number, or the file.
-        source: Where it was read.
         metric: `"perplexity"`, `"loss"` (nats), `"accuracy"` or `"tokens"`.
-        dataset: The texts, as printed.
-        protocol: The protocol of the measurement.
-        column_kind: Kind of the columns; `LENGTHS` in most tables.
+        column_kind: `LENGTHS` in most tables.
         columns: Context lengths in tokens, or names.
         rows: The rows.
         metric_note: The metric in the paper's words, if it needs an explanation.
@@ -171,20 +126,27 @@ class PublishedTable:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PublishedTable:
         """Read an entry of `published.json`."""
+        source, protocol = Source(**values["source"]), Protocol(**values["protocol"])
         rows = tuple(Row(**{**row, "values": tuple(row["values"])}) for row in values["rows"])
-        return cls(
-            **{
-                **values,
-                "source": Source(**values["source"]),
-                "protocol": Protocol(**values["protocol"]),
-                "columns": tuple(values["columns"]),
-                "rows": rows,
-            }
-        )
+        columns = tuple(values["columns"])
+        read = {"source": source, "protocol": protocol, "columns": columns, "rows": rows}
+        return cls(**{**values, **read})
 
     def value(self, row: Row, column: int | str) -> Value:
         """Return the value of a row in a column; `None` also if there is no such column."""
         return row.values[self.columns.index(column)] if column in self.columns else None
+
+    def printed(self, lengths: Sequence[int]) -> Iterator[tuple[Row, list[str]]]:
+        """Yield the rows with a value at one of the lengths, with the values: perplexities; bounds as printed."""
+        for row in self.rows:
+            values = [self.value(row, length) for length in lengths]
+            if any(value is not None for value in values):
+                yield row, [self._shown(value) for value in values]
+
+    def _shown(self, value: Value) -> str:
+        if value is None or isinstance(value, str):
+            return value or "-"
+        return f"{math.exp(value):.4g}" if self.metric == "loss" else f"{value:g}"
 
 
 def available() -> tuple[str, ...]:
@@ -204,10 +166,21 @@ def get(id: str) -> PublishedTable:
 
 
 @functools.cache
+def _data() -> dict[str, Any]:
+    file = resources.files(__name__).joinpath("published.json")
+    data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return data
+
+
+@functools.cache
 def _tables() -> Mapping[str, PublishedTable]:
-    text = resources.files(__name__).joinpath("published.json").read_text(encoding="utf-8")
-    tables = [PublishedTable.from_dict(entry) for entry in json.loads(text)["tables"]]
+    tables = map(PublishedTable.from_dict, _data()["tables"])
     return {table.id: table for table in tables}
+
+
+def untrained() -> Mapping[str, Sequence[tuple[str, str, str]]]:
+    """Return table, model and row that show each method on a model that was not trained for it, by method."""
+    return {method: [(*row,) for row in rows] for method, rows in _data()["untrained"].items()}
 
 
 def differences(table: PublishedTable, settings: Settings) -> list[str]:
@@ -246,11 +219,7 @@ def differences(table: PublishedTable, settings: Settings) -> list[str]:
 
 
 def comparable(table: PublishedTable, settings: Settings) -> None:
-    """Refuse a table whose numbers have another meaning than the run's.
-
-    Raises:
-        PosencError: With the differences, and the options that measure as the table does.
-    """
+    """Refuse a table whose numbers have another meaning; the error has the options that measure as it does."""
     reasons = differences(table, settings)
     if reasons:
         raise PosencError(
@@ -262,19 +231,14 @@ def comparable(table: PublishedTable, settings: Settings) -> None:
 def beside(table: PublishedTable, result: PerplexityResult) -> Grid:
     """Return the run's methods and the published rows in one table, with the lengths of the run.
 
-    Args:
-        table: The published table; losses are shown as perplexities, `exp(loss)`.
-        result: The run.
-
-    Raises:
-        PosencError: They are not comparable.
+    Losses are shown as perplexities, `exp(loss)`. What is not comparable is refused.
     """
     comparable(table, result.settings)
     protocol = table.protocol.name
     assert protocol is not None  # or it would not be comparable
-    grid = Grid(f"Perplexity, {protocol}, beside {table.paper}, {table.table}")
-    grid.column("model")
-    grid.column("method")
+    grid = Grid.of(
+        f"Perplexity, {protocol}, beside {table.paper}, {table.table}", "model", "method"
+    )
     lengths = result.settings.lengths
     for length in lengths:
         grid.column(f"{length:,}", numeric=True)
@@ -282,13 +246,8 @@ def beside(table: PublishedTable, result: PerplexityResult) -> Grid:
         cells = [result.cell(candidate.label, protocol, length) for length in lengths]
         shown = [number(cell.perplexity if cell else None) for cell in cells]
         grid.row("this run", candidate.label, *shown, mark="best")
-    rule = True
-    for row in table.rows:
-        values = [table.value(row, length) for length in lengths]
-        if any(value is not None for value in values):
-            shown = [printed(table, value) for value in values]
-            grid.row(row.model, row.method, *shown, rule=rule)
-            rule = False
+    for index, (row, values) in enumerate(table.printed(lengths)):
+        grid.row(row.model, row.method, *values, rule=index == 0)
     return grid
 
 
@@ -302,13 +261,6 @@ def remarks(table: PublishedTable) -> Iterator[str]:
         "Only the protocol is the same. Models, texts and tokenizers are each table's own: compare how the numbers "
         "change with the length, not the numbers."
     )
-
-
-def printed(table: PublishedTable, value: Value) -> str:
-    """Return a published number as a perplexity; a bound or a reason as it was printed."""
-    if value is None or isinstance(value, str):
-        return value or "-"
-    return f"{math.exp(value):.4g}" if table.metric == "loss" else f"{value:g}"
 
 
 def _options_of(table: PublishedTable) -> str:
@@ -338,8 +290,6 @@ class Evidence:
     """Evidence of one published row for a method.
 
     Attributes:
-        table: The table's id.
-        model: The model, as printed.
         held: The largest multiple of the trained length at which it held; 0: none.
         broke: The first multiple at which it did not; `None`: none in the table.
     """
@@ -352,7 +302,7 @@ class Evidence:
 
 def evidence_of(method: str) -> tuple[Evidence, ...]:
     """Return the published evidence for a method without training; empty if there is none."""
-    return tuple(_read_evidence(*entry) for entry in UNTRAINED.get(method, ()))
+    return tuple(_read_evidence(*entry) for entry in untrained().get(method, ()))
 
 
 def verdict(evidence: Sequence[Evidence], factor: float) -> int:
