@@ -22,7 +22,7 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.files import finite
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.training.scoring import precision_of, stages_of
+from hf_posenc.training.scoring import precision_of, rows_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -243,7 +243,7 @@ def loss_points(
 def score_points(table: PerplexityResult, protocol: str) -> dict[int, list[tuple[int, float]]]:
     """Return the steps and finite perplexities of each length."""
     lines: dict[int, list[tuple[int, float]]] = {}
-    rows = list(zip(stages_of(table), table.candidates, strict=True))
+    rows = rows_of(table)
     if len(rows) > 1 and rows[1][0].step == 0:
         rows = rows[1:]  # the first is of the unpatched model
     for length in table.settings.lengths:

@@ -24,17 +24,10 @@ from hf_posenc.evaluation.measuring.identity import (
     name_of,
     tokenizer_hash,
 )
-from hf_posenc.evaluation.measuring.store import (
-    ALONE,
-    Key,
-    Memory,
-    Records,
-    Store,
-    fingerprint_of,
-)
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Store, fingerprint_of
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, make_settings
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
-from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.perplexity.result import MethodEntry, PerplexityResult
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training.ranks import (
@@ -54,14 +47,7 @@ PROTOCOLS = ("prefix", "tail")
 
 @dataclass(frozen=True)
 class Stage:
-    """The state of the model in one row of a table of scores.
-
-    Attributes:
-        label: The row's name.
-        step: Optimizer steps before it.
-        tokens_seen: Tokens that the model was trained on before it, if the Trainer counts them.
-        state: A hash of the model with its weights and its patch.
-    """
+    """The state of the model in one row of a table: label, optimizer steps and tokens seen before it, and its hash."""
 
     label: str
     step: int
@@ -72,6 +58,11 @@ class Stage:
 def stages_of(table: PerplexityResult) -> list[Stage]:
     """Return the stages of a table's rows, in order."""
     return [Stage(**stage) for stage in table.source.get("stages", ())]
+
+
+def rows_of(table: PerplexityResult) -> list[tuple[Stage, MethodEntry]]:
+    """Return the rows of a table, in order: the stage and the method of each."""
+    return list(zip(stages_of(table), table.candidates, strict=True))
 
 
 def before_and_after(table: PerplexityResult) -> PerplexityResult:
@@ -92,26 +83,15 @@ def _select(table: PerplexityResult, labels: Collection[str]) -> PerplexityResul
     )
 
 
-def _with_row(
-    table: PerplexityResult | None, row: PerplexityResult, stage: Stage
-) -> PerplexityResult:
+def _with_row(table: PerplexityResult, row: PerplexityResult) -> PerplexityResult:
     """Append a row. Rows of later steps belong to a training that this one replaces, and are removed."""
-    position = (stage.step, row.candidates[0].method is not None)
-    row = dataclasses.replace(row, source={**row.source, "stages": [dataclasses.asdict(stage)]})
-    if table is None:
-        return row
-    earlier = _select(
-        table,
-        [
-            old.label
-            for old, entry in zip(stages_of(table), table.candidates, strict=True)
-            if (old.step, entry.method is not None) < position
-        ],
-    )
-    stages = [*earlier.source["stages"], *row.source["stages"]]
+    rows = [*rows_of(table), *rows_of(row)]
+    order = [(stage.step, entry.method is not None) for stage, entry in rows]
+    labels = [entry.label for (_, entry), at in zip(rows, order, strict=True) if at < order[-1]]
+    earlier = _select(table, labels)
     return dataclasses.replace(
         row,
-        source={**row.source, "stages": stages},
+        source={**row.source, "stages": [*earlier.source["stages"], *row.source["stages"]]},
         candidates=[*earlier.candidates, *row.candidates],
         records=[*earlier.records, *row.records],
         failures=[*earlier.failures, *row.failures],
@@ -119,31 +99,24 @@ def _with_row(
     )
 
 
-class GroupRecords:
+class GroupRecords(Memory):
     """Records of all ranks of a process group; this rank's new values go to its own records too."""
 
     def __init__(self, keys: Sequence[Key], own: Records) -> None:
-        self._keys, self._own, self._all = keys, own, Memory()
-        self._share(own)
-
-    def get(self, key: Key) -> dict[str, Any] | None:
-        """Return the value of a key, whichever rank measured it."""
-        return self._all.get(key)
+        super().__init__()
+        self._keys, self._own = keys, own
+        self.refresh()
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Store a value."""
         self._own.append(key, value)
-        self._all.append(key, value)
+        super().append(key, value)
 
     def refresh(self) -> None:
         """Exchange values with the other ranks. Call it on all ranks."""
-        self._share(self._all)
-
-    def _share(self, records: Records) -> None:
-        for values in gather({key: records.get(key) for key in self._keys}):
+        for values in gather({key: self._own.get(key) for key in self._keys}):
             for key, value in values.items():
                 if value is not None:
-                    self._all.append(key, value)
+                    super().append(key, value)
 
 
 class Scores:
@@ -254,18 +227,19 @@ class Scores:
             described = self._describe(model, sharded)
             # Everything that the numbers depend on and that changes from row to row.
             unchanging = ("name", "revision", "tokenizer", "bos")
-            state = _digest({k: v for k, v in described.items() if k not in unchanging})
+            state = fingerprint_of({k: v for k, v in described.items() if k not in unchanging})
             stage = Stage(label_of(model, step), step, tokens_seen or None, state)
             table = broadcast(self._read_table())
             stages = [] if table is None else stages_of(table)
             if table is None or stage not in stages:
                 row = self._measure_row(model, stage, described, sharded, progress)
-                table = _with_row(table, row, stage)
-                self._write_table(table)
+                table = row if table is None else _with_row(table, row)
             elif last and stage != stages[-1]:
                 kept = stages[: stages.index(stage) + 1]
                 table = _select(table, [each.label for each in kept])
-                self._write_table(table)
+            else:
+                return table
+            self._write_table(table)
         return table
 
     def _measure_row(
@@ -285,7 +259,7 @@ class Scores:
             special=self._special,
             metadata={
                 "model": described,
-                "source": self._source,
+                "source": {**self._source, "stages": [dataclasses.asdict(stage)]},
                 "original": original_length(model, [candidate]),
                 "skipped": self._skipped,
             },
@@ -306,7 +280,8 @@ class Scores:
         """Return the description of the model, equal on all ranks, though each may hold another shard."""
         described = describe_model(name_of(model), model, self._tokenizer, self._special, self._bos)
         hashes = gather(described["weights_sha256"])
-        described["weights_sha256"] = _digest(hashes) if sharded else hashes[0]
+        both = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
+        described["weights_sha256"] = both if sharded else hashes[0]
         if self._autocast is not None:
             described["autocast"] = str(self._autocast).removeprefix("torch.")
         return described
@@ -328,10 +303,7 @@ class Scores:
 
 
 def score(
-    model: nn.Module,
-    tokenizer: Any,
-    documents: Iterable[str | Entry],
-    **options: Any,
+    model: nn.Module, tokenizer: Any, documents: Iterable[str | Entry], **options: Any
 ) -> PerplexityResult:
     """Measure a model in its present state once, with the arguments of `Scores`, which measures repeatedly."""
     return Scores(tokenizer, documents, **options).measure(model)
@@ -357,11 +329,6 @@ def precision_of(arguments: TrainingArguments) -> torch.dtype | None:
     return torch.float16 if arguments.fp16 else None
 
 
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
 def conclusion(scores: PerplexityResult) -> str:
     """Return the effect of the training at the longest length and at the model's original one, in one line.
 
@@ -373,7 +340,7 @@ def conclusion(scores: PerplexityResult) -> str:
     parts = []
     for length in dict.fromkeys((lengths[-1], short)):
         numbers = []
-        for stage, row in zip(stages_of(shown), shown.candidates, strict=True):
+        for stage, row in rows_of(shown):
             cell = shown.cell(row.label, protocol, length or 0)
             name = "unpatched" if row.method is None else "patched"
             name = _after(stage.step) if stage.step else name
