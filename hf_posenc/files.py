@@ -17,11 +17,7 @@ from hf_posenc.errors import PosencError
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file that is complete or as it was before, also after a crash.
-
-    Raises:
-        PosencError: The system refuses; the old file stays.
-    """
+    """Write a text file that is complete or as it was before, also after a crash."""
 
     def write(temporary: Path) -> None:
         temporary.write_bytes(text.encode("utf-8"))
@@ -43,7 +39,9 @@ def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
         write(temporary)
         with temporary.open("rb") as file:
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())  # mkstemp's own is for the owner alone
+        mask = os.umask(0)
+        os.umask(mask)
+        temporary.chmod(0o666 & ~mask)  # mkstemp's own is for the owner alone
         temporary.replace(path)
     except OSError as error:
         if temporary is not None:
@@ -73,9 +71,3 @@ def finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -25,11 +25,12 @@ from hf_posenc.patch.patching import get_patch, patch_model
 
 FILE = "posenc_config.json"
 PARAMETER_FILE = "posenc.safetensors"
+_HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download")
 
 
 def available_recipes() -> tuple[str, ...]:
     """Return the names of the published patches that ship with the package, sorted."""
-    return tuple(sorted(path.stem for path in recipes_folder().glob("*.json")))
+    return tuple(sorted(_recipes()))
 
 
 def get_recipe(name: str) -> dict[str, Any]:
@@ -38,25 +39,22 @@ def get_recipe(name: str) -> dict[str, Any]:
     Raises:
         PosencError: No recipe has this name.
     """
-    if name not in available_recipes():
-        raise unknown("recipe", name, available_recipes())
-    values: dict[str, Any] = json.loads(
-        (recipes_folder() / f"{name}.json").read_text(encoding="utf-8")
-    )
+    recipes = _recipes()
+    if name not in recipes:
+        raise unknown("recipe", name, recipes)
+    values: dict[str, Any] = json.loads(recipes[name].read_text(encoding="utf-8"))
     return values
 
 
-def recipes_folder() -> Path:
-    """Return the folder of the recipes, a JSON file each."""
-    return patches_folder() / "recipes"
+def _recipes() -> dict[str, Path]:
+    return {path.stem: path for path in (patches_folder() / "recipes").glob("*.json")}
 
 
 @contextlib.contextmanager
-def without_own_parameters() -> Iterator[None]:
+def _without_own_parameters() -> Iterator[None]:
     """Suppress transformers' report on a checkpoint's keys if it lists only parameters of a patch.
 
-    They are unexpected, since the model is loaded before it is patched. A report that lists anything else is shown
-    whole.
+    They are unexpected, since the model is loaded before it is patched.
     """
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_lists_more)
@@ -105,11 +103,7 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
 
 
 def patch_to_save(model: nn.Module) -> PatchConfig | None:
-    """Return a model's patch, if it can be loaded by name; `None` where it is not patched.
-
-    Raises:
-        PosencError: A method of the user's own.
-    """
+    """Return a model's patch; `None` where it is not patched. Refuse a method that cannot be loaded by name."""
     patch = get_patch(model)
     if patch is None:
         return None
@@ -145,35 +139,26 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
 
 
 def read_patch(source: str | Path) -> PatchConfig:
-    """Return the patch that a recipe, file or directory holds.
-
-    Raises:
-        PosencError: No such recipe or file, or text that is not a patch.
-    """
+    """Return the patch that a recipe, file or directory holds."""
     path = Path(source)
     if path.is_dir():
         path = path / FILE
     if not path.is_file():
-        if str(source) not in available_recipes():
+        recipes = _recipes()
+        if str(source) not in recipes:
             if path.suffix or path.name != str(source):
                 raise PosencError(
                     f"There is no file {path}. Give a directory with {FILE}, a JSON file or a recipe's name."
                 )
-            raise unknown("recipe", str(source), available_recipes())
-        path = recipes_folder() / f"{source}.json"
+            raise unknown("recipe", str(source), recipes)
+        path = recipes[str(source)]
     return PatchConfig.from_json(path.read_text(encoding="utf-8"))
 
 
 def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False) -> nn.Module:
-    """Patch a model as a `PatchConfig` describes.
+    """Patch a model as a `PatchConfig` describes, in place.
 
-    Args:
-        model: The model, in place.
-        config: The patch.
-        trained: Its parameters are loaded afterwards: no warning that they are untrained.
-
-    Returns:
-        The same model.
+    With `trained`, its parameters are loaded afterwards: no warning that they are untrained.
     """
     with warnings.catch_warnings():
         if trained:
@@ -208,33 +193,27 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    adapter = find_adapter_config_file(str(path_or_id), **_adapter_options(kwargs))
+    adapter = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
     if adapter is not None:
         return _with_adapter(path_or_id, adapter, auto_class, kwargs)
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(
-        path_or_id, **_hub_options(kwargs)
-    )
+    options = _some(kwargs, (*_HUB, "trust_remote_code"))
+    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path_or_id, **options)
     patch = take_patch(config, path_or_id)
     loader = AutoModelForCausalLM if auto_class is None else auto_class
-    with without_own_parameters():
+    with _without_own_parameters():
         model = loader.from_pretrained(path_or_id, config=config, **kwargs)
     if patch is None:
         return model
     apply_config(model, patch, trained=True)
     if trained := trained_parameters(model):
-        _fill_from_checkpoint(trained, path_or_id, _hub_options(kwargs))
+        _fill_from_checkpoint(trained, path_or_id, options)
     return model
 
 
 def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
     """Return the patch that a checkpoint was saved with, if any, and restore its config from before the patch.
 
-    Args:
-        config: The loaded config. The native form of the patch is removed, so that the patch itself can be applied.
-        path_or_id: The folder it was loaded from, which may contain `posenc_config.json` instead.
-
-    Raises:
-        PosencError: One that this version cannot read.
+    The patch is in the config, or else in `posenc_config.json` beside it.
     """
     block: Mapping[str, Any] | None = vars(config).pop(export.BLOCK, None)
     if block is None:
@@ -265,19 +244,36 @@ def load_adapter(
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    file = find_adapter_config_file(str(path_or_id), **_adapter_options(kwargs))
+    file = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
     if file is None:
         raise PosencError(
             f"There is no adapter_config.json in {path_or_id}. Give the directory that PEFT saved an adapter to; "
             "hf_posenc.from_pretrained loads a whole model."
         )
-    from hf_posenc.lora import PosencLoraConfig, add_adapter, read_adapter
+    from peft import PeftModel
 
-    config = read_adapter(file)
-    patch = config.patch() if isinstance(config, PosencLoraConfig) else None
-    if patch is not None and get_patch(model) is None:
-        apply_config(model, patch, trained=True)
-    return add_adapter(model, config, path_or_id, is_trainable=is_trainable, **kwargs)
+    from hf_posenc.lora import read_adapter
+
+    config, required = read_adapter(file)
+    if required is not None:
+        if get_patch(model) is None:
+            apply_config(model, required, trained=True)
+        patch = get_patch(model)
+        if patch is not None and patch.config != required:
+            raise PosencError(
+                f"The adapter in {path_or_id} was trained in a model patched with {_short(required)}, and this model "
+                f"is patched with {_short(patch.config)}. Give hf_posenc.load_adapter a model that is not patched "
+                "(unpatch_model), or one with that very patch."
+            )
+    return PeftModel.from_pretrained(
+        model, str(path_or_id), config=config, is_trainable=is_trainable, **kwargs
+    )
+
+
+def _short(patch: PatchConfig) -> str:
+    values = {**patch.to_dict(), "format": None, "method": None}
+    shown = (f"{key}={value}" for key, value in values.items() if value not in (None, {}))
+    return f"{patch.method} ({', '.join(shown)})"
 
 
 def _with_adapter(
@@ -286,13 +282,13 @@ def _with_adapter(
     """An adapter with its base model, which is loaded as it was for the training of the adapter."""
     from hf_posenc.lora import read_adapter
 
-    config = read_adapter(file)
+    config, _ = read_adapter(file)
     if not config.base_model_name_or_path:  # PEFT 0.18 writes "" for a model made from a config
         raise PosencError(
             f"The adapter in {path_or_id} does not name its base model. Load that yourself and add the adapter "
             "with hf_posenc.load_adapter(model, ...)."
         )
-    own = {"is_trainable": kwargs.pop("is_trainable", False), **_adapter_options(kwargs)}
+    own = {"is_trainable": kwargs.pop("is_trainable", False), **_some(kwargs, _HUB)}
     of_adapter = ("revision", "subfolder", "force_download")
     rest = {key: value for key, value in kwargs.items() if key not in of_adapter}
     model = from_pretrained(
@@ -301,11 +297,6 @@ def _with_adapter(
         **{"revision": config.revision, **rest} if config.revision else rest,
     )
     return load_adapter(model, path_or_id, **own)
-
-
-def _adapter_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    options = _hub_options(kwargs)
-    return {name: value for name, value in options.items() if name != "trust_remote_code"}
 
 
 def _fill_from_checkpoint(
@@ -338,9 +329,5 @@ def _fill(trained: Mapping[str, Tensor], loaded: Mapping[str, Tensor], source: s
         parameter.data.copy_(loaded[name])
 
 
-def _hub_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    names = (
-        *("revision", "token", "cache_dir", "local_files_only", "trust_remote_code"),
-        *("subfolder", "force_download"),
-    )
+def _some(kwargs: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
     return {name: kwargs[name] for name in names if name in kwargs}

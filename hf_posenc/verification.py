@@ -135,24 +135,18 @@ def verify_export(
         math.inf if math.isnan(error) else error,
         TOLERANCES.get(inner.dtype, 3e-2),
         sum(probe["input_ids"].numel() for probe in probes),
-        max(_reach(probe) for probe in probes),
+        max(
+            int(probe["position_ids"].max()) + 1
+            if "position_ids" in probe
+            else probe["input_ids"].shape[1]
+            for probe in probes
+        ),
         tuple(report["missing"]),
     )
 
 
-def _reach(probe: dict[str, Tensor]) -> int:
-    """The largest position of a text, plus one."""
-    if "position_ids" in probe:
-        return int(probe["position_ids"].max()) + 1
-    return probe["input_ids"].shape[1]
-
-
 def require(verification: Verification) -> None:
-    """Refuse a directory that holds another model.
-
-    Raises:
-        VerificationError: The logits differ, or weights are missing.
-    """
+    """Refuse a directory that holds another model."""
     if not verification.passed:
         raise VerificationError(f"{verification}. Load it with hf_posenc.from_pretrained instead.")
 

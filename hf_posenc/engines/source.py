@@ -224,13 +224,12 @@ def _of_adapter(path: str | Path) -> tuple[str, PatchConfig | None]:
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
         return str(path), None
-    from hf_posenc.lora import PosencLoraConfig, read_adapter
+    from hf_posenc.lora import read_adapter
 
-    config = read_adapter(file)
-    base = config.base_model_name_or_path
-    if not base:  # PEFT 0.18 writes "" for a model made from a config
+    config, patch = read_adapter(file)
+    if not config.base_model_name_or_path:  # PEFT 0.18 writes "" for a model made from a config
         raise PosencError(f"{file} names no base model. Merge the adapter, save, and export that.")
-    return str(base), config.patch() if isinstance(config, PosencLoraConfig) else None
+    return config.base_model_name_or_path, patch
 
 
 def _config_of(base: str) -> Any:
