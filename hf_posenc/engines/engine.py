@@ -37,7 +37,6 @@ class Divisors:
         short: The divisor of every pair's frequency, for contexts of up to `original` tokens.
         long: The same for longer ones.
         factor: The factor on cos and sin.
-        original: The last context length for `short`, in tokens.
     """
 
     short: tuple[float, ...]
@@ -69,15 +68,12 @@ class Divisors:
 
 @dataclass(frozen=True)
 class Draft:
-    """One form in which an engine can get a model's tables.
+    """One form in which an engine can get a model's tables, with the fields of `Export`.
 
     Attributes:
-        form: Its name: `"rope_parameters"` (the engine's own name for the method), `"longrope"` (a list of
-            divisors), or an engine's own.
+        form: `"rope_parameters"` (the engine's own name for the method), `"longrope"` (a list of divisors), or an
+            engine's own.
         values: Attributes of the text part of the config.
-        flags: Flags of the engine's command, beside the folder.
-        notes: Notes for the user.
-        divisors: A table for a GGUF file, beside the config.
     """
 
     form: str
@@ -99,17 +95,12 @@ class Setup:
 
 
 class Engine:
-    """An engine.
-
-    Class attributes:
-        name: The name for the command line.
-        version: The version whose source the formulas come from.
-        fixed_table: True if it makes one table at the start, for texts of every length.
-    """
+    """An engine, in the version whose source the formulas come from."""
 
     name: ClassVar[str]
     version: ClassVar[str]
     fixed_table: ClassVar[bool] = False
+    """True if it makes one table at the start, for texts of every length."""
 
     def drafts(self, source: Source) -> Iterator[Draft]:
         """Yield the forms for a model, best first."""

@@ -181,13 +181,7 @@ _SCALE = 4.0  # of the survey
 
 @dataclass(frozen=True)
 class Expressed:
-    """One method in an engine.
-
-    Attributes:
-        method: Its name, with the options that were tried.
-        form: The form in which the engine gets it; `None` if there is none.
-        reason: The reason why there is none; empty otherwise.
-    """
+    """One method in an engine: its name with the options that were tried, and `form` and `reason` as in `Export`."""
 
     method: str
     form: str | None
@@ -195,14 +189,11 @@ class Expressed:
 
 
 def survey(directory: str | Path, engine: str) -> tuple[Expressed, ...]:
-    """Export a model with every method.
+    """Export a model with every method, without the patch of its own.
 
     Args:
-        directory: A saved model: a folder or a hub name. A patch of its own is left out.
+        directory: A saved model: a folder or a hub name.
         engine: One of `ENGINES`.
-
-    Raises:
-        PosencError: An unknown engine, or no config.
     """
     find_engine(engine)
     plain = open_source(directory, unpatched=True)
@@ -215,9 +206,10 @@ def _try(kind: type[Method], directory: str | Path, engine: str, pairs: int) -> 
     shown = {key: value for key, value in options.items() if isinstance(value, str)}
     name = ", ".join([kind.name, *(f"{key}={value}" for key, value in shown.items())])
     reason = ""
-    for beside in ({}, {"replace": True}):  # a checkpoint that is scaled already
+    for replace_scaling in (False, True):  # a checkpoint that is scaled already
+        options["replace"] = replace_scaling
         try:
-            source = open_source(directory, kind.name, unpatched=True, **options, **beside)
+            source = open_source(directory, kind.name, unpatched=True, **options)
         except PosencError as error:
             reason = " ".join(str(error).split())
             continue

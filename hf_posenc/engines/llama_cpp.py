@@ -154,10 +154,7 @@ def converted(
         keys["rope.scaling.type"], keys["rope.scaling.original_context_length"] = kind, original
         factor = formulas.longrope_factor(config["max_position_embeddings"], original)
         keys["rope.scaling.attn_factor"] = factor
-        tensors[GGUF_TENSORS[1]], tensors[GGUF_TENSORS[2]] = (
-            rope["short_factor"],
-            rope["long_factor"],
-        )
+        tensors = {GGUF_TENSORS[1]: rope["short_factor"], GGUF_TENSORS[2]: rope["long_factor"]}
     return keys, tensors
 
 
@@ -168,14 +165,9 @@ def runtime(
     context: int,
     flags: Sequence[str] = (),
 ) -> Table:
-    """Return the table of a context: `llama_context`, `ggml_rope_yarn_corr_dims`, `rope_yarn`.
+    """Return the table of a context (`-c`, in tokens): `llama_context`, `ggml_rope_yarn_corr_dims`, `rope_yarn`.
 
-    Args:
-        keys: The metadata, without the architecture's name in front.
-        tensors: `rope_freqs.weight`, or the two `rope_factors_*.weight`, where the file has them.
-        dim: The rotary dimension.
-        context: The context size (`-c`), in tokens.
-        flags: The command's flags.
+    The keys are without the architecture's name in front; `dim` is the rotary dimension.
     """
     options = dict(itertools.pairwise(flags))
     kind = options.get("--rope-scaling", keys.get("rope.scaling.type", "linear"))
@@ -233,12 +225,8 @@ def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, 
     if float(entry["rope_theta"]) != float(before["rope_theta"]):
         flags += ["--rope-freq-base", f"{float(entry['rope_theta']):.17g}"]
     if entry["rope_type"] != "default":
-        flags += [
-            "--rope-scaling",
-            entry["rope_type"],
-            "--rope-scale",
-            f"{float(entry['factor']):g}",
-        ]
+        flags += ["--rope-scaling", entry["rope_type"]]
+        flags += ["--rope-scale", f"{float(entry['factor']):g}"]
     if entry["rope_type"] == "yarn":
         flags += ["--yarn-orig-ctx", str(entry["original_max_position_embeddings"])]
     line = " ".join((*flags, *_beta_flags(entry)))
@@ -250,14 +238,7 @@ def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, 
 
 @dataclass(frozen=True)
 class GGUFCheck:
-    """A file's table against the model's.
-
-    Attributes:
-        path: The file.
-        architecture: Its `general.architecture`.
-        error: The difference of llama.cpp's table from the model's.
-        divisors: The table for a correct file; `None` if no file can have it.
-    """
+    """A GGUF file of an architecture: the error of its table, and the right table if a file can have that."""
 
     path: str
     architecture: str

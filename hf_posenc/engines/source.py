@@ -11,7 +11,7 @@ import torch
 
 from hf_posenc.adapters import LegacyKeys
 from hf_posenc.engines.formulas import Table, of_transformers
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.methods import Method, RopeScaling, seam_of
 from hf_posenc.model.discovery import (
     RotaryTable,
@@ -71,9 +71,8 @@ class Source:
         base: The same, or the base model of an adapter: the place of the weights.
         stored: The config as it is stored there.
         config: The same without the patch.
-        methods: The methods in force; empty for a model without a patch.
+        methods: The methods in force.
         model: The model on the meta device, patched unless a method computes attention itself.
-        patch: The patch in force in it.
         tables: Its rotary tables; none for a family that has them in its weights.
     """
 
@@ -176,15 +175,7 @@ def open_source(
 ) -> Source:
     """Read a saved model, patched or not, or a saved adapter.
 
-    Args:
-        path: A folder or a hub name.
-        method: A patch, as for `patch_model`.
-        unpatched: Leave out the patch that the model was saved with.
-        **options: As for `patch_model`.
-
-    Raises:
-        PosencError: There is no config, the model is patched already and a method is given, or it cannot be
-            patched so.
+    `method` and `options` are a patch as for `patch_model`; `unpatched` leaves out the one that was saved.
     """
     base, of_adapter = _of_adapter(path)
     stored = _config_of(base)
@@ -238,8 +229,7 @@ def _config_of(base: str) -> Any:
     try:
         return AutoConfig.from_pretrained(base)
     except Exception as error:  # no such name, no config.json, an unknown model type
-        line = " ".join(str(error).split())
-        raise PosencError(f"The config of {base} cannot be loaded: {line[:200]}") from error
+        raise PosencError(f"The config of {base} cannot be loaded: {one_line(error)}") from error
 
 
 def _empty_model(config: Any) -> Any:

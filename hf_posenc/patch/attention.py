@@ -36,14 +36,7 @@ def install_attention(
 ) -> None:
     """Reposition the rotary modules, calibrate every attention layer and give it its encoding.
 
-    Args:
-        model: The transformers model, with frequency methods already in place.
-        state: The patch; it records what `remove_attention` does not undo.
-        every: All rotary tables of the text decoder.
-        tables: Those of the chosen layers.
-
-    Raises:
-        UnsupportedModelError: A model whose attention the engine cannot compute, with the reason.
+    Frequency methods are in place already. `tables` are those of `every` table that serve the chosen layers.
     """
     methods = state.in_attention
     for method in methods:
@@ -83,12 +76,12 @@ def remove_attention(model: nn.Module) -> None:
                 setattr(module, name, child.base)
 
 
-def patched_layers(model: nn.Module) -> Iterator[tuple[str, Encoding]]:
-    """Yield the attention layers in which a method is in force, by path."""
+def patched_layers(model: nn.Module) -> Iterator[str]:
+    """Yield the paths of the attention layers in which a method is in force."""
     for name, module in model.named_modules():
         layer: Layer | None = module.__dict__.get(LAYER)
         if layer is not None and layer.patched:
-            yield name, layer.encoding
+            yield name
 
 
 # The seam is opened.
@@ -105,11 +98,13 @@ def _owner(model: nn.Module, table: RotaryTable) -> Any:
 
 
 def _refuse(model: nn.Module, owner: nn.Module) -> None:
-    if any(_has_no_weights(module) for module in model.modules()):
-        raise UnsupportedModelError(
-            "This model is on the meta device. A method that computes attention itself is tried on the model before it "
-            "is trusted: load the model first, then patch it."
-        )
+    for module in model.modules():
+        offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)  # by accelerate
+        if not offloaded and any(p.is_meta for p in module.parameters(recurse=False)):
+            raise UnsupportedModelError(
+                "This model is on the meta device. A method that computes attention itself is tried on the model "
+                "before it is trusted: load the model first, then patch it."
+            )
     for kind in (type(module).__name__ for module in owner.modules()):
         if kind.endswith(("Indexer", "Compressor")):
             raise UnsupportedModelError(
@@ -117,12 +112,6 @@ def _refuse(model: nn.Module, owner: nn.Module) -> None:
                 "keys of its own, so a method that computes attention itself has no meaning there. "
                 f"{FREQUENCY_METHODS_WORK}"
             )
-
-
-def _has_no_weights(module: nn.Module) -> bool:
-    """True if parameters are on the meta device and accelerate does not load them for a forward."""
-    offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)
-    return not offloaded and any(p.is_meta for p in module.parameters(recurse=False))
 
 
 def _reference(model: nn.Module, owner: nn.Module, ids: Tensor) -> tuple[nn.Module, Tensor]:
@@ -191,13 +180,8 @@ def _give_encodings(
 ) -> None:
     """Give every attention layer its encoding, and the rotary modules the positions at which keys are cached."""
     base = Encoding.of(methods, state.original)
-    keys = {(id(table.module), table.label) for table in tables}
     # Layers whose table is a chosen one; not all of them need be chosen themselves.
-    sharing = [
-        layer
-        for layer in layers
-        if layer.table is not None and (id(layer.table.module), layer.table.label) in keys
-    ]
+    sharing = [layer for layer in layers if layer.table in tables]
     chosen = [layer for layer in sharing if _is_chosen(layer, state.config.layers)]
     if not chosen:
         raise UnsupportedModelError(

@@ -13,9 +13,7 @@ from hf_posenc.methods import Method, get_method
 
 FORMAT = 1
 # The arguments of `patch_model` beside a method's own knobs.
-_BESIDE = dict.fromkeys(
-    ("target_length", "original_max_position_embeddings", "layers", "compose", "replace")
-)
+_BESIDE = ("target_length", "original_max_position_embeddings", "layers", "compose", "replace")
 Layers = str | tuple[int, ...]
 """A choice of layers: `"full"` (full attention), `"all"`, or layer indices."""
 
@@ -46,11 +44,7 @@ class PatchConfig:
     others: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
     def build(self) -> tuple[Method, ...]:
-        """Return the method objects, each on a seam of its own.
-
-        Raises:
-            PosencError: An unknown method or option, or a value out of range.
-        """
+        """Return the method objects; raise for an unknown method or option, or a value out of range."""
         scale = {} if self.scale is None else {"scale": self.scale}
         named = ((self.method, {**scale, **self.options}), *self.others)
         return tuple(get_method(name).from_options(**options) for name, options in named)
@@ -58,14 +52,10 @@ class PatchConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""
         values = {"format": FORMAT, **dataclasses.asdict(self)}
-        values["options"] = _plain(self.options)
-        del values["others"]
-        if self.others:
-            values["others"] = [
-                {"method": name, "options": _plain(options)} for name, options in self.others
-            ]
-        values["layers"] = self.layers if isinstance(self.layers, str) else list(self.layers)
-        return values
+        values["others"] = [{"method": name, "options": options} for name, options in self.others]
+        if not self.others:
+            del values["others"]
+        return {key: _plain(value) for key, value in values.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PatchConfig:
@@ -85,8 +75,7 @@ class PatchConfig:
             raise PosencError('A patch names its "method".')
         if isinstance(own.get("layers"), list):
             own["layers"] = tuple(own["layers"])
-        others = own.get("others", ())
-        own["others"] = tuple((other["method"], other["options"]) for other in others)
+        own["others"] = tuple((o["method"], o["options"]) for o in own.get("others", ()))
         config = cls(**own)
         config.build()
         return config
@@ -97,11 +86,7 @@ class PatchConfig:
 
     @classmethod
     def from_json(cls, text: str) -> PatchConfig:
-        """Read the JSON text.
-
-        Raises:
-            PosencError: Text that is not JSON, or not a patch.
-        """
+        """Read the JSON text; raise for text that is not JSON, or not a patch."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -112,10 +97,9 @@ class PatchConfig:
 
 
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
-    """Read the short form `"yarn:scale=8,beta_fast=16"`.
+    """Read the short form `"yarn:scale=8,beta_fast=16"`: the method's canonical name, and its options.
 
-    Returns:
-        The method's canonical name, and its options: numbers, booleans, `None` or strings.
+    The options are numbers, booleans, `None` or strings.
 
     Raises:
         PosencError: An unknown method or option, or a part that is not `option=value`.
@@ -129,15 +113,17 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
             raise PosencError(
                 f"{text!r}: {part!r} is not option=value, as in yarn:scale=8,beta_fast=16."
             )
-        possible = {**method.knobs(), **_BESIDE}
+        possible = (*method.knobs(), *_BESIDE)
         if option.strip() not in possible:
             raise unknown(f"option of {method.name}", option.strip(), possible)
         options[option.strip()] = _value(value.strip())
     return method.name, options
 
 
-def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in options.items()}
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, tuple | list) else value
 
 
 def _value(text: str) -> Any:

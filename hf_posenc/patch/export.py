@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.adapters import LegacyKeys
+from hf_posenc.adapters import ArchAdapter
 from hf_posenc.methods import RopeScaling
 from hf_posenc.model.discovery import RotaryTable
 from hf_posenc.model.rotary import (
@@ -33,16 +33,14 @@ from hf_posenc.rope import RopeSpec
 BLOCK = "hf_posenc"
 """The config attribute that holds the patch and the config's values from before it."""
 
-# Keys of `rope_parameters` that belong to a scaling; every other key (mrope_section,
-# partial_rotary_factor, ...) stays.
+# Keys of `rope_parameters` that belong to a scaling; every other key (mrope_section, ...) stays.
 _SCALING_KEYS = frozenset(
     {"rope_type", "type", "factor", "attention_factor", "original_max_position_embeddings"}
     | {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"}
     | {"low_freq_factor", "high_freq_factor"}
     | {"short_factor", "long_factor", "short_mscale", "long_mscale"}
 )
-# The divisor that stands for a frequency of 0 in a longrope list, where an infinity would not pass
-# through JSON.
+# The divisor for a frequency of 0 in a longrope list: an infinity would not pass through JSON.
 _STANDSTILL = 1e30
 _ABSENT = "<absent>"
 
@@ -89,14 +87,14 @@ def plan_edit(
     tables: list[PatchedTable],
     method: RopeScaling,
     extended: int | None,
-    legacy: LegacyKeys,
+    adapter: ArchAdapter,
 ) -> tuple[dict[str, Any], str | None]:
     """Return a config's new values, and the form in which plain transformers computes the patch from them.
 
-    The values that transformers 4.57 reads (`legacy`) are among them where the proof shows them harmless. The form
+    The values that transformers 4.57 reads are among them where the proof shows them harmless. The form
     is `"rope_parameters"`, `"longrope"`, or `None` where plain transformers cannot compute the patch.
     """
-    lengths = lengths_of(config, tables, extended)
+    lengths, legacy = lengths_of(config, tables, extended), adapter.legacy(config)
     forms = list(rope_forms(config, tables, method))
     # First what transformers 4.57 computes too, in whatever form, then what only 5 does.
     trials = [

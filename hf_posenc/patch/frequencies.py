@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +21,7 @@ from hf_posenc.rope import RopeSpec
 def install_rotary(
     model: nn.Module, state: State, tables: Sequence[RotaryTable], method: RopeScaling
 ) -> None:
-    """Wrap the rotary modules, let config and attention follow, and read back what is in force.
-
-    Raises:
-        UnsupportedModelError: A rotary module whose output cannot be checked.
-        VerificationError: The patched model does not give the patched rotation.
-    """
+    """Wrap the rotary modules, let config and attention follow, and read back what is in force."""
     adapter = adapter_of(model)
     patched = _wrap(tables, method, state, adapter.log_gain)
     by_config: dict[int, list[export.PatchedTable]] = {}
@@ -38,8 +32,7 @@ def install_rotary(
     edits, forms = [], set()
     for group in by_config.values():
         config = group[0].table.config
-        legacy = adapter.legacy(config)
-        values, form = export.plan_edit(config, group, method, state.extended, legacy)
+        values, form = export.plan_edit(config, group, method, state.extended, adapter)
         edits.append((config, values))
         forms.add(form)
     state.export = forms.pop() if len(forms) == 1 else None
@@ -90,9 +83,9 @@ def _rescale_attention(
 ) -> None:
     """Follow YaRN's `mscale_all_dim`, whose square DeepSeek's attention has in its `scaling`."""
     weight = table.parameters.get("mscale_all_dim") if table.scaled else None
-    old = (
-        float(mscale(float(table.parameters.get("factor") or 1), float(weight))) if weight else 1.0
-    )
+    old = 1.0
+    if weight:
+        old = float(mscale(float(table.parameters.get("factor") or 1), float(weight)))
     new = old if state.config.compose else 1.0
     if isinstance(method, YaRN) and method.mscale_all_dim:
         new *= float(mscale(method.scale, method.mscale_all_dim))
@@ -116,12 +109,7 @@ def _scales_by_mscale(kind: type[nn.Module]) -> bool:
 def install_sincos(
     model: nn.Module, state: State, tables: Sequence[SinCosTable], method: RopeScaling
 ) -> None:
-    """Replace precomputed sin-cos tables by scaled ones of the extended length.
-
-    Raises:
-        UnsupportedModelError: A method whose frequencies depend on the length of the text.
-        VerificationError: A table does not hold the patched rotation.
-    """
+    """Replace precomputed sin-cos tables by scaled ones of the extended length, and read them back."""
     spec = read_spec(tables[0], state.original, compose=False)
     positions = max(state.extended or 0, tables[0].tensor().shape[0])
     scaled = _sincos(method, spec, positions)
@@ -132,19 +120,14 @@ def install_sincos(
         state.tensors.append((table, table.tensor()))
         table.swap(scaled)
         live, live_factor = table.live()
-        if not (
-            torch.allclose(live.cpu(), inv_freq, rtol=1e-2, atol=1e-6)
-            and abs(live_factor - factor) < 1e-2
-        ):
+        close = torch.allclose(live.cpu(), inv_freq, rtol=1e-2, atol=1e-6)
+        if not close or not abs(live_factor - factor) < 1e-2:
             raise VerificationError(
                 f"{table.name} does not hold the patched table; it was restored."
             )
-    values: dict[str, Any] = (
-        {} if state.extended is None else {"max_position_embeddings": positions}
-    )
+    values = {} if state.extended is None else {"max_position_embeddings": positions}
     if any(isinstance(table.module, nn.Embedding) for table in tables):
-        # The table is among the weights (RoFormer), so any loader finds it: no block that asks for
-        # a second patch.
+        # The table is among the weights (RoFormer): no block that asks for a second patch.
         state.export = "weights"
         state.set(tables[0].config, values)
     else:

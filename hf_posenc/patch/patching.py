@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import replace as replaced
 from typing import Any, TypeVar
 
 import torch
@@ -193,16 +192,9 @@ def get_patch(model: nn.Module) -> Patch | None:
     if state.attention is not None:
         from hf_posenc.patch.attention import patched_layers
 
-        layers = tuple(name for name, _ in patched_layers(unwrap(model)))
-    return Patch(
-        state.config,
-        inspect_rope(model),
-        state.original,
-        state.extended,
-        state.export,
-        layers=layers,
-        attention=state.attention,
-    )
+        layers = tuple(patched_layers(unwrap(model)))
+    tables, lengths = inspect_rope(model), (state.original, state.extended)
+    return Patch(state.config, tables, *lengths, state.export, layers, state.attention)
 
 
 def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
@@ -221,7 +213,7 @@ def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
         if isinstance(rotary, RepositionedRotary) and rotary.drops_rotation
         for label in rotary.labels
     }
-    effective: list[EffectiveTable] = []
+    effective: dict[tuple[Any, ...], EffectiveTable] = {}
     for table in tables_of(inner):
         wrapper = wrappers.get(id(table.module))
         (inv_freq, factor), kind = table.live(), table.rope_type
@@ -234,12 +226,10 @@ def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
             kind = state.config.method
         if (id(table.module), table.label) in dropped:
             inv_freq, kind = torch.zeros_like(inv_freq), "dropped"
-        label = table.label or None
-        entry = EffectiveTable(label, (table.name,), kind, theta, inv_freq.detach(), factor)
-        for index, other in enumerate(effective):
-            if entry.same_as(other):
-                effective[index] = replaced(other, modules=(*other.modules, table.name))
-                break
-        else:
-            effective.append(entry)
-    return tuple(effective)
+        label, inv_freq = table.label or None, inv_freq.detach()
+        values = inv_freq.shape if inv_freq.is_meta else tuple(inv_freq.tolist())
+        key = label, kind, theta, factor, inv_freq.device, values
+        modules = effective[key].modules if key in effective else ()
+        modules = (*modules, table.name)
+        effective[key] = EffectiveTable(label, modules, kind, theta, inv_freq, factor)
+    return tuple(effective.values())

@@ -6,7 +6,6 @@ import html
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_posenc.patch.config import PatchConfig
@@ -38,24 +37,12 @@ class EffectiveTable:
         """The rotary dimension d."""
         return 2 * self.inv_freq.shape[0]
 
-    def same_as(self, other: EffectiveTable) -> bool:
-        """Return whether another module holds the same table."""
-        return (
-            (self.layer_type, self.rope_type, self.theta, self.attention_factor)
-            == (other.layer_type, other.rope_type, other.theta, other.attention_factor)
-            and self.inv_freq.device == other.inv_freq.device
-            and self.inv_freq.shape == other.inv_freq.shape
-            and (self.inv_freq.is_meta or torch.equal(self.inv_freq, other.inv_freq))
-        )
-
     def row(self) -> tuple[str, ...]:
         """Return the table in one line: layers, modules, kind, d, theta, fastest and slowest frequency, factor."""
         more = f" (+{len(self.modules) - 1})" if len(self.modules) > 1 else ""
-        ends = (
-            ("", "")
-            if self.inv_freq.is_meta
-            else (f"{self.inv_freq[0]:.6g}", f"{self.inv_freq[-1]:.6g}")
-        )
+        ends = ["", ""]
+        if not self.inv_freq.is_meta:
+            ends = [f"{self.inv_freq[0]:.6g}", f"{self.inv_freq[-1]:.6g}"]
         theta = "" if self.theta is None else f"{self.theta:g}"
         kind = (self.layer_type or "all", self.modules[0] + more, self.rope_type)
         return (*kind, str(self.dim), theta, *ends, f"{self.attention_factor:.6g}")
@@ -134,23 +121,20 @@ class Patch:
         )
 
     def _notes(self) -> str:
-        reach = (
-            "the text's own length"
-            if self.extended_length is None
-            else f"{self.extended_length} tokens"
-        )
+        reach = "the text's own length"
+        if self.extended_length is not None:
+            reach = f"{self.extended_length} tokens"
         saved = {
             "rope_parameters": "saves as native rope_parameters",
             "longrope": "saves as a longrope list that plain transformers loads",
             "weights": "saves in the weights, that plain transformers loads",
             None: "saves for hf_posenc.from_pretrained only",
         }[self.export]
-        engine = (
-            ""
-            if self.attention is None
-            else f"; attention of {len(self.layers)} layers by hf_posenc instead of {self.attention}"
-        )
-        return f"{self.original_max_position_embeddings} -> {reach}; {saved}{engine}"
+        notes = f"{self.original_max_position_embeddings} -> {reach}; {saved}"
+        if self.attention is None:
+            return notes
+        layers = f"attention of {len(self.layers)} layers"
+        return f"{notes}; {layers} by hf_posenc instead of {self.attention}"
 
 
 def _short(value: object) -> str:
