@@ -7,67 +7,44 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.markup import escape
 
+from hf_posenc.cli.command import command_line
 from hf_posenc.cli.console import err, out, print_error, print_warning
+from hf_posenc.cli.loading import open_session
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.options import OutputOptions, RunOptions
+from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, OutputOptions, RunOptions
 
 if TYPE_CHECKING:
+    from hf_posenc.evaluation.bench.run import BenchJob
     from hf_posenc.evaluation.documents import Skipped
-    from hf_posenc.evaluation.documents.source import Source
     from hf_posenc.evaluation.grid import Grid, Result
-    from hf_posenc.evaluation.measuring.store import Shard
+    from hf_posenc.evaluation.measuring.execute import Measurement, Progress
     from hf_posenc.evaluation.perplexity.measurement import Item, PerplexityRun
     from hf_posenc.evaluation.perplexity.protocols import Settings
     from hf_posenc.evaluation.scoring.estimate import Cost
+    from hf_posenc.evaluation.tuning.objective import TailJob
 
+    Job = Measurement[Any, Any] | BenchJob | TailJob[Any]
+
+PreparedT = TypeVar("PreparedT")
 SHOWN_SKIPPED = 5
 GIB = 2**30
-
-
-class Job(Protocol):
-    """A measurement whose model and documents are loaded.
-
-    Attributes:
-        missing: Once `run` has returned `None`: items that other processes have not stored yet.
-        total: All items.
-    """
-
-    @property
-    def missing(self) -> int: ...
-
-    @property
-    def total(self) -> int: ...
-
-    def run(
-        self,
-        folder: Path | None,
-        shard: Shard,
-        progress: Callable[[str, int, int], None],
-        waiting: Callable[[int], None],
-    ) -> Any: ...
 
 
 class Frame:
     """One run of a command that measures. Refuses a wrong share or output before a model is loaded.
 
-    Args:
-        options: Output, plot and share.
-
     Attributes:
         shard: This process's place among those of the run.
         output: Folder of the results.
         plots: Draw the plots.
-
-    Raises:
-        PosencError: The share is wrong, the folder cannot be made, or a plot needs matplotlib.
     """
 
-    def __init__(self, options: OutputOptions) -> None:
+    def __init__(self, context: typer.Context, options: OutputOptions) -> None:
         from hf_posenc.evaluation.measuring.store import current_shard
 
         self.shard, self.output = current_shard(options.shard), options.output
@@ -75,18 +52,31 @@ class Frame:
         self._dry_run = isinstance(options, RunOptions) and options.dry_run
         if not self._dry_run:
             _make_folder(self.output)
+        self._command = command_line(context)
 
-    @contextlib.contextmanager
-    def reading(self, source: Source) -> Iterator[Source]:
-        """Show the document that is being read; gives the source that reports it."""
-        console = err()
+    def prepare(
+        self,
+        prepare: Callable[..., PreparedT],
+        model: ModelOptions,
+        documents: DocumentOptions | None,
+        *options: Any,
+        **more: Any,
+    ) -> PreparedT:
+        """Load the model, and prepare a measurement of it; show the document that is being read."""
+        from hf_posenc.evaluation.documents.source import source_of
+
+        source = None if documents is None else source_of(documents)
+        session, console = open_session(model), err()
+        more |= {"name": session.name, "command": self._command}
+        if source is None:
+            return prepare(session.model, session.tokenizer, *options, **more)
         if self.shard.index or not console.is_terminal:
-            yield source
-            return
+            return prepare(session.model, session.tokenizer, source, *options, **more)
         with console.status("Reading documents") as status:
-            yield dataclasses.replace(
+            shown = dataclasses.replace(
                 source, seen=lambda name: status.update(f"Reading {escape(name)}")
             )
+            return prepare(session.model, session.tokenizer, shown, *options, **more)
 
     def announce(self, settings: Settings, skipped: Sequence[Skipped]) -> None:
         """Print, before the run, the documents that it leaves out and the tokens that it scores."""
@@ -107,12 +97,7 @@ class Frame:
     def measure(self, job: Job, print_cost: Callable[[], None] | None = None) -> Any:
         """Measure this process's share; with `--dry-run`, print the cost instead.
 
-        Args:
-            job: The measurement.
-            print_cost: Print the cost of the run.
-
-        Returns:
-            The result; `None` where nothing was measured, or where another process reports it.
+        The result is `None` where nothing was measured, or where another process reports it.
         """
         if self._dry_run and print_cost is not None:
             print_cost()
@@ -129,7 +114,7 @@ class Frame:
         return result
 
     @contextlib.contextmanager
-    def _progress(self) -> Iterator[Callable[[str, int, int], None]]:
+    def _progress(self) -> Iterator[Progress]:
         """Show the tokens read and the time left; gives the function that is called after every forward."""
         from rich.progress import (
             BarColumn,
@@ -165,16 +150,7 @@ class Frame:
         model: Mapping[str, Any],
         beside: Iterable[tuple[Grid, Iterable[str]]] = (),
     ) -> None:
-        """Print a result and write its files.
-
-        Args:
-            result: The result.
-            model: Description of the model, for the heading.
-            beside: Further tables, each with its notes.
-
-        Raises:
-            PosencError: A file cannot be written.
-        """
+        """Print a result under its model, and further tables with their notes; write its files."""
         from hf_posenc.evaluation.grid import to_rich
         from hf_posenc.evaluation.plots import available
 
@@ -227,11 +203,7 @@ def _report_waiting(count: int) -> None:
 
 
 def exit_on(problems: Iterable[str]) -> None:
-    """Print the problems, one line each.
-
-    Raises:
-        typer.Exit: Status 1, where there is any.
-    """
+    """Print the problems, one line each, and exit with status 1 where there is any."""
     lines = list(problems)
     for line in lines:
         print_error(line)
@@ -245,6 +217,7 @@ def exit_on(problems: Iterable[str]) -> None:
 def print_cost(run: PerplexityRun) -> None:
     """Print tokens, operations and peak memory of every method, and the free memory."""
     from hf_posenc.evaluation.grid import Grid, to_rich
+    from hf_posenc.evaluation.scoring.memory import free_memory
 
     rows = []
     for label, group in itertools.groupby(run.items, key=lambda item: item.label):
@@ -269,8 +242,11 @@ def print_cost(run: PerplexityRun) -> None:
         grid.row(label, f"{windows:,}", f"{tokens:,}", f"{flops:.3g}", *memory)
     console = out()
     console.print(to_rich(grid))
+    device = next(run.model.parameters()).device
+    free = free_memory(device)
+    rest = "" if free is None else f"{free / GIB:,.1f} GiB are free on {device}."
     console.print(
-        f"{rows[0][4].weights / GIB:,.2f} GiB are the weights. {_free(run)} An estimate from the model's sizes, on the "
+        f"{rows[0][4].weights / GIB:,.2f} GiB are the weights. {rest} An estimate from the model's sizes, on the "
         "high side (hf_posenc/evaluation/scoring/estimate.py lists the terms); nothing was run.",
         markup=False,
     )
@@ -292,11 +268,3 @@ def _cost(run: PerplexityRun, items: list[Item]) -> Cost:
             prefill_chunk=None if candidate.length_dependent else settings.prefill,
             full_logits=not run.scorer.scorer.replays,
         )
-
-
-def _free(run: PerplexityRun) -> str:
-    from hf_posenc.evaluation.scoring.memory import free_memory
-
-    device = next(run.model.parameters()).device
-    free = free_memory(device)
-    return "" if free is None else f"{free / GIB:,.1f} GiB are free on {device}."

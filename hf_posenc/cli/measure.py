@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_posenc.cli.command import Command, command_line, expand
+from hf_posenc.cli.command import Command, expand
 from hf_posenc.cli.console import out, print_error, print_warning
 from hf_posenc.cli.frame import Frame, exit_on, print_cost
 from hf_posenc.cli.loading import open_session
@@ -31,7 +31,7 @@ from hf_posenc.evaluation.options import (
 )
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.tuning.results import TuningResult
+    from hf_posenc.evaluation.tuning.objective import TailJob
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
 REPORT = Path("report.html")
@@ -58,40 +58,34 @@ def perplexity(
     resumes an interrupted run.
     """
     from hf_posenc.evaluation import published
-    from hf_posenc.evaluation.documents.source import source_of
-    from hf_posenc.evaluation.measuring.candidates import parse_candidates
     from hf_posenc.evaluation.perplexity.measurement import prepare
 
-    # refused before a model is loaded: methods, published tables, output, share, documents
     options = dataclasses.replace(options, methods=options.methods or PERPLEXITY_METHODS)
-    parse_candidates(options.methods or ())
-    for name in options.compare:
-        published.get(name)
-    frame, source = Frame(run), source_of(documents)
-    session = open_session(model)
+    _check(options)
+    frame = Frame(context, run)
 
     def load(name: str) -> tuple[Any, Any]:
         other = open_session(dataclasses.replace(model, model=name, tokenizer=None, attn=None))
         return other.model, other.tokenizer
 
-    with frame.reading(source) as shown:
-        job = prepare(
-            session.model,
-            session.tokenizer,
-            shown,
-            options,
-            name=session.name,
-            command=command_line(context),
-            load=load,
-        )
+    job = frame.prepare(prepare, model, documents, options, load=load)
     frame.announce(job.settings, job.metadata["skipped"])
     result = frame.measure(job, lambda: print_cost(job))
-    if result is None:
-        return
-    tables = map(published.get, options.compare)
-    beside = [(published.beside(table, result), published.remarks(table)) for table in tables]
-    frame.present(result, result.model, beside)
-    exit_on(result.problems())
+    if result is not None:
+        tables = map(published.get, options.compare)
+        beside = [(published.beside(table, result), published.remarks(table)) for table in tables]
+        frame.present(result, result.model, beside)
+        exit_on(result.problems())
+
+
+def _check(options: PerplexityOptions | RetrievalOptions | BenchOptions) -> None:
+    """Refuse unknown methods and published tables before a model is loaded."""
+    from hf_posenc.evaluation import published
+    from hf_posenc.evaluation.measuring.candidates import parse_candidates
+
+    parse_candidates(options.methods or ())
+    for name in () if isinstance(options, RetrievalOptions) else options.compare:
+        published.get(name)
 
 
 def retrieval(
@@ -112,7 +106,6 @@ def retrieval(
 
     Without arguments: the embedded model, in about a minute. The same command resumes an interrupted run.
     """
-    from hf_posenc.evaluation.measuring.candidates import parse_candidates
     from hf_posenc.evaluation.retrieval.run import prepare, settings_of
 
     if model.model is None:
@@ -122,20 +115,11 @@ def retrieval(
             tasks=EMBEDDED_TASKS if options.tasks is None else options.tasks,
         )
     options = dataclasses.replace(options, methods=options.methods or RETRIEVAL_METHODS)
-    parse_candidates(options.methods or ())  # refused before a model is loaded, as is the rest
+    _check(options)
     settings_of(options, options.lengths or EMBEDDED_LENGTHS)
-    frame = Frame(output)
+    frame = Frame(context, output)
     text = _read(haystack) if haystack else None
-    session = open_session(model)
-    job = prepare(
-        session.model,
-        session.tokenizer,
-        options,
-        haystack=text,
-        paths=haystack or (),
-        name=session.name,
-        command=command_line(context),
-    )
+    job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
     result = frame.measure(job)
     if result is not None:
         frame.present(result, result.model)
@@ -143,11 +127,7 @@ def retrieval(
 
 
 def _read(paths: list[str]) -> str:
-    """Return the user's own text, of all files one after the other, up to `MOST_TEXT`.
-
-    Raises:
-        PosencError: There is none.
-    """
+    """Return the user's own text, of all files one after the other, up to `MOST_TEXT`."""
     from hf_posenc.evaluation.documents import Document, Skipped, TokenizedDocument, read_paths
 
     text, reasons = "", []
@@ -183,25 +163,11 @@ def bench(
     bench.csv, table.md, curve.png and heatmap.png.
     """
     from hf_posenc.evaluation.bench.run import get_suite, prepare
-    from hf_posenc.evaluation.documents.source import source_of
-    from hf_posenc.evaluation.measuring.candidates import parse_candidates
-    from hf_posenc.evaluation.published import get
 
-    get_suite(options.suite)  # refused before a model is loaded, as is the rest
-    parse_candidates(options.methods or ())
-    for name in options.compare:
-        get(name)
-    frame, source = Frame(run), source_of(documents)
-    session = open_session(model)
-    with frame.reading(source) as shown:
-        job = prepare(
-            session.model,
-            session.tokenizer,
-            shown,
-            options,
-            name=session.name,
-            command=command_line(context),
-        )
+    get_suite(options.suite)
+    _check(options)
+    frame = Frame(context, run)
+    job = frame.prepare(prepare, model, documents, options)
     frame.announce(job.perplexity.settings, job.perplexity.metadata["skipped"])
     result = frame.measure(job, lambda: _print_costs(job))
     if result is not None:
@@ -231,26 +197,12 @@ def sweep(
     perplexity at the target length, and the price for short texts. The best one is written as a recipe for load_patch.
     The same command resumes an interrupted run.
     """
-    from hf_posenc.evaluation.documents.source import source_of
     from hf_posenc.evaluation.tuning.sweep import crossed, prepare_sweep
 
-    # refused before a model is loaded
-    crossed(options.methods or SWEEP_METHODS, options.scales or (2.0,))
-    frame, source = Frame(run), source_of(documents)
-    session = open_session(model)
-    with frame.reading(source) as shown:
-        job = prepare_sweep(
-            session.model,
-            session.tokenizer,
-            shown,
-            options,
-            name=session.name,
-            command=command_line(context),
-        )
-    frame.announce(job.settings.protocol, job.skipped)
-    result = frame.measure(job, lambda: out().print(job.cost_line(), markup=False))
+    crossed(options.methods or SWEEP_METHODS, options.scales or (2.0,))  # refuse before loading
+    frame = Frame(context, run)
+    result = _tune(frame, frame.prepare(prepare_sweep, model, documents, options))
     if result is not None:
-        _present_tuning(frame, result)
         out().print(f"Or: {result.trial(result.winner).call}", markup=False, soft_wrap=True)
 
 
@@ -267,33 +219,18 @@ def search(
     An evolutionary search that starts from PI, NTK and YaRN; the best list is written as a longrope recipe for
     load_patch. The same command resumes an interrupted search.
     """
-    from hf_posenc.evaluation.documents.source import source_of
     from hf_posenc.evaluation.tuning.search import prepare_search
 
-    frame, source = Frame(run), source_of(documents)
-    session = open_session(model)
-    with frame.reading(source) as shown:
-        job = prepare_search(
-            session.model,
-            session.tokenizer,
-            shown,
-            options,
-            settings,
-            name=session.name,
-            command=command_line(context),
-        )
+    frame = Frame(context, run)
+    _tune(frame, frame.prepare(prepare_search, model, documents, options, settings))
+
+
+def _tune(frame: Frame, job: TailJob[Any]) -> Any:
+    """Run a sweep or a search, print it, and write result, recipe and plot; exit with status 1 without a recipe."""
     frame.announce(job.settings.protocol, job.skipped)
     result = frame.measure(job, lambda: out().print(job.cost_line(), markup=False))
-    if result is not None:
-        _present_tuning(frame, result)
-
-
-def _present_tuning(frame: Frame, result: TuningResult) -> None:
-    """Print a sweep or a search, and write result, recipe and plot.
-
-    Raises:
-        typer.Exit: Status 1 if there is no recipe, after everything has been written.
-    """
+    if result is None:
+        return None
     frame.present(result, result.about["model"])
     for line in result.problems():
         print_warning(line)
@@ -302,6 +239,7 @@ def _present_tuning(frame: Frame, result: TuningResult) -> None:
         raise typer.Exit(1)
     recipe = str(frame.output / f"{result.kind}_recipe.json")
     out().print(f"Use it: hf_posenc.load_patch(model, {recipe!r})", markup=False, soft_wrap=True)
+    return result
 
 
 def report(
