@@ -178,8 +178,11 @@ def bench(
 def _print_costs(job: Any) -> None:
     """Print the cost of a benchmark: the perplexities by method, the rest in tokens."""
     print_cost(job.perplexity)
-    parts = (("retrieval", job.retrieval), ("timed prefill, warm-ups included", job.speed))
-    for name, part in parts:
+    parts = {
+        "retrieval": job.shared.get("retrieval"),
+        "timed prefill, warm-ups included": job.speed,
+    }
+    for name, part in parts.items():
         if part is not None:
             out().print(f"{name}: {part.forwarded:,} tokens", markup=False)
 

@@ -83,7 +83,7 @@ def pooled(
     return summarize(records, by_depth=False)[0] if records else "too short for the task"
 
 
-@dataclass(repr=False)
+@dataclass(repr=False, kw_only=True)
 class BenchResult(Result):
     """Result of `hf-posenc bench`.
 
@@ -101,9 +101,9 @@ class BenchResult(Result):
     width = 180
 
     perplexity: PerplexityResult
-    retrieval: RetrievalResult | None
-    speed: SpeedResult | None
     suite: str
+    retrieval: RetrievalResult | None = None
+    speed: SpeedResult | None = None
     compare: Sequence[str] = ()
     remarks: Sequence[str] = ()
 

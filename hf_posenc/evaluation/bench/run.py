@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,26 +142,22 @@ class BenchJob:
 
     Attributes:
         perplexity: Perplexities by protocol and length.
-        retrieval: Retrieval in prompts of these lengths; `None` without tasks, or if no task has such prompts.
+        shared: It and, if a task has prompts of these lengths, `retrieval`: what several processes share.
         speed: The timed prefill; `None` without rounds.
-        suite: The suite's name.
-        compare: Published tables to show beside the result.
-        remarks: Notes about parts that are left out.
+        about: The other fields of the result.
         missing: Once `run` has returned `None`: items that other processes have not stored yet.
     """
 
     perplexity: PerplexityRun
-    retrieval: RetrievalRun | None
+    shared: Mapping[str, Measurement[Any, Any]]
     speed: SpeedRun | None
-    suite: str
-    compare: Sequence[str]
-    remarks: Sequence[str]
+    about: Mapping[str, Any]
     missing: int = 0
 
     @property
     def total(self) -> int:
-        """Number of items of perplexity and retrieval."""
-        return self.perplexity.total + (0 if self.retrieval is None else self.retrieval.total)
+        """Number of items that are shared."""
+        return sum(run.total for run in self.shared.values())
 
     def run(
         self,
@@ -173,36 +169,27 @@ class BenchJob:
         """Measure this process's share of what is missing, as `Measurement.run`; the last process times the prefill."""
         with contextlib.ExitStack() as stack:
 
-            def records(run: Measurement[Any, Any]) -> Records:
-                return Memory() if folder is None else stack.enter_context(run.open(folder, shard))
+            def opened(run: Measurement[Any, Any]) -> tuple[Measurement[Any, Any], Records]:
+                if folder is None:
+                    return run, Memory()
+                return run, stack.enter_context(run.open(folder, shard))
 
-            parts: dict[str, tuple[Measurement[Any, Any], Records]]
-            parts = {"perplexity": (self.perplexity, records(self.perplexity))}
-            if self.retrieval is not None:
-                parts["retrieval"] = self.retrieval, records(self.retrieval)
-            timings = None if self.speed is None else records(self.speed)
-            for name, (run, store) in parts.items():
-                execute(run, store, shard, _named(name, progress))
+            parts = {name: opened(run) for name, run in self.shared.items()}
+            speed = None if self.speed is None else opened(self.speed)
+            for name, part in parts.items():
+                execute(*part, shard, _named(name, progress))
             self.missing = sum(wait_for_all(*part, shard, waiting) for part in parts.values())
             if self.missing or (shard.launched and shard.index):
                 return None
-            speed = None
-            if self.speed is not None and timings is not None:
-                execute(self.speed, timings, progress=_named("speed", progress))
-                speed = collected(self.speed, timings)
+            if speed is not None:
+                execute(*speed, progress=_named("speed", progress))
+                parts["speed"] = speed
             if folder is not None:
-                for name, (run, store) in parts.items():
+                for name in self.shared:
                     suffix = "" if name == "perplexity" else f"_{name}"
-                    write_timings(run, store, folder / f"timings{suffix}.json")
+                    write_timings(*parts[name], folder / f"timings{suffix}.json")
             results: dict[str, Any] = {name: collected(*part) for name, part in parts.items()}
-        return BenchResult(
-            perplexity=results["perplexity"],
-            retrieval=results.get("retrieval"),
-            speed=speed,
-            suite=self.suite,
-            compare=tuple(self.compare),
-            remarks=tuple(self.remarks),
-        )
+        return BenchResult(**results, **self.about)
 
 
 def _named(part: str, progress: Progress) -> Progress:
@@ -256,14 +243,6 @@ def prepare(
 ) -> BenchJob:
     """Check the methods against the model, read the documents and lay out the prompts.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        source: The documents.
-        options: The suite, and whatever differs from it.
-        name: Name of the model in results; `None`: read from its config.
-        command: Command line that gives this result again.
-
     Raises:
         PosencError: As `bench` does.
     """
@@ -286,11 +265,9 @@ def prepare(
         min_tokens=needed,
         embedded_tokens=max(needed, settings.lengths[-1] - len(special)),
     )
-    remarks = []
-    if len(documents) < suite.documents:
-        remarks.append(
-            f"{len(documents)} documents are long enough; {suite.documents} were requested."
-        )
+    remarks, count = [], len(documents)
+    if count < suite.documents:
+        remarks.append(f"{count} documents are long enough; {suite.documents} were requested.")
     metadata = {
         "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
         "original": original,
@@ -299,7 +276,8 @@ def prepare(
     used = joined(documents) if settings.streams else documents
     about = {**metadata, "source": about, "skipped": skipped}
     run = PerplexityRun(model, used, candidates, settings, special=special, metadata=about)
-    retrieval = speed = None
+    shared: dict[str, Measurement[Any, Any]] = {"perplexity": run}
+    speed = None
     if suite.tasks:
         prompts = RetrievalSettings(
             lengths=settings.lengths,
@@ -310,7 +288,7 @@ def prepare(
             chunk=settings.chunk,
         )
         try:
-            retrieval = RetrievalRun(
+            shared["retrieval"] = RetrievalRun(
                 *(model, tokenizer, candidates, prompts),
                 special=special,
                 metadata={**metadata, "haystack": {"kind": "noise"}},
@@ -327,4 +305,6 @@ def prepare(
             prefill=settings.prefill,
             metadata=metadata,
         )
-    return BenchJob(run, retrieval, speed, options.suite, options.compare, remarks)
+    compare = tuple(options.compare)
+    about = {"suite": options.suite, "compare": compare, "remarks": tuple(remarks)}
+    return BenchJob(run, shared, speed, about)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from hf_posenc.evaluation.measuring.statistics import (
     exp_or_inf,
     side_of_one,
 )
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Shard, Store
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard, Store
 from hf_posenc.evaluation.options import TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
@@ -332,8 +332,8 @@ class TailItem(Item):
 
 
 @dataclass(kw_only=True)
-class TailJob(abc.ABC, Generic[ResultT]):
-    """Sweep or search whose model and documents are ready.
+class TailJob(Measurement[TailItem, Any], abc.ABC, Generic[ResultT]):
+    """Sweep or search whose model and documents are ready; its items are the tails of one batch after the other.
 
     Attributes:
         model: A causal language model.
@@ -342,14 +342,10 @@ class TailJob(abc.ABC, Generic[ResultT]):
         about: The model (with its `name`), the source of the documents, the versions, the command.
         special: Token ids in front of every window.
         skipped: Documents that are not used.
-        missing: Always 0, as is `total`: every process waits for the others.
 
     Raises:
         PosencError: The model is not a causal language model, or the tokens are another model's.
     """
-
-    missing: ClassVar[int] = 0
-    total: ClassVar[int] = 0
 
     model: nn.Module
     settings: TailSettings
@@ -365,71 +361,63 @@ class TailJob(abc.ABC, Generic[ResultT]):
         with evaluation_mode(self.model):
             self.scorer = FrugalScorer(TokenScorer(self.model, probe, chunk=chunk, prefill=prefill))
         self.hashes = [document.to_dict()["tokens_sha256"] for document in self.documents]
+        self.items: Sequence[TailItem] = ()
 
     @abc.abstractmethod
     def course(self, measure: Batch) -> ResultT:
         """Measure batch by batch, each of which may depend on those before it."""
 
+    @property
     @abc.abstractmethod
-    def cost(self) -> int:
-        """Return the tokens that the model reads if no method fails."""
+    def forwarded(self) -> int:
+        """Tokens that the model reads in all batches if no method fails."""
 
     @abc.abstractmethod
     def cost_line(self) -> str:
         """Return the cost in one sentence."""
 
-    def run(
-        self,
-        folder: Path | None,
-        shard: Shard = ALONE,
-        progress: Progress = silent,
-        waiting: Callable[[int], None] = silent,
-    ) -> ResultT | None:
-        """Measure this process's share of every batch, and wait for the others' shares.
-
-        Args:
-            folder: Folder of the records; `None`: nothing is written.
-            shard: The shard of this process.
-            progress: Called after every document.
-            waiting: Called with the number of records that other processes have still to write.
-
-        Returns:
-            The result; `None` in all processes but the first.
-
-        Raises:
-            PosencError: The folder cannot be written to, or another process writes the same share.
-        """
-        done, total = 0, self.cost()
-        decisive = {
+    @property
+    def decisive(self) -> Mapping[str, Any]:
+        return {
             "kind": "tail",
             "model": self.about["model"],
             "settings": self.settings.decisive,
             "environment": self.about["environment"],
         }
-        records = (
-            contextlib.nullcontext(Memory()) if folder is None else Store(folder, decisive, shard)
-        )
+
+    def run(
+        self,
+        folder: Path | None = None,
+        shard: Shard = ALONE,
+        progress: Progress = silent,
+        waiting: Callable[[int], None] = silent,
+    ) -> ResultT | None:
+        """Measure this process's share of every batch, and wait for the others; only the first has the result."""
+        done, total = 0, self.forwarded
 
         def batch(
             candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
         ) -> Losses:
             nonlocal done
-            tails = Tails(self, candidates, documents, lengths)
-            costs = {item.key: item.cost for item in shard.mine(tails.items)}
-            before = done + sum(cost for key, cost in costs.items() if store.get(key) is not None)
-            done += sum(costs.values())
+            self.items = self._tails(candidates, documents, lengths)
+            mine = shard.mine(self.items)
+            before = done + sum(item.cost for item in mine if store.get(item.key) is not None)
+            done += sum(item.cost for item in mine)
 
             def report(label: str, tokens: int, _: int) -> None:
                 # the other processes do as much meanwhile
                 progress(label, min((before + tokens) * shard.count, total), total)
 
-            execute(tails, store, shard, report)
-            wait_for_all(tails, store, shard, waiting, everyone=True, patience=0)
-            losses = collected(tails, store)
+            execute(self, store, shard, report)
+            wait_for_all(self, store, shard, waiting, everyone=True, patience=0)
+            losses: Losses | None = collected(self, store)
             assert losses is not None
             return losses
 
-        with records as store:
+        with contextlib.ExitStack() as stack:
+            store: Records = Memory()
+            if folder is not None:
+                store = stack.enter_context(Store(folder, self.decisive, shard))
             result = self.course(batch)
         return None if shard.index else result
 
@@ -448,45 +436,8 @@ class TailJob(abc.ABC, Generic[ResultT]):
             tokens += len(losses)
         return Loss(nats, tokens)
 
-    def _windows(self, document: int, lengths: Sequence[int]) -> list[Window]:
-        return plan(
-            len(self.documents[document].ids),
-            self.settings.protocol,
-            special=len(self.special),
-            shared_prefix=False,
-            lengths=lengths,
-        )
-
-
-class Tails(Measurement[TailItem, Losses]):
-    """Tails of some documents at some lengths under some candidates: one batch of a `TailJob`."""
-
-    def __init__(
-        self,
-        job: TailJob[Any],
-        candidates: Sequence[Candidate],
-        documents: Sequence[int],
-        lengths: Sequence[int],
-    ) -> None:
-        self.model, self.scorer, self._job = job.model, job.scorer, job
-        costs = {(n, d): job.tokens(d, [n]) for n in lengths for d in documents}
-        self.items = [
-            TailItem(
-                key=("tail", candidate.key, length, job.hashes[document]),
-                candidate=candidate,
-                length=length,
-                cost=costs[length, document],
-                cells=(("tail", candidate.key, length),),
-                order=document,
-                document=document,
-            )
-            for candidate in candidates
-            for length in lengths
-            for document in documents
-        ]
-
     def measure(self, item: TailItem, attempt: Attempt) -> Value:
-        loss = attempt(lambda: self._job.score(item))
+        loss = attempt(lambda: self.score(item))
         return {} if loss is None else loss.to_dict()
 
     def collect(self, values: Mapping[Key, Value]) -> Losses:
@@ -499,6 +450,33 @@ class Tails(Measurement[TailItem, Losses]):
             value = {"failed": reasons[item.label, cell]} if lost else values[item.key]
             losses[str(key), int(length), item.document] = Loss.from_dict(value)
         return losses
+
+    def _tails(
+        self, candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
+    ) -> list[TailItem]:
+        return [
+            TailItem(
+                key=("tail", candidate.key, length, self.hashes[document]),
+                candidate=candidate,
+                length=length,
+                cost=self.tokens(document, [length]),
+                cells=(("tail", candidate.key, length),),
+                order=document,
+                document=document,
+            )
+            for candidate in candidates
+            for length in lengths
+            for document in documents
+        ]
+
+    def _windows(self, document: int, lengths: Sequence[int]) -> list[Window]:
+        return plan(
+            len(self.documents[document].ids),
+            self.settings.protocol,
+            special=len(self.special),
+            shared_prefix=False,
+            lengths=lengths,
+        )
 
 
 def prepared(
@@ -518,7 +496,7 @@ def prepared(
         model: The model.
         tokenizer: Its tokenizer.
         source: The documents.
-        options: The objective; the default target is four times the original length.
+        options: The objective.
         original: The original length, in tokens.
         embedded_limit: Default number of the held-out modules.
         name: Name of the model in results; `None`: read from its config.
@@ -548,11 +526,5 @@ def prepared(
         "environment": environment(),
         "command": command,
     }
-    return {
-        "model": model,
-        "settings": settings,
-        "documents": documents,
-        "about": about,
-        "special": special,
-        "skipped": skipped,
-    }
+    fields = {"model": model, "settings": settings, "documents": documents, "about": about}
+    return {**fields, "special": special, "skipped": skipped}

@@ -492,7 +492,8 @@ class SearchJob(TailJob[SearchResult]):
         settings = self.settings
         return settings.lengths if settings.max_regression is not None else [settings.target]
 
-    def cost(self) -> int:
+    @property
+    def forwarded(self) -> int:
         documents = range(len(self.documents))
         searched = split(len(self.documents), self.own.search_documents)
         once = sum(self.tokens(d, self._lengths) for d in searched)
@@ -500,7 +501,7 @@ class SearchJob(TailJob[SearchResult]):
         return self.own.budget * once + (len(CONTROLS) + len(STARTS) + 1) * both
 
     def cost_line(self) -> str:
-        return f"{self.cost():,} tokens for {self.own.budget:,} evaluations."
+        return f"{self.forwarded:,} tokens for {self.own.budget:,} evaluations."
 
 
 def prepare_search(

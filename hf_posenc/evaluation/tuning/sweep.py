@@ -332,7 +332,8 @@ class SweepJob(TailJob[SweepResult]):
     def _sizes(self) -> list[int]:
         return rung_sizes(len(self.documents), self.first_documents)
 
-    def cost(self) -> int:
+    @property
+    def forwarded(self) -> int:
         costs = self._costs()
         controls = sum(control for _, control in self.candidates)
         done = halved = 0
@@ -344,7 +345,7 @@ class SweepJob(TailJob[SweepResult]):
 
     def cost_line(self) -> str:
         full = len(self.candidates) * sum(self._costs())
-        return f"{self.cost():,} tokens instead of {full:,} for everything on every document."
+        return f"{self.forwarded:,} tokens instead of {full:,} for everything on every document."
 
     def _costs(self) -> list[int]:
         lengths = self.settings.lengths
