@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.result import nan_if_none
 from hf_posenc.evaluation.measuring.statistics import RESAMPLES, Cell, Record, summarize
-from hf_posenc.evaluation.perplexity.result import nan_if_none, record_of
+from hf_posenc.evaluation.perplexity.result import record_of
 from hf_posenc.evaluation.plots import Scope
 
 _TUNING = ("model", "settings", "methods", "records", "documents")

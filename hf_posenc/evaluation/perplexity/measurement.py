@@ -38,6 +38,7 @@ from hf_posenc.evaluation.measuring.identity import (
     environment,
     name_of,
 )
+from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
 from hf_posenc.evaluation.options import PerplexityOptions, ProtocolOptions, with_fields
@@ -50,7 +51,7 @@ from hf_posenc.evaluation.perplexity.protocols import (
     preset_settings,
     special_tokens,
 )
-from hf_posenc.evaluation.perplexity.result import MethodEntry, PerplexityResult, nan_if_none
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.published import comparable
 from hf_posenc.evaluation.published import get as get_table
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,14 +11,14 @@ from hf_posenc.evaluation.documents import Skipped
 from hf_posenc.evaluation.grid import (
     Field,
     Grid,
-    Result,
     auto_scale_note,
     failure_field,
     length_head,
     listed,
     number,
 )
-from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED
+from hf_posenc.evaluation.measuring.result import MethodsResult, listed_fields, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import (
     Cell,
     Failure,
@@ -34,7 +33,6 @@ from hf_posenc.files import finite
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = 2
 COLUMNS = (
     *("method", "protocol", "length", "scale"),
     *("perplexity", "perplexity_low", "perplexity_high", "ratio", "ratio_low", "ratio_high"),
@@ -56,94 +54,31 @@ PROTOCOL_NOTES = {
 }
 
 
-@dataclass(frozen=True)
-class MethodEntry:
-    """A method of a result.
-
-    Attributes:
-        label: Its name in reports.
-        spec: Its entry of `--patch`.
-        method: Its method's name, several joined by `+`; `None` for the model as loaded.
-        parts: Each method with its options.
-        beside: Further arguments of `patch_model`.
-        scale: The given scale; `None` for none.
-        auto_scale: True if the scale is length / original length, set anew at every length.
-        original: The original length in tokens that a scale refers to.
-        prefix_from_one_forward: True if one forward at the longest length gave the prefix of every length.
-    """
-
-    label: str
-    spec: str
-    method: str | None
-    parts: Sequence[Mapping[str, Any]]
-    beside: Mapping[str, Any]
-    scale: float | None
-    auto_scale: bool
-    original: int | None
-    prefix_from_one_forward: bool = False
-
-    @classmethod
-    def of(cls, candidate: Candidate, shared: bool = False) -> MethodEntry:
-        """Return the entry of a candidate; `shared`: one forward gave the prefix of every length."""
-        return cls(
-            candidate.label,
-            candidate.spec,
-            candidate.method,
-            [{"method": part.method, "options": dict(part.options)} for part in candidate.parts],
-            dict(candidate.beside),
-            candidate.scale,
-            candidate.auto_scale,
-            candidate.original,
-            shared,
-        )
-
-    def scale_at(self, length: int) -> float | None:
-        """Return the scale in force at a length."""
-        if self.auto_scale and self.original:
-            return max(1.0, length / self.original)
-        return self.scale
-
-
 @dataclass(repr=False, kw_only=True)
-class PerplexityResult(Result):
+class PerplexityResult(MethodsResult[Cell]):
     """Perplexities measured by `hf-posenc perplexity`.
 
     Attributes:
-        model: The measured model: name, class, dtype, attention backend, tokenizer hash, ... (`describe_model`).
         source: The requested source of the documents.
-        settings: Protocols, lengths and the other numbers.
-        original: The context length that the model was trained on, in tokens, where it is known.
-        candidates: The methods, in the order of the table.
         documents: The documents, each with its hashes and its number of tokens, bytes and words.
         skipped: Documents that were not used, with the reason.
         records: Sums per method, protocol, length and document.
-        failures: Cells without a number.
         curves: For each method's label, nats and tokens of every bucket of the longest prefix.
-        head_replay: Outcome of the scorer's probe, which compares it with full logits.
-        environment: Versions of the packages that computed.
-        command: The command that reproduces this result.
-        fingerprint: Hash of everything that determines a number; the records are stored under it.
-        cells: The numbers of the table, computed from the records.
     """
 
     kind = "perplexity"
+    condition = "protocol"
+    version = 2
     columns = COLUMNS
+    intervals = (("perplexity", "interval"), ("ratio", "ratio_interval"))
 
     settings: Settings
-    candidates: Sequence[MethodEntry]
     documents: Sequence[Mapping[str, Any]]
     records: Sequence[Record]
     failures: Sequence[Failure]
-    model: dict[str, Any] = field(default_factory=dict)
     source: dict[str, Any] = field(default_factory=dict)
-    original: int | None = None
     skipped: Sequence[Skipped] = ()
     curves: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)
-    head_replay: str = "off"
-    environment: dict[str, Any] = field(default_factory=dict)
-    command: str | None = None
-    fingerprint: str | None = None
-    cells: list[Cell] = field(init=False)
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -155,17 +90,6 @@ class PerplexityResult(Result):
             base=settings.base,
             baseline=self.candidates[0].label if self.candidates else None,
         )
-        self._by_key = {(c.method, c.protocol, c.length): c for c in self.cells}
-
-    def cell(self, method: str, protocol: str, length: int) -> Cell | None:
-        """Return the number of a method under a protocol at a length; `None` where it could not be measured."""
-        return self._by_key.get((method, protocol, length))
-
-    def failure(self, method: str, protocol: str, length: int) -> str | None:
-        """Return the reason why there is no number."""
-        key = (method, protocol, length)
-        reasons = (f.reason for f in self.failures if (f.method, f.protocol, f.length) == key)
-        return next(reasons, None)
 
     def __repr__(self) -> str:
         methods = ", ".join(entry.label for entry in self.candidates)
@@ -183,28 +107,19 @@ class PerplexityResult(Result):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        settings = self.settings
-        values = {
-            "format": FORMAT,
-            "kind": self.kind,
-            "command": self.command,
-            "fingerprint": self.fingerprint,
-            "model": self.model,
-            "original_max_position_embeddings": self.original,
-            "protocols": {name: settings.definition(name) for name in settings.protocols},
-            "settings": settings.to_dict(),
-            "environment": self.environment,
-            "head_replay": self.head_replay,
-            "methods": [dataclasses.asdict(entry) for entry in self.candidates],
-            "source": self.source,
-            "documents": list(self.documents),
-            "skipped": [dataclasses.asdict(skipped) for skipped in self.skipped],
-            "summary": [dataclasses.asdict(cell) for cell in self.cells],
-            "failures": [dataclasses.asdict(failure) for failure in self.failures],
-            "curve": self.curve,
-            "records": [dataclasses.asdict(record) for record in self.records],
-        }
-        ready: dict[str, Any] = finite(values)
+        definitions = {name: self.settings.definition(name) for name in self.conditions}
+        ready: dict[str, Any] = finite(
+            {
+                **self.described({"protocols": definitions}),
+                "source": self.source,
+                "documents": list(self.documents),
+                "skipped": listed_fields(self.skipped),
+                "summary": listed_fields(self.cells),
+                "failures": listed_fields(self.failures),
+                "curve": self.curve,
+                "records": listed_fields(self.records),
+            }
+        )
         return ready
 
     @classmethod
@@ -215,46 +130,15 @@ class PerplexityResult(Result):
             for label, curve in values["curve"]["methods"].items()
         }
         return cls(
-            model=dict(values["model"]),
-            source=dict(values["source"]),
+            **cls.description(values),
             settings=Settings.from_dict(values["settings"]),
-            original=values["original_max_position_embeddings"],
-            candidates=[MethodEntry(**entry) for entry in values["methods"]],
+            source=dict(values["source"]),
             documents=list(values["documents"]),
             skipped=[Skipped(**entry) for entry in values["skipped"]],
             records=[record_of(entry) for entry in values["records"]],
             failures=[Failure(**entry) for entry in values["failures"]],
             curves=curves,
-            head_replay=values["head_replay"],
-            environment=dict(values["environment"]),
-            command=values["command"],
-            fingerprint=values["fingerprint"],
         )
-
-    # Files
-
-    def csv_rows(self) -> Iterator[Mapping[str, Any]]:
-        """Yield one row per cell of the table."""
-        for entry in self.candidates:
-            for protocol in self.settings.protocols:
-                for length in self.settings.lengths:
-                    yield self._csv_row(entry, protocol, length)
-
-    def _csv_row(self, entry: MethodEntry, protocol: str, length: int) -> dict[str, Any]:
-        key = {
-            "method": entry.label,
-            "protocol": protocol,
-            "length": length,
-            "scale": entry.scale_at(length),
-        }
-        cell = self.cell(entry.label, protocol, length)
-        if cell is None:
-            reason = self.failure(entry.label, protocol, length)
-            return {**key, "status": reason or "nothing to score"}
-        values = dataclasses.asdict(cell)
-        for name, interval in (("perplexity", "interval"), ("ratio", "ratio_interval")):
-            values[f"{name}_low"], values[f"{name}_high"] = values.pop(interval) or (None, None)
-        return {**values, **key, "status": "ok" if math.isfinite(cell.nats) else "not finite"}
 
     # Figures
 
@@ -439,11 +323,6 @@ class PerplexityResult(Result):
                     reasons.setdefault(failure.reason, set()).add(failure.length)
             for reason, failed in reasons.items():
                 yield f"{label}: failed at length {listed(sorted(failed))}: {reason}"
-
-
-def nan_if_none(value: float | None) -> float:
-    """Return a number of a JSON file, which has no NaN."""
-    return math.nan if value is None else value
 
 
 def record_of(entry: Mapping[str, Any]) -> Record:

@@ -1,9 +1,9 @@
-"""The result of a retrieval run, with everything that decides whether two results are comparable."""
+"""Accuracies with intervals from single samples, the numbers that papers report, and the result of a retrieval run."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import (
     Field,
     Grid,
-    Result,
     auto_scale_note,
     failure_field,
     length_head,
@@ -19,26 +18,17 @@ from hf_posenc.evaluation.grid import (
     percent,
     percent_range,
 )
-from hf_posenc.evaluation.perplexity.result import MethodEntry, nan_if_none
+from hf_posenc.evaluation.measuring.result import MethodsResult, listed_fields, nan_if_none
 from hf_posenc.evaluation.plots.retrieval import HeatMap, heat_figure
-from hf_posenc.evaluation.retrieval.statistics import (
-    PI_SUCCESS,
-    YARN_SUCCESS,
-    Cell,
-    Failure,
-    LeftOut,
-    Record,
-    k_max,
-    passing,
-    summarize,
-)
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task
 from hf_posenc.files import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMAT = 1
+Z = 1.959963984540054  # the 97.5 % quantile of the normal distribution
+PI_SUCCESS = 0.2
+YARN_SUCCESS = 0.8
 COLUMNS = (
     *("method", "task", "length", "depth", "scale", "samples"),
     *("accuracy", "accuracy_low", "accuracy_high", "score"),
@@ -52,43 +42,225 @@ VALUES = {
 """Attributes of `Cell` that heat maps show, with their names."""
 
 
+@dataclass(frozen=True)
+class Record:
+    """The scores of one sample under one method.
+
+    Attributes:
+        method: The label of the method.
+        task: The task's name.
+        length: Tokens of prompt and answer.
+        depth: The needle's depth from 0 to 1; `None` where depth does not apply.
+        sample: The number of the sample.
+        correct: Whether the answer is right, all of it.
+        score: The share of the answer's parts that are right.
+        nats: Negative log-likelihood of the answer; `None` where answers are generated.
+        rank: The answer's rank among the candidates; `None` without distractors.
+        candidates: Number of candidates for the rank.
+        distance: Tokens from the end of the (first) needle to the end of the prompt.
+        text: The generated text, where answers are generated.
+    """
+
+    method: str
+    task: str
+    length: int
+    depth: float | None
+    sample: int
+    correct: bool
+    score: float
+    nats: float | None
+    rank: int | None
+    candidates: int | None
+    distance: int | None
+    text: str | None = None
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell that could not be measured, and why."""
+
+    method: str
+    task: str
+    length: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A task without prompts of a length.
+
+    Attributes:
+        task: Its name.
+        length: The requested length.
+        needed: Tokens of its shortest prompt and answer.
+    """
+
+    task: str
+    length: int
+    needed: int
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One number of a table or a heat map.
+
+    Attributes:
+        method: The label of the method.
+        task: The task's name.
+        length: Tokens of prompt and answer.
+        depth: The needle's depth; `None` for all depths together.
+        samples: Number of samples.
+        accuracy: The share of samples whose answer is right, all of it.
+        interval: 95 % Wilson interval of the accuracy.
+        score: Mean share of the answer's parts that are right.
+        first: The share of samples whose answer is the most probable candidate.
+        first_interval: 95 % Wilson interval of `first`.
+        chance: `first` of random ranks.
+        rank: Mean rank.
+        beaten: Mean share of the distractors that are less probable than the answer; one half for random ranks.
+        nats: Mean negative log-likelihood of the answer.
+        distance: The largest distance of a needle from the end.
+    """
+
+    method: str
+    task: str
+    length: int
+    depth: float | None
+    samples: int
+    accuracy: float
+    interval: tuple[float, float]
+    score: float
+    first: float | None
+    first_interval: tuple[float, float] | None
+    chance: float | None
+    rank: float | None
+    beaten: float | None
+    nats: float | None
+    distance: int | None
+
+
+def wilson(successes: int, trials: int) -> tuple[float, float]:
+    """Return the 95 % score interval of a share (Wilson 1927), which also holds for shares of 0 and 1.
+
+    Args:
+        successes: Number of successes.
+        trials: Number of trials, at least 1.
+    """
+    share, spread = successes / trials, Z * Z / trials
+    middle = (share + spread / 2) / (1 + spread)
+    half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def summarize(records: Iterable[Record], *, by_depth: bool) -> list[Cell]:
+    """Return the cells of all methods, tasks and lengths, in the order of their first appearance.
+
+    Args:
+        records: The samples.
+        by_depth: One cell for every depth, instead of one for all together.
+    """
+    groups: dict[tuple[str, str, int, float | None], list[Record]] = {}
+    for record in records:
+        depth = record.depth if by_depth else None
+        groups.setdefault((record.method, record.task, record.length, depth), []).append(record)
+    return [_cell(*key, records=group) for key, group in groups.items()]
+
+
+def _cell(
+    method: str, task: str, length: int, depth: float | None, *, records: Sequence[Record]
+) -> Cell:
+    count = len(records)
+    right = sum(record.correct for record in records)
+    ranks = [(r.rank, r.candidates) for r in records if r.rank is not None and r.candidates]
+    nats = [record.nats for record in records if record.nats is not None]
+    distances = [record.distance for record in records if record.distance is not None]
+    first = sum(rank == 1 for rank, _ in ranks)
+    return Cell(
+        method=method,
+        task=task,
+        length=length,
+        depth=depth,
+        samples=count,
+        accuracy=right / count,
+        interval=wilson(right, count),
+        score=math.fsum(record.score for record in records) / count,
+        first=first / len(ranks) if ranks else None,
+        first_interval=wilson(first, len(ranks)) if ranks else None,
+        chance=_mean([1 / total for _, total in ranks]),
+        rank=_mean([rank for rank, _ in ranks]),
+        beaten=_mean([(total - rank) / (total - 1) for rank, total in ranks]),
+        nats=_mean(nats),
+        distance=max(distances, default=None),
+    )
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
+
+
+def k_max(cells: Iterable[Cell], success: float = PI_SUCCESS) -> int | None:
+    """Return Position Interpolation's effective context (arXiv 2306.15595, section 3.3).
+
+    Args:
+        cells: The cells by depth of one method, task and length.
+        success: The required accuracy.
+
+    Returns:
+        The largest distance between needle and question, in tokens, up to which every measured distance has that
+        accuracy; 0 where the shortest has not; `None` without distances.
+    """
+    reached: int | None = None
+    near_first = sorted((c.distance, c.accuracy) for c in cells if c.distance is not None)
+    for distance, accuracy in near_first:
+        if accuracy < success:
+            return reached or 0
+        reached = distance
+    return reached
+
+
+def passing(
+    cells: Iterable[Cell], success: float = YARN_SUCCESS
+) -> tuple[int | None, float | None]:
+    """Return YaRN's pair of numbers (arXiv 2309.00071, table 5): passkey context and passkey accuracy.
+
+    Args:
+        cells: The cells over all depths of one method and task.
+        success: The required accuracy.
+
+    Returns:
+        The longest context with at least that accuracy, in tokens, and the mean accuracy of all measured contexts up to
+        it; `None` for both where there is none.
+    """
+    ordered = sorted(cells, key=lambda cell: cell.length)
+    longest = max((c.length for c in ordered if c.accuracy >= success), default=None)
+    if longest is None:
+        return None, None
+    return longest, _mean([cell.accuracy for cell in ordered if cell.length <= longest])
+
+
 @dataclass(repr=False, kw_only=True)
-class RetrievalResult(Result):
+class RetrievalResult(MethodsResult[Cell]):
     """Answers measured by `hf-posenc retrieval`.
 
     Attributes:
-        model: The measured model (`describe_model`).
         haystack: The text between the needles: `{"kind": "noise"}`, or the user's own text with its hash.
-        settings: Tasks, lengths and the other numbers.
-        original: The context length that the model was trained on, in tokens, where it is known.
-        candidates: The methods, in the order of the table.
         records: The outcome of every sample.
-        failures: Cells without a number.
         left_out: Tasks and lengths for which there is no prompt.
-        head_replay: Outcome of the scorer's probe, which compares it with full logits.
-        environment: Versions of the packages that computed.
-        command: The command that reproduces this result.
-        fingerprint: Hash of everything that determines a number; the records are stored under it.
         cells: One for each method, task and length, computed from the records.
         depth_cells: One for each depth as well.
     """
 
     kind = "retrieval"
+    condition = "task"
+    version = 1
     columns = COLUMNS
+    intervals = (("accuracy", "interval"), ("first", "first_interval"))
 
     settings: RetrievalSettings
-    candidates: Sequence[MethodEntry]
     records: Sequence[Record]
     failures: Sequence[Failure]
     left_out: Sequence[LeftOut]
-    model: dict[str, Any] = field(default_factory=dict)
     haystack: dict[str, Any] = field(default_factory=dict)
-    original: int | None = None
-    head_replay: str = "off"
-    environment: dict[str, Any] = field(default_factory=dict)
-    command: str | None = None
-    fingerprint: str | None = None
-    cells: list[Cell] = field(init=False)
     depth_cells: list[Cell] = field(init=False)
 
     def __repr__(self) -> str:
@@ -98,22 +270,11 @@ class RetrievalResult(Result):
     def __post_init__(self) -> None:
         self.cells = summarize(self.records, by_depth=False)
         self.depth_cells = summarize(self.records, by_depth=True)
-        self._by_key = {(c.method, c.task, c.length): c for c in self.cells}
-
-    def cell(self, method: str, task: str, length: int) -> Cell | None:
-        """Return the number of a method in a task at a length; `None` where there is none."""
-        return self._by_key.get((method, task, length))
 
     def by_depth(self, method: str, task: str, length: int) -> list[Cell]:
         """Return the numbers by depth, from the front to the back."""
         key = (method, task, length)
         return [c for c in self.depth_cells if (c.method, c.task, c.length) == key]
-
-    def failure(self, method: str, task: str, length: int) -> str | None:
-        """Return the reason why there is no number."""
-        key = (method, task, length)
-        reasons = (f.reason for f in self.failures if (f.method, f.task, f.length) == key)
-        return next(reasons, None)
 
     def is_left_out(self, task: str, length: int) -> bool:
         """Return whether the task has no prompt of this length."""
@@ -128,28 +289,19 @@ class RetrievalResult(Result):
         return passing([c for c in self.cells if (c.method, c.task) == (method, task)])
 
     def to_dict(self) -> dict[str, Any]:
-        settings = self.settings
+        tasks = {name: get_task(name).definition for name in self.conditions}
         values = {
-            "format": FORMAT,
-            "kind": self.kind,
-            "command": self.command,
-            "fingerprint": self.fingerprint,
-            "model": self.model,
-            "original_max_position_embeddings": self.original,
-            "tasks": {name: get_task(name).definition for name in settings.tasks},
-            "decode": DECODES[settings.decode],
-            "settings": settings.to_dict(),
-            "environment": self.environment,
-            "head_replay": self.head_replay,
-            "methods": [_without_prefix(entry) for entry in self.candidates],
+            **self.described({"tasks": tasks, "decode": DECODES[self.settings.decode]}),
             "haystack": self.haystack,
-            "left_out": [dataclasses.asdict(entry) for entry in self.left_out],
-            "summary": [dataclasses.asdict(cell) for cell in self.cells],
-            "by_depth": [dataclasses.asdict(cell) for cell in self.depth_cells],
+            "left_out": listed_fields(self.left_out),
+            "summary": listed_fields(self.cells),
+            "by_depth": listed_fields(self.depth_cells),
             "scores": self._scores(),
-            "failures": [dataclasses.asdict(failure) for failure in self.failures],
-            "records": [dataclasses.asdict(record) for record in self.records],
+            "failures": listed_fields(self.failures),
+            "records": listed_fields(self.records),
         }
+        for entry in values["methods"]:
+            del entry["prefix_from_one_forward"]  # perplexity's
         ready: dict[str, Any] = finite(values)
         return ready
 
@@ -178,38 +330,22 @@ class RetrievalResult(Result):
     def from_dict(cls, values: Mapping[str, Any]) -> RetrievalResult:
         """Read what `to_dict` returned; everything that follows from the records is computed again."""
         return cls(
-            model=dict(values["model"]),
-            haystack=dict(values["haystack"]),
+            **cls.description(values),
             settings=RetrievalSettings.from_dict(values["settings"]),
-            original=values["original_max_position_embeddings"],
-            candidates=[MethodEntry(**entry) for entry in values["methods"]],
+            haystack=dict(values["haystack"]),
             records=[Record(**entry) for entry in values["records"]],
             failures=[Failure(**entry) for entry in values["failures"]],
             left_out=[LeftOut(**entry) for entry in values["left_out"]],
-            head_replay=values["head_replay"],
-            environment=dict(values["environment"]),
-            command=values["command"],
-            fingerprint=values["fingerprint"],
         )
 
-    # Files
+    def csv_cells(self, method: str, condition: str, length: int) -> list[Cell]:
+        depths = self.by_depth(method, condition, length) if get_task(condition).has_depth else []
+        return [*super().csv_cells(method, condition, length), *depths]
 
-    def csv_rows(self) -> Iterator[Mapping[str, Any]]:
-        """Yield a row for each method, task and length, and one for each depth."""
-        for entry in self.candidates:
-            for task in self.settings.tasks:
-                for length in self.settings.lengths:
-                    yield from self._csv_rows(entry, task, length)
-
-    def _csv_rows(self, entry: MethodEntry, task: str, length: int) -> list[dict[str, Any]]:
-        key = {"method": entry.label, "task": task, "length": length}
-        key["scale"] = entry.scale_at(length)
-        cell = self.cell(entry.label, task, length)
-        if cell is None:
-            short = "too short for the task" if self.is_left_out(task, length) else None
-            return [{**key, "status": short or self.failure(entry.label, task, length)}]
-        depths = self.by_depth(entry.label, task, length) if get_task(task).has_depth else []
-        return [{**_flat(cell), **key, "status": "ok"} for cell in (cell, *depths)]
+    def absence(self, method: str, condition: str, length: int) -> str:
+        if self.is_left_out(condition, length):
+            return "too short for the task"
+        return super().absence(method, condition, length)
 
     # Figures
 
@@ -370,19 +506,6 @@ class RetrievalResult(Result):
             reasons.setdefault(key, []).append(failure.length)
         for (method, task, reason), lengths in reasons.items():
             yield f"{method}: {task} failed at length {listed(sorted(lengths))}: {reason}"
-
-
-def _flat(cell: Cell) -> dict[str, Any]:
-    values = dataclasses.asdict(cell)
-    for name, key in (("accuracy", "interval"), ("first", "first_interval")):
-        values[f"{name}_low"], values[f"{name}_high"] = values.pop(key) or (None, None)
-    return values
-
-
-def _without_prefix(entry: MethodEntry) -> dict[str, Any]:
-    values = dataclasses.asdict(entry)
-    del values["prefix_from_one_forward"]  # perplexity's
-    return values
 
 
 def _quality(cell: Cell) -> tuple[float, float]:

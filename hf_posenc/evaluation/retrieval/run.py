@@ -30,14 +30,13 @@ from hf_posenc.evaluation.measuring.identity import (
     environment,
     name_of,
 )
+from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import RetrievalOptions, with_fields
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
-from hf_posenc.evaluation.perplexity.result import MethodEntry
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate, judge
 from hf_posenc.evaluation.retrieval.prompts import Encoder, OwnText, Prompt, Sample, lay_out
-from hf_posenc.evaluation.retrieval.result import RetrievalResult
-from hf_posenc.evaluation.retrieval.statistics import Failure, LeftOut, Record
+from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
 from hf_posenc.evaluation.retrieval.tasks import DEFAULT_TASKS, Kit, RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from hf_posenc.evaluation import published
+from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.page import collect
-from hf_posenc.evaluation.perplexity.result import MethodEntry
-from hf_posenc.evaluation.retrieval.result import RetrievalResult
-from hf_posenc.evaluation.retrieval.statistics import Failure, LeftOut, Record
+from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from tests.support.page_results import exact, page, result, write
 

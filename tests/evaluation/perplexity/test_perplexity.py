@@ -16,9 +16,10 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, TokenizedDocument, tokenize
 from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
+from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.result import MethodEntry, PerplexityResult
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.methods import LogN, PositionInterpolation
 from tests.support import zoo
 from tests.support.perplexities import measured, shared_prefix

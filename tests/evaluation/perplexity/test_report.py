@@ -23,9 +23,10 @@ from hf_posenc.evaluation.documents import Skipped, TokenizedDocument
 from hf_posenc.evaluation.grid import Column, Grid, number, to_notebook, to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
+from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.statistics import Failure, Record
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.perplexity.result import COLUMNS, MethodEntry, PerplexityResult
+from hf_posenc.evaluation.perplexity.result import COLUMNS, PerplexityResult
 
 LENGTHS = (256, 512, 1024)
 

@@ -18,7 +18,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import percent, to_rich
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval import RetrievalResult, RetrievalSettings
-from hf_posenc.evaluation.retrieval.statistics import Failure, LeftOut, Record
+from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 APP = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
@@ -28,7 +28,7 @@ LENGTHS, DEPTHS = (256, 512, 1024), (0.0, 0.5, 1.0)
 
 
 def entry(label: str, method: str | None, auto: bool = False) -> Any:
-    from hf_posenc.evaluation.perplexity.result import MethodEntry
+    from hf_posenc.evaluation.measuring.result import MethodEntry
 
     return MethodEntry(label, label, method, [], {}, None, auto, 256, False)
 

@@ -23,7 +23,7 @@ from hf_posenc.evaluation.retrieval import (
     even_depths,
     measure_retrieval,
 )
-from hf_posenc.evaluation.retrieval.statistics import (
+from hf_posenc.evaluation.retrieval.result import (
     Cell,
     Record,
     k_max,

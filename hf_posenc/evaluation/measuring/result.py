@@ -1,0 +1,187 @@
+"""Result of methods that are compared under conditions, such as protocols or tasks, at several lengths."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+from hf_posenc.evaluation.grid import Result
+from hf_posenc.evaluation.measuring.candidates import Candidate
+
+CellT = TypeVar("CellT")
+
+
+@dataclass(frozen=True)
+class MethodEntry:
+    """A method of a result.
+
+    Attributes:
+        label: Its name in reports.
+        spec: Its entry of `--patch`.
+        method: Its method's name, several joined by `+`; `None` for the model as loaded.
+        parts: Each method with its options.
+        beside: Further arguments of `patch_model`.
+        scale: The given scale; `None` for none.
+        auto_scale: True if the scale is length / original length, set anew at every length.
+        original: The original length in tokens that a scale refers to.
+        prefix_from_one_forward: True if one forward at the longest length gave the prefix of every length.
+    """
+
+    label: str
+    spec: str
+    method: str | None
+    parts: Sequence[Mapping[str, Any]]
+    beside: Mapping[str, Any]
+    scale: float | None
+    auto_scale: bool
+    original: int | None
+    prefix_from_one_forward: bool = False
+
+    @classmethod
+    def of(cls, candidate: Candidate, shared: bool = False) -> MethodEntry:
+        """Return the entry of a candidate; `shared`: one forward gave the prefix of every length."""
+        return cls(
+            candidate.label,
+            candidate.spec,
+            candidate.method,
+            [{"method": part.method, "options": dict(part.options)} for part in candidate.parts],
+            dict(candidate.beside),
+            candidate.scale,
+            candidate.auto_scale,
+            candidate.original,
+            shared,
+        )
+
+    def scale_at(self, length: int) -> float | None:
+        """Return the scale in force at a length."""
+        if self.auto_scale and self.original:
+            return max(1.0, length / self.original)
+        return self.scale
+
+
+@dataclass(repr=False, kw_only=True)
+class MethodsResult(Result, Generic[CellT]):
+    """Result of methods under conditions; `condition` names their field in records and their list in the settings.
+
+    Attributes:
+        settings: Conditions, lengths and the other numbers.
+        candidates: The methods, in the order of the table.
+        records: What was measured, a method, condition and length at a time.
+        failures: Cells without a number.
+        model: The measured model: name, class, dtype, attention backend, tokenizer hash, ... (`describe_model`).
+        original: The context length that the model was trained on, in tokens, where it is known.
+        head_replay: Outcome of the scorer's probe, which compares it with full logits.
+        environment: Versions of the packages that computed.
+        command: The command that reproduces this result.
+        fingerprint: Hash of everything that determines a number; the records are stored under it.
+        cells: The numbers of the table, computed from the records.
+    """
+
+    condition: ClassVar[str]
+    version: ClassVar[int]
+    intervals: ClassVar[Sequence[tuple[str, str]]]
+    """Columns of the CSV file with a `_low` and a `_high`, and the attribute of a cell that holds both."""
+
+    settings: Any
+    candidates: Sequence[MethodEntry]
+    records: Sequence[Any]
+    failures: Sequence[Any]
+    model: dict[str, Any] = field(default_factory=dict)
+    original: int | None = None
+    head_replay: str = "off"
+    environment: dict[str, Any] = field(default_factory=dict)
+    command: str | None = None
+    fingerprint: str | None = None
+    cells: list[CellT] = field(init=False)
+
+    def cell(self, method: str, condition: str, length: int) -> CellT | None:
+        """Return the number of a method under a condition at a length; `None` where it could not be measured."""
+        return self._by_key.get((method, condition, length))
+
+    @functools.cached_property
+    def _by_key(self) -> dict[tuple[str, str, int], CellT]:
+        return {self._key(cell): cell for cell in self.cells}
+
+    def _key(self, entry: Any) -> tuple[str, str, int]:
+        return entry.method, getattr(entry, self.condition), entry.length
+
+    def failure(self, method: str, condition: str, length: int) -> str | None:
+        """Return the reason why there is no number."""
+        key = (method, condition, length)
+        return next((each.reason for each in self.failures if self._key(each) == key), None)
+
+    @property
+    def conditions(self) -> Sequence[str]:
+        """The conditions, in the order of the tables."""
+        names: Sequence[str] = getattr(self.settings, f"{self.condition}s")
+        return names
+
+    def described(self, definitions: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the first part of `to_dict`; `definitions` of the conditions come before the settings."""
+        return {
+            "format": self.version,
+            "kind": self.kind,
+            "command": self.command,
+            "fingerprint": self.fingerprint,
+            "model": self.model,
+            "original_max_position_embeddings": self.original,
+            **definitions,
+            "settings": self.settings.to_dict(),
+            "environment": self.environment,
+            "head_replay": self.head_replay,
+            "methods": listed_fields(self.candidates),
+        }
+
+    @staticmethod
+    def description(values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the fields that `described` wrote, except the settings."""
+        return {
+            "model": dict(values["model"]),
+            "original": values["original_max_position_embeddings"],
+            "candidates": [MethodEntry(**entry) for entry in values["methods"]],
+            "head_replay": values["head_replay"],
+            "environment": dict(values["environment"]),
+            "command": values["command"],
+            "fingerprint": values["fingerprint"],
+        }
+
+    def csv_rows(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the rows of every method, condition and length: one per cell, or one with the reason of its absence."""
+        lengths = self.settings.lengths
+        for entry, name, length in itertools.product(self.candidates, self.conditions, lengths):
+            key = {"method": entry.label, self.condition: name, "length": length}
+            key["scale"] = entry.scale_at(length)
+            cells = self.csv_cells(entry.label, name, length)
+            if not cells:
+                yield {**key, "status": self.absence(entry.label, name, length)}
+            for cell in cells:
+                values = dataclasses.asdict(cell)
+                for column, interval in self.intervals:
+                    ends = values.pop(interval) or (None, None)
+                    values[f"{column}_low"], values[f"{column}_high"] = ends
+                finite = math.isfinite(values["nats"] or 0)
+                yield {**values, **key, "status": "ok" if finite else "not finite"}
+
+    def csv_cells(self, method: str, condition: str, length: int) -> list[Any]:
+        """Return the cells with a row of their own in the CSV file."""
+        cell = self.cell(method, condition, length)
+        return [] if cell is None else [cell]
+
+    def absence(self, method: str, condition: str, length: int) -> str:
+        """Return the status of a row without a number."""
+        return self.failure(method, condition, length) or "nothing to score"
+
+
+def listed_fields(entries: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the fields of dataclasses as dictionaries."""
+    return [dataclasses.asdict(entry) for entry in entries]
+
+
+def nan_if_none(value: float | None) -> float:
+    """Return a number of a JSON file, which has no NaN."""
+    return math.nan if value is None else value
