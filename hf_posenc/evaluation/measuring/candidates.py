@@ -31,7 +31,6 @@ class Part:
     """One method of a candidate.
 
     Attributes:
-        method: Its canonical name.
         options: Its knobs, as they were given.
         auto: Its scale is computed from the length of the text: it takes a scale and was given none.
     """
@@ -86,11 +85,7 @@ class Candidate:
 
     @classmethod
     def parse(cls, spec: str, *, unpatched: bool = True) -> Candidate:
-        """Read `none`, the short form `method:option=value,...`, or several of these joined by `+`.
-
-        Args:
-            spec: The text.
-            unpatched: Whether `none` is a candidate.
+        """Read `none` (if `unpatched`), the short form `method:option=value,...`, or several of these joined by `+`.
 
         Raises:
             PosencError: An unknown method or option, or options that exclude each other.
@@ -150,10 +145,7 @@ class Candidate:
     def as_it_is(cls, model: nn.Module, label: str, state: str) -> Candidate:
         """Return a model as it is, patched or not, which one run measures in several states: during a training.
 
-        Args:
-            model: The model. A patch in it stays in place.
-            label: The label in reports.
-            state: Identifies this state; numbers are stored under it.
+        `state` identifies this state; numbers are stored under it.
         """
         patch = get_patch(model)
         installed = cls(label) if patch is None else cls.installed(patch.config)
@@ -229,22 +221,14 @@ class Candidate:
         return max(1.0, length / self.original)
 
     def without_automatic_scale(self) -> Candidate:
-        """Return the candidate where no length of a text can set an automatic scale.
-
-        Raises:
-            PosencError: A method requires a scale.
-        """
+        """Return the candidate where no length of a text sets a scale; raise if a method requires one."""
         for part in (part for part in self.parts if part.auto):
             get_method(part.method).from_options(**part.options)
         parts = tuple(dataclasses.replace(part, auto=False) for part in self.parts)
         return dataclasses.replace(self, parts=parts)
 
     def arguments(self, scale: float = 1.0) -> tuple[Any, dict[str, Any]]:
-        """Return the arguments of `patch_model`: the method or the methods, and the keyword arguments.
-
-        Args:
-            scale: The automatic scale.
-        """
+        """Return the arguments of `patch_model` with this automatic scale: method or methods, and keyword arguments."""
         if len(self.parts) > 1:
             return [part.build(scale) for part in self.parts], dict(self.beside)
         part = self.parts[0]
@@ -262,10 +246,7 @@ class Candidate:
         return _call("patch_model", options, "model", method)
 
     def checked(self, model: nn.Module) -> Candidate:
-        """Patch the model on trial.
-
-        Returns:
-            The candidate with its `original` length, and whether it `moves` and is `stateful`.
+        """Patch the model on trial; return the candidate with its `original` length, `moves` and `stateful`.
 
         Raises:
             PosencError: This model cannot be patched so; the message names the candidate.
@@ -349,22 +330,14 @@ def _text(value: Any) -> str:
 
 
 def parse_candidates(specs: Sequence[str]) -> list[Candidate]:
-    """Read a list of candidates, each once.
-
-    Raises:
-        PosencError: An unknown method or option, or the same candidate twice.
-    """
+    """Read a list of candidates, each once."""
     candidates = [Candidate.parse(spec) for spec in specs]
     check_unique(candidates)
     return candidates
 
 
 def check_unique(candidates: Sequence[Candidate]) -> None:
-    """Refuse a candidate that is given twice.
-
-    Raises:
-        PosencError: One is.
-    """
+    """Refuse a candidate that is given twice."""
     labels = [candidate.label for candidate in candidates]
     twice = next((label for label in labels if labels.count(label) > 1), None)
     if twice is not None:

@@ -52,7 +52,6 @@ class Item:
     """One piece of work, measured at a time and stored as one record; the kinds of measurement add fields.
 
     Attributes:
-        key: Key of the record.
         candidate: The method that is patched in; `None`: the measurement patches by itself (`patched_in`).
         length: Context length in tokens, which an automatic scale is computed from.
         cost: Tokens that the model reads.
@@ -121,11 +120,7 @@ class Measurement(Generic[ItemT, ResultT]):
         """Compute what the items to measure share. Called once, before anything is patched in."""
 
     def measure(self, item: ItemT, attempt: Attempt) -> Value:
-        """Measure one item with its candidate patched in; `attempt` runs the forwards and records failures and timings.
-
-        Returns:
-            The value to store, JSON-ready.
-        """
+        """Return the value of an item, JSON-ready; its candidate is patched in, and `attempt` runs the forwards."""
         raise NotImplementedError
 
     def collect(self, values: Mapping[Key, Value]) -> ResultT:
@@ -133,11 +128,7 @@ class Measurement(Generic[ItemT, ResultT]):
         raise NotImplementedError
 
     def open(self, folder: Path, shard: Shard = ALONE) -> Store:
-        """Open the records in a folder, under `decisive`.
-
-        Raises:
-            PosencError: The folder cannot be written to, or another process writes the same share.
-        """
+        """Open the records in a folder, under `decisive`."""
         store = Store(folder, self.decisive, shard, self.metadata.get("command"))
         self.fingerprint = store.fingerprint
         return store
@@ -149,16 +140,10 @@ class Measurement(Generic[ItemT, ResultT]):
         progress: Progress = silent,
         waiting: Callable[[int], None] = silent,
     ) -> ResultT | None:
-        """Measure whatever is missing of this process's share.
+        """Measure this process's share; return the result, or `None` while others work or where another one has it.
 
-        Args:
-            folder: Folder of records and timings; `None`: nothing is written.
-            shard: This process.
-            progress: Called after every forward.
-            waiting: Called once, with the number of missing items, when a launched process has waited long.
-
-        Returns:
-            The result; `None` while other processes are at work, or where another one returns it.
+        `waiting` is called once with the number of missing items when a launched process has waited long. Without a
+        folder nothing is written.
 
         Raises:
             PosencError: The folder cannot be written to, or another process writes the same share.
@@ -212,8 +197,7 @@ class Failures:
 class Attempt:
     """The measurement of one item: runs its forwards, times them, and records which cells fail.
 
-    Attributes:
-        advanced: Tokens of the item that have been read, or are no longer needed.
+    `advanced` counts tokens of the item that have been read, or are no longer needed.
     """
 
     def __init__(
@@ -235,15 +219,10 @@ class Attempt:
         return cell in self._failed or self._failures.precede(self._item, cell)
 
     def __call__(self, forward: Callable[[], T], cells: Iterable[Cell] | None = None) -> T | None:
-        """Run a forward.
+        """Run a forward and return what it returns; after a failure of some cells (`None`: all of the item's) `None`.
 
-        Args:
-            forward: Runs the model. Any exception that it raises is a failure: a family may fail in its own way past
-                its trained length, and the run continues without the number.
-            cells: The cells that fail with it; `None`: all of the item's.
-
-        Returns:
-            What `forward` returns; `None` after a failure.
+        Any exception is a failure: a family may fail in its own way past its trained length, and the run continues
+        without the number.
         """
         cuda = torch.cuda.is_available()
         if cuda:
@@ -290,13 +269,9 @@ def execute(
 ) -> None:
     """Measure whatever is missing of this process's share; at the end the model is what it was.
 
-    Args:
-        measurement: The kind of measurement.
-        store: The records so far; new ones are appended one by one, so that a kill repeats at most the item in flight.
-        shard: This process.
-        progress: Called after every forward.
-        strict: Raise failures and lack of memory instead of recording them. Required where processes run one sharded
-            model together: a process that continued by itself would leave the others waiting indefinitely.
+    New records are appended one by one, so that a kill repeats at most the item in flight. `progress` is called after
+    every forward. `strict` raises failures and lack of memory instead of recording them. It is required where processes
+    run one sharded model together: a process that continued by itself would leave the others waiting indefinitely.
     """
     model, scorer = measurement.model, measurement.scorer
     failures = Failures.of(measurement.items, store.get)
@@ -349,14 +324,7 @@ def _patch_key(item: Item) -> tuple[Any, ...]:
 def patched_in(
     model: nn.Module, scorer: FrugalScorer, candidate: Candidate | None, length: int
 ) -> Iterator[None]:
-    """Patch a candidate in, and set the scorer for it; undone on exit.
-
-    Args:
-        model: The model.
-        scorer: What runs its forwards.
-        candidate: The candidate; `None` changes nothing.
-        length: Context length in tokens, which an automatic scale is computed from.
-    """
+    """Patch a candidate in (`None`: none) at a length, and set the scorer for it; undone on exit."""
     if candidate is None:
         yield
         return
@@ -376,13 +344,8 @@ def wait_for_all(
 ) -> int:
     """Return the number of missing items; the first of launched processes waits for the others until there is none.
 
-    Args:
-        measurement: The kind of measurement.
-        store: Its records.
-        shard: This process.
-        waiting: Called once, with the number of missing items, when it has taken long.
-        everyone: All processes wait: the next items depend on the values of these.
-        patience: Seconds until `waiting` is called.
+    With `everyone`, all processes wait: the next items depend on the values of these. `waiting` is called once with the
+    number, after `patience` seconds.
     """
     began, reported = time.monotonic(), False
     while True:
@@ -405,11 +368,7 @@ def collected(measurement: Measurement[ItemT, ResultT], store: Records) -> Resul
 
 
 def write_timings(measurement: Measurement[ItemT, ResultT], store: Records, path: Path) -> None:
-    """Write tokens, seconds and peak memory of every item: what differs from one run to the next.
-
-    Raises:
-        PosencError: The file cannot be written.
-    """
+    """Write tokens, seconds and peak memory of every item: what differs from one run to the next."""
     rows = []
     for item in measurement.items:
         value = store.get(item.key) or {}

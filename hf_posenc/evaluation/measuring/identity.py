@@ -22,15 +22,10 @@ _BLOCK = 2**24
 
 
 def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
-    """Return everything about a loaded model that determines a number, and its size.
+    """Return everything about a loaded model that determines a number, and its size; JSON-ready.
 
-    Args:
-        model: The model, unpatched or with its saved patch.
-        name: The name that it was loaded by.
-
-    Returns:
-        JSON-ready values: class, revision, hashes of its config and of all its weights, dtype, kind of device,
-        backends of attention and of mixtures of experts.
+    That is class, revision, hashes of its config and of all its weights, dtype, kind of device, patch, and the backends
+    of attention and of mixtures of experts.
     """
     config: Any = model.config
     parameters = list(model.parameters())
@@ -72,11 +67,7 @@ def name_of(model: Any) -> str:
 
 
 def check_vocabulary(model: Any, largest: int) -> None:
-    """Check that the model has an embedding for every token.
-
-    Args:
-        model: The model.
-        largest: The largest token id of its input.
+    """Check that the model has an embedding for the largest token id of its input.
 
     Raises:
         PosencError: It has not.

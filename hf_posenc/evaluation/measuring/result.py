@@ -21,14 +21,11 @@ class MethodEntry:
     """A method of a result.
 
     Attributes:
-        label: Its name in reports.
         spec: Its entry of `--patch`.
         method: Its method's name, several joined by `+`; `None` for the model as loaded.
-        parts: Each method with its options.
         beside: Further arguments of `patch_model`.
         scale: The given scale; `None` for none.
         auto_scale: True if the scale is length / original length, set anew at every length.
-        original: The original length in tokens that a scale refers to.
         prefix_from_one_forward: True if one forward at the longest length gave the prefix of every length.
     """
 

@@ -26,10 +26,7 @@ class Record:
     """The sums of one document under one method, never a ratio.
 
     Attributes:
-        method: The label of the method.
-        protocol: Its name, from `protocols.PROTOCOLS`.
         length: Context length in tokens, special tokens included.
-        document: The document's name.
         nats: Sum of the negative log-likelihoods of the scored tokens, in nats; NaN if one of them was not finite.
         tokens: Number of scored tokens.
         bytes: UTF-8 bytes of the text of the scored tokens; `None` where the tokenizer has no offsets.
@@ -78,20 +75,13 @@ class Cell:
     """One number of the table: a method under a protocol at a length, over all documents.
 
     Attributes:
-        method: The label of the method.
-        protocol: Its name.
-        length: Context length in tokens.
         perplexity: `exp(total nats / total tokens)`, or as the run's aggregate says; NaN if a loss was not finite.
         interval: 95 % bootstrap interval of the perplexity over documents; `None` with fewer than two documents.
         ratio: Perplexity divided by the baseline's (the run's first method) at the same protocol and length.
         ratio_interval: 95 % interval of the ratio over the same resamples: paired, and so much tighter than `interval`.
         bits_per_byte: `total nats / (ln 2 x total bytes)`: comparable between tokenizers.
         word_perplexity: `exp(total nats / total words)`, PG19's unit: comparable between tokenizers too.
-        nats: Total of the negative log-likelihoods.
-        tokens: Number of scored tokens.
-        bytes: UTF-8 bytes of their text.
-        words: Words that begin in them.
-        documents: Number of documents.
+        nats: Total of the negative log-likelihoods, as the following are totals of the `Record`s.
     """
 
     method: str
@@ -124,13 +114,7 @@ def side_of_one(interval: tuple[float, float] | None) -> int:
 
 
 class Bootstrap:
-    """Seeded resampling over documents; every cell of a run has the same resamples, so differences are paired.
-
-    Args:
-        documents: Number of documents.
-        seed: Seed of the resampling.
-        resamples: Number of resamples.
-    """
+    """Seeded resampling over documents; every cell of a run has the same resamples, so differences are paired."""
 
     def __init__(self, documents: int, seed: int, resamples: int = RESAMPLES) -> None:
         draws = np.random.default_rng(seed).multinomial(

@@ -33,13 +33,7 @@ Key = tuple[str | int | float | None, ...]
 
 @dataclass(frozen=True)
 class Shard:
-    """One of the processes of a run.
-
-    Attributes:
-        index: Its number, from 0.
-        count: Number of processes.
-        launched: Whether a launcher started all of them together, so that the first may wait for the others.
-    """
+    """One of the processes of a run; if `launched` all together, the first may wait for the others."""
 
     index: int = 0
     count: int = 1
@@ -54,10 +48,7 @@ ALONE = Shard()
 
 
 def current_shard(text: str | None = None) -> Shard:
-    """Return this process's shard: as given, else from the launcher's environment variables.
-
-    Args:
-        text: `"2/8"` for the second of eight; counted from 1.
+    """Return this process's shard: as given (`"2/8"`: the second of eight), else from the launcher's variables.
 
     Raises:
         PosencError: `text` is of another form, or out of range.
@@ -127,10 +118,6 @@ class Store:
         shard: This process.
         command: Command line of the run, written beside the settings: it resumes an unfinished run.
 
-    Attributes:
-        fingerprint: Hash of the settings.
-        folder: Folder of the records.
-
     Raises:
         PosencError: The folder cannot be written to, or another process writes the same shard.
     """
@@ -194,11 +181,7 @@ class Store:
         return self._records.get(key)
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Store a value; on return it is on the disk.
-
-        Raises:
-            PosencError: It cannot be written, e.g. on a full disk; all earlier records are intact.
-        """
+        """Store a value; on return it is on the disk. If it cannot be written, all earlier records are intact."""
         entry = {"key": list(key), "value": finite(dict(value))}
         line = json.dumps(entry, allow_nan=False).encode() + b"\n"
         end = self._file.tell()

@@ -42,15 +42,10 @@ ALPHA, BETA = 2.0, -2.0
 
 
 def short_windows(tokens: int, *, short: int = SHORT, step: int = STEP) -> list[tuple[int, int]]:
-    """Return the pieces that are run beside the whole document.
+    """Return begin and end of the pieces that are run beside the whole document.
 
-    Args:
-        tokens: Tokens of the document.
-        short: K, the tokens of every piece that are context only.
-        step: Tokens behind them that a piece scores, at most.
-
-    Returns:
-        First token and end of every piece; together they score the tokens `short .. tokens-1`, each once.
+    Each has `short` tokens (K) that are context only, and up to `step` tokens behind them that it scores. Together they
+    score the tokens `short .. tokens-1`, each once.
 
     Raises:
         PosencError: `short` or `step` is not positive.
@@ -114,9 +109,6 @@ def carry(mask: Tensor, evaluator_ends: Tensor, model_ends: Tensor) -> Tensor:
 
     Returns:
         True for the model's key tokens, shape (m,), bool.
-
-    Raises:
-        PosencError: The numbers of ends and tokens differ.
     """
     if mask.shape != evaluator_ends.shape:
         raise PosencError(
@@ -154,8 +146,6 @@ class Evaluator:
 
     Attributes:
         name: A model's name or `self`.
-        model: The live model; for `self` the measured one.
-        tokenizer: Its tokenizer.
         candidate: The method that is patched in while it evaluates.
         special: Token ids in front of its texts.
         short: Tokens of the short context.
@@ -234,17 +224,10 @@ def finder(
     length: int,
     retokenized: Callable[[], Sequence[TokenizedDocument]],
 ) -> Callable[[int], Tensor]:
-    """Return a function that finds the key tokens of a document by its index.
+    """Return a function from a document's index to its key tokens, shape (n,), bool, n up to `length`.
 
-    Args:
-        evaluator: The model that selects them.
-        documents: The run's documents.
-        tokenizer: The measured model's.
-        length: Tokens of a document that the evaluator reads, special tokens included.
-        retokenized: Returns the documents in the evaluator's tokens; called if its tokenizer is another one.
-
-    Returns:
-        A function from a document's index to its key tokens, shape (n,), bool, n up to `length`.
+    `length` is the number of tokens of a document that the evaluator reads, special tokens included. `retokenized`
+    returns the documents in the evaluator's tokens; it is called if its tokenizer is not the measured model's.
     """
     same = tokenizer_hash(tokenizer) == tokenizer_hash(evaluator.tokenizer)
     by_name: dict[str, TokenizedDocument] = {}

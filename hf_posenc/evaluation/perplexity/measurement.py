@@ -67,13 +67,7 @@ WINDOWS_PER_ITEM = 64
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Item(machine.Item):
-    """Some windows of one document under one patch; its cells are pairs of protocol and length.
-
-    Attributes:
-        lengths: The lengths that it serves.
-        document: The document's name.
-        windows: The forwards.
-    """
+    """Some windows of one document under one patch, for these lengths; its cells are pairs of protocol and length."""
 
     lengths: tuple[int, ...]
     document: str
@@ -403,14 +397,8 @@ def prepare(
 ) -> PerplexityRun:
     """Check the methods against the model, choose lengths and protocols, and read the documents.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        source: The documents.
-        options: Methods, lengths, protocols and their numbers.
-        name: Name of the model in results; `None`: read from its config.
-        command: Command line that gives this result again.
-        load: Load the model and the tokenizer of this name, for an evaluator of LongPPL that is another model.
+    `name` is the model's in results, by default read from its config; `command` gives this result again. `load` loads
+    the model and the tokenizer of a name, for an evaluator of LongPPL that is another model.
 
     Raises:
         PosencError: Options exclude each other, or no document can be used.
@@ -460,15 +448,9 @@ def prepare(
 def settings_of(
     options: ProtocolOptions, original: int | None, lengths: Sequence[int] | None = None
 ) -> tuple[Settings, str]:
-    """Return the settings of a run, and the policy for special tokens.
+    """Return the settings of a run, and the policy for special tokens; see `make_settings`.
 
-    Args:
-        options: The options; a field that is `None` leaves the decision to the preset, and then to the defaults.
-        original: The model's trained length in tokens, which the default lengths come from.
-        lengths: Context lengths in tokens, instead of those of the options.
-
-    Raises:
-        PosencError: An unknown preset, or options that exclude each other.
+    `lengths` replace those of the options.
     """
     names = {field.name for field in dataclasses.fields(Settings)} - {"preset", "lengths"}
     values = {name: getattr(options, name, None) for name in names}
@@ -490,11 +472,8 @@ def make_settings(
 ) -> tuple[Settings, str]:
     """Return the settings of a run, and the policy for special tokens.
 
-    Args:
-        values: Fields of `Settings`; `None` leaves the decision to the preset, and then to the defaults.
-        original: The model's trained length in tokens, which the default lengths come from.
-        preset: Name of a preset.
-        bos: The policy for special tokens.
+    A value that is `None` leaves the decision to the preset, and then to the defaults. The default lengths come from
+    `original`, the model's trained length in tokens.
 
     Raises:
         PosencError: An unknown preset or setting, or settings that exclude each other.

@@ -198,11 +198,7 @@ def default_tail_tokens(lengths: Sequence[int]) -> int:
 
 
 def default_lengths(original: int | None) -> tuple[int, ...]:
-    """Return the original length times 1, 2, 4, 8, 16 up to 4,096 tokens, and at least three lengths.
-
-    Raises:
-        PosencError: The original length is unknown.
-    """
+    """Return the original length times 1, 2, 4, 8, 16 up to 4,096 tokens, and at least three lengths."""
     if original is None:
         raise PosencError("The model's config names no context length: give --lengths.")
     lengths = [original * factor for factor in (1, 2, 4, 8, 16)]
@@ -215,14 +211,7 @@ E_OF_LONGLORA = 2.71828
 
 @dataclass(frozen=True)
 class Preset:
-    """The arithmetic of another project.
-
-    Attributes:
-        source: Its author, and where it is defined.
-        settings: Its fields of `Settings`.
-        bos: Its policy for special tokens.
-        remark: Caveats of the number.
-    """
+    """The arithmetic of another project: source, fields of `Settings`, policy for special tokens, and caveats."""
 
     source: str
     settings: dict[str, Any]
@@ -291,11 +280,7 @@ PRESETS = {
 
 
 def preset_settings(name: str | None) -> tuple[dict[str, Any], str]:
-    """Return the settings of a preset, and its policy for special tokens.
-
-    Raises:
-        PosencError: There is no such preset.
-    """
+    """Return the settings of a preset, and its policy for special tokens."""
     if name is None:
         return {}, "auto"
     if name not in PRESETS:
@@ -315,14 +300,9 @@ def special_tokens(tokenizer: Any, policy: str) -> list[int]:
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens `first .. stop-1` of a window, which count under a protocol at a length.
+    """Tokens `first .. stop-1` of a window, special tokens included, which count under a protocol at a length.
 
-    Attributes:
-        protocol: Its name.
-        length: Context length in tokens.
-        first: Index into the window, special tokens included.
-        stop: One past the last.
-        weight: Weight of the mean loss of these tokens in the aggregate.
+    `weight` is that of the mean loss of these tokens in the aggregate.
     """
 
     protocol: str
@@ -341,12 +321,7 @@ class Span:
 class Window:
     """One forward: the special tokens, then tokens `begin .. end-1` of a document.
 
-    Attributes:
-        begin: First token of the document in the window.
-        end: One past the last.
-        special: Number of special tokens in front.
-        read_last: Whether the last token is read too; otherwise it is a target only.
-        spans: The tokens that count.
+    Without `read_last` the last token is a target only.
     """
 
     begin: int
@@ -388,18 +363,11 @@ def plan(
     shared_prefix: bool,
     lengths: Sequence[int] | None = None,
 ) -> list[Window]:
-    """Return the forwards that a method needs for one document.
+    """Return the forwards that a method needs for one document of so many tokens, behind `special` special tokens.
 
-    Args:
-        tokens: Length of the document in tokens.
-        settings: Lengths and protocols.
-        special: Number of special tokens in front of a window.
-        shared_prefix: Take the prefix of every length from one forward at the longest. Correct only where the result
-            for a token does not depend on the tokens behind it.
-        lengths: Some of the settings' lengths.
-
-    Returns:
-        The windows, shortest first: transformers' own dynamic RoPE keeps the largest length that it has read.
+    They come shortest first: transformers' own dynamic RoPE keeps the largest length that it has read. With
+    `shared_prefix`, one forward at the longest length gives the prefix of every length. That is correct only where the
+    result for a token does not depend on the tokens behind it. `lengths` are some of the settings'.
 
     Raises:
         PosencError: The tail does not fit behind the special tokens of the shortest length.

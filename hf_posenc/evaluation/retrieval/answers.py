@@ -63,12 +63,9 @@ class Verdict:
 
 
 class AnswerScorer:
-    """Scores the answers of prompts.
+    """Scores the answers of prompts; the model may be patched between calls.
 
-    Args:
-        model: A causal language model, in evaluation mode; it may be patched between calls.
-        scorer: Runs it without ever holding the logits of a whole prompt. Where its `pieces` is false, answers are not
-            read from a cache either.
+    Where the scorer's `pieces` is false, answers are not read from a cache either.
     """
 
     def __init__(self, model: nn.Module, scorer: FrugalScorer) -> None:
@@ -77,11 +74,7 @@ class AnswerScorer:
 
     @torch.inference_mode()
     def __call__(self, prompt: Prompt) -> Verdict:
-        """Score one prompt.
-
-        Raises:
-            NotFiniteError: The logits are not finite.
-        """
+        """Score one prompt; raise `NotFiniteError` if the logits are not finite."""
         answer, wrong = prompt.answer, prompt.distractors
         predicted: Tensor | None = None
         sums: list[float] | None = None
@@ -191,15 +184,9 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 @torch.inference_mode()
 def generate(model: nn.Module, tokenizer: Any, prompt: Prompt, new_tokens: int) -> str:
-    """Return the text that the model generates greedily behind a prompt.
+    """Return the text of at most `new_tokens` tokens that the model generates greedily behind a prompt.
 
     Control characters become line ends, as in `postprocess_pred` of RULER's `scripts/eval/evaluate.py`.
-
-    Args:
-        model: A causal language model that generates.
-        tokenizer: Its tokenizer.
-        prompt: The prompt.
-        new_tokens: Tokens to generate at most.
     """
     ids = prompt.ids.unsqueeze(0).to(input_device(model))
     padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0

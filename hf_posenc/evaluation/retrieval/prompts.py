@@ -37,18 +37,11 @@ _SENTENCE_ENDS = ".!?\n"
 
 
 class Encoder:
-    """Turns pieces of a prompt into tokens.
+    """Turns pieces of a prompt into tokens; special tokens are never added.
 
     A prompt is assembled from tokens, so that its length is exact. Tokenized by itself, a piece would begin like a text
     (SentencePiece prepends a space, for instance). So it is tokenized behind a few characters, whose tokens are then
-    removed.
-
-    Args:
-        tokenizer: A transformers tokenizer; special tokens are never added here.
-
-    Attributes:
-        tokenizer: As given.
-        newline: The tokens of a line's end; empty where the tokenizer drops it.
+    removed. `newline` has the tokens of a line's end; it is empty where the tokenizer drops it.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -76,7 +69,7 @@ class Encoder:
 
 
 class Filler:
-    """Units of text, sentences or lines, handed out in order as tokens.
+    """Units of text, sentences or lines, handed out in order as tokens; `whole_units` counts those handed out whole.
 
     Args:
         units: Yields the tokens of one unit after the other, without end.
@@ -84,9 +77,6 @@ class Filler:
         running: The units are sentences of a running text, which a line's end closes before something else follows.
             Otherwise they are lines, which bring their own.
         restart: A running text begins again behind every needle.
-
-    Attributes:
-        whole_units: Number of units that have been handed out whole.
     """
 
     def __init__(
@@ -157,12 +147,7 @@ def lines(encoder: Encoder, line: Callable[[], str]) -> Filler:
 
 
 class OwnText:
-    """The user's own text as a haystack; a text that is too short is repeated, as in RULER.
-
-    Args:
-        text: The text.
-        encoder: Turns it into tokens, once.
-    """
+    """The user's own text as a haystack; a text that is too short is repeated, as in RULER."""
 
     def __init__(self, text: str, encoder: Encoder) -> None:
         self.text = text
@@ -192,11 +177,8 @@ class Sample:
     """One sample of a task; nothing else determines what is drawn for it.
 
     Attributes:
-        seed: The run's seed.
-        task: The task's name.
         length: Tokens of prompt and answer.
         depth: Depth of the needle, from 0 (in front of all filler) to 1 (behind it); `None` for tasks without one.
-        number: Number of the sample.
     """
 
     seed: int
@@ -218,12 +200,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer as tokens behind the question.
-
-    Attributes:
-        ids: Its tokens.
-        ends: For each of its parts, the number of tokens up to its end.
-    """
+    """An answer as tokens behind the question; `ends`: for each of its parts, the number of tokens up to its end."""
 
     ids: tuple[int, ...]
     ends: tuple[int, ...]
@@ -245,9 +222,6 @@ class Scene:
     Attributes:
         head: Tokens in front: the task's description.
         needles: Position of each needle, as a fraction of the filler in ascending order, and its tokens.
-        filler: The text between them.
-        question: Tokens at the end.
-        answer: The right answer.
         distractors: Returns wrong answers, better ones first; called when the filler is laid out.
         references: Strings that a generated text must contain.
         least_filler: Tokens of filler without which the task makes no sense.
@@ -294,16 +268,10 @@ class Prompt:
 
 
 def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int) -> Prompt:
-    """Assemble a prompt.
+    """Assemble a prompt that has, with its answer, so many tokens; the scene's filler is consumed.
 
     A needle is put at its fraction of the filler's tokens, moved back to the end of a sentence or line; the papers cut
     the filler anywhere, also within a word.
-
-    Args:
-        scene: The pieces; its filler is consumed.
-        length: Tokens of the prompt and its answer, at least `scene.shortest + len(special)`.
-        special: Token ids in front.
-        distractors: Number of wrong answers to keep.
 
     Raises:
         PosencError: The length is too short.
@@ -355,10 +323,7 @@ class Draws:
     """A stream of random choices that depends on its name alone: the same in every process and version of Python.
 
     Only `random.Random.random` is used: it alone is guaranteed to return the same numbers for a seed in every version.
-
-    Args:
-        *name: The purpose of the stream, e.g. seed, task, length, depth and sample. Streams of different names are
-            independent.
+    Streams of different names, such as seed, task, length, depth and sample, are independent.
     """
 
     def __init__(self, *name: str | int | float | None) -> None:

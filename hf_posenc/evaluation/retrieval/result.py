@@ -47,11 +47,8 @@ class Record:
     """The scores of one sample under one method.
 
     Attributes:
-        method: The label of the method.
-        task: The task's name.
         length: Tokens of prompt and answer.
         depth: The needle's depth from 0 to 1; `None` where depth does not apply.
-        sample: The number of the sample.
         correct: Whether the answer is right, all of it.
         score: The share of the answer's parts that are right.
         nats: Negative log-likelihood of the answer; `None` where answers are generated.
@@ -87,13 +84,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A task without prompts of a length.
-
-    Attributes:
-        task: Its name.
-        length: The requested length.
-        needed: Tokens of its shortest prompt and answer.
-    """
+    """A task without prompts of a length: its shortest prompt and answer have `needed` tokens."""
 
     task: str
     length: int
@@ -105,16 +96,11 @@ class Cell:
     """One number of a table or a heat map.
 
     Attributes:
-        method: The label of the method.
-        task: The task's name.
-        length: Tokens of prompt and answer.
         depth: The needle's depth; `None` for all depths together.
-        samples: Number of samples.
         accuracy: The share of samples whose answer is right, all of it.
         interval: 95 % Wilson interval of the accuracy.
         score: Mean share of the answer's parts that are right.
-        first: The share of samples whose answer is the most probable candidate.
-        first_interval: 95 % Wilson interval of `first`.
+        first: The share of samples whose answer is the most probable candidate, with its 95 % Wilson interval.
         chance: `first` of random ranks.
         rank: Mean rank.
         beaten: Mean share of the distractors that are less probable than the answer; one half for random ranks.
@@ -140,12 +126,7 @@ class Cell:
 
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a share (Wilson 1927), which also holds for shares of 0 and 1.
-
-    Args:
-        successes: Number of successes.
-        trials: Number of trials, at least 1.
-    """
+    """Return the 95 % score interval of a share (Wilson 1927), which also holds for shares of 0 and 1."""
     share, spread = successes / trials, Z * Z / trials
     middle = (share + spread / 2) / (1 + spread)
     half = math.sqrt(share * (1 - share) * spread + spread * spread / 4) / (1 + spread)
@@ -153,12 +134,7 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
 
 
 def summarize(records: Iterable[Record], *, by_depth: bool) -> list[Cell]:
-    """Return the cells of all methods, tasks and lengths, in the order of their first appearance.
-
-    Args:
-        records: The samples.
-        by_depth: One cell for every depth, instead of one for all together.
-    """
+    """Return the cells of all methods, tasks and lengths, and maybe depths, in the order of their first appearance."""
     groups: dict[tuple[str, str, int, float | None], list[Record]] = {}
     for record in records:
         depth = record.depth if by_depth else None
@@ -199,15 +175,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def k_max(cells: Iterable[Cell], success: float = PI_SUCCESS) -> int | None:
-    """Return Position Interpolation's effective context (arXiv 2306.15595, section 3.3).
+    """Return Position Interpolation's effective context (arXiv 2306.15595, section 3.3), of cells by depth.
 
-    Args:
-        cells: The cells by depth of one method, task and length.
-        success: The required accuracy.
-
-    Returns:
-        The largest distance between needle and question, in tokens, up to which every measured distance has that
-        accuracy; 0 where the shortest has not; `None` without distances.
+    That is the largest distance between needle and question, in tokens, up to which every measured distance has the
+    accuracy `success`; 0 where the shortest has not; `None` without distances.
     """
     reached: int | None = None
     near_first = sorted((c.distance, c.accuracy) for c in cells if c.distance is not None)
@@ -223,13 +194,8 @@ def passing(
 ) -> tuple[int | None, float | None]:
     """Return YaRN's pair of numbers (arXiv 2309.00071, table 5): passkey context and passkey accuracy.
 
-    Args:
-        cells: The cells over all depths of one method and task.
-        success: The required accuracy.
-
-    Returns:
-        The longest context with at least that accuracy, in tokens, and the mean accuracy of all measured contexts up to
-        it; `None` for both where there is none.
+    These are the longest context with at least the accuracy `success`, in tokens, and the mean accuracy of all measured
+    contexts up to it; `None` for both where there is none.
     """
     ordered = sorted(cells, key=lambda cell: cell.length)
     longest = max((c.length for c in ordered if c.accuracy >= success), default=None)

@@ -46,11 +46,7 @@ _OF_THE_KEYS = ("lengths", "tasks", "depths", "samples")
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Item(machine.Item):
-    """One sample under one method; its cell is the task and the length.
-
-    Attributes:
-        sample: The sample.
-    """
+    """One sample under one method; its cell is the task and the length."""
 
     sample: Sample
 
@@ -77,9 +73,6 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
         special: Token ids in front of every prompt.
         haystack: The user's own text, instead of the noise sentences.
         metadata: `model`, `haystack`, `original` and `command` of the result.
-
-    Attributes:
-        left_out: Tasks and lengths for which there is no prompt.
 
     Raises:
         PosencError: No task fits into these lengths, this is not a causal language model, or the tokenizer is
@@ -261,14 +254,8 @@ def prepare(
 ) -> RetrievalRun:
     """Check the methods against the model, choose lengths and tasks, and lay out the prompts.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        options: Methods, lengths, tasks and their numbers.
-        haystack: Text that replaces the noise sentences.
-        paths: Files that the text comes from.
-        name: Name of the model in results; `None`: read from its config.
-        command: Command line that gives this result again.
+    `haystack` replaces the noise sentences and comes from the files `paths`. `name` is the model's in results, by
+    default read from its config; `command` gives this result again.
 
     Raises:
         PosencError: Options exclude each other, or no task has prompts of these lengths.
@@ -293,11 +280,7 @@ def prepare(
 
 
 def settings_of(options: RetrievalOptions, lengths: Sequence[int]) -> RetrievalSettings:
-    """Return the settings of a run at these lengths.
-
-    Raises:
-        PosencError: Options exclude each other, or an unknown task.
-    """
+    """Return the settings of a run at these lengths."""
     return RetrievalSettings(
         lengths=tuple(sorted(set(lengths))),
         tasks=DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),

@@ -33,13 +33,7 @@ TRIES = 40
 
 @dataclass(frozen=True)
 class Kit:
-    """Tools shared by all prompts of a run.
-
-    Attributes:
-        encoder: Turns text into tokens.
-        distractors: Number of wrong answers.
-        haystack: The user's own text instead of the noise sentences.
-    """
+    """Tools shared by all prompts of a run: the encoder, the number of distractors, and the user's own text, if any."""
 
     encoder: Encoder
     distractors: int = 10
@@ -76,7 +70,6 @@ class Task(ABC):
     """One kind of prompt.
 
     Attributes:
-        name: Its name in reports and `--tasks`.
         definition: Its question, in one sentence.
         has_depth: Whether it has one needle with a depth; otherwise depths do not apply.
         new_tokens: Tokens to generate, where answers are generated.
@@ -204,10 +197,9 @@ class NeedleInHaystack(Task):
     def _other_needles(
         self, sample: Sample, kit: Kit, needle: tuple[str, str], spare: Iterable[str]
     ) -> tuple[Filler, Iterable[str]]:
-        """Return a haystack of other needles, and their values.
+        """Return a haystack of other needles, and their values: finding any needle is not enough, it must be the key's.
 
-        Their values are the distractors: finding any needle is not enough, it must be the key's. Where a short prompt
-        holds too few needles, values that do not occur in it are added.
+        Where a short prompt holds too few needles, values that do not occur in it are added.
         """
         draws = Draws(*sample.filler)
         values: dict[str, None] = {}
@@ -467,11 +459,7 @@ TASKS: dict[str, Task] = {
 
 
 def get_task(name: str) -> Task:
-    """Return a task by its name.
-
-    Raises:
-        PosencError: There is no such task.
-    """
+    """Return a task by its name."""
     if name not in TASKS:
         raise unknown("task", name, TASKS)
     return TASKS[name]
