@@ -24,10 +24,11 @@ from hf_posenc.evaluation.measuring.identity import (
     name_of,
     tokenizer_hash,
 )
+from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Store, fingerprint_of
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, make_settings
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
-from hf_posenc.evaluation.perplexity.result import MethodEntry, PerplexityResult
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training.ranks import (
