@@ -2,6 +2,9 @@
 
 All of it is plain attention calls on slices, so the cost is that of one causal attention. The far band of two is
 causal attention between the rows from the window on and the keys shifted by it, without a mask.
+
+Shapes: queries (B, H, Q, D), keys (B, HK, offset + Q, D), values (B, HK, offset + Q, DV), results (B, H, Q, DV); H is a
+multiple of HK. `offset` counts the tokens in the cache: row i has position offset + i. `scaling` multiplies the scores.
 """
 
 from __future__ import annotations
@@ -18,21 +21,7 @@ many, but tall blocks are faster matrix products."""
 
 
 def causal(query: Tensor, key: Tensor, value: Tensor, scaling: float, *, offset: int = 0) -> Tensor:
-    """Compute plain causal attention, exact.
-
-    Args:
-        query: Shape (B, H, Q, D).
-        key: Shape (B, HK, offset + Q, D), H a multiple of HK.
-        value: Shape (B, HK, offset + Q, DV).
-        scaling: Factor on the scores.
-        offset: Tokens in the cache: row i has position offset + i.
-
-    Returns:
-        Shape (B, H, Q, DV).
-
-    Raises:
-        PosencError: The tensors do not belong together.
-    """
+    """Compute plain causal attention, exact."""
     check_shapes(query, key, value, offset)
     parts = _causal_parts((0, query.shape[2]), 0, offset)
     return attend_parts(parts, (query,), (key,), value, scaling)
@@ -50,20 +39,8 @@ def two_bands(
 ) -> Tensor:
     """Compute causal attention with one rotation for near and one for far pairs (ReRoPE, sinks, ...), exact.
 
-    Args:
-        near: Query (B, H, Q, D) and key (B, HK, offset + Q, D) of pairs at a distance below `window`.
-        far: The same for the others; the key may be the same tensor.
-        value: Shape (B, HK, offset + Q, DV).
-        window: Width of the near band in tokens, at least 1.
-        scaling: Factor on the scores.
-        offset: Tokens in the cache: row i has position offset + i.
-        far_keys: Of the far pairs, only those with the first `far_keys` keys; 0: a sliding window alone.
-
-    Returns:
-        Shape (B, H, Q, DV).
-
-    Raises:
-        PosencError: The window is below 1. The tensors do not belong together.
+    `near` is the query and key of pairs less than `window` tokens apart, `far` those of the others; their keys may be
+    one tensor. Of the far pairs, only those with the first `far_keys` keys count; 0: a sliding window alone.
     """
     if window < 1:
         raise PosencError(
@@ -112,20 +89,6 @@ def three_chunks(
 
     The pair of positions (m, n) uses `queries[min(m // chunk - n // chunk, 2)]`. Between two chunks every pair is
     visible, so no part needs a mask.
-
-    Args:
-        queries: For keys of the same chunk, of the chunk before and of older ones, each of shape (B, H, Q, D).
-        key: Shape (B, HK, offset + Q, D).
-        value: Shape (B, HK, offset + Q, DV).
-        chunk: Chunk size in tokens, at least 1.
-        scaling: Factor on the scores.
-        offset: Tokens in the cache: row i has position offset + i.
-
-    Returns:
-        Shape (B, H, Q, DV).
-
-    Raises:
-        PosencError: The chunk is below 1. The tensors do not belong together.
     """
     if chunk < 1:
         raise PosencError(f"A chunk has 1 token or more, not {chunk}.")

@@ -40,10 +40,7 @@ def decode(
         bias: Added to the scores; broadcasts to (B, H, Q, KV).
         mask: The visible keys, broadcasts to (B, 1, Q, KV), bool; a row without any gives zeros.
         softcap: Scores become `softcap * tanh(scores / softcap)` before bias and mask (Gemma 2, arXiv 2408.00118).
-        sinks: A logit per query head, shape (H,), that takes part in the softmax and has no value (gpt-oss).
-
-    Returns:
-        The output, shape (B, H, Q, DV), and the softmax, (B, H, Q, KV), float32 (float64 for float64).
+        sinks: As in `weighted_values`, which gives the result.
     """
     scores = grouped_scores(query, key, scaling)
     if near is not None:
@@ -60,17 +57,12 @@ def decode(
 
 def accepts_few(call: Call, encoding: Encoding) -> bool:
     """True if keys are read as they are cached, but for the last ones."""
-    if call.query.shape[2] > QUERIES or call.dropout or not encoding.plan.shares_keys:
+    plan = encoding.plan
+    if call.query.shape[2] > QUERIES or call.dropout or not plan.shares_keys:
         return False
-    branches = encoding.plan.branches
-    if len(branches) == 1:
-        return branches[0].shares_cache
-    return (
-        len(branches) == 2
-        and branches[1].shares_cache
-        and _window(encoding) is not None
-        and _ends_with_the_text(call)
-    )
+    if len(plan.branches) > 2 or not plan.branches[-1].shares_cache:
+        return False
+    return len(plan.branches) == 1 or (_window(encoding) is not None and _ends_with_the_text(call))
 
 
 def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:

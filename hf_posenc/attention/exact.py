@@ -23,12 +23,7 @@ SCRATCH = 1 << 24
 
 
 def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
-    """Compute attention with an encoding.
-
-    Returns:
-        The output, shape (batch, heads, queries, value_dim), and the attention weights, shape (batch, heads,
-        queries, keys), where they are requested.
-    """
+    """Compute attention with an encoding, as `engine.attend`."""
     plan = encoding.plan
     several = len(call.query_position) > 1 or (call.lengths is not None and len(call.lengths) > 1)
     if several and not plan.shares_keys:
@@ -102,17 +97,9 @@ def _block(
 
 
 def grouped_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """Compute `q.k * scaling`.
+    """Compute `q.k * scaling` of queries (B, H, Q, D) and keys (B, HK, KV, D), float32 (float64 for float64).
 
     The queries of one key head are rows of one product, so that every key is read once.
-
-    Args:
-        query: Shape (B, H, Q, D).
-        key: Shape (B, HK, KV, D), H a multiple of HK.
-        scaling: Factor on the scores.
-
-    Returns:
-        Shape (B, H, Q, KV), float32 (float64 for float64).
     """
     # Scores are the largest thing in memory: as few copies as possible. A half is scaled after the product, so that it
     # is rounded once.
@@ -131,18 +118,10 @@ def weighted_values(
     sinks: Tensor | None = None,
     dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the softmax of the scores, and the values weighted by it.
+    """Return values (B, HK, KV, DV) weighted by the softmax of scores (B, H, Q, KV), and that softmax.
 
-    Args:
-        scores: Shape (B, H, Q, KV); overwritten.
-        value: Shape (B, HK, KV, DV).
-        visible: Bool, broadcasts with the scores; a query without any visible key gives zeros.
-        sinks: One logit per head that takes part in the softmax and has no value (gpt-oss), shape (H,).
-        dropout: Probability of leaving out a weight.
-
-    Returns:
-        The output, shape (B, H, Q, DV), of the dtype of the values, and the weights, shape (B, H, Q, KV), of the dtype
-        of the scores.
+    The scores are overwritten. A query without any visible key gives zeros. `sinks`, (H,), are logits that take part in
+    the softmax and have no value (gpt-oss).
     """
     if visible is not None:
         # Finite, since a row of nothing but -inf has neither a softmax nor a gradient; it is emptied below.
@@ -170,16 +149,7 @@ def _folded(rows: Tensor, key_heads: int) -> Tensor:
 def score_bias(
     encoding: Encoding, query: Tensor, key: Tensor, m: Tensor, n: Tensor, scaling: float
 ) -> Tensor:
-    """Return what the bias adds to the scores, shape (batch or 1, heads, queries, keys).
-
-    Args:
-        encoding: One with a bias.
-        query: Shape (batch, heads, queries, head_dim), rotated as `Call.query`.
-        key: Shape (batch, key heads, keys, head_dim), as cached.
-        m: Positions of the queries, shape (batch or 1, queries).
-        n: Positions of the keys, shape (batch or 1, keys).
-        scaling: The factor on q.k.
-    """
+    """Return what a bias adds to the scores, (batch or 1, heads, queries, keys); query and key as in `Call`."""
     method, parameters = encoding.bias, encoding.parameters or {}
     distance = (m[:, :, None] - n[:, None, :]).clamp(min=0)
     dtype = torch.promote_types(query.dtype, torch.float32)

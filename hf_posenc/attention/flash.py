@@ -9,7 +9,7 @@ dimension; and in its backward, the log-sum-exp has the memory layout (batch, ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +29,6 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def pad_features(x: Tensor, features: int) -> Tensor:
-    """Append zeros to the last dimension, up to that size; no gradient is lost."""
-    return x if x.shape[-1] == features else F.pad(x, (0, features - x.shape[-1]))
-
-
 def _dense(x: Tensor) -> Tensor:
     """The tensor, copied only if its last dimension is not dense, as the op requires."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
@@ -50,7 +45,7 @@ class Part:
         key: Index of its tensor among the keys.
         causal: The rectangle's row t sees its keys up to t.
         mask: Added to its scores, of `accumulation_dtype`; broadcasts to (B, heads, rows, keys).
-        merge: The rows have a result already, from parts before; otherwise this part is their first.
+        merge: The rows have a result already, from parts before.
         reverse: The rows are taken from last to first, by the mask too.
         heads: First query head and end, within one group of grouped-query heads or all of whole groups; `None`: all.
     """
@@ -83,11 +78,7 @@ class Part:
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, offset: int) -> None:
-    """Refuse tensors that do not belong together.
-
-    Raises:
-        PosencError: Too few keys for the queries' positions, or heads that do not form groups.
-    """
+    """Refuse too few keys for the queries' positions, and heads that do not form groups."""
     needed = offset + query.shape[2]
     if min(key.shape[2], value.shape[2]) < needed:
         raise PosencError(
@@ -101,79 +92,82 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, offset: int) -> None
         )
 
 
+Gradients = Callable[..., tuple[Tensor, ...]]
+"""From the gradient of the output, all tensors, the table, the output and its log-sum-exp to the gradients of the
+tensors and of the table."""
+
+
 def attend_parts(
     parts: Sequence[Part],
     queries: Sequence[Tensor],
     keys: Sequence[Tensor],
     value: Tensor,
     scaling: float,
+    *,
+    trained: tuple[Tensor, Gradients] | None = None,
 ) -> Tensor:
     """Compute attention whose softmax runs over all parts together, differentiable in every tensor.
 
-    Args:
-        parts: Every row is in at least one, and each part's rows are either all new or all to be merged.
-        queries: Each of shape (B, H, Q, D).
-        keys: Each of shape (B, HK, KV, D), H a multiple of HK.
-        value: Shape (B, HK, KV, DV).
-        scaling: Factor on the scores.
-
-    Returns:
-        Shape (B, H, Q, DV), in the memory layout (B, Q, H, DV).
+    Every row is in at least one part, and the rows of a part are either all new or all to be merged. Shapes: queries
+    (B, H, Q, D), keys (B, HK, KV, D), the value (B, HK, KV, DV), and the result (B, H, Q, DV) in the memory layout
+    (B, Q, H, DV). `trained` is a table from which the masks come and which gets a gradient too, and the backward.
     """
     features = value.shape[-1]
     size = max(queries[0].shape[-1], features)
-    tensors = [pad_features(x, size) for x in (*queries, *keys, value)]
-    out: Tensor = _Parts.apply(tuple(parts), len(queries), scaling, *tensors)  # type: ignore[no-untyped-call]
+    # Zeros for the op, which has one head dimension; no gradient is lost.
+    tensors = [
+        x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
+        for x in (*queries, *keys, value)
+    ]
+    table, gradients = trained or (None, None)
+    out: Tensor = _Parts.apply(  # type: ignore[no-untyped-call]
+        tuple(parts), len(queries), scaling, gradients, table, *tensors
+    )
     return out if size == features else out[..., :features]
-
-
-def forward_parts(
-    parts: Sequence[Part],
-    queries: Sequence[Tensor],
-    keys: Sequence[Tensor],
-    value: Tensor,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    """Return the output (B, H, Q, D) and the natural log-sum-exp (B, H, Q) of the whole softmax; no gradients."""
-    batch, heads, length, features = queries[0].shape
-    group = heads // value.shape[1]
-    out = value.new_empty(batch, length, heads, features).transpose(1, 2)
-    lse_dtype = accumulation_dtype(value.dtype)
-    lse = value.new_empty(batch, length, heads, dtype=lse_dtype).transpose(1, 2)
-    for part in parts:
-        part_out, part_lse = _OP(
-            _dense(part.ordered(part.of_rows(queries[part.query]))),
-            _dense(part.of_keys(keys[part.key], group)),
-            _dense(part.of_keys(value, group)),
-            0.0,
-            part.causal,
-            attn_mask=part.mask,
-            scale=scaling,
-        )
-        if part.rows == (0, length) and part.heads is None and not part.merge and not part.reverse:
-            out, lse = part_out, part_lse
-            continue
-        part_out, part_lse = part.ordered(part_out), part.ordered(part_lse)
-        out_rows, lse_rows = part.of_rows(out), part.of_rows(lse)
-        if part.merge:
-            share = torch.sigmoid(part_lse - lse_rows).unsqueeze(-1)
-            out_rows.lerp_(part_out, share.to(out.dtype))
-            lse_rows.copy_(torch.logaddexp(part_lse, lse_rows))
-        else:
-            out_rows.copy_(part_out)
-            lse_rows.copy_(part_lse)
-    return out, lse
 
 
 class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, parts: tuple[Part, ...], count: int, scaling: float, *tensors: Tensor
+        ctx: Any,
+        parts: tuple[Part, ...],
+        count: int,
+        scaling: float,
+        gradients: Gradients | None,
+        table: Tensor | None,
+        *tensors: Tensor,
     ) -> Tensor:
         queries, keys, value = tensors[:count], tensors[count:-1], tensors[-1]
-        out, lse = forward_parts(parts, queries, keys, value, scaling)
-        ctx.save_for_backward(*tensors, out, lse)
-        ctx.parts, ctx.count, ctx.scaling = parts, count, scaling
+        batch, heads, length, features = queries[0].shape
+        group = heads // value.shape[1]
+        out = value.new_empty(batch, length, heads, features).transpose(1, 2)
+        lse_dtype = accumulation_dtype(value.dtype)
+        lse = value.new_empty(batch, length, heads, dtype=lse_dtype).transpose(1, 2)
+        for part in parts:
+            part_out, part_lse = _OP(
+                _dense(part.ordered(part.of_rows(queries[part.query]))),
+                _dense(part.of_keys(keys[part.key], group)),
+                _dense(part.of_keys(value, group)),
+                0.0,
+                part.causal,
+                attn_mask=part.mask,
+                scale=scaling,
+            )
+            whole = part.rows == (0, length) and part.heads is None
+            if whole and not part.merge and not part.reverse:
+                out, lse = part_out, part_lse
+                continue
+            part_out, part_lse = part.ordered(part_out), part.ordered(part_lse)
+            out_rows, lse_rows = part.of_rows(out), part.of_rows(lse)
+            if part.merge:
+                share = torch.sigmoid(part_lse - lse_rows).unsqueeze(-1)
+                out_rows.lerp_(part_out, share.to(out.dtype))
+                lse_rows.copy_(torch.logaddexp(part_lse, lse_rows))
+            else:
+                out_rows.copy_(part_out)
+                lse_rows.copy_(part_lse)
+        ctx.save_for_backward(*tensors, table, out, lse)
+        ctx.parts, ctx.count, ctx.scaling, ctx.gradients = parts, count, scaling, gradients
         return out
 
     @staticmethod
@@ -182,7 +176,10 @@ class _Parts(torch.autograd.Function):
         # With the output and log-sum-exp of the whole softmax, `exp(s - lse)` are the weights and `rowsum(grad * out)`
         # the correction of the whole. So the gradients of the parts sum to the whole's, and none is needed through a
         # log-sum-exp (as in ring attention, Liu et al. 2023, arXiv 2310.01889).
-        *tensors, out, lse = ctx.saved_tensors
+        *tensors, table, out, lse = ctx.saved_tensors
+        if ctx.gradients is not None:
+            *of_tensors, of_table = ctx.gradients(grad, *tensors, table, out, lse)
+            return None, None, None, None, of_table, *of_tensors
         queries, keys, value = tensors[: ctx.count], tensors[ctx.count : -1], tensors[-1]
         group = queries[0].shape[1] // value.shape[1]
         # Many parts add to one key, so halves are summed in float32.
@@ -207,4 +204,4 @@ class _Parts(torch.autograd.Function):
             part.of_keys(grad_keys[part.key], group).add_(of_key)
             part.of_keys(grad_value, group).add_(of_value)
         grads = [x.to(value.dtype) for x in (*grad_queries, *grad_keys, grad_value)]
-        return None, None, None, *grads
+        return None, None, None, None, None, *grads

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import torch
@@ -66,8 +67,19 @@ def _one(call: Call, encoding: Encoding, run: Run) -> Tensor:
     if isinstance(encoding.bias, DistanceBias):
         return _biased(encoding, query, key, value, scaling, offset)
     if plan.kernel == "buckets":
+        # Every bucket of queries with keys rotated for it; one plain causal attention up to the original length.
         lengths = None if call.lengths is None else call.lengths[run.batch]
-        return _by_bucket(encoding, query, key, value, scaling, m, n, lengths)
+        outs, start = [], 0
+        for size in plan.bucket(m[0]).unique_consecutive(return_counts=True)[1].tolist():
+            rows, seen = slice(start, start + size), slice(offset + start + size)
+            origin = plan.origin(m[:, rows], lengths)
+            pair = (
+                plan.query(query[:, :, rows], m[:, rows], origin),
+                plan.key(key[:, :, seen], n[:, seen], origin),
+            )
+            outs.append(causal(*pair, value[:, :, seen], scaling, offset=offset + start))
+            start += size
+        return torch.cat(outs, 2)
     origin = n.new_zeros(())
     queries = [branch.query(query, m, origin) for branch in plan.branches]
     if run.window is not None:
@@ -100,43 +112,7 @@ def _biased(
     parameters = encoding.parameters or {}
     table = method.bias(distance, heads, parameters).to(exact)
     windows = None
-    if not table.requires_grad and method.horizon(torch.ones(heads), heads, parameters) is not None:
-
-        def horizon(drop: Tensor) -> Tensor:
-            reach = method.horizon(drop, heads, parameters)
-            assert reach is not None
-            return reach
-
+    horizon = functools.partial(method.horizon, heads=heads, parameters=parameters)
+    if not table.requires_grad and horizon(torch.ones(heads)) is not None:
         windows = provable_windows(query, key, horizon, scaling, DROPPED)
     return toeplitz(query, key, value, table, scaling, offset=offset, windows=windows)
-
-
-def _by_bucket(
-    encoding: Encoding,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    m: Tensor,
-    n: Tensor,
-    lengths: Tensor | None,
-) -> Tensor:
-    """Every bucket of queries with keys rotated for it; one plain causal attention up to the original length."""
-    (branch,) = encoding.plan.branches
-    sizes = encoding.plan.bucket(m[0]).unique_consecutive(return_counts=True)[1].tolist()
-    outs, start, offset = [], 0, n.shape[1] - m.shape[1]
-    for size in sizes:
-        stop = start + size
-        positions, seen = m[:, start:stop], n[:, : offset + stop]
-        origin = encoding.plan.origin(positions, lengths)
-        outs.append(
-            causal(
-                branch.query(query[:, :, start:stop], positions, origin),
-                branch.key(key[:, :, : offset + stop], seen, origin),
-                value[:, :, : offset + stop],
-                scaling,
-                offset=offset + start,
-            )
-        )
-        start = stop
-    return torch.cat(outs, 2)

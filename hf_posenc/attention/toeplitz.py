@@ -6,22 +6,14 @@ which a 1-D table viewed with strides (1, 1) is: O(length) memory, and exact for
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from hf_posenc.attention.flash import (
-    Part,
-    accumulation_dtype,
-    attend_parts,
-    check_shapes,
-    forward_parts,
-    pad_features,
-)
+from hf_posenc.attention.flash import Part, accumulation_dtype, attend_parts, check_shapes
 from hf_posenc.errors import PosencError
 
 BLOCK = 1024
@@ -49,22 +41,8 @@ def toeplitz(
 ) -> Tensor:
     """Compute causal attention over the scores `query . key * scaling + table[h, m - n]`, exact.
 
-    Differentiable in the table too, where it requires a gradient.
-
-    Args:
-        query: Shape (B, H, Q, D).
-        key: Shape (B, HK, offset + Q, D), H a multiple of HK.
-        value: Shape (B, HK, offset + Q, DV).
-        table: The bias by distance, shape (H, at least offset + Q), float32 or float64.
-        scaling: Factor on the scores.
-        offset: Tokens in the cache: row i has position offset + i.
-        windows: Per head, the distance beyond which keys may be left out (not: must), shape (H,), integers.
-
-    Returns:
-        Shape (B, H, Q, DV).
-
-    Raises:
-        PosencError: The table is too short or does not have a row per head, or the tensors do not belong together.
+    Shapes and `offset` are those of `banded`. The table, (H, at least offset + Q), float32 or float64, gets a gradient
+    too where it requires one. `windows`, (H,), integers, are distances beyond which keys may be left out (not: must).
     """
     check_shapes(query, key, value, offset)
     heads, rows = query.shape[1:3]
@@ -79,43 +57,11 @@ def toeplitz(
     if windows is not None:
         reaches = [max(0, min(key_count, int(window))) for window in windows.tolist()]
     flipped = _reversed(table[:, :key_count].to(accumulation_dtype(query.dtype)))
-    if not (torch.is_grad_enabled() and table.requires_grad):
-        parts = list(_parts(flipped, reaches, heads // key.shape[1], rows, offset))
-        return attend_parts(parts, (query,), (key,), value, scaling)
-    features = value.shape[-1]
-    size = max(query.shape[-1], features)
-    tensors = [pad_features(x, size) for x in (query, key, value)]
-    out: Tensor = _Trainable.apply(flipped, reaches, scaling, offset, *tensors)  # type: ignore[no-untyped-call]
-    return out if size == features else out[..., :features]
-
-
-class _Trainable(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        flipped: Tensor,
-        reaches: list[int],
-        scaling: float,
-        offset: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-    ) -> Tensor:
-        group = query.shape[1] // key.shape[1]
-        parts = list(_parts(flipped, reaches, group, query.shape[2], offset))
-        out, lse = forward_parts(parts, (query,), (key,), value, scaling)
-        ctx.save_for_backward(query, key, value, flipped, out, lse)
-        ctx.reaches, ctx.scaling = reaches, scaling
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, flipped, out, lse = ctx.saved_tensors
-        of_query, of_key, of_value, of_table = _backward(
-            grad, query, key, value, flipped, out, lse, ctx.scaling, key.shape[2], ctx.reaches
-        )
-        return of_table, None, None, None, of_query, of_key, of_value
+    parts = list(_parts(flipped.detach(), reaches, heads // key.shape[1], rows, offset))
+    trained = None
+    if torch.is_grad_enabled() and table.requires_grad:
+        trained = flipped, functools.partial(_backward, scaling=scaling, reaches=reaches)
+    return attend_parts(parts, (query,), (key,), value, scaling, trained=trained)
 
 
 def _reversed(table: Tensor) -> Tensor:
@@ -164,26 +110,16 @@ def _part(
 def provable_windows(
     query: Tensor,
     key: Tensor,
-    table_or_horizon: Tensor | Callable[[Tensor], Tensor],
+    horizon: Callable[[Tensor], Tensor | None],
     scaling: float,
     eps: float,
 ) -> Tensor:
-    """Return distances beyond which all keys together hold at most a share `eps` of any row's softmax, in O(length).
+    """Return distances, (H,), int64, beyond which all keys have at most a share `eps` of any row's softmax; O(length).
 
     The largest score of a row is at least that of its own key, and none is above `|q| max|k| scaling`. So a key has a
     share of at most `eps / length` if its bias is below the one at distance 0 by the difference of the two and
-    `ln(length / eps)`.
-
-    Args:
-        query: Shape (B, H, Q, D).
-        key: Shape (B, HK, KV, D); the rows are the last Q positions.
-        table_or_horizon: The bias by distance, shape (H, at least KV); or a function from drops >= 0, shape (H,), to
-            the distances beyond which the bias lies below `-drop`, for a bias that is 0 at distance 0.
-        scaling: Factor on the scores, positive.
-        eps: The share, such as 1e-8.
-
-    Returns:
-        Shape (H,), int64, at most KV.
+    `ln(length / eps)`. The bias is 0 at distance 0, and `horizon` is `DistanceBias.horizon` of its method; the rows are
+    the last positions of the keys.
     """
     heads, rows = query.shape[1:3]
     key_count = key.shape[2]
@@ -197,11 +133,9 @@ def provable_windows(
         own = (of_head * keys[:, key_count - rows :]).sum(-1)
         slack = torch.linalg.vector_norm(of_head, dim=-1) * longest - own
         drops[head] += max(0.0, float(slack.max()) * scaling)
-    if isinstance(table_or_horizon, Tensor):
-        table = table_or_horizon.detach()[:, :key_count].double()
-        needed = table >= table[:, :1] - drops[:, None]
-        return torch.where(needed, torch.arange(key_count), 0).amax(-1)
-    return table_or_horizon(drops).ceil().clamp(0, key_count).long()
+    reach = horizon(drops)
+    assert reach is not None
+    return reach.ceil().clamp(0, key_count).long()
 
 
 def _runs_of_like_heads(reaches: Sequence[int], group: int) -> list[tuple[int, int]]:
@@ -231,31 +165,22 @@ def _backward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    reversed_table: Tensor,
+    flipped: Tensor,
     out: Tensor,
     lse: Tensor,
+    *,
     scaling: float,
-    size: int,
-    starts: Sequence[int],
+    reaches: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of query, key, value and of the reversed table, in one pass over tiles of the score matrix.
+    """The gradients of query, key, value and the reversed table, in one pass over tiles of the score matrix.
 
     The fused op's own backward gives no gradient of a mask, and beside it the scores would be computed twice; so
     here each tile's weights and score gradients serve all four. With the rows from last to first, a diagonal of the
     score matrix, which is a distance, is an anti-diagonal: `row + column` is one number on it.
 
-    Args:
-        grad: Gradient of the output, shape (B, H, Q, D), as are `query` and `out`.
-        query: The queries.
-        key: Shape (B, HK, KV, D), as is `value`.
-        value: The values.
-        reversed_table: Shape (H, size + at least `TILE_ROWS`), entry x is the bias at distance `size - 1 - x`, below
-            zero hidden.
-        out: The output.
-        lse: Log-sum-exp, shape (B, H, Q).
-        scaling: Factor on the scores.
-        size: Distances in the table.
-        starts: Each head's window: the keys before a tile's rows that are left in.
+    Shapes: (B, H, Q, D) of `grad`, `query` and `out`; (B, HK, KV, D) of key and value; (B, H, Q) of `lse`. Entry x of
+    `flipped`, (H, KV + at least `TILE_ROWS`), is the bias at distance `KV - 1 - x`, below zero hidden. A head's reach
+    is the number of keys before a tile's rows that are left in.
     """
     batch, heads, length, _ = query.shape
     key_heads, key_count = key.shape[1:3]
@@ -263,25 +188,23 @@ def _backward(
     grad_query = torch.empty_like(query, dtype=dtype)
     grad_key = torch.zeros_like(key, dtype=dtype)
     grad_value = torch.zeros_like(value, dtype=dtype)
-    grad_table = torch.zeros_like(reversed_table)
+    grad_table = torch.zeros_like(flipped)
     scratch = [query.new_empty(TILE_ROWS * (TILE_KEYS + TILE_ROWS), dtype=dtype) for _ in range(2)]
     for row, kv_head in ((row, head) for row in range(batch) for head in range(key_heads)):
         keys = _with_column(key[row, kv_head].to(dtype), torch.ones(key_count, dtype=dtype))
         values = _with_column(value[row, kv_head].to(dtype), torch.ones(key_count, dtype=dtype))
         group = heads // key_heads
         for head in range(kv_head * group, (kv_head + 1) * group):
-            flipped = [x[row, head].flip(0).to(dtype) for x in (query, grad, out, lse)]
-            scaled, weighed = flipped[0] * scaling, flipped[1]
-            correction = (weighed * flipped[2]).sum(-1)
-            rows = _with_column(scaled, -flipped[3])
+            last_first = (x[row, head].flip(0).to(dtype) for x in (query, grad, out, lse))
+            queries, weighed, outputs, log_sums = last_first
+            scaled, correction = queries * scaling, (weighed * outputs).sum(-1)
+            rows = _with_column(scaled, -log_sums)
             weighed_rows = _with_column(weighed, -correction)
             of_rows = torch.zeros_like(scaled)
-            for first, end, begin, stop in _tiles(length, key_count, starts[head]):
+            for first, end, begin, stop in _tiles(length, key_count, reaches[head]):
                 count, width = end - first, stop - begin
-                at = size - key_count + first + begin
-                bias = reversed_table.as_strided(
-                    (count, width), (1, 1), head * reversed_table.stride(0) + at
-                )
+                at = first + begin
+                bias = flipped.as_strided((count, width), (1, 1), head * flipped.stride(0) + at)
                 weights = scratch[0][: count * width].view(count, width)
                 torch.mm(rows[first:end], keys[begin:stop].T, out=weights)
                 weights.add_(bias).exp_()

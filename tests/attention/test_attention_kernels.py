@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from hf_posenc.attention import banded, toeplitz
 from hf_posenc.attention import toeplitz as table_gradient
@@ -118,6 +119,16 @@ def test_heads_that_share_calls_have_the_widest_window(heads: list[int]) -> None
         check(*bias_case(sizes, trained=False, reaches=heads, hint=True))
 
 
+def horizon_of(table: Tensor) -> Callable[[Tensor], Tensor]:
+    """The distance beyond which a table, shape (heads, distances), lies below its start by a drop."""
+
+    def horizon(drop: Tensor) -> Tensor:
+        needed = table >= table[:, :1] - drop[:, None]
+        return torch.where(needed, torch.arange(table.shape[1]), 0).amax(-1)
+
+    return horizon
+
+
 @given(
     SIZES,
     st.sampled_from([0.3, 1.0, 3.0]),
@@ -134,8 +145,8 @@ def test_windows_leave_out_nothing_that_counts(
     if sink < sizes.known:  # a key far behind that queries look for, as models have
         k[:, -1, sink] = 20
         q[:] = q.abs()
-    given_bias = table if as_table else lambda drop: drop / (4 * slopes)
-    windows = provable_windows(q, k, given_bias, SCALING, eps)
+    horizon = horizon_of(table) if as_table else lambda drop: drop / (4 * slopes)
+    windows = provable_windows(q, k, horizon, SCALING, eps)
     m, n = sizes.positions()
     scores = scores_of(q, k) + table[:, (m - n).clamp_min(0)]
     shares = scores.masked_fill(n > m, -math.inf).softmax(-1)
@@ -148,7 +159,7 @@ def test_many_keys_with_a_little_each_are_not_left_out() -> None:
     table = torch.full((1, 200), math.log(1e-4) - 0.1)
     table[:, 0] = 0
     q = k = torch.zeros(1, 1, 200, 4)
-    assert int(provable_windows(q, k, table, SCALING, 1e-4)) == 199
+    assert int(provable_windows(q, k, horizon_of(table), SCALING, 1e-4)) == 199
 
 
 def test_windows_are_narrow_where_the_bias_is_steep() -> None:
