@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,7 @@ from hf_posenc.model.repositioned import (
 
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""
-_KNOWN = frozenset(
+KNOWN = frozenset(
     {
         "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
         "return_dict", "is_causal", "num_items_in_batch", "logits_to_keep", "softcap", "s_aux",
@@ -55,35 +55,22 @@ class CacheWatch:
     It refuses positions that leave gaps, since the position of a key is its place in the cache. Where frequencies move
     with the length, it drops rotated keys that are no longer those of the cache. With `update="request"` it pins the
     length in force for each row of the batch while its cache lives: a request keeps the length of its first forward,
-    and where generation outgrows it, the length grows by whole buckets.
-
-    Args:
-        method: The method whose frequencies move; `None`: none do.
-        original: The original context length, in tokens: the least length.
+    and where generation outgrows it, the length grows by whole buckets. The least length is the original one.
     """
 
     def __init__(self, method: LengthDependent | None, original: int) -> None:
-        self.method = method
-        self.original = original
+        self.method, self.original = method, original
         self.current: Tensor | None = None
         self.kept: list[tuple[int, RotatedKeys]] = []
 
     def keep(self, index: int) -> RotatedKeys:
-        """Return a store for the rotated keys of one layer.
-
-        Args:
-            index: The layer of the cache that it writes to.
-        """
+        """Return a store for the rotated keys of one layer, by its index in the cache."""
         keys = RotatedKeys()
         self.kept.append((index, keys))
         return keys
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Read the decoder's arguments.
-
-        Raises:
-            PosencError: Positions that leave a gap behind the cached ones, or among themselves.
-        """
+        """Read the decoder's arguments, and refuse positions that leave a gap."""
         if torch.compiler.is_compiling():
             return
         cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
@@ -120,14 +107,9 @@ class CacheWatch:
         return pinned
 
     def lengths(self, positions: Tensor, batch: int) -> Tensor | None:
-        """Return the length in force for each row of the batch; without a cache, that of the row itself.
+        """Return the length in force for each row, shape (batch,); without a cache, that of the row itself.
 
-        Args:
-            positions: Those of the queries, shape (batch or 1, queries).
-            batch: Number of rows.
-
-        Returns:
-            Shape (batch,); `None` with `update="row"`, where it is each query's own.
+        `None` with `update="row"`, where it is each query's own.
         """
         if self.method is None or self.method.update != "request":
             return None
@@ -155,22 +137,14 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor) -> None:
 
 @dataclass(eq=False)
 class Layer:
-    """The patch of one attention module.
-
-    Attributes:
-        encoding: The methods in force.
-        patched: True if a method is in force here; else the layer computes what it did before.
-        rotary: The rotary module inside the attention module, where it has one of its own.
-        watch: The watch of the cache, where frequencies move with the length.
-        rotated: The rotated keys kept for the layer's cache.
-        positions: Those of the current call, where the module does not pass them to attention itself.
-    """
+    """The patch of one attention module; a layer that is not `patched` computes what it did before."""
 
     encoding: Encoding
     patched: bool = False
-    rotary: RepositionedRotary | None = None
-    watch: CacheWatch | None = None
+    rotary: RepositionedRotary | None = None  # inside the attention module
+    watch: CacheWatch | None = None  # where frequencies move with the length
     rotated: RotatedKeys | None = None
+    # Of the current call, where the module does not pass them to attention itself.
     positions: Tensor | None = field(default=None, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -196,18 +170,28 @@ def catch_positions(module: nn.Module, args: Any, kwargs: Any) -> None:
     layer.positions = next((positions for positions in carried if positions is not None), None)
 
 
-_recorder: Callable[..., tuple[Tensor, None]] | None = None
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """The query and key, (1, heads or key heads, tokens, head_dim), and further arguments of one call of attention."""
+
+    query: Tensor
+    key: Tensor
+    kwargs: Mapping[str, Any]
+
+
+_calls: dict[nn.Module, list[Recorded]] | None = None
 
 
 @contextlib.contextmanager
-def recording(recorder: Callable[..., tuple[Tensor, None]]) -> Iterator[None]:
-    """Call a recorder instead of attention."""
-    global _recorder  # the attention function is global too
-    _recorder = recorder
+def recording() -> Iterator[dict[nn.Module, list[Recorded]]]:
+    """Yield the recorded calls of each module, while every token attends to itself alone."""
+    global _calls  # the attention function is global too
+    calls: dict[nn.Module, list[Recorded]] = {}
+    _calls = calls
     try:
-        yield
+        yield calls
     finally:
-        _recorder = None
+        _calls = None
 
 
 def posenc_attention(
@@ -222,21 +206,13 @@ def posenc_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute attention for transformers, instead of its own attention functions.
 
-    Args:
-        module: The attention module; carries a `Layer` if it is patched.
-        query: Shape (batch, heads, queries, head_dim).
-        key: Shape (batch, key heads, keys, head_dim), the cached ones included.
-        value: Shape (batch, key heads, keys, value_dim).
-        attention_mask: `None`, bool, additive, or a handle of `posenc_mask`.
-        scaling: The factor on q.k; `head_dim ** -0.5` by default.
-        dropout: Probability of leaving out a weight.
-        **kwargs: Further arguments of the model; `position_ids`, `softcap` and `s_aux` are used.
-
-    Returns:
-        The output, shape (batch, queries, heads, value_dim), and the weights where they are requested.
+    Shapes are those of `Call`, but for the output: (batch, queries, heads, value_dim). The mask is `None`, bool,
+    additive, or a handle of `posenc_mask`.
     """
-    if _recorder is not None:
-        return _recorder(module, query, key, value, **kwargs)
+    if _calls is not None:
+        _calls.setdefault(module, []).append(Recorded(query.clone(), key.clone(), kwargs))
+        groups = query.shape[1] // value.shape[1]
+        return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is None:  # another model with the same config, or a layer that is not patched
         if attention_mask is not None and attention_mask.dtype == HANDLE:
@@ -289,13 +265,6 @@ def posenc_attention(
     )
     out, weights = attend(call, layer.encoding)
     return out.transpose(1, 2).contiguous(), weights
-
-
-def unknown_arguments(kwargs: dict[str, Any]) -> list[str]:
-    """Return the arguments of an attention call that may change its result and that this function does not know."""
-    return sorted(
-        name for name, value in kwargs.items() if name not in _KNOWN and value is not None
-    )
 
 
 def _key_position(query_position: Tensor, mask: Mask, queries: int, keys: int) -> Tensor:

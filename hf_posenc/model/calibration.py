@@ -9,6 +9,7 @@ layer's layout is the known one that turns the one into the other. No table of a
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,78 +21,30 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
 from hf_posenc.methods import Method
-from hf_posenc.model.attention import LAYER, Layer, catch_positions, recording, unknown_arguments
+from hf_posenc.model.attention import KNOWN, LAYER, Layer, Recorded, catch_positions, recording
 from hf_posenc.model.discovery import RotaryTable, layer_type
 from hf_posenc.model.repositioned import RepositionedRotary
 from hf_posenc.model.rotary import PosencRotary
 
 # Relative tolerances of a layer's queries and keys, and of the whole model's output.
-_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
-_TOLERANCE_HALF = 0.03
-_OUTPUT_TOLERANCE = {torch.float64: 5e-3, torch.float32: 5e-3}
-_OUTPUT_TOLERANCE_HALF = 0.1
+_TOLERANCES = {torch.float64: (1e-4, 5e-3), torch.float32: (1e-3, 5e-3)}
+_HALF = (0.03, 0.1)
 TOKENS = 7
 """Length of the text that a model is tried on."""
 _UNROTATED = Encoding(original=1, rotates=False)
 
 
 @dataclass(frozen=True, eq=False)
-class Recorded:
-    """The arguments of one call of the attention function.
-
-    Attributes:
-        query: Shape (1, heads, tokens, head_dim).
-        key: Shape (1, key heads, tokens, head_dim).
-        kwargs: The arguments beside the tensors.
-    """
-
-    query: Tensor
-    key: Tensor
-    kwargs: Mapping[str, Any]
-
-
-class Recorder:
-    """An attention function that records its arguments and lets every token attend to itself alone."""
-
-    def __init__(self) -> None:
-        self.calls: dict[nn.Module, list[Recorded]] = {}
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
-        """Return the values instead of attention's output."""
-        self.calls.setdefault(module, []).append(Recorded(query.clone(), key.clone(), kwargs))
-        groups = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
-
-
-@dataclass(frozen=True, eq=False)
 class CalibratedLayer:
-    """One attention module, as calibration found it.
-
-    Attributes:
-        name: Its path in the model.
-        module: The module.
-        recorded: The arguments of its first call.
-        rotation: The rotation of its queries and keys; `None`: it has none, or that need not be known.
-        table: The table of that rotation; `None`: it does not rotate.
-        rotary: The rotary module inside it.
-        calls: Number of calls in one forward.
-    """
+    """One attention module, as calibration found it."""
 
     name: str
     module: nn.Module
-    recorded: Recorded
-    rotation: Rotation | None
-    table: RotaryTable | None
-    rotary: RepositionedRotary | None
-    calls: int
+    recorded: Recorded  # its first call
+    rotation: Rotation | None  # `None`: it has none, or that need not be known
+    table: RotaryTable | None  # `None`: it does not rotate
+    rotary: RepositionedRotary | None  # inside the module
+    calls: int  # in one forward
 
 
 @contextlib.contextmanager
@@ -111,8 +64,7 @@ def trial_tokens(model: Any) -> Tensor:
     """Return a few different token ids, shape (1, tokens), on the device of the embedding."""
     count = min(100, model.config.get_text_config(decoder=True).vocab_size)
     ids = torch.arange(TOKENS) * 13 % max(1, count - 3) + 3
-    device: torch.device = next(model.parameters()).device
-    on_device: Tensor = ids[None].to(device)
+    on_device: Tensor = ids[None].to(next(model.parameters()).device)
     return on_device
 
 
@@ -134,26 +86,17 @@ def calibrate(
     wrappers: Mapping[int, RepositionedRotary],
     methods: Sequence[Method],
 ) -> list[CalibratedLayer]:
-    """Find every attention layer of the decoder, and its rotation.
-
-    Args:
-        model: The transformers model, whose attention function is the engine's.
-        owner: The transformers model inside it that holds the text decoder.
-        ids: Token ids, shape (1, tokens).
-        tables: All rotary tables of the text decoder.
-        wrappers: The repositioned rotary modules, by `id` of the model's own.
-        methods: The methods that compute attention.
+    """Find every attention layer of the decoder, and its rotation; wrappers are by `id` of the model's own modules.
 
     Raises:
         PosencError: Frequencies that move with the length, which no rotation can be added to.
         UnsupportedModelError: A layer that cannot be calibrated.
     """
-    native, still = Recorder(), Recorder()
-    with recording(native):
+    with recording() as native:
         owner(input_ids=ids, use_cache=False)
-    with _everything_at_zero(wrappers), recording(still):
+    with _everything_at_zero(wrappers), recording() as still:
         owner(input_ids=ids, use_cache=False)
-    if not native.calls:
+    if not native:
         raise UnsupportedModelError(
             f"No layer of {type(owner).__name__} calls the attention function that was set."
         )
@@ -162,18 +105,18 @@ def calibrate(
         _refuse_dynamic(tables, wrappers)
     names = {module: name for name, module in model.named_modules()}
     layers = []
-    for module, calls in native.calls.items():
-        name, first = names[module], calls[0]
+    for module, calls in native.items():
+        name, first, unrotated = names[module], calls[0], still[module][0]
         _check_arguments(name, module, calls)
         # Tables of two layer types may hold the same frequencies: the layer's own comes first.
         candidates = sorted(
             tables, key=lambda table: table.label != layer_type(module, table.config)
         )
         rotation, index = None, None
-        if needed or not torch.equal(first.query, still.calls[module][0].query):
+        if needed or not torch.equal(first.query, unrotated.query):
             frequencies = [_in_force(table, wrappers) for table in candidates]
             try:
-                rotation, index = _rotation_of(first, still.calls[module][0], frequencies, name)
+                rotation, index = _rotation_of(first, unrotated, frequencies, name)
             except UnsupportedModelError:
                 if needed:
                     raise
@@ -209,8 +152,8 @@ def _check_arguments(name: str, module: nn.Module, calls: Sequence[Recorded]) ->
             f"themselves are defined for keys that come before the query. {FREQUENCY_METHODS_WORK}"
         )
     for call in calls:
-        unknown = unknown_arguments(dict(call.kwargs))
-        if unknown:
+        given = {name for name, value in call.kwargs.items() if value is not None}
+        if unknown := sorted(given - KNOWN):
             raise UnsupportedModelError(
                 f"{name} passes {', '.join(unknown)} to attention, whose meaning hf_posenc does not "
                 f"know. {FREQUENCY_METHODS_WORK}"
@@ -240,7 +183,7 @@ def verify(
         computed = run(subject, ids)
     dtype = next(subject.parameters()).dtype
     error = float((computed - expected).abs().max() / expected.abs().max())
-    if not error <= _OUTPUT_TOLERANCE.get(dtype, _OUTPUT_TOLERANCE_HALF):
+    if not error <= _TOLERANCES.get(dtype, _HALF)[1]:
         raise UnsupportedModelError(
             f"With its own rotation computed by hf_posenc's attention, {type(subject).__name__} gives other "
             f"hidden states than before (relative difference {error:.1e}): something besides attention reads the "
@@ -251,22 +194,20 @@ def verify(
 def _rotation_of(
     native: Recorded, still: Recorded, tables: Sequence[tuple[Tensor, float]], name: str
 ) -> tuple[Rotation | None, int | None]:
-    """The rotation that a layer applies, and the index of its table; `None` twice where it does not rotate.
+    """The rotation between the calls of a layer, and the index of its table; `None` twice where it does not rotate.
 
-    Args:
-        native: The layer's call for tokens at their own positions.
-        still: The same, all at position 0.
-        tables: The model's rotary tables in force: frequencies of shape (d/2,), and the factor on cos and sin.
-        name: The layer, for the error.
+    Tables are the frequencies in force, shape (d/2,), and the factor on cos and sin.
     """
-    tolerance = _TOLERANCE.get(native.query.dtype, _TOLERANCE_HALF)
+    tolerance = _TOLERANCES.get(native.query.dtype, _HALF)[0]
     pairs = ((native.query, still.query), (native.key, still.key))
     if all(_close(moved, rest, tolerance / 10) for moved, rest in pairs):
         return None, None
     positions = torch.arange(native.query.shape[2], device=native.query.device)[None]
     for index, (table, factor) in enumerate(tables):
-        for layout in _layouts(native.query.shape[-1], 2 * len(table)):
-            rotation = Rotation(table, layout, factor)
+        dim = 2 * len(table)
+        starts = sorted(start for start in {0, native.query.shape[-1] - dim} if start >= 0)
+        for start, interleaved, sign in itertools.product(starts, (False, True), (1, -1)):
+            rotation = Rotation(table, Layout(start, dim, interleaved, sign), factor)
             if all(
                 _close(moved, rotation.turn(rest, positions), tolerance) for moved, rest in pairs
             ):
@@ -275,14 +216,6 @@ def _rotation_of(
         f"{name}: the change of its queries and keys from position 0 to others is not a rotation in a known "
         f"layout (a weighted norm after the rotation, say). {FREQUENCY_METHODS_WORK}"
     )
-
-
-def _layouts(width: int, dim: int) -> Iterator[Layout]:
-    for start in dict.fromkeys((0, width - dim)):
-        if start >= 0:
-            for interleaved in (False, True):
-                for sign in (1, -1):
-                    yield Layout(start, dim, interleaved, sign)
 
 
 def _close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:

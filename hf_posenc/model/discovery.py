@@ -25,10 +25,7 @@ from hf_posenc.rope import RopeSpec
 # rope_type values whose table is plain `theta ** (-2i/d)`, `proportional` with zeros at its end
 UNSCALED = ("default", "proportional")
 _LENGTH_KEYS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "max_sequence_length",
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"),
     "seq_length",
 )
 _EXACT = 2e-6  # two ways of evaluating theta ** (-2i/d) in float32
@@ -62,11 +59,7 @@ class RotaryTable:
     @property
     def scaled(self) -> bool:
         """True if the checkpoint itself is already scaled."""
-        return self.rope_type not in UNSCALED or self.parameters.get("factor", 1.0) not in (
-            None,
-            1,
-            1.0,
-        )
+        return self.rope_type not in UNSCALED or self.parameters.get("factor") not in (None, 1)
 
     @property
     def local(self) -> bool:
@@ -76,36 +69,27 @@ class RotaryTable:
     def live(self) -> tuple[Tensor, float]:
         """Return the module's own table, shape (d/2,), and its factor on cos and sin."""
         inv_freq: Tensor = getattr(self.module, attribute(self.label, FREQUENCIES))
-        if inv_freq.is_meta:
-            inv_freq = getattr(self._rebuilt(), attribute(self.label, FREQUENCIES))
+        if inv_freq.is_meta:  # as its class builds the module from the config
+            make: Any = type(self.module)
+            try:
+                with torch.device("cpu"):
+                    inv_freq = getattr(make(self.config), attribute(self.label, FREQUENCIES))
+            except Exception as error:
+                raise UnsupportedModelError(
+                    f"{self.name} is on the meta device and {make.__name__} cannot be built from its config "
+                    f"alone ({error}). Load the model first, then patch it."
+                ) from error
         factor = getattr(self.module, attribute(self.label, "attention_scaling"), None)
         if factor is None:  # some classes keep one factor for all labels
             factor = getattr(self.module, "attention_scaling", None)
         return inv_freq, 1.0 if factor is None else float(factor)
 
-    def _rebuilt(self) -> nn.Module:
-        """The module as its class builds it from the config, for a model on the meta device."""
-        make: Any = type(self.module)
-        try:
-            with torch.device("cpu"):
-                module: nn.Module = make(self.config)
-        except Exception as error:
-            raise UnsupportedModelError(
-                f"{self.name} is on the meta device and {make.__name__} cannot be built from its config "
-                f"alone ({error}). Load the model first, then patch it."
-            ) from error
-        return module
-
 
 @dataclass(frozen=True, eq=False)
 class SinCosTable(RotaryTable):
-    """A precomputed table `[sin | cos]` of shape (positions, d), in older models: a buffer or an embedding's weight.
+    """A precomputed table `[sin | cos]` of shape (positions, d), in older models: a buffer or an embedding's weight."""
 
-    Attributes:
-        attribute: The tensor's name in `module`.
-    """
-
-    attribute: str
+    attribute: str  # of the module
 
     def live(self) -> tuple[Tensor, float]:
         """Return the frequencies and the factor, read from the row of position 1."""
@@ -149,10 +133,7 @@ def adapter_of(model: nn.Module) -> ArchAdapter:
 
 
 def tables_of(model: nn.Module) -> tuple[RotaryTable, ...]:
-    """Return every rotary table of a model's text decoder, whatever form it has.
-
-    Args:
-        model: A transformers model without wrappers (`unwrap`).
+    """Return every rotary table of the text decoder, whatever form it has, of a model without wrappers (`unwrap`).
 
     Raises:
         UnsupportedModelError: The model has none, or cannot be patched.
@@ -195,14 +176,7 @@ def _text_rotaries(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     Modules whose config is the text decoder's own, where there are any (a protein encoder reads text too).
     Otherwise all, if one config covers the whole model (BLT has one more for each of its parts).
     """
-    rotaries = list(_rotaries_of_text(model))
-    config: Any = getattr(model, "config", None)
-    text = config.get_text_config(decoder=True)
-    own = [entry for entry in rotaries if getattr(entry[2], "model_type", None) == text.model_type]
-    return own or (rotaries if text is config else [])
-
-
-def _rotaries_of_text(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    rotaries: list[tuple[str, nn.Module, Any]] = []
     owners: dict[str, Any] = {}  # the transformers models inside, by path
     wrapped: list[str] = []
     for name, module in model.named_modules():
@@ -218,8 +192,12 @@ def _rotaries_of_text(model: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
         around = [path for path in owners if not path or name.startswith(f"{path}.")]
         owner = owners[max(around, key=len)] if around else None
         if "text" in getattr(owner, "input_modalities", "text"):
-            config = vars(module).get("config")
-            yield name, module, config or (owner and owner.config.get_text_config())
+            config = vars(module).get("config") or (owner and owner.config.get_text_config())
+            rotaries.append((name, module, config))
+    whole: Any = getattr(model, "config", None)
+    text = whole.get_text_config(decoder=True)
+    own = [entry for entry in rotaries if getattr(entry[2], "model_type", None) == text.model_type]
+    return own or (rotaries if text is whole else [])
 
 
 def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mapping[str, Any]]:
@@ -236,12 +214,7 @@ def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mappin
 
 
 def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
-    """Return the frequencies that a method starts from.
-
-    Args:
-        table: The table to read.
-        original: The original context length, in tokens.
-        compose: Start from the table in force, scaled as it is, instead of from `rope_theta`.
+    """Return the frequencies that a method starts from: those of `rope_theta`, or for `compose` those in force.
 
     Raises:
         UnsupportedModelError: A table that is not `theta ** (-2i/d)` for any theta.
@@ -279,9 +252,9 @@ def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
 def original_length(table: RotaryTable, *, compose: bool) -> int:
     """Return the context length `L` that a method starts from, in tokens.
 
-    The rule: for `compose`, the length that the scaled checkpoint reaches (`max_position_embeddings`). Else
-    the first of `config.original_max_position_embeddings` (Phi-3), the same key of
-    `rope_parameters`, and `max_position_embeddings`.
+    For `compose`, that is the length that the scaled checkpoint reaches (`max_position_embeddings`). Else it is the
+    first of `config.original_max_position_embeddings` (Phi-3), the same key of `rope_parameters`, and
+    `max_position_embeddings`.
 
     Raises:
         PosencError: The config names none of them.
@@ -329,13 +302,9 @@ def _geometric_base(rotated: Tensor, dim: int) -> float | None:
 def select(
     tables: Sequence[RotaryTable], layers: str | Sequence[int], *, whole: bool
 ) -> tuple[RotaryTable, ...]:
-    """Return the tables that serve the chosen layers.
+    """Return the tables that serve the chosen layers; those of `"full"` are neither sliding-window nor chunked ones.
 
-    Args:
-        tables: Every table of the model.
-        layers: `"full"`: every table but those of sliding-window and chunked layers; `"all"`; or
-            layer indices.
-        whole: The table itself is to be changed, so layer indices must be exactly those of one or more tables.
+    If `whole`, the tables themselves are to be changed, so indices must be exactly those of one or more tables.
 
     Raises:
         PosencError: A choice that is no choice, or that cuts through a table.
@@ -358,28 +327,27 @@ def select(
     ):
         raise PosencError(f'layers is "full", "all" or a list of layer indices, not {layers!r}.')
     requested = set(layers)
-    groups = [_layers_of(table) for table in tables]
-    if not whole and requested and requested <= set().union(*groups):
-        return tuple(t for t, served in zip(tables, groups, strict=True) if served & requested)
-    inside = [bool(served) and served <= requested for served in groups]
-    covered = {
-        layer for served, keep in zip(groups, inside, strict=True) if keep for layer in served
-    }
+    groups = [(table, _layers_of(table)) for table in tables]
+    matching = [
+        (table, served)
+        for table, served in groups
+        if served & requested and (served <= requested or not whole)
+    ]
+    covered = {layer for _, served in matching for layer in served & requested}
     if not requested or covered != requested:
         listing = "; ".join(
             f"{table.label or table.name}: {', '.join(map(str, sorted(served))) or 'unknown'}"
-            for table, served in zip(tables, groups, strict=True)
+            for table, served in groups
         )
         raise PosencError(
             f"layers={sorted(requested)} cuts through a rotary table. The tables of this model serve these "
             f"layers: {listing}. Choose all layers of one or more tables."
         )
-    return tuple(table for table, keep in zip(tables, inside, strict=True) if keep)
+    return tuple(table for table, _ in matching)
 
 
 def _layers_of(table: RotaryTable) -> frozenset[int]:
-    own = _LAYER_INDEX.search(f"{table.name}.")
-    if own:
+    if own := _LAYER_INDEX.search(f"{table.name}."):
         return frozenset({int(own[1])})
     count = range(getattr(table.config, "num_hidden_layers", 0))
     if not table.label:

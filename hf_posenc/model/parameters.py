@@ -16,9 +16,6 @@ class MethodParameters(nn.Module):
     """Named float32 parameters that a cast of the model to half precision does not round, read as a mapping.
 
     Not an `nn.ParameterDict`, which PEFT cannot train beside an adapter (`modules_to_save`).
-
-    Args:
-        values: Their initial values, by name.
     """
 
     def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:

@@ -21,20 +21,15 @@ class RepositionedRotary(RotaryWrapper):
     """Rotates queries and keys to the position at which an encoding caches keys; the attention function does the rest.
 
     The true positions travel with the output, as an attribute of its first tensor. That tensor is an argument of every
-    layer's call, so a layer that gradient checkpointing computes again gets those of its own forward.
-
-    Args:
-        base: The rotary module to replace, patched or not.
-        config: The config whose attention implementation the model's layers read.
-        labels: The tables of the patched layers.
+    layer's call, so a layer that gradient checkpointing computes again gets those of its own forward. `config` is the
+    one whose attention implementation the layers read, and `labels` are the tables of the patched layers.
     """
 
     def __init__(self, base: nn.Module, config: Any, labels: Collection[str]) -> None:
         super().__init__(base)
         self.seam_config = config
-        self.encoding: Encoding | None = (
-            None  # determines where keys are cached; None: at their own positions
-        )
+        # Determines where keys are cached; `None`: at their own positions.
+        self.encoding: Encoding | None = None
         self.labels = frozenset(labels)
         self.inside_attention = False
         self.latest: Tensor | None = None
@@ -45,13 +40,7 @@ class RepositionedRotary(RotaryWrapper):
         return self.encoding is not None and not self.encoding.rotates
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the base's output for the positions at which keys are cached.
-
-        Args:
-            x: Gives device and dtype, as in transformers.
-            position_ids: Shape (batch, length), or (axes, batch, length) for M-RoPE.
-            *args: The layer type, where the base takes one.
-            **kwargs: The same by name.
+        """Return the base's output for the positions at which keys are cached; arguments as in `PosencRotary`.
 
         Raises:
             PosencError: Another attention implementation was set after the patch and would ignore the patch.
@@ -82,11 +71,7 @@ def carried_positions(value: Any) -> Tensor | None:
 
 
 def text_positions(position_ids: Tensor) -> Tensor:
-    """Return positions of shape (batch or 1, length), from those or from M-RoPE's three or four axes.
-
-    Raises:
-        PosencError: Axes that differ: an image or a video.
-    """
+    """Return positions of shape (batch or 1, length), from those or from M-RoPE's axes, which must be equal."""
     if position_ids.dim() == 2:
         return position_ids
     if position_ids.dim() == 1:

@@ -20,11 +20,7 @@ from hf_posenc.rope import RopeSpec
 
 
 class RotaryWrapper(nn.Module):
-    """Keeps the wrapped rotary module as the child `base`, invisible to checkpoints and to code that reads it.
-
-    Args:
-        base: The rotary module to replace.
-    """
+    """Keeps the wrapped rotary module as the child `base`, invisible to checkpoints and to code that reads it."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -89,14 +85,8 @@ class PosencRotary(RotaryWrapper):
 
     The original stays untouched as the child `base`; tables of other layer types than the patched
     ones still come from it. The patched tables are float32 attributes outside the buffers: no cast,
-    `to_empty` or buffer broadcast reaches them.
-
-    Args:
-        base: The rotary module to replace.
-        method: A frequency method.
-        specs: The tables to patch, by label; the label is `""` for a module with one table.
-        base_factors: A second factor on cos and sin, by label (of an already scaled checkpoint that
-            the method is composed with); 1 where absent.
+    `to_empty` or buffer broadcast reaches them. Both mappings are by label, `""` for a module with one table;
+    `base_factors` on cos and sin are those of an already scaled checkpoint that the method is composed with.
     """
 
     def __init__(
@@ -111,19 +101,17 @@ class PosencRotary(RotaryWrapper):
         self.specs = dict(specs)
         self.base_factors = dict(base_factors or {})
         self.own_forward = True
+        """False: (cos, sin) is computed here, half-split, for a base whose forward does not read its table."""
         self._warned = False
         self._engines: dict[torch.device, nn.Module] = {}
-        self._prepare_device()
+        self._engine(self.device)  # before the first forward, which may be a compiled one
 
     def table(
         self, label: str = "", length: int | Tensor | None = None
     ) -> tuple[Tensor, float | Tensor]:
         """Return one table: float32 frequencies of shape (d/2,), and the factor on cos and sin.
 
-        Args:
-            label: The table.
-            length: Current number of tokens; `None` gives the table of a sequence within the
-                original length.
+        The length is the current number of tokens; `None` gives the table of a sequence within the original one.
         """
         spec = self.specs[label]
         factor = self.method.cos_sin_factor(spec, length) * self.base_factors.get(label, 1.0)
@@ -133,13 +121,10 @@ class PosencRotary(RotaryWrapper):
         return inv_freq.to(torch.float32), factor
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the rotation in the base module's own form: (cos, sin) or complex.
+        """Return the rotation in the base module's own form, (cos, sin) or complex; arguments as in transformers.
 
-        Args:
-            x: Gives device and dtype, as in transformers.
-            position_ids: Shape (batch, length), or (axes, batch, length) for M-RoPE.
-            *args: The layer type, where the base takes one.
-            **kwargs: The same by name.
+        Positions have the shape (batch, length), or (axes, batch, length) for M-RoPE. The layer type is `args[0]` or a
+        keyword, where the base takes one; x gives device and dtype.
         """
         label = kwargs.get("layer_type", args[0] if args else None) or ""
         if label not in self.specs:
@@ -156,10 +141,6 @@ class PosencRotary(RotaryWrapper):
             return engine.forward(x, position_ids, *args, **kwargs)
         return _half_split_forward(engine, label, x, position_ids)
 
-    def use_half_split_forward(self) -> None:
-        """Compute (cos, sin) here, in the half-split layout: for a base whose forward does not read its table."""
-        self.own_forward = False
-
     def extra_repr(self) -> str:
         knobs = ", ".join(f"{knob}={value!r}" for knob, value in self.method.options().items())
         layers = "" if "" in self.specs else f" in {', '.join(self.specs)}"
@@ -168,7 +149,7 @@ class PosencRotary(RotaryWrapper):
     def _apply(self, fn: Any, recurse: bool = True) -> PosencRotary:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._engines.clear()
-        self._prepare_device()
+        self._engine(self.device)
         return self
 
     @property
@@ -176,10 +157,6 @@ class PosencRotary(RotaryWrapper):
         """The device of the base's tables; the CPU for a model on the meta device."""
         devices = [buffer.device for buffer in self.base.buffers() if buffer.device.type != "meta"]
         return devices[0] if devices else torch.device("cpu")
-
-    def _prepare_device(self) -> None:
-        """Build the engine before the first forward, which may be a compiled one."""
-        self._engine(self.device)
 
     def _engine(self, device: torch.device) -> nn.Module:
         engine = self._engines.get(device)
@@ -256,29 +233,18 @@ def probed_length(original: int) -> int:
 def rotary_output(
     rotary: nn.Module, label: str, device: torch.device, *, length: int
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the (cos, sin) of a few positions, each of shape (positions, width), float32.
+    """Return the (cos, sin) of a few positions of a text of `length` tokens, each of shape (positions, width), float32.
 
     `None` where the module cannot be called.
-
-    Args:
-        rotary: A rotary module, wrapped or not.
-        label: Its table.
-        device: The device to call it on.
-        length: Length of the text that the positions are from, in tokens.
     """
     return _output_at((*_POSITIONS, length - 1), rotary, label, device)
 
 
 @torch.no_grad()
 def moves_with_length(rotary: nn.Module, label: str, device: torch.device) -> bool:
-    """Return whether the rotation of a text's first tokens depends on the number of tokens that follow.
+    """True if the rotation of a text's first tokens depends on the number of tokens that follow.
 
-    `False` where the module cannot be called.
-
-    Args:
-        rotary: A rotary module, wrapped or not.
-        label: Its table.
-        device: The device to call it on.
+    False where the module cannot be called.
     """
     # Long before short: transformers' dynamic tables keep their largest length until a short text resets them.
     long = _output_at((0, 1, 2, 3, 2**20), rotary, label, device)
@@ -313,7 +279,7 @@ def _output_at(
 def computes(
     output: tuple[Tensor, Tensor] | None, inv_freq: Tensor, factor: float | Tensor
 ) -> bool:
-    """Return whether an output of `rotary_output` is the rotation by `inv_freq`, in any layout.
+    """True if an output of `rotary_output` is the rotation by `inv_freq`, in any layout.
 
     Every output column must be the rotation of some pair, and every pair must have a column.
     """
@@ -332,7 +298,7 @@ def computes(
 
 
 def is_half_split(output: tuple[Tensor, Tensor] | None, pairs: int) -> bool:
-    """Return whether cos and sin come as two equal halves of `pairs` features each, as in Llama."""
+    """True if cos and sin come as two equal halves of `pairs` features each, as in Llama."""
     return output is not None and all(
         part.shape[-1] == 2 * pairs and torch.equal(part[:, :pairs], part[:, pairs:])
         for part in output

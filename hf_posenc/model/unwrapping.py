@@ -8,11 +8,8 @@ from torch import nn
 def unwrap(model: nn.Module, *, adapters: bool = True, sharding: bool = False) -> nn.Module:
     """Return the model inside `torch.compile`, DataParallel, DDP, DeepSpeed's engine and PEFT.
 
-    Args:
-        model: A model, wrapped or not.
-        adapters: Return PEFT's base model; otherwise a PEFT model stays whole.
-        sharding: Return the model inside FSDP's outermost module; otherwise that stays, since its forward gathers
-            the parameters.
+    Without `adapters` a PEFT model stays whole. Without `sharding` FSDP's outermost module stays, since its forward
+    gathers the parameters.
     """
     while True:
         inner = getattr(model, "_orig_mod", None)

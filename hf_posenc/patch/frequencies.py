@@ -69,7 +69,7 @@ def _check_forward(patched: export.PatchedTable) -> None:
     if patched.computed_by(wrapper):
         return
     if is_half_split(patched.output_of(wrapper), patched.spec.dim // 2):
-        wrapper.use_half_split_forward()  # its own computes a table anew (Phi-3.5-MoE)
+        wrapper.own_forward = False  # the base's computes a table anew (Phi-3.5-MoE)
         if patched.computed_by(wrapper):
             return
     raise UnsupportedModelError(
