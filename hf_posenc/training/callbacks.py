@@ -26,6 +26,7 @@ from transformers import (
 )
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import write_atomically
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.training.checks import launcher
@@ -194,13 +195,10 @@ def configs_of_both_styles() -> Iterator[None]:
     `rope_scaling` of type yarn, longrope or llama3 as its own and requires a context length that it does not have: an
     AttributeError, in transformers 5.23, on every patched model that 4.57 can read too.
     """
-    module: Any = importlib.import_module("transformers.trainer")
-    before = module.PreTrainedConfig
-    module.PreTrainedConfig = _VersionOnly
-    try:
+    with replaced(
+        importlib.import_module("transformers.trainer"), "PreTrainedConfig", _VersionOnly
+    ):
         yield
-    finally:
-        module.PreTrainedConfig = before
 
 
 class _VersionOnly:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -111,17 +111,17 @@ def sliced(output: Any, positions: slice) -> Any:
 
 
 @contextlib.contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of this one module object; on exit, restore exactly what was there."""
-    before = vars(module).get("forward")  # accelerate's hooks set one on the object
-    module.forward = forward
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of this one object, such as its forward; on exit, restore exactly what was there."""
+    had, before = name in vars(owner), vars(owner).get(name)  # accelerate's hooks set a forward
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        if before is not None:
-            module.forward = before
+        if had:
+            setattr(owner, name, before)
         else:
-            del module.forward
+            delattr(owner, name)
 
 
 def check_causal(model: nn.Module, probe: Tensor, logits: Tensor, options: dict[str, Any]) -> None:

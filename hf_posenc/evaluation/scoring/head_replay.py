@@ -25,8 +25,8 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.decoder import (
     check_causal,
     find_decoder,
-    forward_replaced,
     input_device,
+    replaced,
     sliced,
     without_cache,
 )
@@ -173,7 +173,7 @@ class TokenScorer:
                 # Some processors round products of few rows differently: a short last chunk repeats rows before it.
                 low = max(lowest, min(begin, end - min(step, _TILE)))
                 part = sliced(output, slice(low - offset, end - offset))
-                with forward_replaced(decoder, lambda *_, part=part, **__: part):
+                with replaced(decoder, "forward", lambda *_, part=part, **__: part):
                     logits: Tensor = self._forward(windows[:, low:end]).logits
                 yield logits[:, begin - low :]
 
@@ -193,7 +193,7 @@ class TokenScorer:
         for begin, end in [(0, tokens)] if pieces is None else pieces.bounds(tokens):
             options = {} if pieces is None else pieces.arguments(before, windows, begin, end)
             output = None
-            with forward_replaced(decoder, run):
+            with replaced(decoder, "forward", run):
                 try:
                     before = self._forward(windows[:, begin:end], **options)
                 except Exception:

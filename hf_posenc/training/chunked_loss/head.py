@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,24 +38,22 @@ class Decoder:
     """
 
     def __init__(self, model: nn.Module, forward: Callable[..., Any], arguments: Arguments) -> None:
-        def stop(module: nn.Module, _: Any) -> None:
-            raise _ReachedError(module)
+        def stop(parent: nn.Module, name: str, *_: Any) -> None:
+            raise _ReachedError(parent, name)
 
-        holders = list(_holders(model))
         hooks = [
-            getattr(parent, name).register_forward_pre_hook(stop, prepend=True)
-            for parent, name in holders
+            getattr(*holder).register_forward_pre_hook(partial(stop, *holder), prepend=True)
+            for holder in _holders(model)
         ]
         try:
             forward(**arguments)
         except _ReachedError as reached:
-            calls = [getattr(parent, name) is reached.module for parent, name in holders]
+            self._parent, self._name = reached.args
         else:
             raise LookupError("its forward calls no part that holds its embeddings")
         finally:
             for hook in hooks:
                 hook.remove()
-        self._parent, self._name = holders[calls.index(True)]
         self._model, self.forward = model, forward
 
     @property
@@ -113,7 +112,11 @@ class Decoder:
         hidden = hidden_states(output)
         assert hidden is not None
         step = max(1, chunk // len(hidden))
-        options = _head_arguments(self.forward, arguments)
+        # Without loss, cache, and the balance of experts.
+        accepted = inspect.signature(self.forward).parameters
+        off = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
+        options = {**without_loss(arguments), **off}
+        options.pop("past_key_values", None)
         sums, sharded = SinglePrecisionSums(), self._sharded_head()
 
         def replay(states: Tensor, aims: Tensor, part: slice) -> Tensor:
@@ -139,14 +142,12 @@ class Decoder:
 
     def _sharded_head(self) -> list[nn.Module]:
         """Return the modules sharded by FSDP2 that are neither in the decoder nor around it."""
-        decoder = self.module
-        inside = set(decoder.modules())
+        inside = set(self.module.modules())
+        outside = [part for part in self._model.modules() if part not in inside]
         return [
             part
-            for part in self._model.modules()
-            if isinstance(part, FSDPModule)
-            and part not in inside
-            and not any(child is decoder for child in part.modules())
+            for part in outside
+            if isinstance(part, FSDPModule) and self.module not in part.modules()
         ]
 
 
@@ -171,8 +172,7 @@ class _Stub(nn.Module):
 
 
 class _ReachedError(Exception):
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    """The forward has called a part that holds the embeddings: its parent and name."""
 
 
 def _holders(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
@@ -308,10 +308,3 @@ def with_hidden(output: Any, states: Tensor) -> Any:
     if isinstance(output, tuple):
         return (states, *output[1:])
     return type(output)(**{**output, "last_hidden_state": states})
-
-
-def _head_arguments(forward: Callable[..., Any], arguments: Arguments) -> Arguments:
-    """Return the arguments for a slice: without loss, cache, and the balance of experts."""
-    accepted = inspect.signature(forward).parameters
-    off = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
-    return {k: v for k, v in without_loss(arguments).items() if k != "past_key_values"} | off

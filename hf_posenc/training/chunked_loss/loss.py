@@ -7,7 +7,6 @@ time. The price is one more pass of the head, since the backward pass recomputes
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import math
@@ -24,6 +23,7 @@ from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.scoring.decoder import (
     hidden_states,
     input_embeddings,
+    replaced,
     sliced,
     without_cache,
 )
@@ -166,7 +166,8 @@ class ChunkedLoss:
 
             return self._mean(summed, outputs[0], arguments, targets, items, **kwargs)
 
-        with _loss_replaced(self.model, loss_function):
+        # In transformers, the config chooses `PreTrainedModel.loss_function` until this is set.
+        with replaced(self.model, "_loss_function", loss_function):
             result, _ = self._decoder.run(arguments, outputs)
         return _with_fields(result, logits=None)
 
@@ -391,20 +392,3 @@ def _with_fields(output: Any, **changes: Any) -> Any:
     """Return a model's output with other values of some fields; `None` removes a field."""
     fields = {**output, **changes}
     return type(output)(**{name: value for name, value in fields.items() if value is not None})
-
-
-@contextlib.contextmanager
-def _loss_replaced(model: nn.Module, loss: Callable[..., Tensor]) -> Iterator[None]:
-    """Replace the loss function of this one model, and restore it exactly.
-
-    In transformers, the config chooses `PreTrainedModel.loss_function` until it is set.
-    """
-    had, before = "_loss_function" in vars(model), vars(model).get("_loss_function")
-    model.loss_function = loss  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if had:
-            model._loss_function = before  # type: ignore[assignment]
-        else:
-            del model._loss_function
