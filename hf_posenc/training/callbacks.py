@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -187,18 +186,15 @@ class ExactResume(TrainerCallback):
             args.eval_on_start = self._eval_on_start
 
 
-@contextlib.contextmanager
-def configs_of_both_styles() -> Iterator[None]:
+def configs_of_both_styles() -> contextlib.AbstractContextManager[None]:
     """Let the Trainer resume from a checkpoint whose config has keys of both transformers 4 and 5.
 
     The Trainer reads only the version from a checkpoint's config, but through `PreTrainedConfig`. That class interprets
     `rope_scaling` of type yarn, longrope or llama3 as its own and requires a context length that it does not have: an
     AttributeError, in transformers 5.23, on every patched model that 4.57 can read too.
     """
-    with replaced(
-        importlib.import_module("transformers.trainer"), "PreTrainedConfig", _VersionOnly
-    ):
-        yield
+    module = importlib.import_module("transformers.trainer")
+    return replaced(module, "PreTrainedConfig", _VersionOnly)
 
 
 class _VersionOnly:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, ModelCardData
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from transformers import Trainer, TrainingArguments
 
@@ -32,7 +32,15 @@ from hf_posenc.verification import require, verify_export
 CARD = "README.md"
 LOSS_PLOT = "loss.png"
 PERPLEXITY_PLOT = "perplexity.png"
-_TEMPLATE = Path(__file__).parent / "card.md.jinja"
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent),
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
+    autoescape=False,  # Markdown
+)
+_TEMPLATES.filters.update(thousands="{:,}".format, markdown=to_markdown)
 _TAGS = ("hf_posenc", "long-context", "positional-encoding")
 _PLAIN = "transformers5"
 # Folders in the output folder are checkpoints, records and the training text. The pickle of the arguments holds paths,
@@ -141,7 +149,7 @@ def write_card(
     """
     directory = Path(directory)
     if exports is None:
-        exports = all_exports(directory)
+        exports = [export(directory, engine) for engine in ENGINES]
     write_atomically(directory / LOG, to_json(log.to_dict()))
     if scores is not None:
         published(scores).write_json(directory / SCORES)
@@ -153,48 +161,7 @@ def write_card(
         write_figure(before_and_after(scores).plot(), directory / PERPLEXITY_PLOT)
         plots.append(("Held-out perplexity by context length", PERPLEXITY_PLOT))
     saved = directory / "config.json"
-    text = model_card(
-        log,
-        scores,
-        exports,
-        config=json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else None,
-        plots=plots,
-        licence=licence,
-        verified=verified,
-        name=name,
-    )
-    write_atomically(directory / CARD, text)
-    return directory / CARD
-
-
-def all_exports(directory: Path) -> list[Export]:
-    """Return the export of a saved model for each engine."""
-    return [export(directory, engine) for engine in ENGINES]
-
-
-def model_card(
-    log: TrainingLog,
-    scores: PerplexityResult | None,
-    exports: Sequence[Export],
-    *,
-    config: Mapping[str, Any] | None = None,
-    plots: Sequence[tuple[str, str]] = (),
-    licence: str | None = None,
-    verified: str | None = None,
-    name: str = "PATH",
-) -> str:
-    """Return the text of a model card, given the saved `config.json`, and title and file of each plot.
-
-    The other arguments are those of `write_card`.
-    """
-    environment = Environment(
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,  # Markdown
-    )
-    environment.filters.update(thousands="{:,}".format, markdown=to_markdown)
+    config = json.loads(saved.read_text(encoding="utf-8")) if saved.is_file() else {}
     adapter = log.train == "lora"
     plain = not adapter and any(each.possible for each in exports if each.engine == _PLAIN)
     metadata = ModelCardData(
@@ -205,7 +172,7 @@ def model_card(
         tags=[*_TAGS, *log.methods],
     )
     shown = None if scores is None else before_and_after(scores)
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    text = _TEMPLATES.get_template("card.md.jinja").render(
         metadata=metadata.to_yaml(),
         log=log,
         run=log.run,
@@ -218,35 +185,28 @@ def model_card(
         scores=shown,
         conclusion="" if shown is None else conclusion(shown),
         plots=plots,
-        versions=[
-            f"{package} {version}" for package, version in log.environment.items() if version
-        ],
         log_file=LOG,
     )
+    write_atomically(directory / CARD, text)
+    return directory / CARD
 
 
-def _support(export: Export, config: Mapping[str, Any] | None, adapter: bool, name: str) -> str:
+def _support(export: Export, config: Mapping[str, Any], adapter: bool, name: str) -> str:
     """Return the support of the saved model by an engine, with the command that exports it."""
     if not export.possible:
         return f"no: {export.reason}".replace("|", "\\|")
     command = f"`hf-posenc export {name} --to {export.engine}`"
     if adapter:
         return f"yes, merged into its base: {command}"
-    own = export.engine == _PLAIN  # its config is the saved one
-    reads_config = config is not None and not export.divisors
-    if not (own or (reads_config and _has_same_positions(export.config, config or {}))):
+    same = all(  # an engine takes its default for a value that the saved config lacks
+        config.get(key) == value
+        for key, value in export.config.items()
+        if key in config or key.startswith("rope")
+    )
+    if export.engine != _PLAIN and (not config or export.divisors or not same):
         return f"yes: {command}"
     flags = f", with `{' '.join(export.flags)}`" if export.flags else ""
     return f"yes, weights and config as they are{flags}"
-
-
-def _has_same_positions(required: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
-    """Return whether a saved config has the values that an engine requires; missing ones have their defaults."""
-    return all(
-        saved.get(key) == value
-        for key, value in required.items()
-        if key in saved or key.startswith("rope")
-    )
 
 
 @dataclass(frozen=True)

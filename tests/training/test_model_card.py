@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_posenc import from_pretrained, patch_model, unpatch_model
+from hf_posenc.engines.exporting import ENGINES, export
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.grid import number
@@ -25,8 +27,6 @@ from hf_posenc.training.result import (
     LOSS_PLOT,
     PERPLEXITY_PLOT,
     Hub,
-    all_exports,
-    model_card,
     report,
     write_card,
 )
@@ -139,14 +139,18 @@ def test_what_the_card_says_of_loading_is_so(made: Made) -> None:
     assert not torch.allclose(plain(input_ids=ids).logits, unpatched, atol=1e-2)
 
 
-def test_a_config_that_an_engine_does_not_read_is_to_be_exported(made: Made) -> None:
-    folder, log, table = made
-    exports = all_exports(folder)
+def test_a_config_that_an_engine_does_not_read_is_to_be_exported(
+    made: Made, tmp_path: Path
+) -> None:
+    log, table = made[1:]
+    folder = shutil.copytree(made[0], tmp_path / "made")
+    exports = [export(folder, engine) for engine in ENGINES]
     config = json.loads((folder / "config.json").read_text())
-    whole = model_card(log, table, exports, config=config)
+    whole = write_card(folder, log, table, exports).read_text()
     del config["rope_scaling"]  # what transformers 4 reads
+    (folder / "config.json").write_text(json.dumps(config))
     assert "| transformers4 (4.57.1) | yes, weights and config as they are |" in whole
-    without = model_card(log, table, exports, config=config)
+    without = write_card(folder, log, table, exports).read_text()
     assert "| transformers4 (4.57.1) | yes: `hf-posenc export PATH --to transformers4` |" in without
     assert "| transformers5 (5.23.0) | yes, weights and config as they are |" in without
 
