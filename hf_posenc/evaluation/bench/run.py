@@ -108,22 +108,14 @@ SUITES = {
 
 
 def get_suite(name: str) -> Suite:
-    """Return the suite of this name.
-
-    Raises:
-        PosencError: There is none.
-    """
+    """Return the suite of this name; refuse an unknown one."""
     if name not in SUITES:
         raise unknown("suite", name, tuple(SUITES))
     return SUITES[name]
 
 
 def suite_lengths(suite: Suite, original: int | None, target: int | None = None) -> tuple[int, ...]:
-    """Return the lengths of a suite for a model: doublings of the trained length, the target last.
-
-    Raises:
-        PosencError: The trained length is unknown.
-    """
+    """Return the lengths of a suite for a model: doublings of the trained length, the target last."""
     if original is None:
         raise PosencError("The model's config names no context length: give --lengths.")
     last = original * suite.reach if target is None else target

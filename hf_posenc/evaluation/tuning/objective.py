@@ -123,12 +123,6 @@ class TailSettings:
         """The target as a multiple of the original length."""
         return self.target / self.original
 
-    @property
-    def decisive(self) -> dict[str, Any]:
-        """Settings that determine the loss of a candidate on a document at a length, for the store's fingerprint."""
-        names = ("original", "target", "tail_tokens", "windows_per_document", "chunk", "prefill")
-        return {"protocol": "tail", **{name: getattr(self, name) for name in names}}
-
 
 @dataclass(frozen=True)
 class Loss:
@@ -235,12 +229,6 @@ class Board:
         """Return the tail perplexity at the target length."""
         return exp_or_inf(log_perplexity(self.of(label, self.settings.target, documents)))
 
-    def interval(self, losses: Sequence[Loss]) -> tuple[float, float] | None:
-        """Return the 95 % bootstrap interval of the perplexity over documents; `None` if there is none."""
-        if len(losses) < 2 or failure_of(losses) is not None:
-            return None
-        return _ends(self._resampled(losses))
-
     def compare(self, losses: Sequence[Loss], others: Sequence[Loss]) -> Comparison | None:
         """Return the paired ratio over the same documents; `None` if one side has no number."""
         if failure_of(losses) is not None or failure_of(others) is not None:
@@ -292,7 +280,9 @@ class Board:
     def row(self, label: str, documents: Sequence[int], best: str | None, *, control: bool) -> Row:
         """Return the row of a method over some documents."""
         losses = self.of(label, self.settings.target, documents)
-        to_best = None
+        failed, interval, to_best = failure_of(losses), None, None
+        if failed is None and len(losses) > 1:
+            interval = _ends(self._resampled(losses))
         if best is not None and best != label:
             to_best = self.compare(losses, self.of(best, self.settings.target, documents))
         return Row(
@@ -300,10 +290,10 @@ class Board:
             control=control,
             documents=len(documents),
             perplexity=self.perplexity(label, documents),
-            interval=self.interval(losses),
+            interval=interval,
             short=None if label == self.baseline else self.short(label, documents),
             to_best=to_best,
-            failed=failure_of(losses),
+            failed=failed,
         )
 
     def _resampled(self, losses: Sequence[Loss]) -> np.ndarray[Any, Any]:
@@ -324,24 +314,14 @@ Batch = Callable[[Sequence[Candidate], Sequence[int], Sequence[int]], Losses]
 """Measures candidates on documents (by index) at lengths; losses by candidate's key, length and document."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class TailItem(Item):
-    """Tail of a document, read at one length by one candidate."""
-
-    document: int
-
-
 @dataclass(kw_only=True)
-class TailJob(Measurement[TailItem, Any], abc.ABC, Generic[ResultT]):
+class TailJob(Measurement[Item, Any], abc.ABC, Generic[ResultT]):
     """Sweep or search whose model and documents are ready; its items are the tails of one batch after the other.
 
     Attributes:
-        model: A causal language model.
-        settings: The objective.
-        documents: The usable documents, each at least as long as the target.
+        documents: The usable documents, each at least as long as the target; an item's `order` is the index of its own.
         about: The model (with its `name`), the source of the documents, the versions, the command.
         special: Token ids in front of every window.
-        skipped: Documents that are not used.
 
     Raises:
         PosencError: The model is not a causal language model, or the tokens are another model's.
@@ -361,7 +341,7 @@ class TailJob(Measurement[TailItem, Any], abc.ABC, Generic[ResultT]):
         with evaluation_mode(self.model):
             self.scorer = FrugalScorer(TokenScorer(self.model, probe, chunk=chunk, prefill=prefill))
         self.hashes = [document.to_dict()["tokens_sha256"] for document in self.documents]
-        self.items: Sequence[TailItem] = ()
+        self.items: Sequence[Item] = ()
 
     @abc.abstractmethod
     def course(self, measure: Batch) -> ResultT:
@@ -378,10 +358,12 @@ class TailJob(Measurement[TailItem, Any], abc.ABC, Generic[ResultT]):
 
     @property
     def decisive(self) -> Mapping[str, Any]:
+        names = ("original", "target", "tail_tokens", "windows_per_document", "chunk", "prefill")
+        settings = {name: getattr(self.settings, name) for name in names}
         return {
             "kind": "tail",
             "model": self.about["model"],
-            "settings": self.settings.decisive,
+            "settings": {"protocol": "tail", **settings},
             "environment": self.about["environment"],
         }
 
@@ -425,18 +407,18 @@ class TailJob(Measurement[TailItem, Any], abc.ABC, Generic[ResultT]):
         """Return the tokens that one candidate reads of a document."""
         return sum(window.forwarded for window in self._windows(document, lengths))
 
-    def score(self, item: TailItem) -> Loss:
+    def score(self, item: Item) -> Loss:
         """Return the loss of the tails of a document; the candidate is patched in."""
         nats, tokens = 0.0, 0
-        for window in self._windows(item.document, [item.length]):
+        for window in self._windows(item.order, [item.length]):
             front = torch.tensor(list(self.special[: window.special]), dtype=torch.int64)
-            body = self.documents[item.document].tokens(window.begin, window.end)
+            body = self.documents[item.order].tokens(window.begin, window.end)
             losses = self.scorer([torch.cat([front, body])], window.first_scored)[0]
             nats += float(losses.sum())
             tokens += len(losses)
         return Loss(nats, tokens)
 
-    def measure(self, item: TailItem, attempt: Attempt) -> Value:
+    def measure(self, item: Item, attempt: Attempt) -> Value:
         loss = attempt(lambda: self.score(item))
         return {} if loss is None else loss.to_dict()
 
@@ -448,21 +430,20 @@ class TailJob(Measurement[TailItem, Any], abc.ABC, Generic[ResultT]):
             _, key, length = cell = item.cells[0]
             lost = failures.precede(item, cell)  # whether or not another process has measured it
             value = {"failed": reasons[item.label, cell]} if lost else values[item.key]
-            losses[str(key), int(length), item.document] = Loss.from_dict(value)
+            losses[str(key), int(length), item.order] = Loss.from_dict(value)
         return losses
 
     def _tails(
         self, candidates: Sequence[Candidate], documents: Sequence[int], lengths: Sequence[int]
-    ) -> list[TailItem]:
+    ) -> list[Item]:
         return [
-            TailItem(
+            Item(
                 key=("tail", candidate.key, length, self.hashes[document]),
                 candidate=candidate,
                 length=length,
                 cost=self.tokens(document, [length]),
                 cells=(("tail", candidate.key, length),),
                 order=document,
-                document=document,
             )
             for candidate in candidates
             for length in lengths
@@ -492,15 +473,8 @@ def prepared(
 ) -> dict[str, Any]:
     """Read documents of at least the target length; return the fields of a `TailJob`.
 
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer.
-        source: The documents.
-        options: The objective.
-        original: The original length, in tokens.
-        embedded_limit: Default number of the held-out modules.
-        name: Name of the model in results; `None`: read from its config.
-        command: Command line that gives this result again.
+    `original` is the original length in tokens, `embedded_limit` the default number of the held-out modules, `name` the
+    model's in results, and `command` gives this result again.
 
     Raises:
         PosencError: The original length is unknown, numbers exclude each other, or no document can be used.

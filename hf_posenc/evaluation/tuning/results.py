@@ -34,9 +34,6 @@ FORMAT = 1
 CONTROLS = (UNPATCHED, "sliding_window")
 """The model as loaded, and plain attention to the last original-context tokens, which no length breaks."""
 
-METHOD_WIDTH, VERDICT_WIDTH = 12, 9
-"""Least widths of the columns of names and verdicts; longer text is wrapped."""
-
 _ABOUT = ("model", "source", "environment", "command")
 _ORDER = (
     *("documents", "searched", "skipped", "methods", "rungs", "summary", "winner", "undecided"),
@@ -106,14 +103,7 @@ class TuningResult(Result):
         losses: Losses,
         **own: Any,
     ) -> ResultT:
-        """Return the result of a job with its recipe.
-
-        Args:
-            job: The job.
-            candidates: Everything measured, each with whether it is a control.
-            losses: Their losses, by the candidates' keys.
-            **own: Fields of the subclass.
-        """
+        """Return the result of a job with its recipe; losses are by the candidates' keys, `own` are other fields."""
         keys = [candidate.key for candidate, _ in candidates]
         ordered = sorted(losses.items(), key=lambda item: (keys.index(item[0][0]), *item[0][1:]))
         labels = {candidate.key: candidate.label for candidate, _ in candidates}
@@ -245,12 +235,12 @@ class TuningResult(Result):
         """Return tail perplexities at the target length, the price on short texts, comparisons to the best method."""
         settings = self.settings
         grid = Grid(f"{self.title}, tail: {settings.protocol.definition('tail')}")
-        grid.column("method", least=METHOD_WIDTH)
+        grid.column("method", least=12)  # longer text is wrapped
         grid.column("docu-\nments", numeric=True)
         grid.column(f"tail at\n{settings.target:,}", numeric=True)
         grid.column(f"at {settings.original:,}, by\nunpatched", numeric=True)
         grid.column("by the\nbest", numeric=True)
-        grid.column("", least=VERDICT_WIDTH)
+        grid.column("", least=9)
         for row in self.rows:
             grid.row(
                 row.label,

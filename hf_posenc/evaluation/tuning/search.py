@@ -1,15 +1,15 @@
 """Search of a factor for every pair of features, judged on documents that the search has not read.
 
-The evolutionary search of LongRoPE (Ding et al. 2024, arXiv 2402.13753, algorithm 1): a generator yields individuals
-and receives their scores. All randomness comes from one seeded generator and all decisions from the scores. A search
-that is resumed over stored scores therefore repeats its path without measuring anything.
+The evolutionary search of LongRoPE (Ding et al. 2024, arXiv 2402.13753, algorithm 1). All randomness comes from one
+seeded generator and all decisions from the scores. A search that is resumed over stored scores therefore repeats its
+path without measuring anything.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SEARCH_DOCUMENTS = 8
-_CHILDREN = ("mutation", "crossover")
 STARTS = ("pi", "ntk", "yarn")
 """The methods that the population begins with: LongRoPE, arXiv 2402.13753, section 3.2."""
 
@@ -84,10 +83,6 @@ class Genome:
         return Candidate.of([Part("longrope", options)], beside, LABEL)
 
 
-Individuals = list[tuple[str, Genome]]
-"""Individuals, each with its origin: a method's name, `mutation` or `crossover`."""
-
-
 def rope_of(model: nn.Module, *, replace: bool) -> RopeSpec:
     """Return the rotary table of an unpatched model that the search starts from; `replace` drops its scaling.
 
@@ -128,21 +123,13 @@ def starts(rope: RopeSpec, scale: float, attention_factor: float | None) -> dict
 
 @dataclass(frozen=True)
 class Plan:
-    """Sizes of a search. The paper's are 64 individuals, 16 mutations, 16 crossovers, 32 parents, 40 rounds.
+    """Sizes of a search. The paper's are 64 individuals, 16 mutations, 16 crossovers, 32 parents, 40 rounds."""
 
-    Attributes:
-        budget: Total number of individuals.
-        population: Individuals of the first round.
-        parents: The best ones, which have children.
-        mutations: Children of one parent in a round.
-        crossovers: Children of two parents in a round.
-    """
-
-    budget: int
-    population: int
-    parents: int
-    mutations: int
-    crossovers: int
+    budget: int  # of individuals in all rounds
+    population: int  # individuals of the first round
+    parents: int  # the best ones, which have children
+    mutations: int  # children of one parent in a round
+    crossovers: int  # children of two parents in a round
 
     @classmethod
     def of(cls, budget: int) -> Plan:
@@ -172,18 +159,19 @@ class Space:
 
 
 def evolve(
-    starts: Mapping[str, Genome], plan: Plan, space: Space, seed: int
-) -> Generator[Individuals, Sequence[float], None]:
+    starts: Mapping[str, Genome],
+    plan: Plan,
+    space: Space,
+    seed: int,
+    score: Callable[[Sequence[Genome]], Sequence[float]],
+) -> list[Step]:
     """Search for the individual with the lowest score, from named ones and their mutations.
 
-    Yields:
-        New individuals; the caller sends their scores in the same order. A score that is not finite counts as
-        infinite.
+    `score` is called with the new individuals of every round; a score that is not finite counts as infinite.
     """
     random = np.random.default_rng(seed)
-    scored: dict[Genome, float] = {}
-
-    batch: Individuals = list(starts.items())[: plan.budget]
+    steps: list[Step] = []
+    batch = list(starts.items())[: plan.budget]
     parents = [genome for _, genome in batch]
     seen = set(parents)
 
@@ -195,12 +183,11 @@ def evolve(
     for index in range(plan.population - len(batch)):
         add("mutation", mutated(parents[index % len(parents)], space, random, seen))
     while batch:
-        scores = yield batch
-        for (_, genome), score in zip(batch, scores, strict=True):
-            scored[genome] = score if math.isfinite(score) else math.inf
+        scores = score([genome for _, genome in batch])
+        for (kind, genome), value in zip(batch, scores, strict=True):
+            steps.append(Step(kind, genome, value if math.isfinite(value) else math.inf))
         # sorted is stable: the older of two equals is kept
-        best = sorted(scored, key=lambda genome: scored[genome])[: plan.parents]
-        room = plan.budget - len(scored)
+        best = [step.genome for step in sorted(steps, key=lambda step: step.score)[: plan.parents]]
         batch = []
         for _ in range(plan.mutations):
             parent = best[random.integers(len(best))]
@@ -211,7 +198,8 @@ def evolve(
             add("crossover", child)
             if child is None:
                 add("mutation", mutated(best[first], space, random, seen))
-        batch = batch[:room]
+        batch = batch[: plan.budget - len(steps)]
+    return steps
 
 
 def mutated(
@@ -324,11 +312,14 @@ class SearchResult(TuningResult):
         """Indices of the documents that the search has not read."""
         return [index for index in range(len(self.documents)) if index not in self.searched]
 
+    @property
+    def _begun(self) -> list[Step]:
+        return [step for step in self.steps if step.kind in STARTS]
+
     def best_start(self) -> Row | None:
         """Return the published method among the starts with the lowest perplexity on the held-out documents."""
-        names = {step.kind for step in self.steps if step.kind not in _CHILDREN}
-        methods = {trial.label: trial.method for trial in self.trials}
-        rows = [r for r in self.rows if methods[r.label] in names and r.failed is None]
+        names = {step.kind for step in self._begun}
+        rows = [r for r in self.rows if self.trial(r.label).method in names and r.failed is None]
         return min(rows, key=lambda row: row.perplexity, default=None)
 
     def _own(self) -> dict[str, Any]:
@@ -349,7 +340,7 @@ class SearchResult(TuningResult):
         perplexities = [
             math.exp(step.score) if step.score < 700 else math.nan for step in self.steps
         ]
-        begun = {s.kind: s.genome.factors for s in self.steps if s.kind not in _CHILDREN}
+        begun = {step.kind: step.genome.factors for step in self._begun}
         best = None if self.best is None else self.best.genome.factors
         return search_figure(perplexities, begun, best, self.settings.target)
 
@@ -364,8 +355,7 @@ class SearchResult(TuningResult):
         if self.best is None:
             yield "No individual gave a number within the bound: there is no recipe."
             return
-        begun = best_of([step for step in self.steps if step.kind not in _CHILDREN])
-        found = self.row(LABEL)
+        begun, found = best_of(self._begun), self.row(LABEL)
         began = "" if begun is None else f" from {number(exp_or_inf(begun.score))} ({begun.kind})"
         yield (
             f"On its own documents the search went{began} to {number(exp_or_inf(self.best.score))}; on the others it "
@@ -429,11 +419,7 @@ def split(documents: int, requested: int) -> list[int]:
 
 @dataclass(kw_only=True)
 class SearchJob(TailJob[SearchResult]):
-    """Search whose model and documents are ready.
-
-    Attributes:
-        own: The search's own settings.
-    """
+    """Search whose model and documents are ready."""
 
     own: SearchSettings
 
@@ -447,17 +433,11 @@ class SearchJob(TailJob[SearchResult]):
         def candidate(genome: Genome) -> Candidate:
             return genome.candidate(settings.scale, own.short_texts, beside)
 
-        steps: list[Step] = []
+        def score(genomes: Sequence[Genome]) -> list[float]:
+            return self._scores([candidate(genome) for genome in genomes], searched, measure)
+
         plan, space = Plan.of(own.budget), Space.of(settings.scale, own.attention_factor)
-        path = evolve(begin, plan, space, settings.seed)
-        batch: Individuals | None = next(path)
-        while batch is not None:
-            scores = self._scores([candidate(genome) for _, genome in batch], searched, measure)
-            steps += [Step(kind, g, score) for (kind, g), score in zip(batch, scores, strict=True)]
-            try:
-                batch = path.send(scores)
-            except StopIteration:
-                batch = None
+        steps = evolve(begin, plan, space, settings.seed, score)
         best = best_of(steps)
         extra = "".join(f",{name}=true" for name in beside)
         compared = [(Candidate.parse(spec), True) for spec in CONTROLS]
@@ -468,12 +448,8 @@ class SearchJob(TailJob[SearchResult]):
         held_out = [index for index in range(len(self.documents)) if index not in searched]
         final = [candidate for candidate, _ in compared]
         losses = measure(final, held_out, settings.lengths)
-        return SearchResult.measured(
-            *(self, compared, losses),
-            search=dataclasses.asdict(own),
-            steps=steps,
-            searched=searched,
-        )
+        fields = {"search": dataclasses.asdict(own), "steps": steps, "searched": searched}
+        return SearchResult.measured(self, compared, losses, **fields)
 
     def _scores(
         self, candidates: Sequence[Candidate], documents: Sequence[int], measure: Batch

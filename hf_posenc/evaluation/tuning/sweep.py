@@ -6,6 +6,7 @@ All methods are compared on a few documents, the better half of them on twice as
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,6 @@ from hf_posenc.methods import get_method
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FIRST = 5
 LEAST = 2
 """Least number of methods in the last round, so that the best one is compared on every document."""
 
@@ -99,15 +99,14 @@ def tried(
     Raises:
         PosencError: The model refuses every method.
     """
-    checked, errors, accepted = [], [], 0
+    checked, errors = [], []
     for candidate, control in candidates:
         try:
             checked.append((candidate.checked(model), control))
-            accepted += not control
         except PosencError as error:
             checked.append((candidate, control))
             errors += [] if control else [error]
-    if errors and not accepted:
+    if errors and len(errors) == sum(not control for _, control in candidates):
         raise errors[0]
     return checked
 
@@ -126,7 +125,7 @@ class Rung:
     kept: tuple[str, ...]
 
 
-def rung_sizes(documents: int, first: int = FIRST) -> list[int]:
+def rung_sizes(documents: int, first: int) -> list[int]:
     """Return the number of documents of each round: `first`, then twice as many each time, finally all."""
     sizes = []
     size = first
@@ -195,7 +194,7 @@ class SweepResult(TuningResult):
     title = "Sweep"
     recipe_source = "hf-posenc sweep: methods times scales by successive halving"
 
-    first_documents: int = FIRST
+    first_documents: int
     rungs: list[Rung] = field(init=False)
     winner: str | None = field(init=False)
 
@@ -226,12 +225,9 @@ class SweepResult(TuningResult):
 
     def undecided(self) -> list[Row]:
         """Return the methods that do not differ significantly from the winner, the nearest first."""
-        rows = [
-            (row.to_best.ratio, row)
-            for row in self.rows
-            if not row.control and row.to_best is not None and not row.to_best.significant
-        ]
-        return [row for _, row in sorted(rows, key=lambda pair: pair[0])]
+        compared = [(row.to_best, row) for row in self.rows if row.to_best and not row.control]
+        near = [(best.ratio, row) for best, row in compared if not best.significant]
+        return [row for _, row in sorted(near, key=lambda pair: pair[0])]
 
     @property
     def chosen(self) -> str | None:
@@ -312,7 +308,7 @@ class SweepJob(TailJob[SweepResult]):
     """Sweep whose model and documents are ready; the candidates are those of `crossed`."""
 
     candidates: Sequence[tuple[Candidate, bool]]
-    first_documents: int = FIRST
+    first_documents: int = 5
 
     def course(self, measure: Batch) -> SweepResult:
         controls = [candidate for candidate, control in self.candidates if control]
@@ -325,23 +321,19 @@ class SweepJob(TailJob[SweepResult]):
             losses.update(measure(batch, documents, self.settings.lengths))
 
         run_rungs(list(racers), self._sizes(), board.rank, measure_round)
-        return SweepResult.measured(
-            self, self.candidates, losses, first_documents=self.first_documents
-        )
+        own = {"first_documents": self.first_documents}
+        return SweepResult.measured(self, self.candidates, losses, **own)
 
     def _sizes(self) -> list[int]:
         return rung_sizes(len(self.documents), self.first_documents)
 
     @property
     def forwarded(self) -> int:
-        costs = self._costs()
+        costs, sizes = self._costs(), self._sizes()
         controls = sum(control for _, control in self.candidates)
-        done = halved = 0
-        racers = planned(len(self.candidates) - controls, self._sizes())
-        for size, count in zip(self._sizes(), racers, strict=True):
-            halved += (count + controls) * sum(costs[done:size])
-            done = size
-        return halved
+        racers = planned(len(self.candidates) - controls, sizes)
+        rounds = zip(racers, itertools.pairwise([0, *sizes]), strict=True)
+        return sum((count + controls) * sum(costs[begin:end]) for count, (begin, end) in rounds)
 
     def cost_line(self) -> str:
         full = len(self.candidates) * sum(self._costs())

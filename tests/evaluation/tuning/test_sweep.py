@@ -17,9 +17,10 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import number, to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.execute import Item
 from hf_posenc.evaluation.options import parse_scales
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer
-from hf_posenc.evaluation.tuning.objective import Loss, TailItem, TailSettings
+from hf_posenc.evaluation.tuning.objective import Loss, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial, verdict
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import (
@@ -326,8 +327,8 @@ def test_what_a_model_refuses_and_what_runs_out_of_memory_is_a_cell(
 ) -> None:
     plain = SweepJob.score
 
-    def score(self: SweepJob, item: TailItem) -> Loss:
-        if (item.label, item.length, item.document) == ("ntk (scale 4)", 160, 1):
+    def score(self: SweepJob, item: Item) -> Loss:
+        if (item.label, item.length, item.order) == ("ntk (scale 4)", 160, 1):
             raise torch.OutOfMemoryError("CUDA out of memory")
         return plain(self, item)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ import pytest
 
 import hf_posenc
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.execute import Item
 from hf_posenc.evaluation.options import SearchSettings
-from hf_posenc.evaluation.tuning.objective import Loss, TailItem, TailSettings
+from hf_posenc.evaluation.tuning.objective import Loss, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial
 from hf_posenc.evaluation.tuning.search import (
     Genome,
-    Individuals,
     Plan,
     SearchJob,
     SearchResult,
@@ -47,18 +48,13 @@ def played(
     budget: int, seed: int, attention: float | None = None
 ) -> list[tuple[str, Genome, float]]:
     """Every individual of a search for `GOAL`."""
-    begin = starts(ROPE, 4.0, attention)
-    path = evolve(begin, Plan.of(budget), Space.of(4.0, attention), seed)
-    batch: Individuals | None = next(path)
-    steps = []
-    while batch:
-        scores = [distance(genome) for _, genome in batch]
-        steps += [(kind, genome, s) for (kind, genome), s in zip(batch, scores, strict=True)]
-        try:
-            batch = path.send(scores)
-        except StopIteration:
-            batch = None
-    return steps
+    begin, space = starts(ROPE, 4.0, attention), Space.of(4.0, attention)
+
+    def score(genomes: Sequence[Genome]) -> list[float]:
+        return [distance(genome) for genome in genomes]
+
+    steps = evolve(begin, Plan.of(budget), space, seed, score)
+    return [(step.kind, step.genome, step.score) for step in steps]
 
 
 # The path
@@ -101,16 +97,17 @@ def test_a_given_attention_factor_stays() -> None:
 
 def test_scores_that_are_no_numbers_never_have_children() -> None:
     begin = starts(ROPE, 4.0, None)
-    path = evolve(begin, Plan.of(40), Space.of(4.0, None), 0)
-    batch = next(path)
-    dead = {genome for kind, genome in batch if kind == "pi"}
-    while batch:
-        try:
-            batch = path.send([math.nan if g in dead else distance(g) for _, g in batch])
-        except StopIteration:
-            break
-        # PI alone has all factors at the scale from the first pair on
-        assert all(genome.factors[0] < 4 for kind, genome in batch)
+    rounds: list[Sequence[Genome]] = []
+
+    def score(genomes: Sequence[Genome]) -> list[float]:
+        rounds.append(genomes)
+        return [math.nan if genome == begin["pi"] else distance(genome) for genome in genomes]
+
+    steps = evolve(begin, Plan.of(40), Space.of(4.0, None), 0, score)
+    assert [step.score for step in steps if step.kind == "pi"] == [math.inf]
+    assert len(rounds) > 1
+    # PI alone has all factors at the scale from the first pair on
+    assert all(genome.factors[0] < 4 for genomes in rounds[1:] for genome in genomes)
 
 
 @pytest.mark.parametrize(("budget", "population"), [(8, 8), (400, 20), (1344, 64), (10**6, 64)])
@@ -209,9 +206,9 @@ def test_the_search_reads_no_held_out_document(monkeypatch: pytest.MonkeyPatch) 
     read: list[tuple[str, int]] = []
     plain = SearchJob.score
 
-    def score(self: SearchJob, item: TailItem) -> Loss:
+    def score(self: SearchJob, item: Item) -> Loss:
         assert item.candidate is not None
-        read.append((item.candidate.key, item.document))
+        read.append((item.candidate.key, item.order))
         return plain(self, item)
 
     monkeypatch.setattr(SearchJob, "score", score)
