@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.cli.catalog import kinds
+from hf_posenc.cli.inspection import kinds
 from hf_posenc.embedded import model_path
 from hf_posenc.engines import ENGINES, survey
 from hf_posenc.evaluation.bench import BenchResult

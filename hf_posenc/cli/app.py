@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from typer.core import TyperGroup
 
-from hf_posenc.cli import catalog, export, inspection, measure
+from hf_posenc.cli import export, inspection, measure
 from hf_posenc.cli.command import expand
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.errors import PosencError
@@ -47,11 +47,11 @@ app = typer.Typer(
 )
 measure.register(app)
 COMMANDS: tuple[Callable[..., None], ...] = (
-    *(inspection.recommend, measure.report, expand(export.export)),
-    *(catalog.methods, catalog.show, catalog.models, catalog.recipes),
+    *(inspection.recommend, measure.report, export.export),
+    *(inspection.methods, inspection.show, inspection.models, inspection.recipes),
 )
 for command in COMMANDS:
-    app.command()(command)
+    app.command()(expand(command))
 app.command("inspect")(inspection.inspect_model)
 
 

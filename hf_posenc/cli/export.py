@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,37 +12,34 @@ import typer
 from hf_posenc.cli.console import err, out, print_error, quiet_transformers
 from hf_posenc.cli.loading import check_name, parse_patch
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.options import option, output_option
+from hf_posenc.evaluation.options import output_option, plain_option
 
 if TYPE_CHECKING:
     from hf_posenc.engines import Export, GGUFCheck
-
-
-_option = functools.partial(option, panel=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportOptions:
     """Options of `hf-posenc export`."""
 
-    model: str = _option(
+    model: str = plain_option(
         "A saved model, patched or not, or an adapter.",
         dataclasses.MISSING,
         metavar="DIR",
         argument=True,
     )
-    to: str = _option(
+    to: str = plain_option(
         "transformers4, transformers5, vllm, sglang or llama.cpp.",
         dataclasses.MISSING,
         metavar="ENGINE",
     )
-    patch: str | None = _option(
+    patch: str | None = plain_option(
         "Patch a model that is not patched, e.g. yarn:scale=8.", metavar="METHOD"
     )
-    methods: bool = _option(
+    methods: bool = plain_option(
         "Which methods the engine can have; write nothing.", False, negatable=False
     )
-    gguf: Path | None = _option(
+    gguf: Path | None = plain_option(
         "With --to llama.cpp: check the file that convert_hf_to_gguf made, and write one that is right into "
         "--output where it is not.",
         metavar="FILE",

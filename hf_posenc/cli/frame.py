@@ -116,27 +116,20 @@ class Frame:
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Progress]:
         """Show the tokens read and the time left; gives the function that is called after every forward."""
-        from rich.progress import (
-            BarColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress
 
         console = err()
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TaskProgressColumn(),
-            TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.TaskProgressColumn(),
+            progress.TextColumn("{task.completed:,.0f} of {task.total:,.0f} tokens"),
+            progress.TimeElapsedColumn(),
+            progress.TimeRemainingColumn(),
         )
         shown = self.shard.index == 0 and console.is_terminal
         # a long memory: short windows run many more tokens per second than long ones
-        with Progress(
+        with progress.Progress(
             *columns, console=console, disable=not shown, transient=True, speed_estimate_period=600
         ) as bars:
             task = bars.add_task("starting", total=1)

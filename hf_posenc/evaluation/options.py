@@ -76,6 +76,7 @@ def option(help: str, default: Any = None, **flag: Any) -> Any:
     return dataclasses.field(default=default, metadata={"flag": Flag(help=help, **flag)})
 
 
+plain_option = functools.partial(option, panel=None)
 document_option = functools.partial(option, panel=DOCUMENTS)
 model_option = functools.partial(option, panel=MODEL)
 memory_option = functools.partial(option, panel=MEMORY)

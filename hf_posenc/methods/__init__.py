@@ -36,10 +36,9 @@ from hf_posenc.methods.interpolation import (
     PositionInterpolation,
 )
 from hf_posenc.methods.learned_biases import FIRE, T5
-from hf_posenc.methods.log_n import LogN
 from hf_posenc.methods.longrope import LongRoPE
 from hf_posenc.methods.penalties import ALiBi, KerpleLog, KerplePower, Sandwich
-from hf_posenc.methods.queries_keys import RopeBias, XPos
+from hf_posenc.methods.queries_keys import LogN, RopeBias, XPos
 from hf_posenc.methods.relative_keys import Shaw, TransformerXL
 from hf_posenc.methods.rerope import LeakyReRoPE, ReRoPE, SelfExtend
 from hf_posenc.methods.windows import AttentionSinks, LMInfinite, SlidingWindow

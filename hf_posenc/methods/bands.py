@@ -10,7 +10,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from hf_posenc.methods.base import Method, count, switch
-from hf_posenc.methods.log_n import log_n_factor
+from hf_posenc.methods.queries_keys import log_n_factor
 
 PositionMap = Callable[[Tensor], Tensor]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -32,7 +32,7 @@ def number(low: float, *, above: bool = False) -> Mapping[str, Any]:
             return False
         return math.isfinite(value) and (value > low if above else value >= low)
 
-    return _values(f"a number {'above' if above else 'of at least'} {low:g}", valid)
+    return {"values": f"a number {'above' if above else 'of at least'} {low:g}", "valid": valid}
 
 
 def count(low: int = 1) -> Mapping[str, Any]:
@@ -41,16 +41,12 @@ def count(low: int = 1) -> Mapping[str, Any]:
     def valid(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool) and value >= low
 
-    return _values(f"a whole number of at least {low}", valid)
+    return {"values": f"a whole number of at least {low}", "valid": valid}
 
 
 def switch() -> Mapping[str, Any]:
     """Metadata of a field: `True` or `False`."""
-    return _values("True or False", lambda value: isinstance(value, bool))
-
-
-def _values(description: str, valid: Callable[[Any], bool]) -> Mapping[str, Any]:
-    return {"values": description, "valid": valid}
+    return {"values": "True or False", "valid": lambda value: isinstance(value, bool)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,3 +295,8 @@ def starting_table(rope: RopeSpec, scale: float | Tensor) -> Tensor:
     """Return the default frequencies, on the device of the scale."""
     table = rope.default_inv_freq()
     return table.to(scale.device) if isinstance(scale, Tensor) else table
+
+
+def real(position: Tensor) -> Tensor:
+    """Return positions as float64, which is exact for integers; as float32 on MPS, which has no float64."""
+    return position.to(torch.float32 if position.device.type == "mps" else torch.float64)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import count, number
+from hf_posenc.methods.base import count, number, real
 from hf_posenc.methods.bias import DistanceBias, Weights, per_head
-from hf_posenc.methods.log_n import real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,12 +61,7 @@ LEAST = 0.01
 
 @dataclass(frozen=True, kw_only=True)
 class _Kerple(DistanceBias):
-    """Either kernel, with r1 and r2 per head.
-
-    Class attributes:
-        drawn: The upper ends of the initial draws of r1 and r2.
-        most: The upper bound of r2.
-    """
+    """Either kernel, with r1 and r2 per head: upper ends `drawn` of their initial draws, r2 bounded by `most`."""
 
     source = "Chi et al. 2022, arXiv 2205.09921; chijames/KERPLE"
     trainable = True
@@ -79,11 +73,10 @@ class _Kerple(DistanceBias):
         return {"r1": r1 * torch.rand(heads), "r2": r2 * torch.rand(heads)}
 
     def kernel(self, distance: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
-        """Return the bias at a distance."""
+        """Return the bias at a distance; `inverse` returns the distance with a penalty."""
         raise NotImplementedError
 
     def inverse(self, penalty: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
-        """Return the distance with a penalty."""
         raise NotImplementedError
 
     def bias(

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import count
+from hf_posenc.methods.base import count, real
 from hf_posenc.methods.bias import RelativeKeys, Weights
-from hf_posenc.methods.log_n import real
 
 
 @dataclass(frozen=True, kw_only=True)

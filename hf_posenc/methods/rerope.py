@@ -11,8 +11,7 @@ from torch import Tensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.bands import RotaryBands
-from hf_posenc.methods.base import count, number
-from hf_posenc.methods.log_n import real
+from hf_posenc.methods.base import count, number, real
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +40,7 @@ class ReRoPE(RotaryBands):
 
 @dataclass(frozen=True, kw_only=True)
 class _Slowed(RotaryBands):
-    """Distances past the window divided by a number that is given outright, or follows from the scale.
-
-    Class attributes:
-        divisor: The knob that gives the number.
-    """
+    """Distances past the window divided by a number: the knob `divisor`, or what follows from the scale."""
 
     divisor: ClassVar[str]
 
@@ -62,9 +57,6 @@ class _Slowed(RotaryBands):
         """Return the divisor that makes `scale * L` tokens fit: `(s L - w) / (L - w)`.
 
         The first w of the L positions are the near band's and are not compressed.
-
-        Raises:
-            PosencError: A window that leaves no position to the far band.
         """
         window = self.near_window(original)
         if window >= original:

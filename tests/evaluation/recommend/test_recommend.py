@@ -18,6 +18,7 @@ import hf_posenc
 from hf_posenc import PosencError, inspect_rope, patch_model, patched
 from hf_posenc.cli import inspection
 from hf_posenc.cli.app import OneLineErrors
+from hf_posenc.cli.command import expand
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.recommend import Advice, recommend
@@ -354,7 +355,7 @@ def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
 
 
 APP = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)
-APP.command()(inspection.recommend)
+APP.command()(expand(inspection.recommend))
 
 
 @APP.callback()
