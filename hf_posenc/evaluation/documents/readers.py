@@ -457,22 +457,28 @@ def read_dataset(
     Raises:
         PosencError: `datasets` is not installed, the dataset or split cannot be loaded, or it has no such column.
     """
-    library, folder, rows = _datasets(), Path(name), Column(column, tokenized)
+    try:
+        import datasets
+    except ImportError as error:
+        raise PosencError(
+            "A dataset needs the datasets library: pip install 'hf-posenc[data]'. Text files work without it (--text)."
+        ) from error
+    folder, rows = Path(name), Column(column, tokenized)
     saved = _is_saved(folder)
     name = printable(folder) if saved else name
     title = f"{name} ({config})" if config and not saved else name
     index = -1
     try:
         if saved:
-            dataset = library.load_from_disk(str(folder))
-            if isinstance(dataset, library.DatasetDict):
+            dataset: Any = datasets.load_from_disk(str(folder))
+            if isinstance(dataset, datasets.DatasetDict):
                 if split not in dataset:
                     raise PosencError(
                         f"The dataset {name} has no split {split!r}; it has {', '.join(dataset)}. Pass --split."
                     )
                 dataset = dataset[split]
         else:
-            dataset = library.load_dataset(name, config, split=split, streaming=streaming)
+            dataset = datasets.load_dataset(name, config, split=split, streaming=streaming)
         for index, row in enumerate(dataset):
             if rows.name not in row:
                 raise PosencError(f"The dataset {title} has {rows.missing(row)}.")
@@ -491,13 +497,3 @@ def _is_saved(folder: Path) -> bool:
     """Return whether `save_to_disk` of the datasets library wrote a folder."""
     one = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
     return one or (folder / "dataset_dict.json").is_file()
-
-
-def _datasets() -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise PosencError(
-            "A dataset needs the datasets library: pip install 'hf-posenc[data]'. Text files work without it (--text)."
-        ) from error
-    return datasets

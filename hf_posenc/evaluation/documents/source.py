@@ -70,7 +70,9 @@ class Source:
 
         `embedded_limit` and `embedded_tokens` are the options' defaults for the held-out modules.
         """
-        limit, max_tokens = options.limit, options.max_doc_tokens
+        from hf_posenc.evaluation.measuring.identity import tokenizer_hash
+
+        folder, limit, max_tokens = self.token_cache, options.limit, options.max_doc_tokens
         if self.embedded:
             limit, max_tokens = limit or embedded_limit, max_tokens or embedded_tokens
         documents, skipped = load_documents(
@@ -80,7 +82,7 @@ class Source:
             max_tokens=max_tokens,
             limit=limit,
             seen=self.seen,
-            cache=token_cache(self.token_cache, tokenizer),
+            cache=TokenCache(folder, tokenizer_hash(tokenizer)) if folder is not None else None,
         )
         return documents, skipped, {**self.about, "limit": limit, "max_doc_tokens": max_tokens}
 
@@ -131,15 +133,6 @@ def source_of(options: DocumentOptions) -> Source:
     if options.tokenized is not None:
         raise PosencError("--tokenized names a column of a --dataset, or of rows in --text files.")
     return Source(token_cache=cache)
-
-
-def token_cache(folder: Path | None, tokenizer: Any) -> TokenCache | None:
-    """Return the cache of a tokenizer's tokens in a folder; `None` without a folder."""
-    if folder is None:
-        return None
-    from hf_posenc.evaluation.measuring.identity import tokenizer_hash
-
-    return TokenCache(folder, tokenizer_hash(tokenizer))
 
 
 def load_documents(

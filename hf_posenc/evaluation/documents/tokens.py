@@ -19,7 +19,7 @@ import enum
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -235,12 +235,14 @@ class _Counter:
     words: int = 0
     inside: bool = False
 
-    def piece(self, window: Window, at: int, stop: int | None, end: int) -> Piece:
+    def piece(
+        self, window: Window, at: int, stop: int | None, end: int, stopped: bool = False
+    ) -> Piece:
         """Return tokens `at .. stop-1` of a window and the text up to the character `end`."""
         ids, stops = window.ids[at:stop], window.stops[at:stop]
         text = window.text[self.end - window.begin : end - window.begin]
         if len(stops) < len(ids):
-            return Piece(Tokens(ids, None, None), text)
+            return Piece(Tokens(ids, None, None), text, stopped)
         # The last token may end behind the text, within the next token's character.
         behind = max([end, *stops[-1:]]) - window.begin
         data = window.text[self.end - window.begin : behind].encode("utf-32-le", "surrogatepass")
@@ -255,11 +257,7 @@ class _Counter:
         self.bytes, self.words = int(byte_ends[len(text)]), int(word_ends[len(text)])
         self.inside = not text[-1].isspace() if text else self.inside
         self.end = end
-        return Piece(tokens, text)
-
-    def last(self, window: Window, at: int, stop: int) -> Piece:
-        """Return the piece in which reading stops early: the text ends with its last token."""
-        return replace(self.piece(window, at, stop, int(window.stops[stop - 1])), stopped=True)
+        return Piece(tokens, text, stopped)
 
 
 def joined(
@@ -270,8 +268,7 @@ def joined(
 ) -> Iterator[Piece]:
     """Yield the first `max_tokens` tokens of a text that comes in chunks, the same as those of the whole text.
 
-    Raises:
-        UnreadableError: The text is too large to be tokenized whole, and this tokenizer, or this text, cannot be cut.
+    The text of a piece in which reading stops early ends with its last token.
     """
     sizes = sizes or SIZES
     reader, cutting, counter = _Reader(chunks), cutting_of(tokenizer), _Counter()
@@ -286,7 +283,7 @@ def joined(
     while not reader.ended:
         enough = None if max_tokens is None else at + max_tokens - count
         if enough is not None and _settled(left, overlap, cutting) >= enough:
-            yield counter.last(left, at, enough)
+            yield counter.piece(left, at, enough, int(left.stops[enough - 1]), stopped=True)
             return
         if cutting is Cutting.NEVER:
             raise UnreadableError(
@@ -302,7 +299,7 @@ def joined(
             continue
         stop, following = joint
         if enough is not None and stop >= enough:
-            yield counter.last(left, at, enough)
+            yield counter.piece(left, at, enough, int(left.stops[enough - 1]), stopped=True)
             return
         yield counter.piece(left, at, stop, int(left.starts[stop]))
         count += stop - at

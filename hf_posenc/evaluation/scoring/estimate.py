@@ -1,9 +1,6 @@
 """Cost of a run before it starts: floating-point operations and memory, from a model's sizes alone.
 
-Only shapes and attributes are read, so a model on the meta device, which has no weights, is enough:
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+Only shapes and attributes are read, so a model without weights (`with torch.device("meta"): ...`) is enough.
 
 Operations: 2 for every multiply-add of the weights that a token meets (of experts, those that it is sent to), of the
 head for scored tokens only, and of the causal scores and weighted values of attention, within sliding windows only. Not
@@ -192,13 +189,10 @@ def _cache(shape: ModelShape, run: _Pass) -> int:
 def _logits(shape: ModelShape, rows: int, size: int, whole: int) -> int:
     """Return the bytes of logits, of a float32 copy if they are of half precision, and of the log-softmax.
 
-    A chunk has `rows` tokens. Without head replay the logits of `whole` tokens are held beside it.
+    One chunk of `rows` tokens, or without head replay the `whole` text, is held while the next chunk is computed.
     """
     derived = size if size >= _FLOAT else 2 * _FLOAT
-    if whole:
-        return (whole * size + rows * derived) * shape.vocabulary
-    # One chunk is still held while the next is computed.
-    return rows * (size + derived) * shape.vocabulary
+    return ((whole or rows) * size + rows * derived) * shape.vocabulary
 
 
 def _activations(shape: ModelShape, run: _Pass) -> int:
@@ -442,11 +436,8 @@ def _own_weights(module: nn.Module, experts: int = 0, chosen: int = 1) -> float:
 
 def _linear(module: nn.Module) -> tuple[int, int] | None:
     """Return the features in and out of a linear layer, quantized (its weight is packed) and GPT-2's included."""
-    for names in (("in_features", "out_features"), ("nx", "nf")):
-        sizes = [getattr(module, name, None) for name in names]
-        if isinstance(sizes[0], int) and isinstance(sizes[1], int):
-            return sizes[0], sizes[1]
-    return None
+    sizes = _first_int(module, ("in_features", "nx")), _first_int(module, ("out_features", "nf"))
+    return None if sizes[0] is None or sizes[1] is None else (sizes[0], sizes[1])
 
 
 def _of_experts(parameter: nn.Parameter, experts: int) -> bool:

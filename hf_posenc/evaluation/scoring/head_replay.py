@@ -151,13 +151,10 @@ class TokenScorer:
             pieces = None if size is None else self._pieces.pieces(size, read.shape[1])
             chunks = self._replay(read, *positions, pieces)
         else:
-            whole = self._forward(read).logits[:, slice(*positions)]
+            whole = self.model(input_ids=read, **self._options).logits[:, slice(*positions)]
             chunks = iter(whole.split(self._step(windows), dim=1))
         for logits in chunks:
             yield logits if ids.dim() > 1 else logits[0]
-
-    def _forward(self, ids: Tensor, **options: Any) -> Any:
-        return self.model(input_ids=ids, **(options or self._options))
 
     def _replay(
         self, windows: Tensor, start: int, stop: int, pieces: Pieces | None = None
@@ -172,9 +169,9 @@ class TokenScorer:
                 end = min(begin + step, stop, offset + length)
                 # Some processors round products of few rows differently: a short last chunk repeats rows before it.
                 low = max(lowest, min(begin, end - min(step, _TILE)))
-                part = sliced(output, slice(low - offset, end - offset))
+                part, ids = sliced(output, slice(low - offset, end - offset)), windows[:, low:end]
                 with replaced(decoder, "forward", lambda *_, part=part, **__: part):
-                    logits: Tensor = self._forward(windows[:, low:end]).logits
+                    logits: Tensor = self.model(input_ids=ids, **self._options).logits
                 yield logits[:, begin - low :]
 
     def _hidden(
@@ -191,11 +188,13 @@ class TokenScorer:
         forward = decoder.forward
         tokens, before = windows.shape[1], None
         for begin, end in [(0, tokens)] if pieces is None else pieces.bounds(tokens):
-            options = {} if pieces is None else pieces.arguments(before, windows, begin, end)
+            options = self._options
+            if pieces is not None:
+                options = pieces.arguments(before, windows, begin, end)
             output = None
             with replaced(decoder, "forward", run):
                 try:
-                    before = self._forward(windows[:, begin:end], **options)
+                    before = self.model(input_ids=windows[:, begin:end], **options)
                 except Exception:
                     # A head may count the token ids and fail on a single position. The decoder's output is complete.
                     if output is None or pieces is not None:

@@ -28,8 +28,9 @@ from hf_posenc.evaluation.documents import (
 from hf_posenc.evaluation.documents import storage as spool
 from hf_posenc.evaluation.documents import tokens as cutting
 from hf_posenc.evaluation.documents import tokens as joining
-from hf_posenc.evaluation.documents.source import token_cache
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.documents.tokens import Tokens
+from hf_posenc.evaluation.options import ReadingOptions
 from tests.evaluation.documents.test_documents import write
 from tests.support.documents_forms import PACK
 from tests.support.tiny_text import byte_tokenizer, prose
@@ -169,22 +170,23 @@ def test_a_token_cache_saves_the_second_tokenization(tmp_path: Path) -> None:
     source = [Document("d", prose(5000)), *read_paths([str(path)])]
     cache = tmp_path / "deep" / "cache"
 
-    def load(tokenizer: Any, max_tokens: int | None = None) -> list[dict[str, Any]]:
-        used = token_cache(cache, tokenizer)
-        usable, _ = load_documents(
-            source, tokenizer, min_tokens=9, max_tokens=max_tokens, cache=used
-        )
-        return [document.to_dict() for document in usable]
+    def load(
+        tokenizer: Any, max_tokens: int | None = None, folder: Path | None = cache
+    ) -> list[dict[str, Any]]:
+        options = ReadingOptions(max_doc_tokens=max_tokens)
+        reader = Source(lambda: source, {}, embedded=False, token_cache=folder)
+        return [document.to_dict() for document in reader.load(tokenizer, options, min_tokens=9)[0]]
 
     plain, first, second = byte_tokenizer(), Counting(), Counting()
     expected = [document.to_dict() for document in load_documents(source, plain, min_tokens=9)[0]]
+    assert load(plain, folder=None) == expected
+    assert not cache.exists()
     assert load(first) == load(second) == expected
     assert (first.calls > 0, second.calls) == (True, 0)
     assert [known["tokens"] for known in load(second, max_tokens=100)] == [100, 100]
     assert load(byte_tokenizer(bos=True)) == expected  # another tokenizer, with entries of its own
     assert not list(cache.glob("unfinished-*"))
     assert len(list(cache.iterdir())) == 5
-    assert token_cache(None, plain) is None
 
 
 def test_many_writers_of_one_cache(tmp_path: Path) -> None:
