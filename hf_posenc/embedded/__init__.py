@@ -1,10 +1,8 @@
-"""Embedded model and text: a tiny Llama and long documents that it was not trained on.
+"""Embedded model and text: a tiny Llama and long documents that it was not trained on, both offline.
 
-Both work offline. The checkpoint is package data, written by `scripts/train_tiny_llama.py`; its model card is
-the `README.md` beside it. The documents are standard-library modules of the running Python, kept out of the
-training corpus by name and by content (`hf_posenc.embedded.corpus`).
-
-This module imports nothing heavy: no torch, no transformers.
+The checkpoint is package data, written by `scripts/train_tiny_llama.py`; its model card is the `README.md` beside it.
+The documents are standard-library modules of the running Python, kept out of the training corpus by name and by
+content (`hf_posenc.embedded.corpus`). This module imports nothing heavy: no torch, no transformers.
 """
 
 from __future__ import annotations

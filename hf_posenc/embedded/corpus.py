@@ -2,18 +2,17 @@
 
 Files are selected by rules that a reader can check:
 
-1. The corpus contains the standard library, and every installed distribution with a permissive licence in its
-   metadata.
+1. The corpus contains the standard library, and every installed distribution with a permissive licence in its metadata.
 2. It contains no tests, no vendored copies (which have other licences) and no generated tables.
-3. It contains no held-out module, and no file that shares more than `HELD_OUT_SHARE` of its distinctive lines
-   with them (backports, forks, type-checker plugins that quote them).
-4. It contains no duplicates: a file is left out if more than `DUPLICATE_SHARE` of its distinctive lines are in
-   the files before it, which covers exact copies as well as near ones.
-5. It contains a limited number of bytes of each distribution, so that none dominates. The standard library,
-   which the held-out modules are from, is included whole.
+3. It contains no held-out module, and no file that shares more than `HELD_OUT_SHARE` of its distinctive lines with them
+   (backports, forks, type-checker plugins that quote them).
+4. It contains no duplicates, exact or near: a file is left out if more than `DUPLICATE_SHARE` of its distinctive lines
+   are in the files before it.
+5. It contains a limited number of bytes of each distribution, so that none dominates. The standard library, which the
+   held-out modules are from, is included whole.
 
-The order is fixed: standard library first, then distributions by name, files by path. Under the limit of rule 5,
-a hash of their paths decides which files of a distribution are included.
+The order is fixed: standard library first, then distributions by name, files by path. Under the limit of rule 5, a hash
+of their paths decides which files of a distribution are included.
 """
 
 from __future__ import annotations

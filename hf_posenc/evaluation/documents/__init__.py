@@ -24,14 +24,12 @@ from hf_posenc.evaluation.documents.source import (
     special_prefix,
     tokenize,
 )
-from hf_posenc.evaluation.documents.storage import TokenCache
 
 __all__ = [
     "Document",
     "Entry",
     "LongDocument",
     "Skipped",
-    "TokenCache",
     "TokenizedDocument",
     "UnreadableError",
     "Vocabulary",

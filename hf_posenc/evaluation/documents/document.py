@@ -13,8 +13,7 @@ from torch import Tensor
 
 from hf_posenc.errors import PosencError
 
-BLOCK = 1 << 20
-"""Tokens or characters that are processed at a time where a whole document would not fit into memory."""
+BLOCK = 1 << 20  # tokens or characters at a time where a whole document would not fit into memory
 
 
 @dataclass(frozen=True)

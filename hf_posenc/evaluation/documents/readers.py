@@ -35,21 +35,11 @@ from hf_posenc.evaluation.documents.document import (
     printable,
 )
 
-SMALL = 1 << 20
-"""Characters, or bytes, from which on a text stays in its file."""
-
-PIECE = 1 << 16
-"""Bytes that are read at a time."""
-
-LONGEST = 1 << 28
-"""Bytes of the longest line of JSON that is read; a line is in memory as a whole."""
-
-TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")
-"""Types of token ids in a `.bin` file, little-endian."""
-
-MAPPED = 1 << 24
-"""Bytes from which on a file of token ids is mapped instead of read."""
-
+SMALL = 1 << 20  # characters, or bytes, from which on a text stays in its file
+PIECE = 1 << 16  # bytes that are read at a time
+LONGEST = 1 << 28  # bytes of the longest line of JSON that is read; a line is in memory as a whole
+TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")  # of a `.bin` file, little-endian
+MAPPED = 1 << 24  # bytes from which on a file of token ids is mapped instead of read
 _COMPRESSED = {".gz": "gzip data", ".zst": "zstd data"}
 _ROWS = 8  # of a parquet file, in memory at a time
 _MAGIC = {
@@ -101,9 +91,11 @@ def read_paths(
             if isinstance(file, Skipped):
                 yield file
                 continue
-            name = printable(file)
+            first, name = file, printable(file)
+            with contextlib.suppress(OSError):  # the reader raises the reason
+                status = file.stat()
+                first = seen.setdefault((status.st_dev, status.st_ino), file)
             try:
-                first = _first(file, seen)
                 if first is file:
                     dtype = None if folder else token_dtype
                     yield from _read_file(file, Column(column, tokenized), dtype)
@@ -116,10 +108,8 @@ def read_paths(
 def _files(argument: str, path: Path, folder: bool) -> Iterator[Path | Skipped]:
     """Yield the files of an argument: itself, those below a folder, or the matches of a pattern."""
     files: Iterable[Path | Skipped]
-    if folder:
+    if os.path.lexists(path):
         files = _below(path)
-    elif os.path.lexists(path):
-        files = (path,)
     else:
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
         files = (Path(file) for file in matches if not os.path.isdir(file))  # noqa: PTH112
@@ -132,19 +122,10 @@ def _files(argument: str, path: Path, folder: bool) -> Iterator[Path | Skipped]:
         yield Skipped(printable(path if folder else argument), reason)
 
 
-def _first(path: Path, seen: dict[tuple[int, int], Path]) -> Path:
-    """Return the path under which this file was first read; a file without a status is its own."""
-    try:
-        status = path.stat()
-    except OSError:
-        return path  # its reader raises the reason
-    return seen.setdefault((status.st_dev, status.st_ino), path)
-
-
-def _below(folder: Path) -> Iterator[Path | Skipped]:
-    """Yield every file below a folder, by name and through links; hidden entries are left out."""
+def _below(path: Path) -> Iterator[Path | Skipped]:
+    """Yield a file, or every file below a folder, by name and through links; hidden entries are left out."""
     seen: set[tuple[int, int]] = set()
-    pending = [folder]
+    pending = [path]
     while pending:
         path = pending.pop()
         if not os.path.isdir(path):  # noqa: PTH112 (pathlib's raises for some names)

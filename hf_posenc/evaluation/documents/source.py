@@ -333,14 +333,12 @@ class Vocabulary:
 
 def _with_unique_names(documents: list[TokenizedDocument]) -> list[TokenizedDocument]:
     """Number documents of the same name; a result stores them by name."""
-    taken: set[str] = set()
-    unique = []
+    unique: dict[str, TokenizedDocument] = {}
     for document in documents:
         numbered = (f"{document.name} ({number})" for number in itertools.count(2))
-        name = next(n for n in itertools.chain([document.name], numbered) if n not in taken)
-        taken.add(name)
-        unique.append(dataclasses.replace(document, name=name))
-    return unique
+        name = next(n for n in itertools.chain([document.name], numbered) if n not in unique)
+        unique[name] = dataclasses.replace(document, name=name)
+    return list(unique.values())
 
 
 def _none_left(skipped: Sequence[Skipped], longest: int, min_tokens: int) -> str:

@@ -18,12 +18,8 @@ from torch import Tensor
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.tokens import Numbers, Tokens
 
-BUDGET = 1 << 24
-"""Tokens that all documents of a run together keep in memory, 24 bytes each."""
-
-COLUMNS = {"ids": "<i4", "byte_ends": "<i8", "word_ends": "<i8"}
-"""The columns of `Tokens` and their types in a file."""
-
+BUDGET = 1 << 24  # tokens that all documents of a run together keep in memory, 24 bytes each
+COLUMNS = {"ids": "<i4", "byte_ends": "<i8", "word_ends": "<i8"}  # of `Tokens`, in a file
 FORMAT = 1  # of the cache
 _NOTHING = np.zeros(0, np.int64)
 

@@ -50,11 +50,8 @@ class Sizes:
 
 SIZES = Sizes()
 
-AGREED = 8
-"""Least number of tokens that two windows must share in the middle of their overlap."""
-
-LONGEST_COUNT = 64
-"""Repetitions that a pattern may count and still forget its phase within an overlap."""
+AGREED = 8  # least number of tokens that two windows must share in the middle of their overlap
+LONGEST_COUNT = 64  # repetitions that a pattern may count and still forget its phase in an overlap
 
 
 # The places where a tokenizer's texts can be cut.

@@ -128,20 +128,17 @@ def check_causal(model: nn.Module, probe: Tensor, logits: Tensor, options: dict[
     """Check that changing a token leaves the logits in front of it unchanged, up to the rounding of experts."""
     full = (torch.float32, torch.float64)
     exact = logits.dtype in full and next(model.parameters()).dtype in full
-    limit = (READS_AHEAD if exact else READS_AHEAD_HALF) * float(_finite(logits).abs().max())
+    largest = float(logits.float().nan_to_num(0, 0, 0).abs().max())
+    limit = largest * (READS_AHEAD if exact else READS_AHEAD_HALF)
     for place in {probe.shape[1] - 1, max(1, probe.shape[1] - 2)}:  # it may read a block ahead
         changed = probe.clone()
         others = probe[probe != probe[0, place]]
         changed[0, place] = others[0] if len(others) else (probe[0, place] - 1).abs()
         other = model(input_ids=changed, **options).logits
-        before, after = (_finite(values[0, :place]) for values in (logits, other))
+        before, after = (v[0, :place].float().nan_to_num(0, 0, 0) for v in (logits, other))
         if float((before - after).abs().max()) > limit:
             raise PosencError(
                 f"{type(model).__name__} is not causal: its prediction of a token depends on that very token and "
                 "those behind it, so that a perplexity would be meaningless. Load a causal language model; BERT and "
                 "similar encoders are causal with is_decoder=True in their config."
             )
-
-
-def _finite(logits: Tensor) -> Tensor:
-    return logits.float().nan_to_num(0, 0, 0)

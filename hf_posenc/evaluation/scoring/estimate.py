@@ -96,14 +96,9 @@ def run_cost(
 ) -> Cost:
     """Return the cost of many windows: the sums of tokens and operations, and the memory of the most expensive window.
 
-    Args:
-        model: A causal language model as it will run: patched, with its attention backend; on any device.
-        forwards: Tokens of every window, and how many of them are scored.
-        batch: Largest number of windows that are run at once.
-        chunk: Tokens whose logits are held at a time; by default that of `TokenScorer`.
-        prefill_chunk: Tokens that the decoder runs at a time; by default all.
-        dtype: Type of weights and activations; by default the model's own.
-        full_logits: Head replay is off, and the logits of all tokens are held.
+    The model is as it will run: patched, with its attention backend, on any device. A forward is the tokens of a window
+    and how many of them are scored; at most `batch` windows are run at once. By default, the chunk is that of
+    `TokenScorer`, the decoder runs all tokens at a time and the dtype is the model's. `full_logits`: no head replay.
     """
     counted = Counter(forwards)
     if not counted:
@@ -213,10 +208,10 @@ def _activations(shape: ModelShape, run: _Pass) -> int:
 
 def _attention(shape: ModelShape, layer: Attention, run: _Pass, masked: bool) -> int:
     """Return the bytes of one layer's attention beside its input."""
-    keys = run.keys_of(layer)
-    total = (layer.query + layer.cached) * run.queries * run.size
+    keys, query = run.keys_of(layer), layer.heads * layer.key_dim
+    total = (query + layer.cached) * run.queries * run.size
     if layer.encoding is not None:
-        total += _ROTATIONS * layer.query * run.queries * _FLOAT
+        total += _ROTATIONS * query * run.queries * _FLOAT
         kernels = (
             shape.device.type == "cpu" and not run.pieced and layer.encoding.plan.kernel is not None
         )
@@ -225,7 +220,7 @@ def _attention(shape: ModelShape, layer: Attention, run: _Pass, masked: bool) ->
             total += min(rows, run.queries) * layer.heads * keys * _EXACT
         return total
     # Of a rotation: times cosine, halves exchanged, times sine; later the output reuses their memory.
-    total += (3 * layer.query + layer.key_heads * layer.key_dim) * run.queries * run.size
+    total += (3 * query + layer.key_heads * layer.key_dim) * run.queries * run.size
     if shape.implementation == "eager":
         # Scores and their softmax in float32, both; the scores of half precision beside them.
         per_score = 2 * _FLOAT + (run.size if run.size < _FLOAT else 0)
@@ -286,11 +281,6 @@ class Attention:
     window: int | None = None
     chunked: bool = False
     encoding: Encoding | None = None
-
-    @property
-    def query(self) -> int:
-        """Features of all queries of a token."""
-        return self.heads * self.key_dim
 
     @property
     def cached(self) -> int:

@@ -68,8 +68,7 @@ class TokenScorer:
     Attributes:
         exact: Whether the probe's logits by head replay were bit-identical to those of the plain forward.
         replays: Whether head replay is in use; False means full logits, and no prefill in pieces.
-        chunk: As above, resolved.
-        prefill: As above; may be changed between calls.
+        prefill: As above; may be changed between calls, as `chunk` may.
 
     Raises:
         PosencError: The model is an encoder-decoder, does not return logits for every token or reads ahead; or `chunk`

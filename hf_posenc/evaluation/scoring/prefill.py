@@ -28,16 +28,12 @@ from hf_posenc.patch.state import state_of
 
 logger = logging.getLogger(__name__)
 
+# Names of the cache in different families, as an output and as an argument.
 CACHES = ("past_key_values", "cache_params", "state")
-"""Names of the cache in different families, as an output and as an argument."""
-
+# Tokens in a piece. A single one would be a decoding step, for which some families have another formula.
 LEAST = 2
-"""Tokens in a piece. A single one would be a decoding step, for which some families have another formula."""
-
-LEAST_PROBE = 64
-LONGEST_PIECE = 1024
-LONGEST_PROBE = 8192
-"""Tokens of the texts that are tried, and of their pieces."""
+# Tokens of the texts that are tried, and of their pieces.
+LEAST_PROBE, LONGEST_PIECE, LONGEST_PROBE = 64, 1024, 8192
 
 SAME = 1e-3
 SAME_HALF = 0.1

@@ -18,7 +18,6 @@ from hf_posenc.evaluation.documents import (
     Document,
     LongDocument,
     Skipped,
-    TokenCache,
     UnreadableError,
     load_documents,
     read_paths,
@@ -29,6 +28,7 @@ from hf_posenc.evaluation.documents import storage as spool
 from hf_posenc.evaluation.documents import tokens as cutting
 from hf_posenc.evaluation.documents import tokens as joining
 from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.documents.storage import TokenCache
 from hf_posenc.evaluation.documents.tokens import Tokens
 from hf_posenc.evaluation.options import ReadingOptions
 from tests.evaluation.documents.test_documents import write
