@@ -184,7 +184,7 @@ class Scores:
             "kind": "scores",
             "tokenizer": tokenizer_hash(tokenizer),
             "special": self._special,
-            "settings": self.settings.to_dict(),
+            "settings": dataclasses.asdict(self.settings),
             "documents": [document.to_dict() for document in self.documents],
             "environment": environment(),
         }

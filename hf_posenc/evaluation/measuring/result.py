@@ -128,7 +128,7 @@ class MethodsResult(Result, Generic[CellT]):
             "model": self.model,
             "original_max_position_embeddings": self.original,
             **definitions,
-            "settings": self.settings.to_dict(),
+            "settings": dataclasses.asdict(self.settings),
             "environment": self.environment,
             "head_replay": self.head_replay,
             "methods": listed_fields(self.candidates),

@@ -227,7 +227,7 @@ def _rate(value: float, mark: str = "aside") -> Span:
 
 
 def _published(name: str, source: Source) -> dict[str, Any]:
-    settings = Settings.from_dict(source.data["perplexity"]["settings"])
+    settings = Settings(**source.data["perplexity"]["settings"])
     try:
         table = published.get(name)
     except PosencError:  # made by another version of the package

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -44,11 +43,11 @@ from hf_posenc.evaluation.measuring.store import Key, Records
 from hf_posenc.evaluation.options import PerplexityOptions, ProtocolOptions, with_fields
 from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder, with_evaluator
 from hf_posenc.evaluation.perplexity.protocols import (
+    PRESETS,
     Settings,
     Window,
     default_lengths,
     plan,
-    preset_settings,
     special_tokens,
 )
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
@@ -79,33 +78,16 @@ class Item(machine.Item):
         return {"lengths": list(self.lengths), "document": self.document}
 
 
-@dataclass
-class Sum:
-    """Totals over tokens; the fields of a `Record`."""
+NOTHING = (0.0, 0, 0, 0, 0.0, 0.0)
+"""Nats, tokens, bytes, words, weighted loss and weight of no token: the last fields of a `Record`."""
 
-    nats: float = 0.0
-    tokens: int = 0
-    bytes: int | None = 0
-    words: int | None = 0
-    weighted: float = 0.0
-    weight: float = 0.0
 
-    def add(
-        self,
-        nats: float | None,
-        tokens: int,
-        size: int | None,
-        words: int | None,
-        weighted: float | None,
-        weight: float,
-    ) -> None:
-        """Add the totals of one window, or of a part of a document."""
-        self.nats += math.nan if nats is None else nats
-        self.tokens += tokens
-        self.bytes = None if size is None or self.bytes is None else self.bytes + size
-        self.words = None if words is None or self.words is None else self.words + words
-        self.weighted += math.nan if weighted is None else weighted
-        self.weight += weight
+def _plus(total: Sequence[Any], part: Sequence[Any]) -> list[Any]:
+    """Add totals over tokens; unknown bytes and words stay unknown, and a loss that was not finite stays NaN."""
+    pairs = zip(total, part, strict=True)
+    sums = [None if a is None or b is None else a + b for a, b in pairs]
+    sums[0], sums[4] = nan_if_none(sums[0]), nan_if_none(sums[4])
+    return sums
 
 
 class PerplexityRun(Measurement[Item, PerplexityResult]):
@@ -201,7 +183,7 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
 
     def measure(self, item: Item, attempt: Attempt) -> Value:
         """Run the windows of an item, and add up their spans."""
-        sums: dict[tuple[str, int], Sum] = {}
+        sums: dict[tuple[str, int], list[Any]] = {}
         longest: dict[str, list[Any]] | None = None
         waiting, advanced, forwarded = list(item.windows), 0, 0
         while waiting:
@@ -223,11 +205,7 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
                         longest = self._add(sums, item, window, part) or longest
             attempt.advance(advanced)
         return {
-            "sums": [
-                [*cell, *vars(total).values()]
-                for cell, total in sums.items()
-                if not attempt.is_lost(cell)
-            ],
+            "sums": [[*cell, *total] for cell, total in sums.items() if not attempt.is_lost(cell)],
             "curve": longest,
             "forwarded": forwarded,
         }
@@ -246,7 +224,7 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
 
     def _add(
         self,
-        sums: dict[tuple[str, int], Sum],
+        sums: dict[tuple[str, int], list[Any]],
         item: Item,
         window: Window,
         losses: Tensor,
@@ -264,15 +242,15 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
                 part, size, words, weight = part[key], None, None, float(key.sum())
             nats = float(part.sum())
             weighted = nats if weight == len(part) else nats / max(1, len(part)) * weight
-            total = sums.setdefault(span.cell, Sum())
-            total.add(nats, len(part), size, words, weighted, weight)
+            new = (nats, len(part), size, words, weighted, weight)
+            sums[span.cell] = _plus(sums.get(span.cell, NOTHING), new)
             if span.cell == ("prefix", self.settings.lengths[-1]):
                 longest = curve(part, span.first, span.length, self.settings.buckets)
         return longest
 
     @property
     def decisive(self) -> Mapping[str, Any]:
-        settings = self.settings.to_dict()
+        settings = dataclasses.asdict(self.settings)
         return {
             "kind": "perplexity",
             "model": self.metadata["model"],
@@ -282,12 +260,13 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
 
     def collect(self, values: Mapping[Key, Value]) -> PerplexityResult:
         """Add up the parts of every document, and leave out the cells in which any document failed."""
-        sums: dict[tuple[str, str, int, int], Sum] = {}
+        sums: dict[tuple[str, str, int, int], list[Any]] = {}
         curves: dict[str, tuple[list[float], list[int]]] = {}
         for item in self.items:
             value = values[item.key]
             for protocol, length, *numbers in value.get("sums", ()):
-                sums.setdefault((item.label, protocol, length, item.order), Sum()).add(*numbers)
+                key = item.label, protocol, length, item.order
+                sums[key] = _plus(sums.get(key, NOTHING), numbers)
             if value.get("curve"):
                 _add_curve(curves, item.label, value["curve"])
         labels = [candidate.label for candidate in self.candidates]
@@ -307,7 +286,7 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
             ],
             documents=[document.to_dict() for document in self.documents],
             records=[
-                Record(label, protocol, length, self.documents[index].name, **vars(total))
+                Record(label, protocol, length, self.documents[index].name, *total)
                 for (label, protocol, length, index), total in sorted(
                     sums.items(),
                     key=lambda e: (labels.index(e[0][0]), protocols.index(e[0][1]), *e[0][2:]),
@@ -478,13 +457,17 @@ def make_settings(
     Raises:
         PosencError: An unknown preset or setting, or settings that exclude each other.
     """
-    chosen, policy = preset_settings(preset)
-    chosen |= {name: value for name, value in values.items() if value is not None}
+    if preset is not None and preset not in PRESETS:
+        raise unknown("preset", preset, PRESETS)
+    own, policy = {}, "auto"
+    if preset is not None:
+        own, policy = {**PRESETS[preset].settings, "preset": preset}, PRESETS[preset].bos
+    chosen = {**own, **{name: value for name, value in values.items() if value is not None}}
     names = [field.name for field in dataclasses.fields(Settings)]
     for name in chosen:
         if name not in names:
             raise unknown("setting", name, names)
-    if chosen.get("lengths") is None:
+    if "lengths" not in chosen:
         chosen["lengths"] = default_lengths(original)
     return Settings(**chosen), policy if bos is None else bos
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.measuring.statistics import RESAMPLES
 
@@ -93,6 +93,8 @@ class Settings:
     preset: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("lengths", "protocols"):  # lists in a file
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.lengths or list(self.lengths) != sorted(set(self.lengths)):
             raise PosencError(f"Lengths are ascending and different, not {list(self.lengths)}.")
         if self.lengths[0] < MIN_LENGTH:
@@ -176,20 +178,6 @@ class Settings:
         if self.aggregate != "tokens" and not by_tokens:  # key tokens weigh the same in any window
             text += f"; {AGGREGATES[self.aggregate]}"
         return text
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        return {
-            **dataclasses.asdict(self),
-            "lengths": list(self.lengths),
-            "protocols": list(self.protocols),
-        }
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Settings:
-        """Read the values of `to_dict`."""
-        lists = {name: tuple(values[name]) for name in ("lengths", "protocols")}
-        return cls(**{**values, **lists})
 
 
 def default_tail_tokens(lengths: Sequence[int]) -> int:
@@ -277,15 +265,6 @@ PRESETS = {
         "The count of every window is one too small but for the first: a mean of means, a little off.",
     ),
 }
-
-
-def preset_settings(name: str | None) -> tuple[dict[str, Any], str]:
-    """Return the settings of a preset, and its policy for special tokens."""
-    if name is None:
-        return {}, "auto"
-    if name not in PRESETS:
-        raise unknown("preset", name, PRESETS)
-    return {**PRESETS[name].settings, "preset": name}, PRESETS[name].bos
 
 
 def special_tokens(tokenizer: Any, policy: str) -> list[int]:

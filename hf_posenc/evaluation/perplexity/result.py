@@ -131,7 +131,7 @@ class PerplexityResult(MethodsResult[Cell]):
         }
         return cls(
             **cls.description(values),
-            settings=Settings.from_dict(values["settings"]),
+            settings=Settings(**values["settings"]),
             source=dict(values["source"]),
             documents=list(values["documents"]),
             skipped=[Skipped(**entry) for entry in values["skipped"]],

@@ -297,7 +297,7 @@ class RetrievalResult(MethodsResult[Cell]):
         """Read what `to_dict` returned; everything that follows from the records is computed again."""
         return cls(
             **cls.description(values),
-            settings=RetrievalSettings.from_dict(values["settings"]),
+            settings=RetrievalSettings(**values["settings"]),
             haystack=dict(values["haystack"]),
             records=[Record(**entry) for entry in values["records"]],
             failures=[Failure(**entry) for entry in values["failures"]],

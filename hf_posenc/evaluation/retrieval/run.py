@@ -159,7 +159,7 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
 
     @property
     def decisive(self) -> Mapping[str, Any]:
-        settings, haystack = self.settings.to_dict(), self.metadata["haystack"]
+        settings, haystack = asdict(self.settings), self.metadata["haystack"]
         return {
             "kind": "retrieval",
             "model": self.metadata["model"],

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.retrieval.prompts import (
@@ -75,10 +74,10 @@ class Task(ABC):
         new_tokens: Tokens to generate, where answers are generated.
     """
 
-    name: ClassVar[str]
-    definition: ClassVar[str]
-    has_depth: ClassVar[bool] = True
-    new_tokens: ClassVar[int]
+    name: str
+    definition: str
+    has_depth: bool = True
+    new_tokens: int
 
     @abstractmethod
     def scene(self, sample: Sample, kit: Kit) -> Scene:
@@ -159,23 +158,25 @@ class NeedleInHaystack(Task):
     """
 
     new_tokens = 128
-    kind = "number"
-    among_needles = False
 
-    def make_key(self, draws: Draws) -> str:
-        """Draw a key."""
-        return word_key(draws)
+    def __init__(
+        self, name: str, definition: str, kind: str = "number", among_needles: bool = True
+    ) -> None:
+        self.name, self.definition = name, f"RULER: {definition}"
+        self.kind, self.among_needles = kind, among_needles
 
-    def make_value(self, draws: Draws) -> str:
-        """Draw a value."""
-        return draws.digits(7)
+    def _make_key(self, draws: Draws) -> str:
+        return draws.uuid() if self.kind == "uuid" else word_key(draws)
+
+    def _make_value(self, draws: Draws) -> str:
+        return draws.uuid() if self.kind == "uuid" else draws.digits(7)
 
     def scene(self, sample: Sample, kit: Kit) -> Scene:
         draws, encoder = Draws(*sample.needle), kit.encoder
-        key = kit.absent(lambda: self.make_key(draws))
-        value = kit.absent(lambda: self.make_value(draws))
+        key = kit.absent(lambda: self._make_key(draws))
+        value = kit.absent(lambda: self._make_value(draws))
         wrong = Draws("distractors", *sample.needle)
-        others: Iterable[str] = kit.others(lambda: self.make_value(wrong), value)
+        others: Iterable[str] = kit.others(lambda: self._make_value(wrong), value)
         question = _NEEDLE_QUESTION.format(kind=self.kind, key=key)
         filler = kit.lines_of_noise()
         if self.among_needles:
@@ -207,9 +208,9 @@ class NeedleInHaystack(Task):
         def line() -> str:
             key, value = needle
             while key == needle[0]:
-                key = self.make_key(draws)
+                key = self._make_key(draws)
             while value == needle[1] or value in values:
-                value = self.make_value(draws)
+                value = self._make_value(draws)
             values[value] = None
             return self._needle(key, value)
 
@@ -221,36 +222,6 @@ class NeedleInHaystack(Task):
             yield from (value for value in spare if value not in values)
 
         return filler, others()
-
-
-class NiahSingle1(NeedleInHaystack):
-    """`niah_single_1`: a number under a pair of words, in noise."""
-
-    name = "niah_single_1"
-    definition = "RULER: a number of seven digits under a key of two words, in lines of noise"
-
-
-class NiahMultikey2(NeedleInHaystack):
-    """`niah_multikey_2`: the haystack consists of other needles."""
-
-    name = "niah_multikey_2"
-    definition = "RULER: as niah_single_1, in a haystack of other such needles, whose numbers are distractors"
-    among_needles = True
-
-
-class NiahMultikey3(NeedleInHaystack):
-    """`niah_multikey_3`: the haystack consists of other needles; keys and values are UUIDs."""
-
-    name = "niah_multikey_3"
-    definition = "RULER: as niah_multikey_2, with UUIDs as keys and values"
-    kind = "uuid"
-    among_needles = True
-
-    def make_key(self, draws: Draws) -> str:
-        return draws.uuid()
-
-    def make_value(self, draws: Draws) -> str:
-        return draws.uuid()
 
 
 HOPS = 4
@@ -449,9 +420,18 @@ TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         Passkey(),
-        NiahSingle1(),
-        NiahMultikey2(),
-        NiahMultikey3(),
+        NeedleInHaystack(
+            "niah_single_1",
+            "a number of seven digits under a key of two words, in lines of noise",
+            among_needles=False,
+        ),
+        NeedleInHaystack(
+            "niah_multikey_2",
+            "as niah_single_1, in a haystack of other such needles, whose numbers are distractors",
+        ),
+        NeedleInHaystack(
+            "niah_multikey_3", "as niah_multikey_2, with UUIDs as keys and values", "uuid"
+        ),
         VariableTracking(),
         FrequentWords(),
     )
@@ -536,12 +516,3 @@ class RetrievalSettings:
             for depth in depths
             for number in range(count)
         ]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RetrievalSettings:
-        """Read the values of `to_dict`."""
-        return cls(**values)
