@@ -25,7 +25,7 @@ from hf_posenc.evaluation.measuring.identity import (
     tokenizer_hash,
 )
 from hf_posenc.evaluation.measuring.result import MethodEntry
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Store, fingerprint_of
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Store, fingerprint_of
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, make_settings
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
@@ -100,7 +100,7 @@ def _with_row(table: PerplexityResult, row: PerplexityResult) -> PerplexityResul
     )
 
 
-class GroupRecords(Memory):
+class GroupRecords(Records):
     """Records of all ranks of a process group; this rank's new values go to its own records too."""
 
     def __init__(self, keys: Sequence[Key], own: Records) -> None:
@@ -266,7 +266,7 @@ class Scores:
             },
         )
         run.fingerprint = self.fingerprint
-        store: contextlib.AbstractContextManager[Records] = contextlib.nullcontext(Memory())
+        store: contextlib.AbstractContextManager[Records] = contextlib.nullcontext(Records())
         if self.output is not None and not (sharded and shard.index):
             store = Store(self.output, self._decisive, share)
         with store as own:

@@ -27,7 +27,7 @@ from hf_posenc.evaluation.measuring.execute import (
     write_timings,
 )
 from hf_posenc.evaluation.measuring.identity import describe_model, name_of
-from hf_posenc.evaluation.measuring.store import ALONE, Memory, Records, Shard
+from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.options import BenchOptions, with_fields
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, joined, settings_of
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
@@ -163,7 +163,7 @@ class BenchJob:
 
             def opened(run: Measurement[Any, Any]) -> tuple[Measurement[Any, Any], Records]:
                 if folder is None:
-                    return run, Memory()
+                    return run, Records()
                 return run, stack.enter_context(run.open(folder, shard))
 
             parts = {name: opened(run) for name, run in self.shared.items()}

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard, Store
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, evaluation_mode
 from hf_posenc.evaluation.scoring.memory import reason_of
 from hf_posenc.files import to_json, write_atomically
@@ -149,9 +149,9 @@ class Measurement(Generic[ItemT, ResultT]):
             PosencError: The folder cannot be written to, or another process writes the same share.
         """
         if folder is None:
-            memory = Memory()
-            execute(self, memory, shard, progress)
-            return collected(self, memory)
+            records = Records()
+            execute(self, records, shard, progress)
+            return collected(self, records)
         with self.open(folder, shard) as store:
             execute(self, store, shard, progress)
             self.missing = wait_for_all(self, store, shard, waiting)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, Protocol, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -78,27 +78,14 @@ def fingerprint_of(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Records(Protocol):
-    """The stored values of a run."""
-
-    def get(self, key: Key) -> dict[str, Any] | None:
-        """Return the value of a key; `None` if there is none."""
-
-    def append(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Store a value."""
-
-    def refresh(self) -> None:
-        """Read what other processes have stored."""
-
-
-class Memory:
-    """Records that end with the process."""
+class Records:
+    """Stored values by key; these end with the process."""
 
     def __init__(self) -> None:
         self._records: dict[Key, dict[str, Any]] = {}
 
     def get(self, key: Key) -> dict[str, Any] | None:
-        """Return the value of a key; `None` if there is none."""
+        """Return the value of a key from any process, as of the last `refresh`; `None` if there is none."""
         return self._records.get(key)
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
@@ -106,10 +93,10 @@ class Memory:
         self._records[key] = json.loads(json.dumps(finite(dict(value))))
 
     def refresh(self) -> None:
-        """Do nothing: there are no other processes."""
+        """Read what other processes have stored."""
 
 
-class Store:
+class Store(Records):
     """The records of one run in files. A context manager: the file of this process is locked while it is open.
 
     Args:
@@ -129,11 +116,11 @@ class Store:
         shard: Shard = ALONE,
         command: str | None = None,
     ) -> None:
+        super().__init__()
         self.fingerprint = fingerprint_of(settings)
         self.folder = folder / "records" / self.fingerprint
         name = f"shard-{shard.index + 1}-of-{shard.count}"
         self._path = self.folder / f"{name}.jsonl"
-        self._records: dict[Key, dict[str, Any]] = {}
         self._read_to: dict[Path, int] = {}
         self._lock = FileLock(self.folder / f"{name}.lock", timeout=0)
         try:
@@ -175,10 +162,6 @@ class Store:
         """Close the file, and release its lock."""
         self._file.close()
         self._lock.release()
-
-    def get(self, key: Key) -> dict[str, Any] | None:
-        """Return the value of a key from any process, as of the last `refresh`; `None` if there is none."""
-        return self._records.get(key)
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
         """Store a value; on return it is on the disk. If it cannot be written, all earlier records are intact."""

@@ -17,7 +17,6 @@ with and without such gaps can be compared.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -188,33 +187,26 @@ def evaluator_of(
     policy: str,
     load: Callable[[str], tuple[nn.Module, Any]] | None,
 ) -> Evaluator:
-    """Return the evaluator of LongPPL: the measured model itself, or one that is loaded."""
-    name, spec = split_evaluator(options.longppl or SELF)
+    """Return the evaluator that `NAME` or `NAME@METHOD:option=value` describes: the measured model, or one to load.
+
+    Its short context has the paper's 4,096 tokens; for shorter texts the trained length, or a quarter of the text.
+    """
+    name, _, spec = (options.longppl or SELF).partition("@")
     if name != SELF:
         if load is None:
             raise PosencError(f"longppl={name!r}: in Python only {SELF!r}, with @METHOD or not.")
         model, tokenizer = load(name)
+    short, longest = SHORT, settings.lengths[-1]
+    if longest <= SHORT:
+        short = original if original is not None and original < longest else longest // 4
     return Evaluator(
         name=name,
         model=model,
         tokenizer=tokenizer,
-        candidate=Candidate.parse(spec).checked(model),
+        candidate=Candidate.parse(spec or "none").checked(model),
         special=special_tokens(tokenizer, policy),
-        short=options.longppl_short or default_short(settings.lengths[-1], original),
+        short=options.longppl_short or short,
     )
-
-
-def split_evaluator(text: str) -> tuple[str, str]:
-    """Read `NAME` or `NAME@METHOD:option=value`, such as `self@rerope`: the model's name and its patch."""
-    name, _, spec = text.partition("@")
-    return name, spec or "none"
-
-
-def default_short(longest: int, original: int | None) -> int:
-    """Return the paper's 4,096 tokens for long texts; for shorter ones the trained length, or a quarter of the text."""
-    if longest > SHORT:
-        return SHORT
-    return original if original is not None and original < longest else longest // 4
 
 
 def finder(
@@ -264,9 +256,3 @@ def _mask(evaluator: Evaluator, document: TokenizedDocument, length: int) -> Ten
             step=evaluator.step,
         )
     return key[len(special) :]
-
-
-def with_evaluator(settings: Settings, evaluator: Evaluator) -> Settings:
-    """Return the settings with the protocol `longppl` and its evaluator."""
-    protocols = (*settings.protocols, "longppl")
-    return dataclasses.replace(settings, protocols=protocols, evaluator=evaluator.to_dict())

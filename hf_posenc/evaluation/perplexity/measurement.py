@@ -41,7 +41,7 @@ from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
 from hf_posenc.evaluation.options import PerplexityOptions, ProtocolOptions, with_fields
-from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder, with_evaluator
+from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder
 from hf_posenc.evaluation.perplexity.protocols import (
     PRESETS,
     Settings,
@@ -399,7 +399,11 @@ def prepare(
     key_tokens = None
     if options.longppl is not None:
         evaluator = evaluator_of(options, settings, model, tokenizer, original, policy, load)
-        settings = with_evaluator(settings, evaluator)
+        settings = dataclasses.replace(
+            settings,
+            protocols=(*settings.protocols, "longppl"),
+            evaluator=evaluator.to_dict(),
+        )
         key_tokens = finder(
             evaluator,
             documents,

@@ -26,7 +26,6 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt
-from hf_posenc.evaluation.retrieval.tasks import Task
 from hf_posenc.evaluation.scoring.decoder import input_device
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
@@ -204,9 +203,3 @@ def generate(model: nn.Module, tokenizer: Any, prompt: Prompt, new_tokens: int) 
     )
     text: str = tokenizer.decode(output[0, len(prompt.ids) :], skip_special_tokens=True)
     return _CONTROL.sub("\n", text.strip()).strip()
-
-
-def judge(task: Task, prompt: Prompt, text: str) -> dict[str, Any]:
-    """Return the scores of a generated text, as a record stores them."""
-    score = task.hit(text, prompt.references)
-    return {"correct": score == 1.0, "score": score, "text": text}

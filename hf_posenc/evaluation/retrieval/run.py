@@ -34,7 +34,7 @@ from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import RetrievalOptions, with_fields
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
-from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate, judge
+from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate
 from hf_posenc.evaluation.retrieval.prompts import Encoder, OwnText, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
 from hf_posenc.evaluation.retrieval.tasks import DEFAULT_TASKS, Kit, RetrievalSettings, get_task
@@ -42,6 +42,7 @@ from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, 
 
 # Settings that are parts of the keys, or only determine their number.
 _OF_THE_KEYS = ("lengths", "tasks", "depths", "samples")
+_SCORES = ("correct", "score", "nats", "rank", "candidates", "distance", "text")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -53,13 +54,8 @@ class Item(machine.Item):
     @property
     def about(self) -> dict[str, Any]:
         """Return what identifies the item in `timings.json`, beside its method."""
-        sample = self.sample
-        return {
-            "task": sample.task,
-            "length": sample.length,
-            "depth": sample.depth,
-            "sample": sample.number,
-        }
+        s = self.sample
+        return {"task": s.task, "length": s.length, "depth": s.depth, "sample": s.number}
 
 
 class RetrievalRun(Measurement[Item, RetrievalResult]):
@@ -155,7 +151,9 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
             return asdict(self._answers(prompt))
         self.scorer.reset(prompt.ids)
         task = get_task(item.sample.task)
-        return judge(task, prompt, generate(self.model, self.tokenizer, prompt, task.new_tokens))
+        text = generate(self.model, self.tokenizer, prompt, task.new_tokens)
+        score = task.hit(text, prompt.references)
+        return {"correct": score == 1.0, "score": score, "text": text}
 
     @property
     def decisive(self) -> Mapping[str, Any]:
@@ -192,21 +190,8 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
 
 
 def _record(item: Item, value: Value) -> Record:
-    sample = item.sample
-    return Record(
-        method=item.label,
-        task=sample.task,
-        length=sample.length,
-        depth=sample.depth,
-        sample=sample.number,
-        correct=value["correct"],
-        score=value["score"],
-        nats=value.get("nats"),
-        rank=value.get("rank"),
-        candidates=value.get("candidates"),
-        distance=value["distance"],
-        text=value.get("text"),
-    )
+    s, scores = item.sample, dict[str, Any]((name, value.get(name)) for name in _SCORES)
+    return Record(item.label, s.task, s.length, s.depth, s.number, **scores)
 
 
 def measure_retrieval(
@@ -281,15 +266,11 @@ def prepare(
 
 def settings_of(options: RetrievalOptions, lengths: Sequence[int]) -> RetrievalSettings:
     """Return the settings of a run at these lengths."""
+    names = ("depths", "samples", "distractors", "decode", "seed", "chunk")
     return RetrievalSettings(
         lengths=tuple(sorted(set(lengths))),
         tasks=DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),
-        depths=tuple(options.depths),
-        samples=options.samples,
-        distractors=options.distractors,
-        decode=options.decode,
-        seed=options.seed,
-        chunk=options.chunk,
+        **{name: getattr(options, name) for name in names},
     )
 
 

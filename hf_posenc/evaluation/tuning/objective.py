@@ -45,7 +45,7 @@ from hf_posenc.evaluation.measuring.statistics import (
     exp_or_inf,
     side_of_one,
 )
-from hf_posenc.evaluation.measuring.store import ALONE, Key, Memory, Records, Shard, Store
+from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
 from hf_posenc.evaluation.options import TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
@@ -397,7 +397,7 @@ class TailJob(Measurement[Item, Any], abc.ABC, Generic[ResultT]):
             return losses
 
         with contextlib.ExitStack() as stack:
-            store: Records = Memory()
+            store: Records = Records()
             if folder is not None:
                 store = stack.enter_context(Store(folder, self.decisive, shard))
             result = self.course(batch)

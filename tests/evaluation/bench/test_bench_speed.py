@@ -20,7 +20,7 @@ from hf_posenc.evaluation.bench.speed import (
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import collected, execute
-from hf_posenc.evaluation.measuring.store import Memory
+from hf_posenc.evaluation.measuring.store import Records
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.patch.patching import get_patch
 from tests.support.bench_cases import METHODS, tiny
@@ -60,7 +60,7 @@ def test_methods_take_turns_and_every_timed_forward_follows_one_of_the_same_wind
 
     monkeypatch.setattr(TokenScorer, "__call__", spy)
     monkeypatch.setattr(Clock, "time", watch)
-    execute(run, Memory())
+    execute(run, Records())
     turn = [None, "sliding_window", "yarn"]
     each = [[("forward", m), ("clock", m), ("forward", m)] for m in turn]
     assert events == [event for _ in range(2) for events_of in each for event in events_of]
@@ -145,7 +145,7 @@ def test_a_method_that_failed_is_not_run_again_and_not_averaged() -> None:
             calls.append(1)
             raise RuntimeError("no kernel\nmore of it")
 
-    run, store = speed_run(model, rounds=3), Memory()
+    run, store = speed_run(model, rounds=3), Records()
     model.register_forward_pre_hook(fail, with_kwargs=True)
     execute(run, store)
     result = collected(run, store)
@@ -190,7 +190,7 @@ def test_the_window_is_text_with_special_tokens_in_front() -> None:
 
 @pytest.mark.gpu
 def test_on_a_gpu_the_peak_is_that_of_pytorch_and_the_forward_is_in_the_time() -> None:
-    run, store = speed_run(tiny().to("cuda")), Memory()
+    run, store = speed_run(tiny().to("cuda")), Records()
     execute(run, store)
     result = collected(run, store)
     assert result is not None

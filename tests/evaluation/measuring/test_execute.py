@@ -21,7 +21,7 @@ from hf_posenc.evaluation.measuring.execute import (
     collected,
     execute,
 )
-from hf_posenc.evaluation.measuring.store import Key, Memory, Shard
+from hf_posenc.evaluation.measuring.store import Key, Records, Shard
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
@@ -75,10 +75,10 @@ class Losses(Measurement[Text, tuple[Sums, dict[Any, str]]]):
 
 
 def test_what_is_stored_is_skipped_and_shares_add_up() -> None:
-    whole, alone = Losses(("none", "yarn:scale=2")), Memory()
+    whole, alone = Losses(("none", "yarn:scale=2")), Records()
     execute(whole, alone)
     expected = collected(whole, alone)
-    shared = Memory()
+    shared = Records()
     for index in range(3):
         run = Losses(("none", "yarn:scale=2"))
         assert collected(run, shared) is None
@@ -92,7 +92,7 @@ def test_what_is_stored_is_skipped_and_shares_add_up() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
 def test_the_first_failure_of_a_cell_decides_whoever_measures_it(order: tuple[int, int]) -> None:
-    store = Memory()
+    store = Records()
     for index in order:
         execute(Losses(("none",), unlucky=(1, 2)), store, Shard(index, 2))
     run = Losses(("none",))
@@ -101,12 +101,12 @@ def test_the_first_failure_of_a_cell_decides_whoever_measures_it(order: tuple[in
     assert result[1] == {("none", (32,)): "RuntimeError: no luck with 1"}
     assert store.get(("none", 3)) == {"skipped": True}
     alone = Losses(("none",), unlucky=(1, 2))
-    execute(alone, Memory())
+    execute(alone, Records())
     assert alone.measured == [0, 1]  # the others are lost
 
 
 def test_a_method_that_the_model_refuses_is_a_failure_and_the_others_are_measured() -> None:
-    run, store = Losses(("yarn:scale=2,original_max_position_embeddings=-3", "none")), Memory()
+    run, store = Losses(("yarn:scale=2,original_max_position_embeddings=-3", "none")), Records()
     execute(run, store)
     result = collected(run, store)
     assert result is not None
@@ -114,12 +114,12 @@ def test_a_method_that_the_model_refuses_is_a_failure_and_the_others_are_measure
     assert len(losses) == 4
     assert [label for label, _ in failures] == [run.items[0].label]
     with pytest.raises(Exception, match=r".") as raised:
-        execute(Losses((run.items[0].candidate.spec,)), Memory(), strict=True)  # type: ignore[union-attr]
+        execute(Losses((run.items[0].candidate.spec,)), Records(), strict=True)  # type: ignore[union-attr]
     assert str(raised.value) in next(iter(failures.values()))
 
 
 def test_strict_raises_and_stores_nothing() -> None:
-    store = Memory()
+    store = Records()
     with pytest.raises(RuntimeError, match="no luck with 1"):
         execute(Losses(("none",), unlucky=(1,)), store, strict=True)
     assert store.get(("none", 0)) is not None
@@ -137,7 +137,7 @@ def test_a_dynamic_table_of_the_model_is_reset_whatever_is_patched_in_beside_it(
         assert candidate.moves
         assert candidate.stateful
         settings = Settings(lengths=(96, 160), protocols=("tail",), tail_tokens=8)
-        store = Memory()
+        store = Records()
         for index in range(count):
             run = PerplexityRun(model, documents, [candidate], settings)
             execute(run, store, Shard(index, count))

@@ -15,7 +15,7 @@ import torch
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import collected, execute, write_timings
-from hf_posenc.evaluation.measuring.store import ALONE, Memory, Shard
+from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.retrieval import (
     RetrievalResult,
     RetrievalRun,
@@ -187,7 +187,7 @@ def test_what_depends_on_the_length_is_not_read_on_from_a_cache(update: str, lon
     model.register_forward_pre_hook(
         lambda _, args, kwargs: read.append(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
-    execute(run, Memory())
+    execute(run, Records())
     assert len([n for n in read if n > 300]) == long
 
 

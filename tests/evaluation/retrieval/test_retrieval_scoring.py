@@ -10,8 +10,8 @@ import torch
 
 from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import execute
-from hf_posenc.evaluation.measuring.store import Memory
-from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate, judge
+from hf_posenc.evaluation.measuring.store import Records
+from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate
 from hf_posenc.evaluation.retrieval.prompts import Answer, Encoder, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit, RetrievalSettings
@@ -197,7 +197,7 @@ def test_a_run_says_which_models_keep_a_state() -> None:
         settings = RetrievalSettings((400,), ("passkey",), (0.5,), samples=1, distractors=2)
         run = RetrievalRun(model, byte_tokenizer(), candidates, settings)
         lengths = forwards(model)
-        execute(run, Memory())
+        execute(run, Records())
         assert lengths.count(2) == resets  # the answer and both distractors
 
 
@@ -249,8 +249,9 @@ def test_generating_finds_what_teacher_forcing_finds(window: int) -> None:
     model, task = Copier(window), TASKS["passkey"]
     for sample in range(3):
         prompt = prompt_of(sample=sample)
-        made = judge(task, prompt, generate(model, byte_tokenizer(), prompt, task.new_tokens))
-        assert made["correct"] == scorer_of(model)(prompt).correct == (window > 100)
+        text = generate(model, byte_tokenizer(), prompt, task.new_tokens)
+        right = task.hit(text, prompt.references) == 1.0
+        assert right == scorer_of(model)(prompt).correct == (window > 100)
 
 
 def test_generated_texts_are_judged_as_the_papers_do() -> None:
