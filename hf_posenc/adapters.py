@@ -1,7 +1,6 @@
 """Facts about model families that inspection cannot find, loaded from `patches/`.
 
-`hf_posenc` finds rotary tables by inspection. A family needs an adapter for its quirks, and to be named: a model type
-named in `patches/` is a promise that the test matrix holds for it.
+A model type named there is a promise that the test matrix holds for it.
 """
 
 from __future__ import annotations
@@ -30,12 +29,8 @@ _OUTSIDE = frozenset({"rope_type", "rope_theta", "partial_rotary_factor"})
 class LegacyKeys:
     """The config attributes from which transformers 4.57, and older servers, read one model type's rotary embedding.
 
-    All methods take `rope_parameters` as transformers 5 has it: flat, or nested by layer type.
-
-    Attributes:
-        names: Other names than `rope_theta`, `partial_rotary_factor` and `rope_local_base_freq`, where it has such.
-        rope_types: The rope types that it computes for this model type.
-        fields: The keys that `rope_scaling` must have, no more and no fewer; `None`: any.
+    All methods take `rope_parameters` as transformers 5 has it: flat, or nested by layer type. The fields are those of
+    `ArchAdapter`; the keys of `rope_scaling` must be `fields`, no more and no fewer, where these are given.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -50,8 +45,7 @@ class LegacyKeys:
     def values(self, rope_parameters: Mapping[str, Any]) -> dict[str, Any]:
         """Return the same in the config attributes of transformers 4.57; empty where it has no words for it.
 
-        Also for a model type for which it does not compute them: most of those then refuse the config, and would
-        compute something else in silence without.
+        Also for a model type for which it does not compute them: most then refuse the config instead of ignoring it.
         """
         full = _full(rope_parameters)
         if "rope_theta" not in full or full["rope_type"] not in ROPE_TYPES:
@@ -102,15 +96,12 @@ class ArchAdapter:
     Attributes:
         family: A name for tables.
         model_types: The `config.model_type` values of text decoders that the family covers.
-        sincos_table: The attribute that holds a precomputed `[sin | cos]` table (GPT-J), instead of
-            an `inv_freq` buffer.
-        log_gain: A buffer of the rotary module with the logarithm of a learned factor on each
-            frequency.
+        sincos_table: The attribute that holds a precomputed `[sin | cos]` table (GPT-J), instead of `inv_freq`.
+        log_gain: A buffer of the rotary module with the logarithm of a learned factor on each frequency.
         legacy_keys: The names that transformers 4 gave `rope_theta` and its like in this family's config.
         legacy_rope_types: The rope types that transformers 4.57 computes, for model types where these are not all.
         legacy_fields: The keys that its `rope_scaling` must have, for model types where it takes no others.
-        refused_if: Config attributes that, when true, mean that a model does not rotate, with the
-            reason.
+        refused_if: Config attributes that, when true, mean that a model does not rotate, with the reason.
     """
 
     family: str
@@ -132,11 +123,7 @@ class ArchAdapter:
         )
 
     def check(self, config: Any) -> None:
-        """Refuse a model that the family is known not to support.
-
-        Raises:
-            UnsupportedModelError: With the reason.
-        """
+        """Refuse a model that the family is known not to support, with the reason."""
         for key, reason in self.refused_if.items():
             if getattr(config, key, False):
                 raise UnsupportedModelError(f"{config.model_type} cannot be patched: {reason}")

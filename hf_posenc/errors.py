@@ -1,7 +1,4 @@
-"""The errors that `hf_posenc` raises: one family, so that one `except` catches it.
-
-Every message names what was given, what is possible and the way out.
-"""
+"""The errors that `hf_posenc` raises: one family, with messages that name what is possible and the way out."""
 
 from __future__ import annotations
 
@@ -26,13 +23,7 @@ class UntrainedWarning(UserWarning):
 
 
 def unknown(kind: str, given: str, possible: Iterable[str]) -> PosencError:
-    """Return the error for an unknown name, with the closest names first.
-
-    Args:
-        kind: The kind of thing that it names, e.g. `"method"`.
-        given: The name as it was given.
-        possible: Every valid name.
-    """
+    """Return the error for an unknown name of a kind (`"method"`), with the closest names first."""
     names = sorted(possible)
     close = difflib.get_close_matches(given, names, n=3)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""

@@ -57,11 +57,9 @@ json.dump({"version": transformers.__version__, "missing": sorted(info["missing_
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of a clean process.
+    """The result of a clean process, with its version of transformers.
 
     Attributes:
-        directory: The folder that it loaded.
-        version: Its version of transformers.
         error: The largest difference of a logit, relative to the largest logit.
         tolerance: The largest such difference that is rounding.
         tokens: Number of tokens that were compared.
@@ -123,6 +121,7 @@ def verify_export(
     probes = _probes(inner, seed)
     expected = _logits(model, probes)
     probes = probes[: len(expected)]
+    positions = probes[-1].get("position_ids", torch.arange(probes[-1]["input_ids"].shape[1]))
     with tempfile.TemporaryDirectory() as folder:
         logits, report = _in_a_clean_process(Path(folder), str(directory), inner, probes, packages)
     error = max(
@@ -135,12 +134,7 @@ def verify_export(
         math.inf if math.isnan(error) else error,
         TOLERANCES.get(inner.dtype, 3e-2),
         sum(probe["input_ids"].numel() for probe in probes),
-        max(
-            int(probe["position_ids"].max()) + 1
-            if "position_ids" in probe
-            else probe["input_ids"].shape[1]
-            for probe in probes
-        ),
+        int(positions.max()) + 1,
         tuple(report["missing"]),
     )
 
@@ -158,8 +152,7 @@ def _probes(model: Any, seed: int) -> list[dict[str, Tensor]]:
     """
     text = model.config.get_text_config(decoder=True)
     patch = get_patch(model)
-    trained = int(getattr(text, "max_position_embeddings", None) or _TOKENS)
-    reach = trained
+    trained = reach = int(getattr(text, "max_position_embeddings", None) or _TOKENS)
     if patch is not None:
         trained = patch.original_max_position_embeddings
         reach = patch.extended_length or 2 * trained
@@ -215,13 +208,9 @@ def _in_a_clean_process(
     }
     torch.save(probes, files["probes"])
     # -I: no PYTHONPATH, no current folder, no user's packages
-    process = subprocess.run(
-        [sys.executable, "-I", "-c", _CLEAN, json.dumps(task)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-    )
+    command = [sys.executable, "-I", "-c", _CLEAN, json.dumps(task)]
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
     if process.returncode:
         lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
         raise PosencError(f"A clean process cannot load {directory}: {lines[-1].strip()[:300]}")

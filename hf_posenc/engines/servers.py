@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,13 +94,18 @@ class Transformers4(Engine):
         return formulas.of_transformers(scaling, config, theta, dim, setup.length)
 
 
-class Server(Engine):
-    """vLLM or SGLang."""
+class VLLM(Engine):
+    """vLLM."""
 
+    name = "vllm"
+    version = "0.33.0"
     fixed_table = True
-    length_flag: ClassVar[str]
-    override_flag: ClassVar[str]
-    switch_note: ClassVar[str]
+    length_flag = "--max-model-len"
+    override_flag = "--hf-overrides"
+    switch_note = (
+        "With {flag} above {original} vLLM uses long_factor for short texts too; "
+        "at or below it, short_factor for all."
+    )
 
     def drafts(self, source: Source) -> Iterator[Draft]:
         flags = (self.length_flag, str(source.reach))
@@ -110,10 +115,7 @@ class Server(Engine):
                 if table.wrapper is None:
                     continue
                 entry = self._entry(entry_of(rope_parameters, table.label), source, table)
-                if table.label in rope_parameters:
-                    result[table.label] = entry
-                else:
-                    result = entry
+                result = {**result, table.label: entry} if table.label in result else entry
                 if entry["rope_type"] == "linear":
                     values["max_position_embeddings"] = source.original
                 if _one_list(entry) and _ORIGINAL in values:
@@ -141,8 +143,7 @@ class Server(Engine):
         rope = entry_of(config["rope_parameters"], table.label)
         theta, dim, kind = float(rope["rope_theta"]), table.dim, rope["rope_type"]
         if kind == "dynamic":
-            reach = float(config["max_position_embeddings"])
-            return Table(self._dynamic(theta, dim, float(rope["factor"]), reach))
+            return Table(self._dynamic(theta, dim, float(rope["factor"])))
         original = int(
             config.get(_ORIGINAL) or rope.get(_ORIGINAL) or config["max_position_embeddings"]
         )
@@ -150,15 +151,12 @@ class Server(Engine):
             return Table(formulas.yarn_of(rope, theta, dim, original), self._yarn_factor(rope))
         if kind != "longrope":
             # As in transformers, but that a proportional table has no factor.
-            same = {**rope, _ORIGINAL: original}
-            if kind == "proportional":
-                same["factor"] = None
+            own = {"factor": None} if kind == "proportional" else {}
+            same = {**rope, _ORIGINAL: original, **own}
             return formulas.of_transformers(same, config, theta, dim, setup.length)
         if "mrope_section" in rope:
-            return (
-                "its longrope has no positions on three axes (mrope_section), which "
-                f"{setup.source.path} has"
-            )
+            axes = "positions on three axes (mrope_section)"
+            return f"its longrope has no {axes}, which {setup.source.path} has"
         if _interleaved(table):
             return "its longrope rotates half-split features only, and this model's are interleaved"
         past = self._past(setup.source.reach, original, setup.length)
@@ -169,15 +167,15 @@ class Server(Engine):
         return Table(formulas.longrope(theta, dim, divisors), float(factor))
 
     def _yarn_factor(self, rope: Mapping[str, Any]) -> float:
-        raise NotImplementedError
+        return formulas.yarn_factor_of(rope)
 
-    def _dynamic(self, theta: float, dim: int, factor: float, reach: float) -> Tensor:
+    def _dynamic(self, theta: float, dim: int, factor: float) -> Tensor:
         """Return the one table of the dynamic method, for texts of every length."""
-        raise NotImplementedError
+        return formulas.plain(theta, dim)  # its table's length is the length that it scales from
 
     def _past(self, reach: int, original: int, length: int) -> bool:
         """Return whether a text of `length` tokens gets the long list."""
-        raise NotImplementedError
+        return reach > original  # by --max-model-len, for every text
 
     def overrides(self, config: Mapping[str, Any], source: Source) -> tuple[str, ...]:
         keys = (*source.lengths(), "rope_parameters")
@@ -190,30 +188,8 @@ class Server(Engine):
         return (self.override_flag, json.dumps(changed)) if changed else ()
 
 
-class VLLM(Server):
-    """vLLM."""
-
-    name = "vllm"
-    version = "0.33.0"
-    length_flag = "--max-model-len"
-    override_flag = "--hf-overrides"
-    switch_note = (
-        "With {flag} above {original} vLLM uses long_factor for short texts too; "
-        "at or below it, short_factor for all."
-    )
-
-    def _yarn_factor(self, rope: Mapping[str, Any]) -> float:
-        return formulas.yarn_factor_of(rope)
-
-    def _dynamic(self, theta: float, dim: int, factor: float, reach: float) -> Tensor:
-        return formulas.plain(theta, dim)  # its table's length is the length that it scales from
-
-    def _past(self, reach: int, original: int, length: int) -> bool:
-        return reach > original  # by --max-model-len, for every text
-
-
-class SGLang(Server):
-    """SGLang."""
+class SGLang(VLLM):
+    """SGLang, whose rotary code began as vLLM's."""
 
     name = "sglang"
     version = "0.5.23"
@@ -236,14 +212,13 @@ class SGLang(Server):
         return entry
 
     def _yarn_factor(self, rope: Mapping[str, Any]) -> float:
-        mscale, all_dim = rope.get("mscale"), rope.get("mscale_all_dim")
-        factor = float(rope["factor"])
+        mscale, all_dim, factor = rope.get("mscale"), rope.get("mscale_all_dim"), rope["factor"]
         own = formulas.yarn_factor(factor)
         if mscale is not None and all_dim is not None:
             own = formulas.yarn_factor(factor, mscale) / formulas.yarn_factor(factor, all_dim)
         return own * float(rope.get("attn_factor", 1.0))
 
-    def _dynamic(self, theta: float, dim: int, factor: float, reach: float) -> Tensor:
+    def _dynamic(self, theta: float, dim: int, factor: float) -> Tensor:
         growth = factor * factor - (factor - 1)
         return formulas.plain(theta * growth ** (dim / (dim - 2)), dim)
 
@@ -252,7 +227,7 @@ class SGLang(Server):
 
 
 def _one_list(entry: Mapping[str, Any]) -> bool:
-    """Return whether a longrope entry has one list for texts of every length."""
+    """Return whether a longrope entry has one list for all lengths."""
     return bool(entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"])
 
 
