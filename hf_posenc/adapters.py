@@ -144,9 +144,7 @@ def available_architectures() -> tuple[str, ...]:
 
 def patches_folder() -> Path:
     """Return the folder of the adapters and recipes, installed or in a checkout."""
-    file = _patches().__file__
-    assert file is not None
-    return Path(file).parent
+    return Path(_patches().__path__[0])
 
 
 @functools.cache

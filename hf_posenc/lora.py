@@ -37,11 +37,7 @@ class PosencLoraConfig(LoraConfig):
         self.patch()
 
     def patch(self) -> PatchConfig:
-        """Return the patch.
-
-        Raises:
-            PosencError: None was given, or one that this version cannot read.
-        """
+        """Return the patch; raise if none was given, or one that this version cannot read."""
         if self.hf_posenc is None:
             raise PosencError(
                 "PosencLoraConfig holds the patch of a model: pass hf_posenc=get_patch(model).config.to_dict(), or "
@@ -73,11 +69,7 @@ PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = _LoadedWithout  # type: ignore[index, a
 
 
 def read_adapter(path: str | Path) -> tuple[PeftConfig, PatchConfig | None]:
-    """Read an `adapter_config.json`, and the patch that it carries, if any.
-
-    Raises:
-        PosencError: A patch that this version cannot read.
-    """
+    """Read an `adapter_config.json`, and the patch that it carries, if any."""
     values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     if values.get("peft_type") != PEFT_TYPE:
         return PeftConfig.from_peft_type(**values), None

@@ -19,12 +19,11 @@ class RopeSpec:
         dim: The rotary dimension `d` (head_dim x partial_rotary_factor); even.
         theta: The base `b` (`rope_theta`).
         original_max_position_embeddings: The context length `L` of the training, in tokens.
-        frequencies: The model's own default table, shape (d/2,), in radians per token. The methods
-            start from it, so that `scale=1` gives the very bits of the unpatched model; a table
-            with zeros at its end (`proportional` RoPE) keeps them. `None`: `theta ** (-2i/d)`,
-            evaluated in float64.
-        order: The pair at each place of the module's table, where that is not the
-            natural order (Ernie 4.5 VL); methods always see the natural one.
+        frequencies: The model's own default table, shape (d/2,), in radians per token. The methods start from it, so
+            that `scale=1` gives the very bits of the unpatched model; a table with zeros at its end (`proportional`
+            RoPE) keeps them. `None`: `theta ** (-2i/d)`, evaluated in float64.
+        order: The pair at each place of the module's table, where that is not the natural order (Ernie 4.5 VL);
+            methods always see the natural one.
 
     Raises:
         PosencError: An odd `dim`, a base or a length out of range, or a table of another length.
@@ -65,8 +64,7 @@ class RopeSpec:
     def pair_index(self, rotations: float) -> float:
         """Return the pair index, not rounded, whose frequency makes so many full turns over `L` tokens.
 
-        YaRN (arXiv 2309.00071) eq. 18 solved for the index: `d ln(L / (2 pi rotations)) / (2 ln
-        b)`.
+        YaRN (arXiv 2309.00071) eq. 18 solved for the index: `d ln(L / (2 pi rotations)) / (2 ln b)`.
         """
         turns = self.original_max_position_embeddings / (rotations * 2 * math.pi)
         return self.dim * math.log(turns) / (2 * math.log(self.theta))

@@ -121,8 +121,7 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
 
     Args:
         model: The model to patch, in place.
-        source: A recipe's name (`available_recipes()`), a JSON file, or a directory that
-            `save_patch` wrote to.
+        source: A recipe's name (`available_recipes()`), a JSON file, or a directory that `save_patch` wrote to.
 
     Returns:
         The same model.

@@ -48,7 +48,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.patch.request import MethodLike
 
 _OF_SOME = ("llama3", "longrope")  # written by the converter for some architectures only
-_PREFIXES = ("rope.", "context_length")  # of a file's keys that decide the table
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
@@ -175,16 +174,12 @@ def runtime(
     scale = 1.0
     if kind != "none":
         scale = float(options.get("--rope-scale", keys.get("rope.scaling.factor") or 1.0))
-    original = int(
-        options.get("--yarn-orig-ctx", 0)
-        or keys.get("rope.scaling.original_context_length")
-        or keys["context_length"]
-    )
+    trained = keys.get("rope.scaling.original_context_length") or keys["context_length"]
+    original = int(options.get("--yarn-orig-ctx", 0) or trained)
     inv_freq = formulas.plain(theta, dim)
     name = f"rope_factors_{'long' if context > original else 'short'}.weight"
     divisors = tensors.get("rope_freqs.weight", tensors.get(name))
-    if divisors is not None:
-        # The file has them in float32.
+    if divisors is not None:  # in float32
         inv_freq = inv_freq / torch.tensor(divisors, dtype=torch.float32).double()
     factor = float(keys.get("rope.scaling.attn_factor", 1.0))
     if kind != "yarn":
@@ -200,8 +195,7 @@ def runtime(
 
 def _divisors(plain: Tensor, inv_freq: Tensor) -> list[float]:
     """Return `f_i / f'_i`; 1e30 where a pair does not rotate."""
-    still = torch.full_like(plain, 1e30)
-    divisors: list[float] = torch.where(inv_freq > 0, plain / inv_freq, still).tolist()
+    divisors: list[float] = torch.where(inv_freq > 0, plain / inv_freq, 1e30).tolist()
     return divisors
 
 
@@ -281,7 +275,8 @@ def check_gguf(
     reader = _open(file)
     architecture = str(reader.fields["general.architecture"].contents())
     fields = {name.removeprefix(f"{architecture}."): f for name, f in reader.fields.items()}
-    keys = {name: f.contents() for name, f in fields.items() if name.startswith(_PREFIXES)}
+    deciding = ("rope.", "context_length")
+    keys = {name: f.contents() for name, f in fields.items() if name.startswith(deciding)}
     tensors = {t.name: [float(v) for v in t.data] for t in reader.tensors if t.name in GGUF_TENSORS}
     computed = runtime(keys, tensors, table.dim, source.reach, flags)
     error = TableError.between(table.label, source.reach, computed, table.in_force(source.reach))
@@ -330,21 +325,15 @@ def write_gguf(check: GGUFCheck, target: str | Path) -> Path:
     kinds = {str: types.STRING, float: types.FLOAT32, int: types.UINT32}
     for name, value in divisors.keys(architecture).items():
         writer.add_key_value(f"{architecture}.{name}", value, kinds[type(value)])
-    kept = [tensor for tensor in reader.tensors if tensor.name not in GGUF_TENSORS]
-    for tensor in kept:
-        shape, data = tensor.data.shape, tensor.data
-        writer.add_tensor_info(tensor.name, shape, data.dtype, data.nbytes, tensor.tensor_type)
-    tensors = divisors.tensors(architecture).items()
-    added = {name: np.array(values, dtype=np.float32) for name, values in tensors}
-    for name, values in added.items():
-        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
+    for tensor in reader.tensors:
+        if tensor.name not in GGUF_TENSORS:
+            own = {"raw_dtype": tensor.tensor_type, "tensor_endianess": reader.endianess}
+            writer.add_tensor(tensor.name, tensor.data, **own)
+    for name, values in divisors.tensors(architecture).items():
+        writer.add_tensor(name, np.array(values, dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    for tensor in kept:
-        writer.write_tensor_data(tensor.data, tensor_endianess=reader.endianess)
-    for values in added.values():
-        writer.write_tensor_data(values)
+    writer.write_tensors_to_file()
     writer.close()
     return target
 

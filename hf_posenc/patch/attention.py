@@ -26,7 +26,7 @@ from hf_posenc.model.parameters import PARAMETERS, MethodParameters
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary
 from hf_posenc.model.rotary import native_rotary
 from hf_posenc.patch.export import config_parts, quiet
-from hf_posenc.patch.state import State
+from hf_posenc.patch.state import State, replace_modules
 
 _IMPLEMENTATION = "_attn_implementation_internal"
 
@@ -154,17 +154,12 @@ def _reposition(
 ) -> dict[int, RepositionedRotary]:
     """Wrap every rotary module of the text decoder; the wrappers by `id` of the model's own module."""
     wrappers: dict[int, RepositionedRotary] = {}
-    modules = {id(table.module) for table in tables}
-    for path, module in list(model.named_modules(remove_duplicate=False)):
+    for module in model.modules():  # the wrapper of a frequency method before its base
         native = native_rotary(module)
-        if id(native) not in modules or path.endswith(".base"):
-            continue
-        wrapper = wrappers.get(id(native))
-        if wrapper is None:
-            labels = [table.label for table in tables if table.module is native]
-            wrapper = wrappers[id(native)] = RepositionedRotary(module, owner.config, labels)
-        parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, wrapper)
+        labels = [table.label for table in tables if table.module is native]
+        if labels and id(native) not in wrappers:
+            wrappers[id(native)] = RepositionedRotary(module, owner.config, labels)
+    replace_modules(model, {id(wrapper.base): wrapper for wrapper in wrappers.values()})
     return wrappers
 
 

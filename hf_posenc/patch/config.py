@@ -26,8 +26,7 @@ class PatchConfig:
         method: The method's canonical name.
         options: Its knobs other than the scale, where they differ from the defaults.
         scale: Target context as a multiple of the original one; `None` for methods without a scale.
-        original_max_position_embeddings: The original context length, in tokens; `None`: read from
-            the model.
+        original_max_position_embeddings: The original context length, in tokens; `None`: read from the model.
         layers: The patched layers.
         compose: On an already scaled checkpoint, start from its scaled table.
         replace: On an already scaled checkpoint, start from its `rope_theta`.

@@ -39,21 +39,18 @@ def patch_model(
 ) -> ModelT:
     """Change how a live model encodes position, in place and reversibly.
 
-    The call ends by reading back the frequencies in force; where anything fails, the model is left as it
-    was.
+    The call ends by reading back the frequencies in force; where anything fails, the model is left as it was.
 
     Args:
-        model: A transformers model, also wrapped by PEFT, DDP or `torch.compile`, also on the meta
-            device.
-        method: A name or alias (`available_methods()`), a Method object, or a list of them on
-            different seams.
+        model: A transformers model, also wrapped by PEFT, DDP or `torch.compile`, also on the meta device.
+        method: A name or alias (`available_methods()`), a Method object, or a list of them on different seams.
         scale: Target context as a multiple of the original one.
         target_length: Target context in tokens, instead of `scale`.
-        original_max_position_embeddings: The context that the model was trained on, in tokens. By
-            default the first of `config.original_max_position_embeddings`, the key of that name in
-            `rope_parameters`, and `config.max_position_embeddings`.
-        layers: `"full"` (all but sliding-window layers, where these have a rotary table of their
-            own), `"all"`, or a list of layer indices.
+        original_max_position_embeddings: The context that the model was trained on, in tokens. By default the first of
+            `config.original_max_position_embeddings`, the key of that name in `rope_parameters`, and
+            `config.max_position_embeddings`.
+        layers: `"full"` (all but sliding-window layers, where these have a rotary table of their own), `"all"`, or a
+            list of layer indices.
         compose: On a checkpoint that is scaled already: start from its scaled frequencies.
         replace: On a checkpoint that is scaled already: drop its scaling, start from `rope_theta`.
         **options: The method's own knobs (`get_method(name).knobs()`).
@@ -108,21 +105,20 @@ def _refuse_prompts(model: Any) -> None:
 
 def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> None:
     """Install every method: frequencies first, since attention rotates by them."""
-    scalings = [m for m in state.methods if isinstance(m, RopeScaling)]
+    others = state.in_attention
+    scalings = [method for method in state.methods if isinstance(method, RopeScaling)]
     tables = select(every, state.config.layers, whole=bool(scalings))
     sincos = [table for table in tables if isinstance(table, SinCosTable)]
-    others = state.in_attention
     if sincos and others:
         raise UnsupportedModelError(
             f"{others[0].name} computes attention itself, but {type(model).__name__} rotates and attends "
             f"in code of its own. {FREQUENCY_METHODS_WORK}"
         )
     for method in scalings:
-        if method not in others:
-            if sincos:
-                install_sincos(model, state, sincos, method)
-            else:
-                install_rotary(model, state, tables, method)
+        if sincos:
+            install_sincos(model, state, sincos, method)
+        elif method not in others:
+            install_rotary(model, state, tables, method)
     if others:
         from hf_posenc.patch.attention import install_attention  # imports transformers
 
@@ -170,10 +166,7 @@ def unpatch_model(model: ModelT) -> ModelT:
 def patched(model: ModelT, method: MethodLike, **kwargs: Any) -> Iterator[ModelT]:
     """Patch a model for the length of a `with` block; undone on exit, also by an exception.
 
-    Args:
-        model: As for `patch_model`.
-        method: As for `patch_model`.
-        **kwargs: As for `patch_model`.
+    The arguments are those of `patch_model`.
     """
     patch_model(model, method, **kwargs)
     try:
@@ -189,7 +182,7 @@ def get_patch(model: nn.Module) -> Patch | None:
     if state is None:
         return None
     layers: tuple[str, ...] = ()
-    if state.attention is not None:
+    if state.in_attention:
         from hf_posenc.patch.attention import patched_layers
 
         layers = tuple(patched_layers(unwrap(model)))
@@ -229,7 +222,7 @@ def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
         label, inv_freq = table.label or None, inv_freq.detach()
         values = inv_freq.shape if inv_freq.is_meta else tuple(inv_freq.tolist())
         key = label, kind, theta, factor, inv_freq.device, values
-        modules = effective[key].modules if key in effective else ()
-        modules = (*modules, table.name)
-        effective[key] = EffectiveTable(label, modules, kind, theta, inv_freq, factor)
+        before = effective[key].modules if key in effective else ()
+        entry = EffectiveTable(label, (*before, table.name), kind, theta, inv_freq, factor)
+        effective[key] = entry
     return tuple(effective.values())

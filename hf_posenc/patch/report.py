@@ -60,11 +60,9 @@ class Patch:
         config: The request, with everything resolved.
         tables: Every rotary table of the text decoder, patched or not.
         original_max_position_embeddings: The context length that the method starts from, in tokens.
-        extended_length: The context length that it reaches; `None` for methods that follow the
-            text.
-        export: How plain transformers computes the patch after `save_pretrained`: by
-            `"rope_parameters"`, as a `"longrope"` list, from the `"weights"`, or `None` where only
-            hf_posenc can (`from_pretrained`, `load_patch`).
+        extended_length: The context length that it reaches; `None` for methods that follow the text.
+        export: How plain transformers computes the patch after `save_pretrained`: by `"rope_parameters"`, as a
+            `"longrope"` list, from the `"weights"`; `None` where only hf_posenc can (`from_pretrained`, `load_patch`).
         layers: The attention layers in which a method computes attention itself, by path.
         attention: The attention implementation that it replaces; `None` where none is replaced.
     """

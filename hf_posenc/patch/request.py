@@ -60,18 +60,15 @@ def resolve_request(
     if original is None:
         original = original_length(tables[0], compose=compose)
     methods: list[Method] = []
-    reached: list[int] = []
+    extended: int | None = None
     for part in parts:
-        among = len(parts) > 1  # a number is then that of the one method that takes it
-        built, reach = _build(
-            part,
-            None if among and not part.takes_scale() else scale,
-            None if among and (part.follows_text or not part.takes_scale()) else target_length,
-            original,
-            options,
-        )
+        # In a list, a number is that of the one method that takes it.
+        takes_scale = len(parts) == 1 or part.takes_scale()
+        takes_target = len(parts) == 1 or (part.takes_scale() and not part.follows_text)
+        numbers = scale if takes_scale else None, target_length if takes_target else None
+        built, reach = _build(part, *numbers, original, options)
         methods.append(built)
-        reached += [] if reach is None else [reach]
+        extended = reach if extended is None else extended
     for built in methods:
         built.check_beside([other for other in methods if other is not built])
     first, *others = methods
@@ -85,7 +82,7 @@ def resolve_request(
         replace=replace,
         others=tuple((other.name, other.options()) for other in others),
     )
-    return State(config, original, reached[0] if reached else None, tuple(methods))
+    return State(config, original, extended, tuple(methods))
 
 
 def _check_list(
