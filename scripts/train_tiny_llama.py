@@ -13,6 +13,7 @@ number only. A killed run that is started again with the same arguments resumes 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import platform
@@ -185,11 +186,8 @@ class Batches:
 def prepare(settings: Settings, work: Path) -> tuple[Batches, PreTrainedTokenizerFast]:
     """Return the batches and the tokenizer, from a corpus that is selected once per work folder."""
     if not (work / "corpus.json").exists():
-        corpus = select(
-            environment(),
-            bytes_per_source=settings.bytes_per_source,
-            max_sources=settings.max_sources,
-        )
+        sources = itertools.islice(environment(), settings.max_sources)
+        corpus = select(sources, bytes_per_source=settings.bytes_per_source)
         tokenizer = train_tokenizer(corpus, settings.vocab_size, settings.tokenizer_bytes)
         tokenizer.save_pretrained(work / "tokenizer")
         stream = token_stream(corpus, tokenizer)

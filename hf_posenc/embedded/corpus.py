@@ -18,7 +18,6 @@ of their paths decides which files of a distribution are included.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import platform
 import re
 import sysconfig
@@ -100,13 +99,9 @@ def environment(exclude: Iterable[str] = ("hf-posenc",)) -> Iterator[Source]:
 
 
 def select(
-    sources: Iterable[Source],
-    *,
-    bytes_per_source: int,
-    stdlib: Path | None = None,
-    max_sources: int | None = None,
+    sources: Iterable[Source], *, bytes_per_source: int, stdlib: Path | None = None
 ) -> Corpus:
-    """Select the corpus from at most `max_sources` sources by the rules at the top of this module.
+    """Select the corpus by the rules at the top of this module.
 
     The held-out modules are those of `stdlib`, by default the running standard library.
     """
@@ -116,7 +111,7 @@ def select(
         held_out_lines |= distinctive_lines(text)
     seen: set[bytes] = set()
     corpus = Corpus(left_out=dict.fromkeys(_RULES, 0))
-    for source in itertools.islice(sources, max_sources):
+    for source in sources:
         chosen: list[tuple[str, str, str]] = []
         taken = 0
         for path in sorted(source.files, key=lambda path: _digest(f"{source.name}/{path}")):

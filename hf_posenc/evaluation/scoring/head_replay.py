@@ -320,21 +320,15 @@ class FrugalScorer:
 
     def _attempt(self, forward: Callable[[], Tensor], ids: Tensor, scored: int) -> Tensor | None:
         """Run a forward; return None if memory ran out and less is run at a time from now on."""
-        prefill = self.scorer.prefill
-        if not self.pieces:
-            self.scorer.prefill = None
         try:
-            self.reset(ids.reshape(-1, ids.shape[-1])[0])
-            return forward()
+            with replaced(self.scorer, "prefill", self.scorer.prefill if self.pieces else None):
+                self.reset(ids.reshape(-1, ids.shape[-1])[0])
+                return forward()
         except Exception as error:
-            self.scorer.prefill = prefill
             if not self.patient or not is_out_of_memory(error) or not self._reduce(ids, scored):
                 raise
-            prefill = self.scorer.prefill
             release(error)
             return None
-        finally:
-            self.scorer.prefill = prefill
 
     def _reduce(self, ids: Tensor, scored: int) -> bool:
         """Run less at a time from now on; return False if nothing can be reduced."""
