@@ -48,6 +48,10 @@ _PERMISSIVE = re.compile(
     r"(?i)\b(MIT|BSD|0BSD|Apache|PSF|Python Software Foundation|ISC|HPND|Unlicense)"
 )
 _RESTRICTIVE = re.compile(r"(?i)\b([AL]?GPL|MPL|Mozilla|GNU|EPL|CDDL|Proprietary)")
+_RULES = (
+    *("test or vendored", "too short or too long", "not UTF-8", "generated", "held out"),
+    *("shares lines with a held-out module", "duplicate", "limit of its distribution"),
+)
 _IMPORT = re.compile(r"(from\s+\S+\s+)?import\s")
 
 
@@ -136,15 +140,8 @@ def select(
             taken += len(text.encode())
         if chosen:
             corpus.files += sorted(chosen)
-            corpus.composition.append(
-                {
-                    "name": source.name,
-                    "version": source.version,
-                    "licence": source.licence,
-                    "files": len(chosen),
-                    "bytes": taken,
-                }
-            )
+            row = {"name": source.name, "version": source.version, "licence": source.licence}
+            corpus.composition.append({**row, "files": len(chosen), "bytes": taken})
     return corpus
 
 
@@ -152,18 +149,6 @@ def distinctive_lines(text: str) -> set[bytes]:
     """Return the hashes of the lines that identify the origin of a text: long enough, and not an import."""
     lines = {line.strip() for line in text.splitlines()}
     return {_digest(line) for line in lines if len(line) >= MIN_LINE and not _IMPORT.match(line)}
-
-
-_RULES = (
-    "test or vendored",
-    "too short or too long",
-    "not UTF-8",
-    "generated",
-    "held out",
-    "shares lines with a held-out module",
-    "duplicate",
-    "limit of its distribution",
-)
 
 
 def _reason(path: str, text: str) -> str | None:

@@ -333,6 +333,7 @@ class FrugalScorer:
     def _reduce(self, ids: Tensor, scored: int) -> bool:
         """Run less at a time from now on; return False if nothing can be reduced."""
         tokens = ids.shape[-1]
+        pieced = min(self.scorer.prefill or tokens, tokens)
         if ids.dim() > 1:
             self.batch = max(1, len(ids) // 2)
         elif self.scorer.chunk > LEAST_CHUNK and scored > LEAST_CHUNK:
@@ -341,12 +342,9 @@ class FrugalScorer:
             self.pieces
             and self.scorer.replays
             and self.scorer.refused is None  # else they would be run whole all the same
-            and self._pieced(tokens) > LEAST_PREFILL
+            and pieced > LEAST_PREFILL
         ):
-            self.scorer.prefill = max(LEAST_PREFILL, self._pieced(tokens) // SHRINK)
+            self.scorer.prefill = max(LEAST_PREFILL, pieced // SHRINK)
         else:
             return False
         return True
-
-    def _pieced(self, tokens: int) -> int:
-        return min(self.scorer.prefill or tokens, tokens)
