@@ -184,7 +184,7 @@ def xpos(figure: Figure) -> None:
 def rope_bias(figure: Figure) -> None:
     """`a R b` with all of a and b one: the part of a score that the biases alone add."""
     dim, distance = 64, torch.arange(REACH, dtype=torch.float64)
-    start = RopeBias().initial(1, 1, dim)
+    start = RopeBias().parameters_for(1, 1, dim, ORIGINAL)
     a, b = (start[name].double()[0] + 1 for name in ("a", "b"))
     angles = distance[:, None] * RopeSpec(dim, 1e4, REACH).default_inv_freq()
     panel = figure.subplots()

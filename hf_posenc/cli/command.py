@@ -78,7 +78,7 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     if flag.argument:
         info = typer.Argument(metavar=metavar, help=flag.help)
     else:
-        names = () if flag.negatable else (f"--{name.replace('_', '-')}",)
+        names = (f"--{name.replace('_', '-')}",) if default is False else ()
         info = typer.Option(
             *names,
             metavar=metavar,

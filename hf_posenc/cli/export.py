@@ -36,9 +36,7 @@ class ExportOptions:
     patch: str | None = plain_option(
         "Patch a model that is not patched, e.g. yarn:scale=8.", metavar="METHOD"
     )
-    methods: bool = plain_option(
-        "Which methods the engine can have; write nothing.", False, negatable=False
-    )
+    methods: bool = plain_option("Which methods the engine can have; write nothing.", False)
     gguf: Path | None = plain_option(
         "With --to llama.cpp: check the file that convert_hf_to_gguf made, and write one that is right into "
         "--output where it is not.",
@@ -51,7 +49,6 @@ class ExportOptions:
     verify: bool = output_option(
         "Load the export in a clean process without hf_posenc and compare logits (transformers only).",
         False,
-        negatable=False,
     )
     packages: Path | None = output_option(
         "With --verify: packages that come first there, as pip install --target DIR transformers==4.57.1 made them."

@@ -66,17 +66,17 @@ class Frame:
         from hf_posenc.evaluation.documents.source import source_of
 
         source = None if documents is None else source_of(documents)
-        session, console = open_session(model), err()
-        more |= {"name": session.name, "command": self._command}
+        (loaded, tokenizer, name), console = open_session(model), err()
+        more |= {"name": name, "command": self._command}
         if source is None:
-            return prepare(session.model, session.tokenizer, *options, **more)
+            return prepare(loaded, tokenizer, *options, **more)
         if self.shard.index or not console.is_terminal:
-            return prepare(session.model, session.tokenizer, source, *options, **more)
+            return prepare(loaded, tokenizer, source, *options, **more)
         with console.status("Reading documents") as status:
             shown = dataclasses.replace(
                 source, seen=lambda name: status.update(f"Reading {escape(name)}")
             )
-            return prepare(session.model, session.tokenizer, shown, *options, **more)
+            return prepare(loaded, tokenizer, shown, *options, **more)
 
     def announce(self, settings: Settings, skipped: Sequence[Skipped]) -> None:
         """Print, before the run, the documents that it leaves out and the tokens that it scores."""

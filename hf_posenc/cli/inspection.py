@@ -147,7 +147,7 @@ def inspect_model(
     With a method that computes attention itself, also at which rotary distance each key lies.
     """
     from hf_posenc.cli.loading import embedded_model, live_model, parse_patch
-    from hf_posenc.evaluation.grid import Grid, to_rich
+    from hf_posenc.evaluation.grid import Column, Grid, to_rich
     from hf_posenc.patch.patching import get_patch, inspect_rope, patch_model
 
     name = model or embedded_model()
@@ -169,9 +169,8 @@ def inspect_model(
             f"\n{layers}: {table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
         )
         console.print(f"in {', '.join(table.modules)}", style="dim")
-        grid = Grid()
-        for head in ("pair", "inv_freq (rad/token)", "wavelength (tokens)"):
-            grid.column(head, numeric=True)
+        heads = ("pair", "inv_freq (rad/token)", "wavelength (tokens)")
+        grid = Grid("", [Column(head, True) for head in heads])
         for pair, frequency in enumerate(table.inv_freq.tolist()):
             wavelength = f"{2 * math.pi / frequency:,.1f}" if frequency else "no rotation"
             grid.row(str(pair), f"{frequency:.6g}", wavelength)
@@ -186,7 +185,7 @@ def _print_distances(method: RotaryBands, original: int) -> None:
     """Print the rotary distances between the last query of a text of 8 times the original length and its keys."""
     import torch
 
-    from hf_posenc.evaluation.grid import Grid, to_rich
+    from hf_posenc.evaluation.grid import Column, Grid, to_rich
 
     last = 8 * original - 1
     query = torch.tensor(last)
@@ -195,9 +194,7 @@ def _print_distances(method: RotaryBands, original: int) -> None:
     edges = {limit for limit in limits if limit}
     distances = {0, 1, *(edge + step for edge in edges for step in (-1, 0)), last}
     distances |= {original * factor for factor in (1, 2, 4)} | {original // 2}
-    grid = Grid()
-    for head in ("tokens back", "rotary distance"):
-        grid.column(head, numeric=True)
+    grid = Grid("", [Column("tokens back", True), Column("rotary distance", True)])
     for distance in sorted(d for d in distances if d <= last):
         key = query - distance
         band = next((band for band in bands if bool(band.contains(query, key))), None)
@@ -230,10 +227,8 @@ class RecommendOptions:
         "The length that the model was trained at, where its config names another."
     )
     dtype: str = plain_option("Number format of the cache: bfloat16, float16, float32.", "bfloat16")
-    weights: bool = plain_option(
-        "Load the weights, and try every method on the model too.", False, negatable=False
-    )
-    json: bool = plain_option("Print JSON.", False, negatable=False)
+    weights: bool = plain_option("Load the weights, and try every method on the model too.", False)
+    json: bool = plain_option("Print JSON.", False)
 
 
 def recommend(options: RecommendOptions) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -161,17 +160,8 @@ def _device(name: str | None) -> Any:
 EMBEDDED = "hf_posenc's embedded model"
 
 
-@dataclass(frozen=True)
-class Session:
-    """A loaded model, its tokenizer, and the name that results show."""
-
-    name: str
-    model: Any
-    tokenizer: Any
-
-
-def open_session(options: ModelOptions) -> Session:
-    """Load a model and its tokenizer; without a name, the embedded ones, on one thread."""
+def open_session(options: ModelOptions) -> tuple[Any, Any, str]:
+    """Load a model and its tokenizer, without a name the embedded ones; return them and the name in results."""
     if options.model is None:
         one_thread()
     name = options.model or embedded_model()
@@ -183,4 +173,4 @@ def open_session(options: ModelOptions) -> Session:
         device_map=options.device_map,
         attention=options.attn,
     )
-    return Session(options.model or EMBEDDED, model, tokenizer)
+    return model, tokenizer, options.model or EMBEDDED

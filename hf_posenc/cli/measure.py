@@ -65,8 +65,8 @@ def perplexity(
     frame = Frame(context, run)
 
     def load(name: str) -> tuple[Any, Any]:
-        other = open_session(dataclasses.replace(model, model=name, tokenizer=None, attn=None))
-        return other.model, other.tokenizer
+        other = dataclasses.replace(model, model=name, tokenizer=None, attn=None)
+        return open_session(other)[:2]
 
     job = frame.prepare(prepare, model, documents, options, load=load)
     frame.announce(job.settings, job.metadata["skipped"])

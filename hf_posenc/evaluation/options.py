@@ -51,9 +51,8 @@ class Flag:
         shown: Text shown as the default; `False` hides it.
         parse: Turns the given value into the field's.
         kind: Type of the given value; `None`: the field's own, or text where there is a parser.
-        value: Default on the command line; `...`: the field's own.
+        value: Default on the command line; `...`: the field's own. A switch that is off has no `--no-` form.
         argument: A positional argument.
-        negatable: A switch has a `--no-` form.
         rank: Options of a panel are listed by rank, then by field.
     """
 
@@ -67,7 +66,6 @@ class Flag:
     kind: Any = None
     value: Any = ...
     argument: bool = False
-    negatable: bool = True
     rank: int = 0
 
 
@@ -84,11 +82,7 @@ output_option = functools.partial(option, panel=OUTPUT)
 
 
 def with_fields(kind: type[T], options: T | None, fields: Mapping[str, Any]) -> T:
-    """Return `options`, or the defaults of `kind`, with these fields replaced.
-
-    Raises:
-        PosencError: A field does not exist; the closest name is suggested.
-    """
+    """Return `options`, or the defaults of `kind`, with these fields replaced; raise for one that does not exist."""
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in fields:
         if name not in names:
@@ -120,11 +114,7 @@ def parse_tasks_or_none(text: str) -> tuple[str, ...]:
 
 
 def parse_target(text: str) -> int:
-    """Return the length given to `--target-length`, such as `512` or `4k`.
-
-    Raises:
-        PosencError: The text is not one positive number.
-    """
+    """Return the length given to `--target-length`, such as `512` or `4k`."""
     lengths = parse_lengths(text, "--target-length")
     if len(lengths) != 1:
         raise PosencError(f"--target-length {text}: one length is wanted, such as 32k.")
@@ -132,11 +122,7 @@ def parse_target(text: str) -> int:
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
-    """Return the lengths in `512,1024,4k` or `2k:128k:2k` (first, last, step), ascending; k is 1,024.
-
-    Raises:
-        PosencError: The text contains something else than positive numbers; the message names `option`.
-    """
+    """Return the lengths in `512,1024,4k` or `2k:128k:2k` (first, last, step), ascending; k is 1,024."""
     lengths: set[int] = set()
     for part in text.lower().replace(" ", "").split(","):
         numbers = [_tokens(piece, f"{option} {text}") for piece in part.split(":")]
@@ -164,11 +150,7 @@ def even_depths(count: int) -> tuple[float, ...]:
 
 
 def parse_scales(text: str) -> tuple[float, ...]:
-    """Return the scales in `2,4,8`.
-
-    Raises:
-        PosencError: The text contains something else than different numbers above 1.
-    """
+    """Return the scales in `2,4,8`: different numbers above 1."""
     try:
         scales = tuple(float(part) for part in text.split(","))
     except ValueError:
@@ -250,9 +232,7 @@ class OutputOptions:
 class RunOptions(OutputOptions):
     """Output, and a run that only estimates its cost."""
 
-    dry_run: bool = memory_option(
-        "Print the cost of the run, and stop.", False, negatable=False, rank=1
-    )
+    dry_run: bool = memory_option("Print the cost of the run, and stop.", False, rank=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -529,11 +509,7 @@ class SweepOptions(TailOptions):
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Options of `hf-posenc search` beside the objective.
-
-    Raises:
-        PosencError: A budget below 8, an unknown `short_texts`, or a factor that is not positive.
-    """
+    """Options of `hf-posenc search` beside the objective."""
 
     budget: int = option(
         "Lists of factors to measure; each costs one forward per tail of every search document.",
@@ -555,9 +531,7 @@ class SearchSettings:
     attention_factor: float | None = option(
         "The factor on cos and sin. Default: it is searched too.", metavar="F"
     )
-    replace: bool = option(
-        "On a checkpoint that is scaled already: drop its scaling first.", False, negatable=False
-    )
+    replace: bool = option("On a checkpoint that is scaled already: drop its scaling first.", False)
 
     def __post_init__(self) -> None:
         if self.budget < 8:

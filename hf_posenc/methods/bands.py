@@ -133,5 +133,4 @@ class RotaryBands(Method):
         return self.bands(original)[-1].key_position(n)
 
     def query_factor(self, m: Tensor, original: int) -> Tensor | None:
-        """Return the factor on the query at m, of m's shape; `None`: no factor."""
         return log_n_factor(m, original) if self.log_n else None

@@ -40,11 +40,7 @@ class DualChunk(RotaryBands):
         return max(1, 3 * original // 4) if self.chunk is None else self.chunk
 
     def local_window(self, original: int) -> int:
-        """Return the w in force, in tokens.
-
-        Raises:
-            PosencError: A chunk and a window that take more than L positions.
-        """
+        """Return the w in force, in tokens; with the chunk it takes at most L positions."""
         chunk = self.near_window(original)
         window = max(1, original - chunk) if self.window is None else self.window
         if chunk + window > max(original, 2):
@@ -53,12 +49,6 @@ class DualChunk(RotaryBands):
                 f"context of {original} tokens."
             )
         return window
-
-    def query_position(self, m: Tensor, original: int) -> Tensor:
-        return torch.full_like(m, self.near_window(original) + self.local_window(original) - 1)
-
-    def key_position(self, n: Tensor, original: int) -> Tensor:
-        return n % self.near_window(original)
 
     def bands(self, original: int) -> tuple[Band, ...]:
         chunk = self.near_window(original)
@@ -106,11 +96,7 @@ class STRING(RotaryBands):
         return max(1, round(original / 3)) if self.shift is None else self.shift
 
     def local_window(self, original: int) -> int:
-        """Return the W in force, in tokens.
-
-        Raises:
-            PosencError: A window above the shift, which would lengthen distances.
-        """
+        """Return the W in force, in tokens; above the shift it would lengthen distances."""
         shift = self.near_window(original)
         if self.window is None:
             return max(1, min(128, shift - 1))

@@ -15,6 +15,18 @@ from hf_posenc.methods.base import Length, LengthDependent, number
 from hf_posenc.rope import RopeSpec
 
 
+def _positive(factors: Any) -> bool:
+    if isinstance(factors, str) or not isinstance(factors, Sequence) or not factors:
+        return False
+    return all(isinstance(f, int | float) and 0 < f < math.inf for f in factors)
+
+
+_DIVISORS = {
+    "values": "a list of positive numbers, one for each pair of features",
+    "valid": _positive,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class LongRoPE(LengthDependent):
     """LongRoPE (Ding et al. 2024, arXiv 2402.13753): a divisor of its own for every pair.
@@ -45,8 +57,8 @@ class LongRoPE(LengthDependent):
     identity_at_scale_one = False
     only_lowers_frequencies = False
 
-    short_factor: Sequence[float]
-    long_factor: Sequence[float]
+    short_factor: Sequence[float] = field(metadata=_DIVISORS)
+    long_factor: Sequence[float] = field(metadata=_DIVISORS)
     scale: float = field(default=1.0, metadata=number(1))
     attention_factor: float | None = None
     short_mscale: float | None = None
@@ -56,19 +68,8 @@ class LongRoPE(LengthDependent):
     def __post_init__(self) -> None:
         super().__post_init__()
         for knob in ("short_factor", "long_factor"):
-            factors = getattr(self, knob)
-            if (
-                isinstance(factors, str)
-                or not isinstance(factors, Sequence)
-                or not factors
-                or not all(isinstance(f, int | float) and 0 < f < math.inf for f in factors)
-            ):
-                raise PosencError(
-                    f"longrope: {knob} is a list of positive numbers, one for each pair of features, "
-                    f"not {factors!r}."
-                )
             # A tuple, so that the frozen method stays hashable.
-            object.__setattr__(self, knob, tuple(float(factor) for factor in factors))
+            object.__setattr__(self, knob, tuple(map(float, getattr(self, knob))))
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         for knob in ("short_factor", "long_factor"):

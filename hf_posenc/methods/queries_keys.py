@@ -34,7 +34,6 @@ class LogN(Method):
         return False
 
     def query_factor(self, m: Tensor, original: int) -> Tensor:
-        """Return the factor on the query at m, of m's shape; see `log_n_factor`."""
         return log_n_factor(m, original)
 
 
@@ -70,11 +69,7 @@ class XPos(Method):
     scale_base: int = field(default=512, metadata=count())
 
     def pair_scale(self, dim: int) -> Tensor:
-        """Return the `z_i` below 1, shape (dim/2,), float64.
-
-        Args:
-            dim: The rotary dimension d.
-        """
+        """Return the `z_i` below 1 of a rotary dimension d, shape (dim/2,), float64."""
         return (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
 
     def query_scale(self, m: Tensor, dim: int, origin: int | Tensor) -> Tensor:
@@ -116,16 +111,7 @@ class RopeBias(Method):
     def parameters_for(
         self, heads: int, key_heads: int, head_dim: int, original: int
     ) -> dict[str, Tensor]:
-        return self.initial(heads, key_heads, head_dim)
-
-    def initial(self, heads: int, key_heads: int, head_dim: int) -> dict[str, Tensor]:
-        """Return the parameters to train, float32, zeros: a of shape (heads, head_dim), b (key_heads, head_dim).
-
-        Args:
-            heads: Query heads.
-            key_heads: Key heads.
-            head_dim: Width of a head, in features.
-        """
+        """Return a of shape (heads, head_dim) and b of shape (key_heads, head_dim), float32, zeros."""
         return {"a": torch.zeros(heads, head_dim), "b": torch.zeros(key_heads, head_dim)}
 
     def shifted_query(self, query: Tensor, parameters: Weights) -> Tensor:

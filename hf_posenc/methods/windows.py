@@ -72,11 +72,6 @@ class AttentionSinks(_WithSinks):
     sinks: int = field(default=4, metadata=count())
 
     def near_window(self, original: int) -> int:
-        """Return the window in tokens.
-
-        Raises:
-            PosencError: As many sinks as the context has tokens, and no window.
-        """
         if self.window is not None:
             return self.window
         if self.sinks >= original:

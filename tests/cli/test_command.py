@@ -29,7 +29,7 @@ class Options:
     depths: Sequence[float] = option("Depths.", (0.0,), parse=even_depths, kind=int, value=3)
     short: bool = option("Short.", False, value=True)
     count: int = option("A number.", 4, panel=MODEL)
-    replace: bool = option("Replace.", False, negatable=False)
+    replace: bool = option("Replace.", False)
     python_only: int = 7
 
 

@@ -108,7 +108,7 @@ def test_xpos_factors_stay_finite_from_the_chunk() -> None:
 def test_rope_bias_adds_before_the_rotation() -> None:
     torch.manual_seed(0)
     method, frequencies = RopeBias(), [1.0, 0.2]
-    start = method.initial(4, 2, 4)
+    start = method.parameters_for(4, 2, 4, 64)
     assert start["a"].shape == (4, 4)
     assert start["b"].shape == (2, 4)
     assert not any(value.any() for value in start.values())
