@@ -151,15 +151,8 @@ class Candidate:
         installed = cls(label) if patch is None else cls.installed(patch.config)
         original = None if patch is None else patch.original_max_position_embeddings
         moves, stateful = movement(model)
-        return dataclasses.replace(
-            installed,
-            spec=label,
-            name=label,
-            original=original,
-            moves=moves,
-            stateful=stateful,
-            state=state,
-        )
+        about: dict[str, Any] = {"original": original, "moves": moves, "stateful": stateful}
+        return dataclasses.replace(installed, spec=label, name=label, state=state, **about)
 
     @property
     def label(self) -> str:
@@ -339,9 +332,9 @@ def parse_candidates(specs: Sequence[str]) -> list[Candidate]:
 def check_unique(candidates: Sequence[Candidate]) -> None:
     """Refuse a candidate that is given twice."""
     labels = [candidate.label for candidate in candidates]
-    twice = next((label for label in labels if labels.count(label) > 1), None)
-    if twice is not None:
-        raise PosencError(f"--patch {twice} is given twice.")
+    for label in labels:
+        if labels.count(label) > 1:
+            raise PosencError(f"--patch {label} is given twice.")
 
 
 def movement(model: nn.Module) -> tuple[bool, bool]:

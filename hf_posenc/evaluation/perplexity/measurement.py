@@ -18,11 +18,7 @@ from hf_posenc.errors import unknown
 from hf_posenc.evaluation.documents import Entry, TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring import execute as machine
-from hf_posenc.evaluation.measuring.candidates import (
-    Candidate,
-    original_length,
-    parse_candidates,
-)
+from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
 from hf_posenc.evaluation.measuring.execute import (
     Attempt,
     Failures,
@@ -490,11 +486,10 @@ def joined(documents: Sequence[TokenizedDocument]) -> list[TokenizedDocument]:
     return [TokenizedDocument(name, ids, byte_ends, digest.hexdigest(), word_ends)]
 
 
-def _cumulative(ends: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
-    total, parts = 0, []
-    for part in ends:
-        if part is None:
-            return None
-        parts.append(part + total)
-        total += int(part[-1]) if len(part) else 0
-    return torch.cat(parts)
+def _cumulative(ends: Sequence[Tensor | None]) -> Tensor | None:
+    known = [part for part in ends if part is not None]
+    if len(known) < len(ends):
+        return None
+    sizes = [0, *(int(part[-1]) if len(part) else 0 for part in known)]
+    starts = itertools.accumulate(sizes[:-1])
+    return torch.cat([part + start for part, start in zip(known, starts, strict=True)])

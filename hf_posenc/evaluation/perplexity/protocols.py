@@ -121,13 +121,11 @@ class Settings:
         if "longppl" in self.protocols and self.evaluator is None:
             raise PosencError("longppl needs a model that selects the tokens: --longppl EVALUATOR.")
         self._check_stream()
-        for name in ("stride", "windows_per_document", "min_tokens", "buckets", "chunk", "prefill"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise PosencError(f"{name} is at least 1, not {value}.")
-        for name, least in (("batch", 1), ("resamples", 1), ("seed", 0)):
-            if getattr(self, name) < least:
-                raise PosencError(f"{name} is at least {least}, not {getattr(self, name)}.")
+        names = ("stride", "windows_per_document", "min_tokens", "buckets", "chunk", "prefill")
+        for name in (*names, "batch", "resamples", "seed"):
+            value, least = getattr(self, name), 0 if name == "seed" else 1
+            if value is not None and value < least:
+                raise PosencError(f"{name} is at least {least}, not {value}.")
 
     def _check_stream(self) -> None:
         """Refuse protocols of joined documents beside protocols of single documents, or of shorter ones."""

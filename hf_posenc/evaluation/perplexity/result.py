@@ -19,13 +19,7 @@ from hf_posenc.evaluation.grid import (
 )
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.measuring.result import MethodsResult, listed_fields, nan_if_none
-from hf_posenc.evaluation.measuring.statistics import (
-    Cell,
-    Failure,
-    Record,
-    edges,
-    summarize,
-)
+from hf_posenc.evaluation.measuring.statistics import Cell, Failure, Record, edges, summarize
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings
 from hf_posenc.evaluation.plots import figure
 from hf_posenc.files import finite

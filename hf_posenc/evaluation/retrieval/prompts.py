@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import random
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from typing import Any, TypeVar
 
 import torch
@@ -364,24 +366,10 @@ class Draws:
         return [values[index] for _, index in order]
 
 
-# 95 adjectives and 98 nouns for the keys of needles. RULER takes its words from the `wonderwords` package; these lists
-# are fixed, so that a prompt does not change with another package's version.
-_ADJECTIVES = """
-    able amber ancient bitter bold brave brief bright broad broken calm careful clean clear clever cold common cool
-    curious daily damp dark deep dense distant double dry dull eager early easy empty exact faint fair famous fast fine
-    firm flat fresh frozen full gentle giant golden good grand gray happy hard heavy hidden high hollow honest huge
-    humble icy idle jolly keen kind large late lazy light little lonely long loud lucky mellow mild modest narrow neat
-    new noble odd old pale patient plain polite proud pure quick quiet rapid rare rich rough round royal
-"""
-_NOUNS = """
-    acorn anchor apple arrow badge basket beach bell bench bird bottle branch bread bridge brush bucket butter button
-    cabin camera candle canyon carpet castle chair cherry circle cliff clock cloud coast coffee comet copper corner
-    cotton cradle creek curtain desert dragon drum eagle engine falcon feather fence field finger flame flower forest
-    fountain garden gate glove guitar hammer harbor helmet hill honey island jacket jewel kettle ladder lake lantern
-    leaf lemon letter lion market meadow mirror mountain needle ocean orchard oven paper pebble pencil piano pillow
-    planet pocket pond rabbit ribbon river rocket saddle sailor shadow silver spoon
-"""
-ADJECTIVES, NOUNS = tuple(_ADJECTIVES.split()), tuple(_NOUNS.split())
+# RULER takes its words from the `wonderwords` package; the 95 adjectives and 98 nouns of this file are fixed, so that a
+# prompt does not change with another package's version.
+_WORDS = json.loads(resources.files(__package__).joinpath("words.json").read_text("utf-8"))
+ADJECTIVES, NOUNS = (tuple(_WORDS[kind].split()) for kind in ("adjectives", "nouns"))
 
 
 def word_key(draws: Draws) -> str:

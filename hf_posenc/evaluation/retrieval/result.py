@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -247,11 +248,11 @@ class RetrievalResult(MethodsResult[Cell]):
         return any((entry.task, entry.length) == (task, length) for entry in self.left_out)
 
     def k_max(self, method: str, task: str, length: int) -> int | None:
-        """Return Position Interpolation's effective context at a length; see `statistics.k_max`."""
+        """Return Position Interpolation's effective context at a length; see the function `k_max`."""
         return k_max(self.by_depth(method, task, length))
 
     def passing(self, method: str, task: str) -> tuple[int | None, float | None]:
-        """Return YaRN's passkey context and accuracy; see `statistics.passing`."""
+        """Return YaRN's passkey context and accuracy; see the function `passing`."""
         return passing([c for c in self.cells if (c.method, c.task) == (method, task)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -273,23 +274,18 @@ class RetrievalResult(MethodsResult[Cell]):
 
     def _scores(self) -> list[dict[str, Any]]:
         """The papers' numbers for every method and task."""
-        scores = []
-        for entry in self.candidates:
-            for task in self.settings.tasks:
-                context, accuracy = self.passing(entry.label, task)
-                reached = {
-                    str(length): self.k_max(entry.label, task, length)
-                    for length in self.settings.lengths
+        scores, lengths = [], self.settings.lengths
+        for entry, task in itertools.product(self.candidates, self.settings.tasks):
+            context, accuracy = self.passing(entry.label, task)
+            scores.append(
+                {
+                    "method": entry.label,
+                    "task": task,
+                    "k_max": {str(n): self.k_max(entry.label, task, n) for n in lengths},
+                    "passing_context": context,
+                    "passing_accuracy": accuracy,
                 }
-                scores.append(
-                    {
-                        "method": entry.label,
-                        "task": task,
-                        "k_max": reached,
-                        "passing_context": context,
-                        "passing_accuracy": accuracy,
-                    }
-                )
+            )
         return scores
 
     @classmethod
@@ -354,14 +350,9 @@ class RetrievalResult(MethodsResult[Cell]):
             [nan_if_none(getattr(cells.get((depth, n)), value, None)) for n in lengths]
             for depth in depths
         ]
-        return HeatMap(
-            task,
-            method,
-            depths,
-            shares,
-            [[percent(share).removesuffix("%") for share in row] for row in shares],
-            [self._missing(method, task, length) for length in lengths],
-        )
+        texts = [[percent(share).removesuffix("%") for share in row] for row in shares]
+        missing = [self._missing(method, task, length) for length in lengths]
+        return HeatMap(task, method, depths, shares, texts, missing)
 
     def _missing(self, method: str, task: str, length: int) -> str:
         if self.cell(method, task, length) is not None:
@@ -388,11 +379,8 @@ class RetrievalResult(MethodsResult[Cell]):
             best[length] = max(map(_quality, cells), default=(0.0, 0.0))
             chances = [cell.chance for cell in cells if cell.chance is not None]
             footer = percent(max(chances)) if chances else "-"
-            grid.column(
-                length_head(length, self.original),
-                numeric=True,
-                footer=footer if settings.ranks else "",
-            )
+            footer = footer if settings.ranks else ""
+            grid.column(length_head(length, self.original), numeric=True, footer=footer)
         grid.column(f"passes\n{YARN_SUCCESS:.0%}", numeric=True)
         by_distance = definition.has_depth and bool(fitting)
         if by_distance:
