@@ -33,9 +33,7 @@ class Document:
 class LongDocument:
     """A text that is read chunk by chunk, as often as it is needed, and is never whole in memory.
 
-    Attributes:
-        name: The name that reports show for it.
-        chunks: Opens the text and yields its chunks in order; each of them may raise `UnreadableError`.
+    `chunks` opens the text and yields its chunks in order; each of them may raise `UnreadableError`.
     """
 
     name: str

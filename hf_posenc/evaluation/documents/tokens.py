@@ -145,8 +145,7 @@ class Window:
     """A part of the text with its tokens.
 
     Attributes:
-        text: Its characters.
-        begin: The first of them.
+        begin: The first character of the text.
         ids: Its token ids, shape (n,), int64.
         starts: First character of each token, never decreasing, shape (n,); empty if the tokenizer cannot report it.
         stops: The character behind each token, likewise.
@@ -205,7 +204,6 @@ class Piece:
     """Tokens of the document, and the text that belongs to them and to no token in front of them.
 
     Attributes:
-        tokens: The next tokens.
         text: From the end of the last piece's text; in the last piece all that is left, unless reading stopped early.
         stopped: Reading stopped here, with text left.
     """
@@ -221,11 +219,7 @@ _SPACES = np.array([point for point in range(0x3001) if chr(point).isspace()], d
 
 @dataclass
 class _Counter:
-    """Bytes and words of the text up to the character `end`, which belongs to the next piece.
-
-    Attributes:
-        inside: The character in front of `end` belongs to a word.
-    """
+    """Bytes and words up to the character `end`, where the next piece begins, `inside` a word or not."""
 
     end: int = 0
     bytes: int = 0

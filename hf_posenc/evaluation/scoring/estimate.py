@@ -308,7 +308,6 @@ class ModelShape:
     """Sizes of a model.
 
     Attributes:
-        hidden: Features of a hidden state.
         head: Weights of the head.
         around: Weights that a token is multiplied by between the layers, head and embeddings aside.
         embeddings: Tables that are added up before the first layer.

@@ -91,11 +91,7 @@ class Prefill:
     A random text is read whole and in pieces. If the config names windows or the like, a longer text is read in pieces
     of two sizes, with no more tokens at a time than requested, so that a trial never needs the memory that pieces save.
     The model may be patched between calls; `refused` is the reason that it is only run whole with its current patch.
-
-    Args:
-        model: A causal language model.
-        ids: Some valid token ids, shape (n,).
-        score: Returns the losses of a text, shape (n,), read in such pieces or (`None`) whole: shape (n - 1,).
+    `score` returns the losses of a text of shape (n,), read in such pieces or (`None`) whole: shape (n - 1,).
     """
 
     def __init__(
