@@ -20,7 +20,6 @@ from hf_posenc.errors import UnsupportedModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """The rope types that transformers 4.57 computes (`ROPE_INIT_FUNCTIONS`)."""
-
 # Keys outside `rope_scaling` there.
 _OUTSIDE = frozenset({"rope_type", "rope_theta", "partial_rotary_factor"})
 
@@ -53,7 +52,10 @@ class LegacyKeys:
         legacy = {"rope_theta": full["rope_theta"]}
         beside = set(full) - _OUTSIDE if self.fields is None else ()
         if full["rope_type"] != "default" or beside:
-            legacy["rope_scaling"] = self._scaling(full)
+            legacy["rope_scaling"] = dict(full)
+            if self.fields is not None and full["rope_type"] in self.rope_types:
+                with_type = {"type": full["rope_type"], **full}
+                legacy["rope_scaling"] = {key: with_type[key] for key in self.fields}
         if full["rope_type"] == "longrope" and full["short_factor"] != full["long_factor"]:
             # There the switch from the one list to the other is at this attribute, else at max_position_embeddings.
             original = full["original_max_position_embeddings"]
@@ -75,12 +77,6 @@ class LegacyKeys:
         if self.fields is not None and "rope_scaling" in values:
             yield {**values, "rope_scaling": dict(_full(rope_parameters))}  # refused by 4.57
         yield {}
-
-    def _scaling(self, full: Mapping[str, Any]) -> dict[str, Any]:
-        if self.fields is None or full["rope_type"] not in self.rope_types:
-            return dict(full)
-        with_type = {"type": full["rope_type"], **full}
-        return {key: with_type[key] for key in self.fields}
 
 
 def _full(rope_parameters: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -26,11 +26,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Replace a file by the one that `write` creates under a temporary name, once that is on the disk.
-
-    Raises:
-        PosencError: The system refuses; the old file stays.
-    """
+    """Replace a file by the one that `write` creates under a temporary name, once that is on the disk."""
     temporary: Path | None = None
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)

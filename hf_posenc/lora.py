@@ -1,11 +1,9 @@
 """LoRA adapters that carry the patch of the model that they were trained in. Needs peft (`hf-posenc[train]`).
 
-An adapter is a change to weights that were trained under a patch. Added to an unpatched model, it gives another model
-in silence. PEFT has no field for that, and ignores fields that it does not know. It cannot ignore the type of an
-adapter: with our own type on disk, plain PEFT raises (`KeyError: 'LORA_NEEDS_HF_POSENC'`), as do transformers'
-`from_pretrained` and `load_adapter`, which call it. In memory the adapter is an ordinary LoRA, so that Trainer, TRL,
-merging, DoRA and quantized layers treat it as one. vLLM does not read the type, but refuses adapters with modules
-trained whole (`modules_to_save`), as those of `lora_config` are: merge first.
+Added to an unpatched model, such an adapter would give another model in silence. PEFT ignores fields that it does not
+know, but not the type of an adapter: with our own type on disk, plain PEFT and transformers raise a `KeyError` with its
+name. In memory the adapter is an ordinary LoRA for Trainer, TRL, merging, DoRA and quantized layers. vLLM does not
+read the type, but refuses modules that were trained whole (`modules_to_save`): merge first.
 """
 
 from __future__ import annotations

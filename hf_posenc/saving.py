@@ -30,7 +30,7 @@ _HUB = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "forc
 
 def available_recipes() -> tuple[str, ...]:
     """Return the names of the published patches that ship with the package, sorted."""
-    return tuple(sorted(_recipes()))
+    return tuple(sorted(path.stem for path in (patches_folder() / "recipes").glob("*.json")))
 
 
 def get_recipe(name: str) -> dict[str, Any]:
@@ -39,15 +39,11 @@ def get_recipe(name: str) -> dict[str, Any]:
     Raises:
         PosencError: No recipe has this name.
     """
-    recipes = _recipes()
-    if name not in recipes:
-        raise unknown("recipe", name, recipes)
-    values: dict[str, Any] = json.loads(recipes[name].read_text(encoding="utf-8"))
+    if name not in available_recipes():
+        raise unknown("recipe", name, available_recipes())
+    path = patches_folder() / "recipes" / f"{name}.json"
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return values
-
-
-def _recipes() -> dict[str, Path]:
-    return {path.stem: path for path in (patches_folder() / "recipes").glob("*.json")}
 
 
 @contextlib.contextmanager
@@ -142,16 +138,14 @@ def read_patch(source: str | Path) -> PatchConfig:
     path = Path(source)
     if path.is_dir():
         path = path / FILE
-    if not path.is_file():
-        recipes = _recipes()
-        if str(source) not in recipes:
-            if path.suffix or path.name != str(source):
-                raise PosencError(
-                    f"There is no file {path}. Give a directory with {FILE}, a JSON file or a recipe's name."
-                )
-            raise unknown("recipe", str(source), recipes)
-        path = recipes[str(source)]
-    return PatchConfig.from_json(path.read_text(encoding="utf-8"))
+    if path.is_file():
+        return PatchConfig.from_json(path.read_text(encoding="utf-8"))
+    name = str(source)
+    if name not in available_recipes() and (path.suffix or path.name != name):
+        raise PosencError(
+            f"There is no file {path}. Give a directory with {FILE}, a JSON file or a recipe's name."
+        )
+    return PatchConfig.from_dict(get_recipe(name))
 
 
 def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False) -> nn.Module:

@@ -179,12 +179,10 @@ def _logits(model: nn.Module, probes: list[dict[str, Tensor]]) -> list[Tensor]:
     try:
         for probe in probes:
             inputs = {name: value.to(device) for name, value in probe.items()}
-            try:
-                logits.append(model(**inputs, use_cache=False).logits.float().cpu())
-            except (IndexError, RuntimeError, ValueError, TypeError):
-                if not logits:
-                    raise
-                break
+            logits.append(model(**inputs, use_cache=False).logits.float().cpu())
+    except (IndexError, RuntimeError, ValueError, TypeError):
+        if not logits:
+            raise
     finally:
         model.train(was_training)
     return logits

@@ -112,10 +112,9 @@ def live_model(name: str, *, whole: bool) -> Any:
 
     With `whole` they are loaded, since a method that computes attention itself is tried on them.
     """
-    import torch
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
     from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
+    from hf_posenc.engines.source import empty_model, stored_config
     from hf_posenc.patch.export import BLOCK
     from hf_posenc.saving import FILE
 
@@ -124,18 +123,11 @@ def live_model(name: str, *, whole: bool) -> Any:
     # An adapter's config names the base model and the patch.
     if whole or (Path(name) / ADAPTER_CONFIG_NAME).is_file():
         return load_model(name)
-    try:
-        config = AutoConfig.from_pretrained(name)
-    except Exception as error:  # no such name, no config.json, an unknown model type
-        raise PosencError(f"The config of {name} cannot be loaded: {one_line(error)}") from error
+    config = stored_config(name)
     if hasattr(config, BLOCK) or (Path(name) / FILE).is_file():
         return load_model(name, device_map="meta")  # saved with a patch
-    auto: Any = (
-        AutoModelForCausalLM if type(config) in AutoModelForCausalLM._model_mapping else AutoModel
-    )
     try:
-        with torch.device("meta"):
-            return auto.from_config(config)
+        return empty_model(config)
     except Exception as error:
         raise PosencError(f"The model of {name} cannot be built: {one_line(error)}") from error
 

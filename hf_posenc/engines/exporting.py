@@ -36,8 +36,7 @@ class Export:
     """The export of a model for an engine.
 
     Attributes:
-        engine: The engine's name.
-        version: The version whose source its formulas come from.
+        version: The version of the engine whose source its formulas come from.
         path: The exported model.
         base: The folder or hub name of the weights.
         form: The form in which the engine gets the tables; `None` if there is none.
@@ -72,12 +71,6 @@ class Export:
     def possible(self) -> bool:
         """True if the engine computes the same as the model."""
         return self.form is not None
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form, without the config."""
-        values = asdict(self)
-        del values["config"]
-        return values
 
 
 def export(
@@ -155,8 +148,9 @@ def measure(
     """Return the errors of an engine's tables, or the reason why it does not start."""
     original, reach = source.original, source.reach
     lengths = {reach}
-    if source.length_dependent and (source.follows_text or reach > original):
-        lengths = {original + 1, 4 * original if source.follows_text else reach}
+    follows_text = source.patch is not None and source.patch.extended_length is None
+    if source.length_dependent and (follows_text or reach > original):
+        lengths = {original + 1, 4 * original if follows_text else reach}
         if not engine.fixed_table:
             lengths.add(original)
     errors = []
@@ -176,9 +170,6 @@ def find_engine(name: str) -> Engine:
     return _ENGINES[name]
 
 
-_SCALE = 4.0  # of the survey
-
-
 @dataclass(frozen=True)
 class Expressed:
     """One method in an engine: its name with the options that were tried, and `form` and `reason` as in `Export`."""
@@ -189,47 +180,38 @@ class Expressed:
 
 
 def survey(directory: str | Path, engine: str) -> tuple[Expressed, ...]:
-    """Export a model with every method, without the patch of its own.
-
-    Args:
-        directory: A saved model: a folder or a hub name.
-        engine: One of `ENGINES`.
-    """
+    """Export a saved model (a folder or a hub name) with every method, without the patch of its own."""
     find_engine(engine)
     plain = open_source(directory, unpatched=True)
     pairs = max((table.dim // 2 for table in plain.tables), default=1)
-    return tuple(_try(kind, directory, engine, pairs) for kind in METHODS)
-
-
-def _try(kind: type[Method], directory: str | Path, engine: str, pairs: int) -> Expressed:
-    options = _options(kind, pairs)
-    shown = {key: value for key, value in options.items() if isinstance(value, str)}
-    name = ", ".join([kind.name, *(f"{key}={value}" for key, value in shown.items())])
-    reason = ""
-    for replace_scaling in (False, True):  # a checkpoint that is scaled already
-        options["replace"] = replace_scaling
-        try:
-            source = open_source(directory, kind.name, unpatched=True, **options)
-        except PosencError as error:
-            reason = " ".join(str(error).split())
-            continue
-        result = export_source(source, engine)
-        return Expressed(name, result.form, result.reason)
-    return Expressed(name, None, reason)
+    rows = []
+    for kind in METHODS:
+        options = _options(kind, pairs)
+        shown = {key: value for key, value in options.items() if isinstance(value, str)}
+        name = ", ".join([kind.name, *(f"{key}={value}" for key, value in shown.items())])
+        for replace_scaling in (False, True):  # a checkpoint that is scaled already
+            options["replace"] = replace_scaling
+            try:
+                source = open_source(directory, kind.name, unpatched=True, **options)
+            except PosencError as error:
+                row = Expressed(name, None, " ".join(str(error).split()))
+                continue
+            result = export_source(source, engine)
+            row = Expressed(name, result.form, result.reason)
+            break
+        rows.append(row)
+    return tuple(rows)
 
 
 def _options(kind: type[Method], pairs: int) -> dict[str, Any]:
     """Return values for the required knobs, a scale, and the update mode that other engines could have."""
-    divisors = [1.0 + step / pairs for step in range(pairs)]
-    values = {
-        "rope_theta": 1e6,
-        "short_factor": divisors,
-        "long_factor": [2 * value for value in divisors],
-    }
+    short = [1.0 + step / pairs for step in range(pairs)]
+    long = [2 * value for value in short]
+    values = {"rope_theta": 1e6, "short_factor": short, "long_factor": long}
     required = [k for k, default in kind.knobs().items() if default is dataclasses.MISSING]
     options: dict[str, Any] = {knob: values[knob] for knob in required if knob in values}
     if kind.takes_scale():
-        options["scale"] = _SCALE
+        options["scale"] = 4.0
     if issubclass(kind, LengthDependent):
         options["update"] = "sequence"
     return options
@@ -288,8 +270,9 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
     config = dict(export.config)
     if export.is_adapter and merged_dtype(export.path) != "auto":
         config |= {key: "float32" for key in ("dtype", "torch_dtype") if key in config}
-    for name, values in (("config.json", config), (RECORD, export.to_dict())):
-        written.append(_write_json(folder / name, values))
+    record = asdict(export)
+    del record["config"]
+    written += [_write_json(folder / "config.json", config), _write_json(folder / RECORD, record)]
     return sorted(set(written))
 
 

@@ -1,8 +1,7 @@
 """The engines' tables in float64, written from their sources and not from `hf_posenc.methods`.
 
-The four formulas are common to transformers 4.57.1 and 5.23.0 (`modeling_rope_utils.py`), vLLM 0.33.0
-(`model_executor/layers/rotary_embedding/`) and SGLang 0.5.23 (`srt/layers/rotary_embedding/`); the engines differ in
-the keys of a config that they read and in their meaning, which is in the engines' own files.
+They are common to transformers 4.57.1 and 5.23.0 (`modeling_rope_utils.py`), vLLM 0.33.0 and SGLang 0.5.23
+(`layers/rotary_embedding/`), which differ in the keys of a config that they read and in their meaning.
 """
 
 from __future__ import annotations
@@ -18,12 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A rotary table.
-
-    Attributes:
-        inv_freq: Shape (d/2,), float64, radians per token.
-        factor: The factor on cos and sin.
-    """
+    """A rotary table: frequencies of shape (d/2,), float64, radians per token, and the factor on cos and sin."""
 
     inv_freq: Tensor
     factor: float = 1.0

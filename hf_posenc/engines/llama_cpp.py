@@ -47,7 +47,6 @@ from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError
 from hf_posenc.patch.request import MethodLike
 
-_OF_SOME = ("llama3", "longrope")  # written by the converter for some architectures only
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 
 
@@ -64,12 +63,11 @@ class LlamaCpp(Engine):
         if native is not None:
             entry = entry_of(native, "full_attention")
             notes = _without_converting(entry, source)
-            if entry["rope_type"] in _OF_SOME:
-                note = (
-                    f"convert_hf_to_gguf writes the tensors of {entry['rope_type']} for some architectures only: check "
-                    "the file with this command and --gguf FILE."
+            if (kind := entry["rope_type"]) in ("llama3", "longrope"):
+                some = (
+                    f"convert_hf_to_gguf writes the tensors of {kind} for some architectures only"
                 )
-                notes = (note,)
+                notes = (f"{some}: check the file with this command and --gguf FILE.",)
             values = {**source.lengths(), "rope_parameters": native}
             yield Draft("rope_parameters", values, (*context, *_beta_flags(entry)), notes)
         yield from self._tensors(source, context)
@@ -89,18 +87,15 @@ class LlamaCpp(Engine):
         if long != longest:
             return  # nor more than two tables
         divisors = Divisors(tuple(short), tuple(long), in_force[0].factor, source.original)
-        entry = {"rope_type": "default", "rope_theta": theta}
-        current = getattr(source.text_config, "rope_parameters", None) or {}
-        values = {
-            **source.lengths(),
-            "rope_parameters": {**current, table.label: entry} if table.label else entry,
-        }
+        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
+        if table.label:
+            current = getattr(source.text_config, "rope_parameters", None) or {}
+            rope = {**current, table.label: rope}
+        values = {**source.lengths(), "rope_parameters": rope}
         architectures = ", ".join(sorted(divisors.architectures))
-        note = (
-            "The table goes into the GGUF file: convert the exported folder, then run this command again with "
-            f"--gguf FILE. llama.cpp reads it for the architectures {architectures}."
-        )
-        notes = [note]
+        way = "convert the exported folder, then run this command again with --gguf FILE"
+        reading = f"llama.cpp reads it for the architectures {architectures}"
+        notes = [f"The table goes into the GGUF file: {way}. {reading}."]
         if short != long:
             notes.append(
                 f"With -c above {source.original} llama.cpp uses the long list for short texts too; at or below it, "
@@ -144,9 +139,8 @@ def converted(
     if kind == "llama3":
         theta, factor = float(rope["rope_theta"]), float(rope["factor"])
         ends = rope["low_freq_factor"], rope["high_freq_factor"]
-        slowed = formulas.llama3(
-            theta, dim, factor, *ends, rope["original_max_position_embeddings"]
-        )
+        original = rope["original_max_position_embeddings"]
+        slowed = formulas.llama3(theta, dim, factor, *ends, original)
         tensors[GGUF_TENSORS[0]] = (formulas.plain(theta, dim) / slowed).tolist()
     if kind == "longrope":
         original = rope["original_max_position_embeddings"]

@@ -86,11 +86,6 @@ class Source:
     tables: tuple[SourceTable, ...] = ()
 
     @property
-    def follows_text(self) -> bool:
-        """True if the patch reaches as far as a text needs."""
-        return self.patch is not None and self.patch.extended_length is None
-
-    @property
     def original(self) -> int:
         """The context length that the patch starts from, in tokens; without a patch, the config's."""
         if self.patch is not None:
@@ -178,7 +173,7 @@ def open_source(
     `method` and `options` are a patch as for `patch_model`; `unpatched` leaves out the one that was saved.
     """
     base, of_adapter = _of_adapter(path)
-    stored = _config_of(base)
+    stored = stored_config(base)
     config = copy.deepcopy(stored)
     saved = take_patch(config, base) or of_adapter
     if unpatched:
@@ -187,7 +182,7 @@ def open_source(
         raise PosencError(
             f"{path} is already patched with {saved.method}. Leave the patch out, or give the model from before."
         )
-    model = _empty_model(config)
+    model = empty_model(config)
     methods = () if saved is None else saved.build()
     if method is not None:
         methods = resolve_request(tables_of(model), method, **options).methods
@@ -223,16 +218,17 @@ def _of_adapter(path: str | Path) -> tuple[str, PatchConfig | None]:
     return config.base_model_name_or_path, patch
 
 
-def _config_of(base: str) -> Any:
+def stored_config(name: str) -> Any:
+    """Load the config of a folder or hub name."""
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(base)
+        return AutoConfig.from_pretrained(name)
     except Exception as error:  # no such name, no config.json, an unknown model type
-        raise PosencError(f"The config of {base} cannot be loaded: {one_line(error)}") from error
+        raise PosencError(f"The config of {name} cannot be loaded: {one_line(error)}") from error
 
 
-def _empty_model(config: Any) -> Any:
+def empty_model(config: Any) -> Any:
     """Build the model on the meta device; its rotary tables are real."""
     from transformers import AutoModel, AutoModelForCausalLM
 

@@ -184,13 +184,12 @@ def _give_encodings(
             'layers="all" includes sliding-window layers.'
         )
     for layer in layers:
-        plain = Encoding(state.original, layer.recorded.query.shape[1], layer.rotation)
-        seam = Layer(plain, rotary=layer.rotary)
+        encoding = Encoding(state.original, layer.recorded.query.shape[1], layer.rotation)
         if layer in chosen:
-            seam = Layer(_encoding(base, layer, methods, state), patched=True, rotary=layer.rotary)
+            encoding = _encoding(base, layer, methods, state)
         elif layer in sharing:
-            seam = Layer(replace(plain, cached_by=base), rotary=layer.rotary)
-        setattr(layer.module, LAYER, seam)
+            encoding = replace(encoding, cached_by=base)
+        setattr(layer.module, LAYER, Layer(encoding, layer in chosen, rotary=layer.rotary))
     for wrapper in wrappers.values():
         native = native_rotary(wrapper)
         wrapper.labels = frozenset(table.label for table in tables if table.module is native)
@@ -227,15 +226,11 @@ def _encoding(
 
 
 def _watch_cache(owner: nn.Module, layers: Sequence[CalibratedLayer], original: int) -> None:
-    moving = [
-        (layer, seam, seam.encoding.method)
-        for layer in layers
-        for seam in [getattr(layer.module, LAYER)]
-        if isinstance(seam.encoding.method, LengthDependent)
-    ]
-    watch = CacheWatch(moving[0][2] if moving else None, original)
+    seams = [(layer, getattr(layer.module, LAYER)) for layer in layers]
+    moving = [pair for pair in seams if isinstance(pair[1].encoding.method, LengthDependent)]
+    watch = CacheWatch(moving[0][1].encoding.method if moving else None, original)
     owner.register_forward_pre_hook(watch, with_kwargs=True)
-    for layer, seam, _ in moving:
+    for layer, seam in moving:
         index = layer_index(layer.name, layer.module)
         seam.watch = watch
         # A module that serves several layers (Zamba 2) writes to several places of the cache.

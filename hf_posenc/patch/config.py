@@ -42,11 +42,15 @@ class PatchConfig:
     replace: bool = False
     others: tuple[tuple[str, Mapping[str, Any]], ...] = ()
 
+    @property
+    def parts(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
+        """The name of every method, and its options, the scale among them."""
+        scale = {} if self.scale is None else {"scale": self.scale}
+        return ((self.method, {**scale, **self.options}), *self.others)
+
     def build(self) -> tuple[Method, ...]:
         """Return the method objects; raise for an unknown method or option, or a value out of range."""
-        scale = {} if self.scale is None else {"scale": self.scale}
-        named = ((self.method, {**scale, **self.options}), *self.others)
-        return tuple(get_method(name).from_options(**options) for name, options in named)
+        return tuple(get_method(name).from_options(**options) for name, options in self.parts)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form."""

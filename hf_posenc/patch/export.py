@@ -1,7 +1,7 @@
 """The config of a patched model, with which a saved model loads in plain transformers.
 
-Every form is proven before it is written: the config is saved to its own JSON and loaded, the
-rotary class is built from it, and its output is compared with the patch.
+Every form is proven before it is written: the config is saved to its own JSON and loaded, the rotary class is built
+from it, and its output is compared with the patch.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ _SCALING_KEYS = frozenset(
 # The divisor for a frequency of 0 in a longrope list: an infinity would not pass through JSON.
 _STANDSTILL = 1e30
 _ABSENT = "<absent>"
+_ORIGINAL = "original_max_position_embeddings"
 
 
 @dataclass(frozen=True)
@@ -144,10 +145,9 @@ def lengths_of(config: Any, tables: list[PatchedTable], extended: int | None) ->
     values: dict[str, Any] = {}
     if extended is not None:
         values["max_position_embeddings"] = extended
-    if getattr(config, "original_max_position_embeddings", None) is not None:
+    if getattr(config, _ORIGINAL, None) is not None:
         # Phi-3's own attribute wins over the key of rope_parameters.
-        original = tables[0].spec.original_max_position_embeddings
-        values["original_max_position_embeddings"] = original
+        values[_ORIGINAL] = tables[0].spec.original_max_position_embeddings
     return values
 
 
@@ -205,13 +205,12 @@ def _longrope(patched: PatchedTable, method: RopeScaling) -> dict[str, Any]:
 
 
 def _kept(patched: PatchedTable, dropped: Iterable[str]) -> dict[str, Any]:
-    spec = patched.spec
-    old = patched.table.parameters
+    spec, old = patched.spec, patched.table.parameters
     left_out = _SCALING_KEYS | set(dropped)
     kept = {key: copy.deepcopy(value) for key, value in old.items() if key not in left_out}
     # The attention of Ministral and of DeepSeek reads these keys, whatever the rope_type.
-    if old.get("original_max_position_embeddings") is not None:
-        kept["original_max_position_embeddings"] = spec.original_max_position_embeddings
+    if old.get(_ORIGINAL) is not None:
+        kept[_ORIGINAL] = spec.original_max_position_embeddings
     if patched.wrapper.base_factors and old.get("mscale_all_dim"):
         kept["mscale_all_dim"], kept["factor"] = old["mscale_all_dim"], old.get("factor")
     return {**kept, "rope_theta": spec.theta}

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.errors import UnsupportedModelError, VerificationError
 from hf_posenc.methods import RopeScaling, YaRN
@@ -15,7 +15,6 @@ from hf_posenc.model.discovery import RotaryTable, SinCosTable, adapter_of, read
 from hf_posenc.model.rotary import PosencRotary, is_half_split
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, replace_modules
-from hf_posenc.rope import RopeSpec
 
 
 def install_rotary(
@@ -110,9 +109,16 @@ def install_sincos(
     model: nn.Module, state: State, tables: Sequence[SinCosTable], method: RopeScaling
 ) -> None:
     """Replace precomputed sin-cos tables by scaled ones of the extended length, and read them back."""
+    if method.length_dependent:
+        raise UnsupportedModelError(
+            f"{method.name} changes its frequencies with the length of the text, but this model reads them "
+            "from a table made once. Use a static method (yarn, ntk_by_parts, ntk, pi, ...)."
+        )
     spec = read_spec(tables[0], state.original, compose=False)
     positions = max(state.extended or 0, tables[0].tensor().shape[0])
-    scaled = _sincos(method, spec, positions)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * method.inv_freq(spec)
+    scaled = torch.cat((angles.sin(), angles.cos()), dim=-1) * method.cos_sin_factor(spec)
+    scaled = scaled.float()  # shape (positions, d)
     inv_freq, factor = method.inv_freq(spec).float(), float(method.cos_sin_factor(spec))
     if torch.equal(inv_freq, tables[0].live()[0].cpu()) and factor == 1.0:
         scaled[: tables[0].tensor().shape[0]] = tables[0].tensor()  # the very bits of the model
@@ -132,14 +138,3 @@ def install_sincos(
         state.set(tables[0].config, values)
     else:
         state.write_config(model, [(tables[0].config, values)])
-
-
-def _sincos(method: RopeScaling, spec: RopeSpec, positions: int) -> Tensor:
-    """The table of a static method, shape (positions, d), float32, computed in float64."""
-    if method.length_dependent:
-        raise UnsupportedModelError(
-            f"{method.name} changes its frequencies with the length of the text, but this model reads them "
-            "from a table made once. Use a static method (yarn, ntk_by_parts, ntk, pi, ...)."
-        )
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * method.inv_freq(spec)
-    return (torch.cat((angles.sin(), angles.cos()), dim=-1) * method.cos_sin_factor(spec)).float()

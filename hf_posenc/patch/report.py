@@ -83,13 +83,12 @@ class Patch:
     @property
     def methods(self) -> tuple[str, ...]:
         """The names of all methods, where several are composed."""
-        return (self.method, *(name for name, _ in self.config.others))
+        return tuple(name for name, _ in self.config.parts)
 
     @property
     def options(self) -> dict[str, Any]:
         """The method's knobs that differ from their defaults, the scale included."""
-        scale = {} if self.config.scale is None else {"scale": self.config.scale}
-        return {**scale, **self.config.options}
+        return dict(self.config.parts[0][1])
 
     def __str__(self) -> str:
         lines = [f"{self._title()}\n{self._notes()}"]
@@ -112,10 +111,9 @@ class Patch:
         return f"{title}<table><thead>{cells('th', COLUMNS)}</thead><tbody>{body}</tbody></table>"
 
     def _title(self) -> str:
-        named = ((self.config.method, self.options), *self.config.others)
         return " + ".join(
             f"{name}({', '.join(f'{key}={_short(value)}' for key, value in options.items())})"
-            for name, options in named
+            for name, options in self.config.parts
         )
 
     def _notes(self) -> str:

@@ -24,12 +24,10 @@ class State:
     """The record that undoes a patch; kept in the model, so that a deepcopied one carries its own.
 
     Attributes:
-        config: The request, with everything resolved.
         original: The original context length, in tokens.
         extended: The context length that the patch reaches; `None` where it follows the text.
-        methods: The methods, the first of which is `config.method`.
         export: The form in which plain transformers computes the patch, as in `Patch`.
-        attention: The attention implementation that the engine replaces; `None` where none is replaced.
+        attention: The attention implementation that the engine replaces, as in `Patch`.
         changes: Every config and module with attributes that were set, and their values from before.
         tensors: The sin-cos tables that were swapped, and their tensors from before.
     """
