@@ -184,29 +184,25 @@ class BenchResult(Result):
         return {**values, "status": cell.failed or "ok"}
 
     def _repr_markdown_(self) -> str:
-        return "\n".join(self._markdown()) + "\n"
-
-    def _markdown(self) -> Iterator[str]:
         """A page for a pull request or a model card: tables, notes, and the command that reproduces them."""
         measured = self.perplexity
         model, versions = measured.model, measured.environment
         trained = f", trained at {measured.original:,} tokens" if measured.original else ""
-        yield f"# {model['name']}, suite {self.suite}\n"
-        yield (
+        about = (
             f"{model['class']}, {model['parameters'] / 1e6:,.1f} M parameters{trained}; {model['dtype']} on "
             f"{model['device']}, {model['attention']} attention; hf-posenc {versions['hf-posenc']}, torch "
             f"{versions['torch']}, transformers {versions['transformers']}.\n"
         )
         first, *others = self.tables()
-        yield to_markdown(first)
-        for grid in others:
-            yield f"\n## {grid.title}\n"
-            yield to_markdown(grid)
-        yield ""
-        for line in self.notes():
-            yield f"- {escaped(line)}"
+        lines = [
+            *(f"# {model['name']}, suite {self.suite}\n", about, to_markdown(first)),
+            *(f"\n## {grid.title}\n\n{to_markdown(grid)}" for grid in others),
+            "",
+            *(f"- {escaped(line)}" for line in self.notes()),
+        ]
         if measured.command is not None:
-            yield f"\nTo reproduce it:\n\n```bash\n{measured.command}\n```"
+            lines.append(f"\nTo reproduce it:\n\n```bash\n{measured.command}\n```")
+        return "\n".join(lines) + "\n"
 
     # Figures
 

@@ -38,25 +38,16 @@ from hf_posenc.evaluation.retrieval import RetrievalRun, RetrievalSettings
 
 @dataclass(frozen=True)
 class Suite:
-    """Extent of a benchmark.
+    """Extent of a benchmark."""
 
-    Attributes:
-        methods: Values of `--patch`; the first is the baseline.
-        documents: Usable documents after which reading stops.
-        reach: The longest length, as a multiple of the trained one.
-        lengths: Number of lengths up to there, both ends included; `None`: every doubling.
-        samples: Samples at every length and depth.
-        rounds: Number of times that the prefill of every method is timed.
-    """
-
-    methods: tuple[str, ...]
-    documents: int
-    reach: int
-    lengths: int | None
+    methods: tuple[str, ...]  # values of `--patch`; the first is the baseline
+    documents: int  # usable ones after which reading stops
+    reach: int  # the longest length, as a multiple of the trained one
+    lengths: int | None  # number of lengths up to there, both ends included; `None`: every doubling
     tasks: tuple[str, ...]
-    depths: tuple[float, ...]
-    samples: int
-    rounds: int
+    samples: int  # at every length and depth
+    rounds: int  # number of times that the prefill of every method is timed
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
 
     def replaced(self, options: BenchOptions) -> Suite:
         """Return the suite with the options that replace its own."""
@@ -85,7 +76,6 @@ SUITES = {
         reach=4,
         lengths=3,
         tasks=("passkey", "niah_single_1"),
-        depths=(0.0, 0.25, 0.5, 0.75, 1.0),
         samples=2,
         rounds=3,
     ),
@@ -100,7 +90,6 @@ SUITES = {
         reach=16,
         lengths=None,
         tasks=(*("passkey", "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "fwe"),),
-        depths=(0.0, 0.25, 0.5, 0.75, 1.0),
         samples=4,
         rounds=5,
     ),
@@ -132,12 +121,8 @@ def suite_lengths(suite: Suite, original: int | None, target: int | None = None)
 class BenchJob:
     """Benchmark whose model, documents and prompts are ready.
 
-    Attributes:
-        perplexity: Perplexities by protocol and length.
-        shared: It and, if a task has prompts of these lengths, `retrieval`: what several processes share.
-        speed: The timed prefill; `None` without rounds.
-        about: The other fields of the result.
-        missing: Once `run` has returned `None`: items that other processes have not stored yet.
+    Processes share `perplexity` and, if a task has prompts of these lengths, `retrieval`; one of them times the
+    prefill. `about` are the other fields of the result, `missing` the items that other processes have not stored yet.
     """
 
     perplexity: PerplexityRun

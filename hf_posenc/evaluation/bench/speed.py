@@ -114,13 +114,11 @@ class SpeedCell:
     """Speed and memory of a method.
 
     Attributes:
-        method: Its label.
         tokens_per_second: Tokens of the window by the median of the seconds of all rounds; `None` if it failed. In the
             slowest round it is `lowest`, in the fastest one `highest`.
         ratio: Times as fast as the first method: the median over the rounds, both of the same round.
         peak_bytes: The largest peak of memory; `None` if it is unknown.
         prefill: Tokens that were run at a time; `None`: all.
-        failed: The reason why there is no number.
     """
 
     method: str
@@ -135,13 +133,11 @@ class SpeedCell:
 
 @dataclass
 class SpeedResult:
-    """Prefill of one window, timed under every method in turn, in several rounds.
+    """Prefill of one window, timed under every method in turn, the baseline first, in several rounds.
 
     Attributes:
         length: Tokens of the window.
-        threads: Threads of a CPU.
         memory: Meaning of `peak_bytes`.
-        methods: Labels, the baseline first.
         rounds: For each round and method seconds, peak and tokens at a time, or the reason of a failure.
         cells: The summary, in the order of the methods.
     """

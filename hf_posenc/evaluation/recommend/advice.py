@@ -36,7 +36,6 @@ from hf_posenc.patch.patching import get_patch
 
 _PER_LENGTH = ("dynamic", "longrope")  # a table that depends on the length cannot be composed
 _PROBE_TOKENS = 4
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ class Carried:
     """Scaling that a checkpoint's config carries.
 
     Attributes:
-        rope_type: The scaling in force, by transformers' name.
-        scaled: True if there is any.
         reach: The context length of the config, scaling included, in tokens.
         trained: The length before that scaling.
     """
@@ -61,11 +58,8 @@ class CacheCost:
     """Memory of the cache of one text, keys and values alone.
 
     Attributes:
-        tokens: Length of the text.
-        bytes: Memory for the text.
         bytes_per_token: Memory for one more token, in the `full_layers`, which keep every token.
         window: Tokens that the `window_layers` keep; 0 if there are no such layers.
-        dtype: The number format.
     """
 
     tokens: int
@@ -75,6 +69,15 @@ class CacheCost:
     window_layers: int
     window: int
     dtype: str
+
+    def __str__(self) -> str:
+        kept = ""
+        if self.window_layers:
+            kept = f"; {self.window_layers} layers keep the last {self.window:,} tokens"
+        return (
+            f"{_size(self.bytes)} of keys and values in {self.dtype} for one text of {self.tokens:,} tokens: "
+            f"{_size(self.bytes_per_token)} a token in {self.full_layers} layers{kept}."
+        )
 
 
 @dataclass(frozen=True)
@@ -341,34 +344,21 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
         f"to a random one: {similar} (the theorem behind the fit). Rules of thumb, for training."
     )
     yield "base", base
-    yield "cache", _cache_text(advice.cache)
-    if carried.scaled and advice.needed:
-        yield "already scaled", _scaling_text(advice)
-
-
-def _cache_text(cache: CacheCost | None) -> str:
-    if cache is None:
-        return "unknown: this model does not run without its weights."
-    kept = ""
-    if cache.window_layers:
-        kept = f"; {cache.window_layers} layers keep the last {cache.window:,} tokens"
-    return (
-        f"{_size(cache.bytes)} of keys and values in {cache.dtype} for one text of {cache.tokens:,} tokens: "
-        f"{_size(cache.bytes_per_token)} a token in {cache.full_layers} layers{kept}."
-    )
-
-
-def _scaling_text(advice: Advice) -> str:
-    if "replace" in advice.beside:
-        return (
-            f"{advice.carried.rope_type} has a table per length, which cannot be composed: replace=True "
-            f"starts from rope_theta and {advice.limits.original:,} tokens. Weights trained with that scaling lose it."
+    unknown = "unknown: this model does not run without its weights."
+    yield "cache", unknown if advice.cache is None else str(advice.cache)
+    if carried.scaled and advice.needed and "replace" in advice.beside:
+        scaling = (
+            f"{carried.rope_type} has a table per length, which cannot be composed: replace=True starts from "
+            f"rope_theta and {limits.original:,} tokens. Weights trained with that scaling lose it."
         )
-    return (
-        f"compose=True scales the frequencies in force once more, from {advice.limits.original:,} tokens: right for "
-        "weights that were trained with them. If the scaling was only written into the config, replace=True starts "
-        f"from rope_theta and {advice.carried.trained:,} tokens."
-    )
+        yield "already scaled", scaling
+    elif carried.scaled and advice.needed:
+        scaling = (
+            f"compose=True scales the frequencies in force once more, from {limits.original:,} tokens: right for "
+            "weights that were trained with them. If the scaling was only written into the config, replace=True "
+            f"starts from rope_theta and {carried.trained:,} tokens."
+        )
+        yield "already scaled", scaling
 
 
 def table(advice: Advice) -> Grid:
@@ -421,8 +411,8 @@ def _untried(option: Option) -> bool:
 
 
 def _size(count: float) -> str:
-    for unit in _UNITS[:-1]:
+    for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.3g} {unit}"
         count /= 1024
-    return f"{count:.3g} {_UNITS[-1]}"
+    return f"{count:.3g} TiB"

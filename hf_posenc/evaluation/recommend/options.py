@@ -144,11 +144,10 @@ def _similar_until(table: Tensor, limit: int) -> int | None:
 
 @dataclass(frozen=True)
 class Start:
-    """Starting point of a method.
+    """Starting point of a method on the way to the target length, in tokens.
 
     Attributes:
         spec: The table that frequency methods start from, and the length that it was trained at.
-        target: The target length, in tokens.
         beside: Further arguments of `patch_model` for frequency methods, such as `compose`.
         reach: The length that the table in force reaches, in tokens: methods that compute attention start from it.
         beside_attention: As `beside`, for methods that compute attention.
@@ -176,12 +175,10 @@ class Option:
     """Method at the target length.
 
     Attributes:
-        method: Its name.
-        works: One of `WORKS`.
-        reason: The reason, in one line.
+        works: One of `WORKS`, for this reason.
         options: Arguments of `patch_model`; `None` if some of them have to be searched first.
-        attention: Whether it computes attention itself, rather than changing the table alone.
-        trial: Whether its trial on the model succeeded; `None`: not tried, as there are no weights.
+        attention: True if it computes attention itself, rather than changing the table alone.
+        trial: True if its trial on the model succeeded; `None`: not tried, as there are no weights.
         evidence: Published evidence for it without training.
         met: Of a frequency method, the length in tokens up to which slow pairs stay at angles met in training.
         slowed: Of a frequency method, the largest factor by which a fast pair is slowed.
@@ -244,17 +241,13 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
     met = met_until(trained, patched, original)
     slowed = slowed_by(trained, patched, original)
     reaches = met >= start.target * (1 - 1e-9)
-    angles = (
-        "slow pairs stay at angles met in training"
-        if reaches
-        else f"slow pairs leave the angles of training at {math.floor(met):,} tokens"
-    )
-    near = (
-        "fast pairs are untouched"
-        if slowed == 1
-        else f"fast pairs turn up to {slowed:.3g} times slower"
-    )
-    works = (AS_IT_IS if untrained else FINE_TUNED) if reaches else SHORT
+    works = AS_IT_IS if untrained else FINE_TUNED
+    angles, near = "slow pairs stay at angles met in training", "fast pairs are untouched"
+    if not reaches:
+        works = SHORT
+        angles = f"slow pairs leave the angles of training at {math.floor(met):,} tokens"
+    if slowed != 1:
+        near = f"fast pairs turn up to {slowed:.3g} times slower"
     evidence = published.evidence_of(kind.name)
     reason = "; ".join(filter(None, (f"{angles}, {near}", published.summary(evidence))))
     options = {**options, **start.beside}

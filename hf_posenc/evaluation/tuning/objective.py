@@ -57,9 +57,7 @@ ResultT = TypeVar("ResultT")
 class TailSettings:
     """Tail perplexity at a target length, beside that of the same tokens at the original length.
 
-    Attributes:
-        original: The context length that the model was trained on, in tokens.
-        target: The target length, in tokens, special tokens included. The other fields are those of `TailOptions`.
+    Lengths are in tokens, special tokens included; the other fields are those of `TailOptions`.
 
     Raises:
         PosencError: Lengths or numbers that exclude each other.
@@ -318,10 +316,8 @@ Batch = Callable[[Sequence[Candidate], Sequence[int], Sequence[int]], Losses]
 class TailJob(Measurement[Item, Any], abc.ABC, Generic[ResultT]):
     """Sweep or search whose model and documents are ready; its items are the tails of one batch after the other.
 
-    Attributes:
-        documents: The usable documents, each at least as long as the target; an item's `order` is the index of its own.
-        about: The model (with its `name`), the source of the documents, the versions, the command.
-        special: Token ids in front of every window.
+    Documents are at least as long as the target; an item's `order` is the index of its own. `about` describes the
+    model, the source of the documents, the versions and the command; `special` are the token ids in front of a window.
 
     Raises:
         PosencError: The model is not a causal language model, or the tokens are another model's.

@@ -74,10 +74,8 @@ class TuningResult(Result):
 
     Attributes:
         about: The model, the source of the documents, the versions, the command.
-        settings: Lengths, tail, bound, seed.
         trials: The methods: the controls first.
         documents: The documents, as `TokenizedDocument.to_dict` returns them.
-        skipped: Documents that were not used, and why.
         losses: By label, length and the document's index.
         recipe: The best method as `load_patch` reads it; `None` if there is none.
         rows: The rows of the table.

@@ -53,12 +53,7 @@ TRIES = 20
 
 @dataclass(frozen=True)
 class Genome:
-    """One individual.
-
-    Attributes:
-        factors: The divisor of each pair's frequency, from the fastest pair to the slowest; never decreasing.
-        attention_factor: The factor on cos and sin.
-    """
+    """One individual: a factor on cos and sin, and the divisors of the pairs' frequencies from the fastest pair on."""
 
     factors: tuple[float, ...]
     attention_factor: float
@@ -140,15 +135,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Space:
-    """Bounds of the search.
+    """Bounds of the search."""
 
-    Attributes:
-        highest: The largest divisor.
-        attention: The lowest and the highest factor on cos and sin; equal if it is fixed.
-    """
-
-    highest: float
-    attention: tuple[float, float]
+    highest: float  # the largest divisor
+    attention: tuple[float, float]  # the ends of the factor on cos and sin; equal if it is fixed
 
     @classmethod
     def of(cls, scale: float, attention_factor: float | None) -> Space:
@@ -246,12 +236,9 @@ def _drawn(low: float, high: float, random: np.random.Generator) -> float:
 
 @dataclass(frozen=True)
 class Step:
-    """One scored individual.
+    """One scored individual: its `kind` is the method that it starts from, or `mutation`, or `crossover`.
 
-    Attributes:
-        kind: The method that it starts from, or `mutation`, or `crossover`.
-        score: Log tail perplexity at the target length over the search documents; infinite if it failed or exceeded
-            the bound.
+    The score is the log tail perplexity on the search documents; infinite if it failed or exceeded the bound.
     """
 
     kind: str
@@ -434,13 +421,18 @@ class SearchJob(TailJob[SearchResult]):
             return genome.candidate(settings.scale, own.short_texts, beside)
 
         def score(genomes: Sequence[Genome]) -> list[float]:
-            return self._scores([candidate(genome) for genome in genomes], searched, measure)
+            candidates, plain = [candidate(genome) for genome in genomes], compared[0][0]
+            losses = dict(measure(candidates, searched, self._lengths))
+            if settings.max_regression is not None:
+                losses |= measure([plain], searched, [settings.original])
+            board = Board(losses, settings, plain.key)
+            return [board.score(each.key, searched) for each in candidates]
 
+        compared = [(Candidate.parse(spec), True) for spec in CONTROLS]
         plan, space = Plan.of(own.budget), Space.of(settings.scale, own.attention_factor)
         steps = evolve(begin, plan, space, settings.seed, score)
         best = best_of(steps)
         extra = "".join(f",{name}=true" for name in beside)
-        compared = [(Candidate.parse(spec), True) for spec in CONTROLS]
         for name in begin:
             compared.append((Candidate.parse(f"{name}:scale={settings.scale!r}{extra}"), False))
         if best is not None:
@@ -450,17 +442,6 @@ class SearchJob(TailJob[SearchResult]):
         losses = measure(final, held_out, settings.lengths)
         fields = {"search": dataclasses.asdict(own), "steps": steps, "searched": searched}
         return SearchResult.measured(self, compared, losses, **fields)
-
-    def _scores(
-        self, candidates: Sequence[Candidate], documents: Sequence[int], measure: Batch
-    ) -> list[float]:
-        """Log tail perplexity at the target length of every candidate; infinite past the bound on short texts."""
-        plain = Candidate.parse(CONTROLS[0])
-        losses = dict(measure(candidates, documents, self._lengths))
-        if self.settings.max_regression is not None:
-            losses |= measure([plain], documents, [self.settings.original])
-        board = Board(losses, self.settings, plain.key)
-        return [board.score(candidate.key, documents) for candidate in candidates]
 
     @property
     def _lengths(self) -> Sequence[int]:

@@ -113,16 +113,11 @@ def tried(
 
 @dataclass(frozen=True)
 class Rung:
-    """One round on the first `documents`.
-
-    Attributes:
-        entered: The methods compared, in their own order.
-        kept: The methods of the next round, the best first; in the last round all that gave numbers.
-    """
+    """One round on the first `documents`."""
 
     documents: int
-    entered: tuple[str, ...]
-    kept: tuple[str, ...]
+    entered: tuple[str, ...]  # in their own order
+    kept: tuple[str, ...]  # those of the next round, the best first; in the last all with numbers
 
 
 def rung_sizes(documents: int, first: int) -> list[int]:
@@ -157,11 +152,8 @@ def run_rungs(
 ) -> list[Rung]:
     """Run all rounds, up to one that no method survives: a deterministic function of the measurements.
 
-    Args:
-        racers: The methods that compete.
-        sizes: Number of documents of each round.
-        rank: Ranks methods by their losses on some documents, and leaves out those without numbers.
-        measure: Measures whatever is missing of these methods on these documents.
+    `measure` measures whatever is missing of some methods on some documents; `rank` ranks them by their losses on
+    these, and leaves out those without numbers.
     """
     rungs: list[Rung] = []
     entered = tuple(racers)
