@@ -218,11 +218,7 @@ def prepare(
     name: str | None = None,
     command: str | None = None,
 ) -> BenchJob:
-    """Check the methods against the model, read the documents and lay out the prompts.
-
-    Raises:
-        PosencError: As `bench` does.
-    """
+    """Check the methods against the model, read the documents and lay out the prompts."""
     suite = get_suite(options.suite).replaced(options)
     candidates = [candidate.checked(model) for candidate in parse_candidates(suite.methods)]
     original = original_length(model, candidates)

@@ -200,14 +200,7 @@ class SpeedRun(Measurement[Item, SpeedResult]):
     time. An item is a whole round, so two methods are always compared under the same conditions. If memory runs out in
     the warm-up, less is run at a time, as for perplexity, and that is timed.
 
-    Args:
-        model: A causal language model, unpatched or with a saved patch.
-        window: Token ids, shape (n,).
-        candidates: The methods, each `checked` against the model.
-        rounds: Number of rounds.
-        chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
-        prefill: Tokens that are run at a time; `None`: all.
-        metadata: The description of the `model`.
+    `window` are token ids, shape (n,); the candidates are `checked` against the model, which `metadata` describes.
     """
 
     def __init__(

@@ -40,12 +40,7 @@ _PROBE_TOKENS = 4
 
 @dataclass(frozen=True)
 class Carried:
-    """Scaling that a checkpoint's config carries.
-
-    Attributes:
-        reach: The context length of the config, scaling included, in tokens.
-        trained: The length before that scaling.
-    """
+    """Scaling that a checkpoint's config carries, if any, and the context length in tokens with it and before it."""
 
     rope_type: str
     scaled: bool
@@ -57,9 +52,7 @@ class Carried:
 class CacheCost:
     """Memory of the cache of one text, keys and values alone.
 
-    Attributes:
-        bytes_per_token: Memory for one more token, in the `full_layers`, which keep every token.
-        window: Tokens that the `window_layers` keep; 0 if there are no such layers.
+    The `full_layers` keep every token, each of `bytes_per_token`; the `window_layers` keep the last `window` tokens.
     """
 
     tokens: int

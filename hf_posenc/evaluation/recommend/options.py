@@ -146,11 +146,8 @@ def _similar_until(table: Tensor, limit: int) -> int | None:
 class Start:
     """Starting point of a method on the way to the target length, in tokens.
 
-    Attributes:
-        spec: The table that frequency methods start from, and the length that it was trained at.
-        beside: Further arguments of `patch_model` for frequency methods, such as `compose`.
-        reach: The length that the table in force reaches, in tokens: methods that compute attention start from it.
-        beside_attention: As `beside`, for methods that compute attention.
+    Frequency methods start from the table of `spec`, with further arguments of `patch_model` in `beside`. Methods that
+    compute attention start from the length that the table in force reaches, with `beside_attention`.
     """
 
     spec: RopeSpec

@@ -58,9 +58,6 @@ class TailSettings:
     """Tail perplexity at a target length, beside that of the same tokens at the original length.
 
     Lengths are in tokens, special tokens included; the other fields are those of `TailOptions`.
-
-    Raises:
-        PosencError: Lengths or numbers that exclude each other.
     """
 
     original: int
@@ -164,11 +161,9 @@ def failure_of(losses: Sequence[Loss]) -> str | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ratio of two perplexities over the same documents.
+    """Ratio of two perplexities over the same documents, and its 95 % paired bootstrap interval.
 
-    Attributes:
-        ratio: The first divided by the second.
-        interval: 95 % paired bootstrap interval over documents; `None` with fewer than two documents.
+    With fewer than two documents there is no interval.
     """
 
     ratio: float
@@ -318,9 +313,6 @@ class TailJob(Measurement[Item, Any], abc.ABC, Generic[ResultT]):
 
     Documents are at least as long as the target; an item's `order` is the index of its own. `about` describes the
     model, the source of the documents, the versions and the command; `special` are the token ids in front of a window.
-
-    Raises:
-        PosencError: The model is not a causal language model, or the tokens are another model's.
     """
 
     model: nn.Module
@@ -471,9 +463,6 @@ def prepared(
 
     `original` is the original length in tokens, `embedded_limit` the default number of the held-out modules, `name` the
     model's in results, and `command` gives this result again.
-
-    Raises:
-        PosencError: The original length is unknown, numbers exclude each other, or no document can be used.
     """
     if original is None:
         raise PosencError(

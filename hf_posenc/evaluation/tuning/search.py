@@ -79,11 +79,7 @@ class Genome:
 
 
 def rope_of(model: nn.Module, *, replace: bool) -> RopeSpec:
-    """Return the rotary table of an unpatched model that the search starts from; `replace` drops its scaling.
-
-    Raises:
-        PosencError: There is none, or tables of different sizes, which one list of divisors does not fit.
-    """
+    """Return the rotary table of an unpatched model that the search starts from; `replace` drops its scaling."""
     tables = select(tables_of(unwrap(model)), "full", whole=True)
     specs = [read_spec(t, original_length(t, compose=False), compose=False) for t in tables]
     if len({spec.dim for spec in specs}) > 1:
@@ -386,11 +382,7 @@ def _to_start(start: Row) -> str:
 
 
 def split(documents: int, requested: int) -> list[int]:
-    """Return indices of the documents to search on, spread evenly over all of them; the others are held out.
-
-    Raises:
-        PosencError: Too few documents to leave one out.
-    """
+    """Return indices of the documents to search on, spread evenly over all of them; at least one is held out."""
     if documents < 2:
         raise PosencError(
             "A search needs two documents at least: one to search on, and one that it has not read to measure the "
@@ -469,11 +461,7 @@ def prepare_search(
     own: SearchSettings,
     **about: Any,
 ) -> SearchJob:
-    """Check the model's rotary table, and read documents of at least the target length; `about` as for `prepared`.
-
-    Raises:
-        PosencError: Options exclude each other, or no document can be used.
-    """
+    """Check the model's rotary table, and read documents of at least the target length; `about` as for `prepared`."""
     original = rope_of(model, replace=own.replace).original_max_position_embeddings
     fields = prepared(model, tokenizer, source, options, original, embedded_limit=24, **about)
     return SearchJob(**fields, own=own)

@@ -41,11 +41,7 @@ def crossed(specs: Sequence[str], scales: Sequence[float]) -> list[tuple[Candida
     """Cross methods with scales; a method without a scale, or with a given one, is listed once.
 
     Returns:
-        The candidates, each with whether it is a control; the controls first.
-
-    Raises:
-        PosencError: An unknown method or option, an entry twice, a scale that a method refuses, or nothing but
-            controls.
+        The candidates, each with True if it is a control; the controls first.
     """
     requested = [candidate for spec in specs for candidate in at_scales(spec, scales)]
     check_unique(requested)
@@ -94,11 +90,7 @@ def _scaled(candidate: Candidate, takers: Sequence[int], scale: float) -> Candid
 def tried(
     model: nn.Module, candidates: Sequence[tuple[Candidate, bool]]
 ) -> list[tuple[Candidate, bool]]:
-    """Check the candidates on a model; a refused one is kept unchecked, and becomes a cell without a number.
-
-    Raises:
-        PosencError: The model refuses every method.
-    """
+    """Check the candidates on a model; unless it refuses all, a refused one becomes a cell without a number."""
     checked, errors = [], []
     for candidate, control in candidates:
         try:
@@ -339,11 +331,7 @@ class SweepJob(TailJob[SweepResult]):
 def prepare_sweep(
     model: nn.Module, tokenizer: Any, source: Source, options: SweepOptions, **about: Any
 ) -> SweepJob:
-    """Check the methods against the model, and read documents of at least the target length; `about` as for `prepared`.
-
-    Raises:
-        PosencError: Options exclude each other, or no document can be used.
-    """
+    """Check the methods on the model, and read documents of at least the target length; `about` as for `prepared`."""
     methods = options.methods or SWEEP_METHODS
     candidates = tried(model, crossed(methods, options.scales or (2.0,)))
     original = original_length(model, [candidate for candidate, _ in candidates])
