@@ -134,10 +134,10 @@ class Advice:
         """Return the commands to run next, on the user's own text."""
         text = "--text 'YOUR/*.txt'"
         lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
-        methods = ["sliding_window", *(str(one.spec) for one in self.best[:3])]
-        patches = " ".join(
-            f"--patch {spec}" for spec in ["none", *(methods if self.needed else ())]
-        )
+        specs = ["none"]
+        if self.needed:
+            specs += ["sliding_window", *(str(one.spec) for one in self.best[:3])]
+        patches = " ".join(f"--patch {spec}" for spec in specs)
         commands = (
             f"perplexity {self.name} {text} --lengths {lengths} {patches}",
             f"retrieval {self.name} --lengths {lengths} {patches}",

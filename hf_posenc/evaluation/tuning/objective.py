@@ -222,8 +222,11 @@ class Board:
         """Return the tail perplexity at the target length."""
         return exp_or_inf(log_perplexity(self.of(label, self.settings.target, documents)))
 
-    def compare(self, losses: Sequence[Loss], others: Sequence[Loss]) -> Comparison | None:
-        """Return the paired ratio over the same documents; `None` if one side has no number."""
+    def compare(
+        self, label: str, other: str, length: int, documents: Sequence[int]
+    ) -> Comparison | None:
+        """Return the paired ratio of two methods; `None` if one of them has no number."""
+        losses, others = (self.of(name, length, documents) for name in (label, other))
         if failure_of(losses) is not None or failure_of(others) is not None:
             return None
         ratio = exp_or_inf(log_perplexity(losses) - log_perplexity(others))
@@ -233,10 +236,7 @@ class Board:
 
     def short(self, label: str, documents: Sequence[int]) -> Comparison | None:
         """Return the regression on short texts, as a ratio."""
-        length = self.settings.original
-        return self.compare(
-            self.of(label, length, documents), self.of(self.baseline, length, documents)
-        )
+        return self.compare(label, self.baseline, self.settings.original, documents)
 
     def within_bound(self, label: str, documents: Sequence[int]) -> bool:
         """Return whether the regression on short texts is at most `max_regression`."""
@@ -272,12 +272,13 @@ class Board:
 
     def row(self, label: str, documents: Sequence[int], best: str | None, *, control: bool) -> Row:
         """Return the row of a method over some documents."""
-        losses = self.of(label, self.settings.target, documents)
+        target = self.settings.target
+        losses = self.of(label, target, documents)
         failed, interval, to_best = failure_of(losses), None, None
         if failed is None and len(losses) > 1:
             interval = _ends(self._resampled(losses))
         if best is not None and best != label:
-            to_best = self.compare(losses, self.of(best, self.settings.target, documents))
+            to_best = self.compare(label, best, target, documents)
         return Row(
             label=label,
             control=control,
