@@ -22,7 +22,7 @@ from hf_posenc.model.rotary import (
 )
 from hf_posenc.rope import RopeSpec
 
-# rope_type values whose table is plain `theta ** (-2i/d)`, `proportional` with zeros at its end
+# Values of rope_type whose table is plain `theta ** (-2i/d)`, `proportional` with zeros at its end.
 UNSCALED = ("default", "proportional")
 _LENGTH_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"),
@@ -30,7 +30,7 @@ _LENGTH_KEYS = (
 )
 _EXACT = 2e-6  # two ways of evaluating theta ** (-2i/d) in float32
 _ROUNDED = 1e-2  # a table that was cast to bfloat16
-_LOCAL = ("sliding", "chunked", "local")
+_LOCAL = ("sliding", "chunked", "local")  # starts of the types of sliding-window and chunked layers
 _LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
 # The base that models with precomputed tables have in their code; `read_spec` checks it against the table.
 _SINCOS_PARAMETERS = {"rope_theta": 10_000.0}
@@ -60,11 +60,6 @@ class RotaryTable:
     def scaled(self) -> bool:
         """True if the checkpoint itself is already scaled."""
         return self.rope_type not in UNSCALED or self.parameters.get("factor") not in (None, 1)
-
-    @property
-    def local(self) -> bool:
-        """True for the table of sliding-window or chunked layers."""
-        return self.label.startswith(_LOCAL)
 
     def live(self) -> tuple[Tensor, float]:
         """Return the module's own table, shape (d/2,), and its factor on cos and sin."""
@@ -313,7 +308,7 @@ def select(
     if layers == "all":
         return tuple(tables)
     if layers == "full":
-        chosen = tuple(table for table in tables if not table.local)
+        chosen = tuple(table for table in tables if not table.label.startswith(_LOCAL))
         if not chosen:
             raise UnsupportedModelError(
                 f"Only the layers of type {', '.join(table.label for table in tables)} of this model "

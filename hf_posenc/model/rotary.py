@@ -1,9 +1,8 @@
 """The rotary seam: a wrapper module that replaces a model's rotary embedding.
 
-Of five ways to get other frequencies into a live model (edited buffers, forward hooks, a replaced
-forward as closure or bound method, a wrapper module) the wrapper is the only one that survives
-deepcopy, pickling, `.to(bfloat16)`, `torch.compile` before and after, `_init_weights`, accelerate's
-hooks and DataParallel replication.
+Of five ways to get other frequencies into a live model (edited buffers, forward hooks, a replaced forward as closure or
+bound method, a wrapper module) the wrapper is the only one that survives deepcopy, pickling, `.to(bfloat16)`,
+`torch.compile` before and after, `_init_weights`, accelerate's hooks and DataParallel replication.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ class RotaryWrapper(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Model code reads `rotary_emb.config`, `.layer_types`, `.mrope_section` of the module it
-            # built. Private names are hooks on the base, which are not the wrapper's.
+            # Model code reads `rotary_emb.config`, `.layer_types`, `.mrope_section` of the module it built. Private
+            # names are hooks on the base, which are not the wrapper's.
             if name == "base" or name.startswith("_"):
                 raise
             return getattr(self.base, name)
@@ -66,13 +65,11 @@ _ACCELERATE_HOOK = frozenset({"_hf_hook", "_old_forward", "forward"})
 
 def table_labels(rotary: nn.Module) -> tuple[str, ...]:
     """Return the tables of a rotary module: `("",)`, or one label per layer type (`full_attention`, ...)."""
-    names = [name for name, _ in rotary.named_buffers(recurse=False) if name.endswith(FREQUENCIES)]
-    prefixes = [
-        name.removesuffix(FREQUENCIES)
-        for name in names
-        if not name.endswith(f"original_{FREQUENCIES}")
-    ]
-    return tuple(prefix.removesuffix("_") for prefix in prefixes)
+    return tuple(
+        name.removesuffix(FREQUENCIES).removesuffix("_")
+        for name, _ in rotary.named_buffers(recurse=False)
+        if name.endswith(FREQUENCIES) and not name.endswith(f"original_{FREQUENCIES}")
+    )
 
 
 def attribute(label: str, name: str) -> str:
@@ -83,10 +80,10 @@ def attribute(label: str, name: str) -> str:
 class PosencRotary(RotaryWrapper):
     """A wrapper that calls the rotary module's own forward, whatever its layout, with other frequencies.
 
-    The original stays untouched as the child `base`; tables of other layer types than the patched
-    ones still come from it. The patched tables are float32 attributes outside the buffers: no cast,
-    `to_empty` or buffer broadcast reaches them. Both mappings are by label, `""` for a module with one table;
-    `base_factors` on cos and sin are those of an already scaled checkpoint that the method is composed with.
+    The original stays untouched as the child `base`; tables of other layer types than the patched ones still come from
+    it. The patched tables are float32 attributes outside the buffers: no cast, `to_empty` or buffer broadcast reaches
+    them. Both mappings are by label, `""` for a module with one table; `base_factors` on cos and sin are those of an
+    already scaled checkpoint that the method is composed with.
     """
 
     def __init__(
@@ -217,9 +214,8 @@ def _half_split_forward(
 
 # Read-back: the rotation that a rotary module really computes.
 
-# Small positions separate fast frequencies, large ones slow frequencies. The expectation is
-# computed by the same float32 product as in the models, so that the large ones do not amplify
-# rounding.
+# Small positions separate fast frequencies, large ones slow frequencies. The expectation is computed by the same
+# float32 product as in the models, so that the large ones do not amplify rounding.
 _POSITIONS = (0, 1, 2, 5, 13, 34, 255, 1023, 4095)
 _TOLERANCE = 1e-3
 
@@ -263,14 +259,16 @@ def _output_at(
     x = torch.zeros(1, len(ids), 1, device=device)
     for position_ids in (ids[None], ids[None, None].expand(3, 1, -1)):  # text, M-RoPE
         try:
-            parts = _cos_sin(rotary(x, position_ids, **kwargs))
+            output = rotary(x, position_ids, **kwargs)
         except (RuntimeError, IndexError, TypeError, AttributeError, KeyError, ValueError):
             continue
-        if parts is not None and all(
-            part.dim() >= 2 and part.shape[-2] == len(positions) for part in parts
-        ):
+        if isinstance(output, Tensor) and output.is_complex():
+            output = output.real, output.imag
+        if not isinstance(output, tuple | list) or len(output) != 2:
+            continue
+        if all(part.dim() >= 2 and part.shape[-2] == len(ids) for part in output):
             cos, sin = (
-                part.float().reshape(-1, len(positions), part.shape[-1])[0, :-1] for part in parts
+                part.float().reshape(-1, len(ids), part.shape[-1])[0, :-1] for part in output
             )
             return cos, sin
     return None
@@ -303,11 +301,3 @@ def is_half_split(output: tuple[Tensor, Tensor] | None, pairs: int) -> bool:
         part.shape[-1] == 2 * pairs and torch.equal(part[:, :pairs], part[:, pairs:])
         for part in output
     )
-
-
-def _cos_sin(output: Any) -> tuple[Tensor, Tensor] | None:
-    if isinstance(output, Tensor):
-        return (output.real, output.imag) if output.is_complex() else None
-    if isinstance(output, tuple | list) and len(output) == 2:
-        return output[0], output[1]
-    return None
