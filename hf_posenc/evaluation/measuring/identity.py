@@ -67,11 +67,7 @@ def name_of(model: Any) -> str:
 
 
 def check_vocabulary(model: Any, largest: int) -> None:
-    """Check that the model has an embedding for the largest token id of its input.
-
-    Raises:
-        PosencError: It has not.
-    """
+    """Raise if the model has no embedding for the largest token id of its input."""
     vocabulary = global_shape(model.get_input_embeddings().weight)[0]
     if largest >= vocabulary:
         raise PosencError(

@@ -19,7 +19,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
@@ -140,26 +139,16 @@ class Store(Records):
             self._remove_torn_line()
             self._file: BinaryIO = self._path.open("ab")
             self.refresh()
-        except OSError as error:
+        except (OSError, PosencError) as error:
             self._lock.release()
+            if isinstance(error, PosencError):
+                raise
             raise PosencError(f"{self._path}: {error.strerror or error}.") from error
-        except PosencError:
-            self._lock.release()
-            raise
 
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the file, and release its lock."""
+    def __exit__(self, *_: object) -> None:
         self._file.close()
         self._lock.release()
 

@@ -189,9 +189,8 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
             waiting = waiting[len(same) :]
             if same[0].spans:
                 losses = self._losses(item, same, attempt)
-                if (
-                    losses is None
-                ):  # the shorter prefixes of the same window are tried without the longest
+                if losses is None:
+                    # The shorter prefixes of the same window are tried without the longest.
                     shorter = [_without_lost(window, attempt) for window in same]
                     waiting = [*(window for window in shorter if window.spans), *waiting]
                     advanced -= sum(window.forwarded for window in shorter if window.spans)
@@ -219,11 +218,7 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
         return attempt(forward, last)
 
     def _add(
-        self,
-        sums: dict[tuple[str, int], list[Any]],
-        item: Item,
-        window: Window,
-        losses: Tensor,
+        self, sums: dict[tuple[str, int], list[Any]], item: Item, window: Window, losses: Tensor
     ) -> dict[str, list[Any]] | None:
         """Add up the spans of a window; return the curve of the longest prefix if it is one of them."""
         document, longest = self.documents[item.order], None
@@ -395,11 +390,8 @@ def prepare(
     key_tokens = None
     if options.longppl is not None:
         evaluator = evaluator_of(options, settings, model, tokenizer, original, policy, load)
-        settings = dataclasses.replace(
-            settings,
-            protocols=(*settings.protocols, "longppl"),
-            evaluator=evaluator.to_dict(),
-        )
+        protocols = (*settings.protocols, "longppl")
+        settings = dataclasses.replace(settings, protocols=protocols, evaluator=evaluator.to_dict())
         key_tokens = finder(
             evaluator,
             documents,

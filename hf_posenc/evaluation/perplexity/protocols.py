@@ -136,12 +136,7 @@ class Settings:
                 f"{joins} joins the documents, and {' and '.join(apart)} need{'s' * (len(apart) == 1)} them one by "
                 "one: measure them in two runs."
             )
-        if (
-            self.streams
-            and len(self.protocols) > 1
-            and "stream" in self.protocols
-            and not self.joined
-        ):
+        if "stream" in self.protocols and len(self.protocols) > 1 and not self.joined:
             raise PosencError(
                 "stream joins the documents; the others do not: measure them in two runs."
             )
@@ -373,9 +368,7 @@ def _disjoint(tokens: int, special: int, length: int) -> Iterator[Cut]:
 
     Every piece reads L tokens and predicts L. The last one reads L tokens too, reaching back as far as it must.
     """
-    reached = (
-        0 if special else 1
-    )  # without anything in front of it, the first token has no prediction
+    reached = 0 if special else 1  # the first token has no prediction without one before it
     begin, end, front = 0, min(length + 1 - special, tokens), special
     while reached < end:
         stop, first = front + end - begin, front + reached - begin

@@ -38,9 +38,6 @@ SAME_HALF = 0.1
 class NotFiniteError(PosencError):
     """The logits of an answer are not finite numbers."""
 
-    def __init__(self) -> None:
-        super().__init__("the logits are not finite")
-
 
 @dataclass(frozen=True)
 class Verdict:
@@ -91,7 +88,7 @@ class AnswerScorer:
         if wrong and sums is None:
             sums = [right, *(self._alone(prompt, other) for other in wrong)]
         if not all(map(math.isfinite, (right, *(sums or ())))):
-            raise NotFiniteError
+            raise NotFiniteError("the logits are not finite")
         starts = (0, *answer.ends)
         parts = [bool(hits[a:b].all()) for a, b in zip(starts, answer.ends, strict=False)]
         return Verdict(

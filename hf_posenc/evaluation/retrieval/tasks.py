@@ -165,18 +165,17 @@ class NeedleInHaystack(Task):
         self.name, self.definition = name, f"RULER: {definition}"
         self.kind, self.among_needles = kind, among_needles
 
-    def _make_key(self, draws: Draws) -> str:
-        return draws.uuid() if self.kind == "uuid" else word_key(draws)
-
-    def _make_value(self, draws: Draws) -> str:
-        return draws.uuid() if self.kind == "uuid" else draws.digits(7)
+    def _make(self, draws: Draws, *, key: bool = False) -> str:
+        if self.kind == "uuid":
+            return draws.uuid()
+        return word_key(draws) if key else draws.digits(7)
 
     def scene(self, sample: Sample, kit: Kit) -> Scene:
         draws, encoder = Draws(*sample.needle), kit.encoder
-        key = kit.absent(lambda: self._make_key(draws))
-        value = kit.absent(lambda: self._make_value(draws))
+        key = kit.absent(lambda: self._make(draws, key=True))
+        value = kit.absent(lambda: self._make(draws))
         wrong = Draws("distractors", *sample.needle)
-        others: Iterable[str] = kit.others(lambda: self._make_value(wrong), value)
+        others: Iterable[str] = kit.others(lambda: self._make(wrong), value)
         question = _NEEDLE_QUESTION.format(kind=self.kind, key=key)
         filler = kit.lines_of_noise()
         if self.among_needles:
@@ -208,9 +207,9 @@ class NeedleInHaystack(Task):
         def line() -> str:
             key, value = needle
             while key == needle[0]:
-                key = self._make_key(draws)
+                key = self._make(draws, key=True)
             while value == needle[1] or value in values:
-                value = self._make_value(draws)
+                value = self._make(draws)
             values[value] = None
             return self._needle(key, value)
 
