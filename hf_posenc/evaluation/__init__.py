@@ -10,26 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_posenc.evaluation.bench import BenchResult
-    from hf_posenc.evaluation.documents import read_dataset, read_paths
-    from hf_posenc.evaluation.perplexity.measurement import measure_perplexity
-    from hf_posenc.evaluation.perplexity.result import PerplexityResult
-    from hf_posenc.evaluation.retrieval import RetrievalResult, measure_retrieval
-    from hf_posenc.evaluation.scoring.head_replay import TokenScorer
-    from hf_posenc.evaluation.tuning import SearchResult, SweepResult
-
-__all__ = [
-    "BenchResult",
-    "PerplexityResult",
-    "RetrievalResult",
-    "SearchResult",
-    "SweepResult",
-    "TokenScorer",
-    "measure_perplexity",
-    "measure_retrieval",
-    "read_dataset",
-    "read_paths",
-]
+    from hf_posenc.evaluation.bench import BenchResult as BenchResult
+    from hf_posenc.evaluation.documents import read_dataset as read_dataset
+    from hf_posenc.evaluation.documents import read_paths as read_paths
+    from hf_posenc.evaluation.perplexity.measurement import measure_perplexity as measure_perplexity
+    from hf_posenc.evaluation.perplexity.result import PerplexityResult as PerplexityResult
+    from hf_posenc.evaluation.retrieval import RetrievalResult as RetrievalResult
+    from hf_posenc.evaluation.retrieval import measure_retrieval as measure_retrieval
+    from hf_posenc.evaluation.scoring.head_replay import TokenScorer as TokenScorer
+    from hf_posenc.evaluation.tuning import SearchResult as SearchResult
+    from hf_posenc.evaluation.tuning import SweepResult as SweepResult
 
 # A command that only lists methods, or prints its help, must not wait for datasets, statistics and models.
 _HOMES = {
@@ -44,6 +34,7 @@ _HOMES = {
     "read_dataset": "documents",
     "read_paths": "documents",
 }
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -98,14 +98,9 @@ class Field:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a grid.
+    """A column of a grid. A line feed in its heading begins a new line; numeric ones align right and are never wrapped.
 
-    Attributes:
-        head: The heading; a line feed begins a new line.
-        numeric: True for numbers: aligned right and never wrapped. Other columns are folded on a narrow terminal.
-        footer: Text below the column in a terminal.
-        group: The heading that neighbouring columns share, in HTML.
-        least: Least width in characters, in a terminal.
+    In a terminal it has a footer and a least width in characters; in HTML neighbours share the heading of their group.
     """
 
     head: str

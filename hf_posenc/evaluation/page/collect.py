@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.result import nan_if_none
-from hf_posenc.evaluation.measuring.statistics import RESAMPLES, Cell, Record, summarize
+from hf_posenc.evaluation.measuring.statistics import Cell, Record, summarize
 from hf_posenc.evaluation.perplexity.result import record_of
 from hf_posenc.evaluation.plots import Scope
 
@@ -157,8 +157,6 @@ def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:
 # Comparable perplexity results. Results with equal texts and equal settings of a protocol share a table.
 
 Interval = tuple[float, float]
-Texts = tuple[tuple[str, ...], str, str]
-"""Hashes of each document's tokens, hash of the tokenizer, and the special tokens before a window as JSON."""
 
 # Settings that change the computation of a number but not its tokens, or only which numbers there are.
 _FREE = frozenset(
@@ -178,20 +176,25 @@ _OF_PROTOCOL = {
 }
 
 
-def by_texts(sources: Sequence[Source]) -> list[list[Source]]:
-    """Group results that read the same tokens, in the order of their first appearance."""
-    groups: dict[Texts, list[Source]] = {}
+def grouped(
+    sources: Sequence[Source], kind: str, key: Callable[[dict[str, Any]], Any]
+) -> list[list[Source]]:
+    """Group results of a kind that have the same key, in the order of their first appearance."""
+    groups: dict[str, list[Source]] = {}
     for source in sources:
-        groups.setdefault(_texts(source.data), []).append(source)
+        if source.kind == kind:
+            same = json.dumps(key(source.data), sort_keys=True)
+            groups.setdefault(same, []).append(source)
     return list(groups.values())
 
 
-def _texts(data: Mapping[str, Any]) -> Texts:
-    model = data.get("model", {})
+def texts(data: Mapping[str, Any]) -> tuple[tuple[str, ...], str, str]:
+    """Return each document's hash of tokens, the tokenizer's hash, and the special tokens before a window as JSON."""
+    model = data["model"]
     tokenizer = model.get("tokenizer") or data.get("tokenizer") or {}
     special = model.get("bos") or data.get("bos") or {}
     tokens = special.get("token_ids", special) if isinstance(special, dict) else special
-    documents = tuple(map(_document_id, data.get("documents", ())))
+    documents = tuple(map(_document_id, data["documents"]))
     return documents, str(tokenizer.get("sha256", "unknown")), json.dumps(tokens)
 
 
@@ -201,8 +204,8 @@ def _document_id(document: Mapping[str, Any]) -> str:
 
 def texts_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the reasons why two results did not read the same tokens."""
-    documents, tokenizer, special = _texts(first)
-    documents_2, tokenizer_2, special_2 = _texts(other)
+    documents, tokenizer, special = texts(first)
+    documents_2, tokenizer_2, special_2 = texts(other)
     reasons = []
     if tokenizer != tokenizer_2:
         reasons.append("another tokenizer, so a token is not the same piece of text")
@@ -214,15 +217,15 @@ def texts_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str
 
 
 def _documents_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    one, two = (list(data.get("documents", ())) for data in (first, other))
-    texts = [[document.get("text_sha256") for document in documents] for documents in (one, two)]
-    if texts[0] == texts[1] and None not in texts[0]:
+    one, two = first["documents"], other["documents"]
+    hashes = [[document.get("text_sha256") for document in documents] for documents in (one, two)]
+    if hashes[0] == hashes[1] and None not in hashes[0]:
         return "the same texts, cut at other lengths"
     ids = [set(map(_document_id, documents)) for documents in (one, two)]
     if ids[0] == ids[1]:
         return "the same ones in another order"
     common = len(ids[0] & ids[1])
-    cut = len(set(texts[0]) & set(texts[1]) - {None}) - common
+    cut = len(set(hashes[0]) & set(hashes[1]) - {None}) - common
     also = f", {cut} more cut at other lengths" if cut > 0 else ""
     return f"{len(two)} instead of {len(one)}, {common} in common{also}"
 
@@ -249,14 +252,13 @@ def protocol_differs(first: Mapping[str, Any], other: Mapping[str, Any], protoco
 
 def _decisive(data: Mapping[str, Any], protocol: str) -> dict[str, Any]:
     """The settings that give a protocol's numbers their meaning."""
-    settings: dict[str, Any] = data.get("settings", {})
     kept = {
         name: value
-        for name, value in settings.items()
+        for name, value in data["settings"].items()
         if name not in _FREE and protocol in _OF_PROTOCOL.get(name, (protocol,))
     }
     if kept.get("windows_per_document") not in (None, 1):  # spread over the rest of the longest
-        kept["longest length"] = max(settings["lengths"])
+        kept["longest length"] = max(data["settings"]["lengths"])
     return kept
 
 
@@ -265,14 +267,12 @@ class Line:
     """One method of one result: a row of the table.
 
     Attributes:
-        source: The result.
         name: The method's label in the result.
         label: Its unique label here: with the number of its result if several results have it.
         method: The method's name; `None` for the model as it was loaded.
         also: Other results with the very same numbers.
-        cells: The numbers by length, with ratios to `baseline`.
+        cells: The numbers by length, with ratios to the row with the label `baseline`, which may be this one.
         failures: The reason why there is no number, by length.
-        baseline: The label of the row that its ratios are relative to; its own, if it is that row.
     """
 
     source: Source
@@ -407,14 +407,14 @@ def _fill(line: Line, protocol: str, baseline: Line) -> None:
 
 def _curve(lines: Sequence[Line]) -> dict[str, Any] | None:
     """The sums by position of all rows, if their buckets are the same."""
-    curves: list[Mapping[str, Any] | None] = [line.source.data.get("curve") for line in lines]
-    edges = curves[0]["edges"] if curves and curves[0] else None
-    if edges is None or any(curve is None or curve["edges"] != edges for curve in curves):
+    curves = [line.source.data["curve"] for line in lines]
+    edges = curves[0]["edges"]
+    if any(curve["edges"] != edges for curve in curves):
         return None
     methods = {
         line.label: curve["methods"][line.name]
         for line, curve in zip(lines, curves, strict=True)
-        if curve is not None and line.name in curve["methods"]
+        if line.name in curve["methods"]
     }
     return {"edges": edges, "methods": methods}
 
@@ -438,13 +438,8 @@ def against(
     if not rows or len(rows) != len(base):
         return None, None
     settings = line.source.data["settings"]
-    cells = summarize(
-        [*base, *rows],
-        seed=settings.get("seed", 0),
-        resamples=settings.get("resamples", RESAMPLES),
-        aggregate=settings.get("aggregate", "tokens"),
-        base=settings.get("base"),
-    )
+    how = {name: settings.get(name) for name in ("seed", "resamples", "aggregate", "base")}
+    cells = summarize([*base, *rows], **how)
     cell = next((cell for cell in cells if cell.method == "row"), None)
     return (None, None) if cell is None else (cell.ratio, cell.ratio_interval)
 

@@ -9,7 +9,7 @@ from typing import Any
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.grid import Field, Grid, Span, number, percent
-from hf_posenc.evaluation.page.collect import Source, interval_of, settings_differ
+from hf_posenc.evaluation.page.collect import Source, grouped, interval_of, settings_differ
 from hf_posenc.evaluation.page.perplexity import (
     missing_field,
     number_field,
@@ -30,25 +30,19 @@ _FREE = frozenset({"lengths", "tasks", "chunk"})
 
 def retrieval(sources: Sequence[Source]) -> list[dict[str, Any]]:
     """Return the values of `sections.html`: all retrieval results, those that read the same prompts together."""
-    groups: dict[str, list[Source]] = {}
-    for source in sources:
-        if source.kind == "retrieval":
-            key = json.dumps(_prompts(source.data), sort_keys=True)
-            groups.setdefault(key, []).append(source)
     sections = []
-    for group in groups.values():
-        first, data = next(iter(groups.values()))[0].data, group[0].data
-        settings, haystack = data["settings"], data.get("haystack") or {}
+    groups = grouped(sources, "retrieval", _prompts)
+    for group in groups:
+        data = group[0].data
         tasks = dict.fromkeys(task for source in group for task in source.data["tasks"])
         sections.append(
             {
                 "sources": group,
-                "apart": settings_differ(_prompts(first), _prompts(data)),
-                "decode": data["decode"],
-                "samples": len(settings["depths"]) * settings["samples"],
+                "apart": settings_differ(_prompts(groups[0][0].data), _prompts(data)),
+                "data": data,
                 "haystack": "sentences of noise"
-                if haystack.get("kind") == "noise"
-                else json.dumps(haystack),
+                if data["haystack"].get("kind") == "noise"
+                else json.dumps(data["haystack"]),
                 "tasks": [_task(group, task) for task in tasks],
             }
         )
@@ -125,14 +119,13 @@ def _answers(data: Mapping[str, Any], method: str, task: str, length: int) -> Fi
 
 
 def _no_answers(data: Mapping[str, Any], method: str, task: str, length: int) -> Field:
-    for failure in data["failures"]:
-        if (failure["method"], failure["task"], failure["length"]) == (method, task, length):
-            return missing_field(failure["reason"])
-    for entry in data.get("left_out", ()):
+    for entry in data["left_out"]:
         if (entry["task"], entry["length"]) == (task, length):
             hint = f"the shortest prompt has {entry['needed']:,} tokens"
             return Field("-", "none", hint=hint)
-    return missing_field(None)
+    key = (method, task, length)
+    failures = (f for f in data["failures"] if (f["method"], f["task"], f["length"]) == key)
+    return missing_field(next((failure["reason"] for failure in failures), None))
 
 
 def _percent(share: float, mark: str = "aside") -> Span:
@@ -186,8 +179,6 @@ def bench(sources: Sequence[Source]) -> list[dict[str, Any]]:
     return [
         {
             "source": source,
-            "suite": source.data.get("suite", ""),
-            "remarks": source.data.get("remarks", ()),
             "speed": _speed(source.data["speed"]) if source.data.get("speed") else None,
             "published": [_published(name, source) for name in source.data.get("compare", ())],
         }
@@ -254,10 +245,6 @@ def tuning(sources: Sequence[Source]) -> list[dict[str, Any]]:
         {
             "source": source,
             "title": TITLES[source.kind],
-            "protocol": source.data["protocol"],
-            "target": source.data["settings"]["target"],
-            "winner": source.data.get("winner"),
-            "undecided": source.data.get("undecided") or [],
             "table": _tuning(source.data, TITLES[source.kind]),
             "recipe": json.dumps(source.data["recipe"], indent=2)
             if source.data.get("recipe")

@@ -20,9 +20,10 @@ from hf_posenc.evaluation.page.collect import (
     Merged,
     Source,
     against,
-    by_texts,
+    grouped,
     merge,
     protocol_differs,
+    texts,
     texts_differ,
     variant,
 )
@@ -100,7 +101,7 @@ _BASELINE = Field("baseline", "none", hint="the others are relative to it")
 
 def sections(sources: Sequence[Source], *, figures: bool) -> list[dict[str, Any]]:
     """Return the values of `sections.html`: all perplexity results, comparable ones together."""
-    groups = by_texts([source for source in sources if source.kind == "perplexity"])
+    groups = grouped(sources, "perplexity", texts)
     return [
         {
             "sources": group,

@@ -312,15 +312,7 @@ MAX_MARKERS = 16
 
 
 def figure(result: Measured, protocols: Sequence[str] | None = None) -> Figure:
-    """Draw one panel per protocol with a shared vertical axis; the last one has the names of the lines.
-
-    Args:
-        result: The perplexities.
-        protocols: The protocols to draw; by default all.
-
-    Raises:
-        PosencError: matplotlib is not installed.
-    """
+    """Draw one panel for each of the protocols (all by default); the last one has the names of the lines."""
     shown = result.settings.protocols if protocols is None else protocols
     with line_panels(result, 3.3 * len(shown) + 1.5, len(shown), sharey=True) as (drawn, panels):
         for panel, protocol in zip(panels, shown, strict=True):

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 def sweep_figure(rows: Sequence[Row], winner: str | None, documents: int, target: int) -> Figure:
     """Draw a point for every method, the best on top, and a vertical line for every control.
 
-    Args:
-        rows: The methods and controls; without a number they are left out.
-        winner: The label of the winner; `None`: none.
-        documents: Number of all documents; a method that was measured on fewer has an open point.
-        target: The target length, in tokens.
+    Points of methods that were measured on fewer documents than all are open. The target is a length in tokens.
     """
     shown = [row for row in rows if row.failed is None and math.isfinite(row.perplexity)]
     methods = [row for row in shown if not row.control]
@@ -79,11 +75,7 @@ def search_figure(
 ) -> Figure:
     """Draw the path of a search on the left, and the factors of the starts and of the best on the right.
 
-    Args:
-        perplexities: Perplexity of every evaluation, in order; NaN where there is none.
-        starts: The factors that the search began with, by method.
-        best: The factors found; `None`: none.
-        target: The target length, in tokens.
+    The path has the perplexity of every evaluation, NaN where there is none; the starts are named by their method.
     """
     with styled_panels(8.2, 3.3, 2) as (drawn, (path, factors)):
         _path(path, perplexities, target)

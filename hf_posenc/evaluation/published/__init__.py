@@ -29,9 +29,10 @@ TOLERANCE = 1.25
 Our choice: the published numbers are either a few per cent above or many times as large.
 """
 
-_STRIDED = ("sliding", "stream")
 _UNEVEN = ("sliding", "disjoint")
 """Protocols whose windows score different numbers of tokens; with the others all aggregates agree."""
+_DECISIVE = {"stride": ("sliding", "stream"), "aggregate": _UNEVEN, "tail_tokens": ("tail",)}
+"""Settings that change the meaning of some protocols' numbers."""
 
 
 @dataclass(frozen=True)
@@ -198,12 +199,10 @@ def differences(table: PublishedTable, settings: Settings) -> list[str]:
         reasons.append("protocol: unstated")
     elif theirs.name not in settings.protocols:
         reasons.append(f"protocol: {theirs.name}, here {', '.join(settings.protocols)}")
-    if theirs.name in _STRIDED and theirs.stride != settings.stride:
-        reasons.append(f"stride: {_number(theirs.stride)}, here {settings.stride:,}")
-    if theirs.name in _UNEVEN and theirs.aggregate != settings.aggregate:
-        reasons.append(f"aggregate: {theirs.aggregate or 'unstated'}, here {settings.aggregate}")
-    if theirs.name == "tail" and theirs.tail_tokens != settings.tail_tokens:
-        reasons.append(f"tail tokens: {_number(theirs.tail_tokens)}, here {settings.tail_tokens:,}")
+    for name, protocols in _DECISIVE.items():
+        given, here = getattr(theirs, name), getattr(settings, name)
+        if theirs.name in protocols and given != here:
+            reasons.append(f"{name.replace('_', ' ')}: {_number(given)}, here {_number(here)}")
     windows = settings.windows_per_document
     if windows is not None and (
         theirs.name == "sliding" or (theirs.name == "tail" and windows > 1)
@@ -270,12 +269,9 @@ def _options_of(table: PublishedTable) -> str:
     if unstated or table.column_kind != LENGTHS or table.metric not in ("perplexity", "loss"):
         return ""
     options = [f"--protocol {theirs.name}"]
-    if theirs.name in _STRIDED:
-        options.append(f"--stride {theirs.stride}")
-    if theirs.name in _UNEVEN:
-        options.append(f"--aggregate {theirs.aggregate}")
-    if theirs.name == "tail":
-        options.append(f"--tail-tokens {theirs.tail_tokens}")
+    for name, protocols in _DECISIVE.items():
+        if theirs.name in protocols:
+            options.append(f"--{name.replace('_', '-')} {getattr(theirs, name)}")
     return f" To measure as it does: {' '.join(options)}, at lengths {', '.join(map(_number, table.columns))}."
 
 
