@@ -8,8 +8,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from hf_posenc.evaluation.grid import Field, Grid, listed
 from hf_posenc.evaluation.page import kinds, perplexity
 from hf_posenc.evaluation.page.collect import Collection, Source, Unfinished, collect
@@ -44,9 +42,8 @@ def render(collection: Collection, *, title: str = TITLE, figures: bool = True) 
 
     from hf_posenc.evaluation.measuring.identity import version_of
 
-    folder = Path(__file__).parent
     environment = Environment(
-        loader=FileSystemLoader(folder),
+        loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
@@ -57,7 +54,6 @@ def render(collection: Collection, *, title: str = TITLE, figures: bool = True) 
     return environment.get_template("page.html").render(
         title=title,
         version=version_of("hf-posenc"),
-        style=Markup((folder / "style.css").read_text(encoding="utf-8")),
         few=FEW_DOCUMENTS,
         collection=collection,
         runs=_runs(collection.files),
@@ -183,11 +179,8 @@ def _documents(source: Source) -> Grid:
     caption = "Hashes: SHA-256 of the text and of the tokens that were read, first digits; the JSON has all of them."
     grid = Grid.of(f"Documents of run {source.number}", *heads, caption=caption, kind="words")
     for document in source.data["documents"]:
-        counts = (document.get(name) for name in ("tokens", "bytes"))
-        hashes = (document.get(name) or "-" for name in ("text_sha256", "tokens_sha256"))
-        grid.row(
-            document["name"],
-            *("-" if count is None else f"{count:,}" for count in counts),
-            *(_shortened(text, "mono") for text in hashes),
-        )
+        counts = (document[name] for name in ("tokens", "bytes"))
+        shown = ("-" if count is None else f"{count:,}" for count in counts)
+        hashes = (document[name] or "-" for name in ("text_sha256", "tokens_sha256"))
+        grid.row(document["name"], *shown, *(_shortened(text, "mono") for text in hashes))
     return grid

@@ -191,15 +191,8 @@ def grouped(
 def texts(data: Mapping[str, Any]) -> tuple[tuple[str, ...], str, str]:
     """Return each document's hash of tokens, the tokenizer's hash, and the special tokens before a window as JSON."""
     model = data["model"]
-    tokenizer = model.get("tokenizer") or data.get("tokenizer") or {}
-    special = model.get("bos") or data.get("bos") or {}
-    tokens = special.get("token_ids", special) if isinstance(special, dict) else special
-    documents = tuple(map(_document_id, data["documents"]))
-    return documents, str(tokenizer.get("sha256", "unknown")), json.dumps(tokens)
-
-
-def _document_id(document: Mapping[str, Any]) -> str:
-    return str(document.get("tokens_sha256") or json.dumps(document, sort_keys=True))
+    documents = tuple(document["tokens_sha256"] for document in data["documents"])
+    return documents, model["tokenizer"]["sha256"], json.dumps(model["bos"]["token_ids"])
 
 
 def texts_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -217,17 +210,16 @@ def texts_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str
 
 
 def _documents_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    one, two = first["documents"], other["documents"]
-    hashes = [[document.get("text_sha256") for document in documents] for documents in (one, two)]
+    hashes = [[document["text_sha256"] for document in d["documents"]] for d in (first, other)]
     if hashes[0] == hashes[1] and None not in hashes[0]:
         return "the same texts, cut at other lengths"
-    ids = [set(map(_document_id, documents)) for documents in (one, two)]
-    if ids[0] == ids[1]:
+    one, two = (set(texts(data)[0]) for data in (first, other))
+    if one == two:
         return "the same ones in another order"
-    common = len(ids[0] & ids[1])
+    common = len(one & two)
     cut = len(set(hashes[0]) & set(hashes[1]) - {None}) - common
     also = f", {cut} more cut at other lengths" if cut > 0 else ""
-    return f"{len(two)} instead of {len(one)}, {common} in common{also}"
+    return f"{len(hashes[1])} instead of {len(hashes[0])}, {common} in common{also}"
 
 
 def settings_differ(one: Mapping[str, Any], two: Mapping[str, Any]) -> list[str]:
@@ -381,13 +373,12 @@ def _entries(line: Line, protocol: str, name: str) -> list[Any]:
 
 def _baseline(line: Line, lines: Sequence[Line]) -> Line:
     """The first method of a result of the same model, preferably the model as it was loaded."""
+    own = [other for other in lines if variant(other.source) == variant(line.source)]
     firsts = {
-        other.source.number: other
-        for other in reversed(lines)
-        if variant(other.source) == variant(line.source)
-    }
-    ordered = sorted(firsts.values(), key=lambda other: other.source.number)
-    return next((other for other in ordered if other.method is None), ordered[0])
+        other.source.number: other for other in reversed(own)
+    }  # each result's, the last first
+    loaded = (other for other in reversed(firsts.values()) if other.method is None)
+    return next(loaded, own[0])
 
 
 def _fill(line: Line, protocol: str, baseline: Line) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from hf_posenc.evaluation import plots
-from hf_posenc.evaluation.grid import Column, Field, Grid, Row, Span, failure_field, number
+from hf_posenc.evaluation.grid import Field, Grid, Span, failure_field, number
 from hf_posenc.evaluation.measuring.statistics import ROUNDING, side_of_one
 from hf_posenc.evaluation.page.collect import (
     Interval,
@@ -125,8 +125,7 @@ def _parts(group: Sequence[Source], figures: bool) -> list[dict[str, Any]]:
             apart = f"Not comparable with the {name} above: {reason}."
         parts.append(
             {
-                "protocol": name,
-                "definition": merged.definition,
+                "merged": merged,
                 "apart": apart,
                 "summary": _summary(merged),
                 "pictures": pictures(merged) if figures else [],
@@ -225,14 +224,11 @@ def _table(merged: Merged) -> Grid:
 
 
 def _transposed(grid: Grid, corner: str) -> Grid:
-    turned = Grid(grid.title, caption=grid.caption, kind=grid.kind)
-    turned.columns = [Column(corner), *(Column(row.fields[0].text) for row in grid.rows)]
-    turned.rows = [
-        Row(
-            [row_name(*column.head.partition("\n")[::2]), *(row.fields[index] for row in grid.rows)]
-        )
-        for index, column in enumerate(grid.columns[1:], 1)
-    ]
+    names = [row.fields[0].text for row in grid.rows]
+    turned = Grid.of(grid.title, corner, *names, caption=grid.caption, kind=grid.kind)
+    for index, column in enumerate(grid.columns[1:], 1):
+        name = row_name(*column.head.partition("\n")[::2])
+        turned.row(name, *(row.fields[index] for row in grid.rows))
     return turned
 
 
@@ -330,27 +326,19 @@ def themed(figure: Figure, key: str) -> Markup:
     text = re.sub(r'\bid="', f'id="{key}-', text)
     text = re.sub(r"url\(#", f"url(#{key}-", text)
     text = re.sub(r'xlink:href="#', f'href="#{key}-', text)
-    text = re.sub(r"<text style=\"([^\"]*)\"", _text_style, text)
-    text = re.sub(r' style="[^"]*"', _style, text)
+    text = re.sub(r'(<text)? style="([^"]*)"', _style, text)
     return Markup(text.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1).strip())
 
 
-def _text_style(match: re.Match[str]) -> str:
-    """Use the page's own typeface, and colours with enough contrast for text."""
-    style = re.sub(r"font-family:[^;]*;?\s*", "", match[1])
-    style = re.sub(r"font: (\S+) [^;]*", r"font-size: \1", style)  # older matplotlib
-    style = re.sub(
-        r"fill: (#[0-9a-fA-F]{6})",
-        lambda colour: f"fill: var(--text-{VARIABLES.get(colour[1].lower(), 'ink')})",
-        style,
-    )
-    return f'<text style="{style}"'
-
-
 def _style(match: re.Match[str]) -> str:
-    return re.sub(r"#[0-9a-fA-F]{6}", _variable, match[0])
+    """Use the page's colours; for text those with enough contrast, and the page's own typeface."""
+    text, style = match[1] or "", match[2]
+    if text:
+        style = re.sub(r"font-family:[^;]*;?\s*", "", style)
+        style = re.sub(r"font: (\S+) [^;]*", r"font-size: \1", style)  # older matplotlib
 
+    def variable(colour: re.Match[str]) -> str:
+        name = VARIABLES.get(colour[0].lower(), "ink" if text else "")
+        return f"var(--{'text-' if text else ''}{name})" if name else colour[0]
 
-def _variable(match: re.Match[str]) -> str:
-    name = VARIABLES.get(match[0].lower())
-    return match[0] if name is None else f"var(--{name})"
+    return f'{text} style="{re.sub(r"#[0-9a-fA-F]{6}", variable, style)}"'

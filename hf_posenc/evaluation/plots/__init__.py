@@ -124,11 +124,7 @@ def looks(candidates: Sequence[Named]) -> list[dict[str, Any]]:
 def styled_panels(
     width: float, height: float, columns: int = 1, **options: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
-    """Make a figure of panels side by side, in inches; what is drawn within the context has the common style.
-
-    Raises:
-        PosencError: matplotlib is not installed.
-    """
+    """Make a figure of panels side by side, in inches; what is drawn within the context has the common style."""
     require()
     import matplotlib as mpl
     from matplotlib.figure import Figure

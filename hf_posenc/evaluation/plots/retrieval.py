@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hf_posenc.evaluation.grid import percent
 from hf_posenc.evaluation.plots import MAX_TICKS, REMARK, STYLE, require, tick
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ class HeatMap:
     Attributes:
         depths: The rows: depths from 0, the front of the prompt, to 1; `(None,)` for a task without depths.
         shares: A row of shares per depth, one per length; NaN where there is none.
-        texts: The same as text, without a percent sign.
         missing: For every length the reason why it has no number, in a word; `""` where it has one.
     """
 
@@ -35,13 +35,7 @@ class HeatMap:
     method: str
     depths: Sequence[float | None]
     shares: Sequence[Sequence[float]]
-    texts: Sequence[Sequence[str]]
     missing: Sequence[str]
-
-    @property
-    def has_depth(self) -> bool:
-        """True if the rows are depths."""
-        return list(self.depths) != [None]
 
 
 def heat_figure(
@@ -87,7 +81,7 @@ def heat_figure(
                 panel.tick_params(labelbottom=not below, labelleft=place % columns == 0, length=0)
                 if not below:
                     panel.set_xlabel("context (tokens)", fontsize=8)
-            if group[0].has_depth:
+            if group[0].depths[0] is not None:
                 for panel in axes[:, 0]:
                     panel.set_ylabel("needle depth", fontsize=8)
         scale = ScalarMappable(cmap=colours)
@@ -116,7 +110,7 @@ def _panel(
         panel.spines[side].set_visible(False)
     ticks = _thinned(len(lengths))
     panel.set_xticks(ticks, [tick(lengths[place]) for place in ticks], fontsize=7)
-    ticks = _thinned(rows) if heat.has_depth else []
+    ticks = _thinned(rows) if heat.depths[0] is not None else []
     panel.set_yticks(ticks, [f"{heat.depths[row]:.0%}" for row in ticks], fontsize=7)
     look: dict[str, Any] = {"ha": "center", "va": "center"}
     for column, missing in enumerate(heat.missing):
@@ -126,7 +120,8 @@ def _panel(
             panel.text(column, (rows - 1) / 2, missing, **look_missing)
         elif len(lengths) <= WRITTEN:
             for row in range(rows):
-                panel.text(column, row, heat.texts[row][column], fontsize=5.5, color=INK, **look)
+                text = percent(heat.shares[row][column]).removesuffix("%")
+                panel.text(column, row, text, fontsize=5.5, color=INK, **look)
     if original:
         within = sum(length <= original for length in lengths)
         panel.axvline(within - 0.5, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))

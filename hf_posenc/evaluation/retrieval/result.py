@@ -350,9 +350,8 @@ class RetrievalResult(MethodsResult[Cell]):
             [nan_if_none(getattr(cells.get((depth, n)), value, None)) for n in lengths]
             for depth in depths
         ]
-        texts = [[percent(share).removesuffix("%") for share in row] for row in shares]
         missing = [self._missing(method, task, length) for length in lengths]
-        return HeatMap(task, method, depths, shares, texts, missing)
+        return HeatMap(task, method, depths, shares, missing)
 
     def _missing(self, method: str, task: str, length: int) -> str:
         if self.cell(method, task, length) is not None:
