@@ -293,11 +293,8 @@ def to_notebook(grids: Iterable[Grid], lines: Iterable[str], width: int = 160) -
 class Result(abc.ABC):
     """Data of a finished measurement, and everything that can be shown of it.
 
-    Attributes:
-        kind: The name of the measurement, and of its files.
-        columns: The columns of its CSV file; empty for none.
-        formats: The formats of its figures.
-        width: Width of its tables in a notebook, in characters.
+    A subclass sets its kind, which names its files; the columns of its CSV file, if it has one; the formats of its
+    figures; and the width of its tables in a notebook, in characters.
     """
 
     kind: ClassVar[str]
@@ -354,10 +351,7 @@ class Result(abc.ABC):
         write_atomically(path, to_csv(self.columns, self.csv_rows()))
 
     def write(self, folder: Path, *, plots: bool = True) -> list[str]:
-        """Write the files, and the figures if `plots`, into an existing folder, each whole or not at all.
-
-        Returns:
-            The names of the files.
+        """Write the files, and the figures if `plots`, each whole or not at all; return the names of the files.
 
         Raises:
             PosencError: A file cannot be written, or matplotlib is not installed.

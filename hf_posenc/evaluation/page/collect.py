@@ -313,8 +313,8 @@ def _merged(protocol: str, sources: list[Source]) -> Merged:
     lines: list[Line] = []
     for source in sources:
         for method in source.data["methods"]:
-            line = Line(source, method["label"], method["label"], method.get("method"))
-            twin = next((other for other in lines if _same(other, line, protocol)), None)
+            line = _line(source, method, protocol)
+            twin = next((other for other in lines if _same(other, line)), None)
             if twin is None:
                 lines.append(line)
             else:
@@ -324,7 +324,11 @@ def _merged(protocol: str, sources: list[Source]) -> Merged:
         if names.count(line.name) > 1:
             line.label = f"{line.name} [{line.source.number}]"
     for line in lines:
-        _fill(line, protocol, _baseline(line, lines))
+        baseline = _baseline(line, lines)
+        line.baseline = baseline.label
+        for length, cell in line.cells.items() if baseline.source is not line.source else ():
+            ratio, interval = against(line, baseline, protocol, length, length)
+            line.cells[length] = replace(cell, ratio=ratio, ratio_interval=interval)
     settings = [source.data["settings"] for source in sources]
     lengths = sorted({length for values in settings for length in values["lengths"]})
     originals = {source.data.get("original_max_position_embeddings") for source in sources}
@@ -347,22 +351,27 @@ def variant(source: Source) -> str:
     return json.dumps([*values, None if model.get("weights_sha256") else model.get("name")])
 
 
-def _same(one: Line, two: Line, protocol: str) -> bool:
+def _line(source: Source, method: Mapping[str, Any], protocol: str) -> Line:
+    line = Line(source, method["label"], method["label"], method["method"])
+    for entry in _entries(line, protocol, "summary"):
+        values = {each.name: entry[each.name] for each in fields(Cell)}
+        values["perplexity"] = nan_if_none(entry["perplexity"])
+        for name in ("interval", "ratio_interval"):
+            values[name] = interval_of(entry[name])
+        line.cells[entry["length"]] = Cell(**values)
+    line.failures = {e["length"]: e["reason"] for e in _entries(line, protocol, "failures")}
+    return line
+
+
+def _same(one: Line, two: Line) -> bool:
     """Return whether the second line repeats the first: the same model, method and numbers, to the last bit."""
-    if one.name != two.name or variant(one.source) != variant(two.source):
-        return False
-    first, second = (_measured(line, protocol) for line in (one, two))
-    return bool(second) and second.items() <= first.items()
-
-
-def _measured(line: Line, protocol: str) -> dict[int, Any]:
-    """The sums at each length, or the reason why there are none."""
-    cells = {
-        cell["length"]: (cell["nats"], cell["tokens"], cell["perplexity"], str(cell["interval"]))
-        for cell in _entries(line, protocol, "summary")
-    }
-    failed = {entry["length"]: entry["reason"] for entry in _entries(line, protocol, "failures")}
-    return {**cells, **failed}
+    first, second = (
+        {n: (c.nats, c.tokens, c.perplexity, c.interval) for n, c in line.cells.items()}
+        | {length: (reason,) for length, reason in line.failures.items()}
+        for line in (one, two)
+    )
+    named = one.name == two.name and variant(one.source) == variant(two.source)
+    return named and bool(second) and second.items() <= first.items()
 
 
 def _entries(line: Line, protocol: str, name: str) -> list[Any]:
@@ -379,21 +388,6 @@ def _baseline(line: Line, lines: Sequence[Line]) -> Line:
     }  # each result's, the last first
     loaded = (other for other in reversed(firsts.values()) if other.method is None)
     return next(loaded, own[0])
-
-
-def _fill(line: Line, protocol: str, baseline: Line) -> None:
-    line.baseline = baseline.label
-    for entry in _entries(line, protocol, "summary"):
-        length = entry["length"]
-        values = {each.name: entry.get(each.name) for each in fields(Cell)}
-        values["perplexity"] = nan_if_none(entry["perplexity"])
-        for name in ("interval", "ratio_interval"):
-            values[name] = interval_of(entry[name])
-        if baseline.source is not line.source:
-            ratio, interval = against(line, baseline, protocol, length, length)
-            values |= {"ratio": ratio, "ratio_interval": interval}
-        line.cells[length] = Cell(**values)
-    line.failures = {e["length"]: e["reason"] for e in _entries(line, protocol, "failures")}
 
 
 def _curve(lines: Sequence[Line]) -> dict[str, Any] | None:

@@ -246,9 +246,7 @@ def tuning(sources: Sequence[Source]) -> list[dict[str, Any]]:
             "source": source,
             "title": TITLES[source.kind],
             "table": _tuning(source.data, TITLES[source.kind]),
-            "recipe": json.dumps(source.data["recipe"], indent=2)
-            if source.data.get("recipe")
-            else "",
+            "recipe": json.dumps(source.data["recipe"], indent=2),
         }
         for source in sources
         if source.kind in TITLES

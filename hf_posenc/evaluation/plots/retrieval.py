@@ -44,8 +44,7 @@ def heat_figure(
     """Draw every task in rows of panels of its own, one panel per method, with one colour scale from 0 to 1.
 
     The front of the prompt is on top. A dashed line follows the last length of at most the trained length. Panels are
-    grey where a number is missing. Every task has the same methods in the same order; lengths are in tokens, and the
-    label is the name of the shares.
+    grey where a number is missing. Every task has the same methods; `label` is the name of the shares.
     """
     require()
     import matplotlib as mpl
