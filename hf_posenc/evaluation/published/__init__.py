@@ -29,9 +29,11 @@ TOLERANCE = 1.25
 Our choice: the published numbers are either a few per cent above or many times as large.
 """
 
-_UNEVEN = ("sliding", "disjoint")
-"""Protocols whose windows score different numbers of tokens; with the others all aggregates agree."""
-_DECISIVE = {"stride": ("sliding", "stream"), "aggregate": _UNEVEN, "tail_tokens": ("tail",)}
+_DECISIVE = {
+    "stride": ("sliding", "stream"),
+    "aggregate": ("sliding", "disjoint"),  # windows score different numbers of tokens
+    "tail_tokens": ("tail",),
+}
 """Settings that change the meaning of some protocols' numbers."""
 
 
@@ -100,13 +102,11 @@ class PublishedTable:
     """Published table, as printed.
 
     Attributes:
-        id: Its name in this package.
         paper: Authors and title, short.
         table: Its number, or the file.
         metric: `"perplexity"`, `"loss"` (nats), `"accuracy"` or `"tokens"`.
         column_kind: `LENGTHS` in most tables.
         columns: Context lengths in tokens, or names.
-        rows: The rows.
         metric_note: The metric in the paper's words, if it needs an explanation.
         caveat: Parts of the transcription that could not be checked.
     """
@@ -156,11 +156,7 @@ def available() -> tuple[str, ...]:
 
 
 def get(id: str) -> PublishedTable:
-    """Return the table of this name.
-
-    Raises:
-        PosencError: There is none.
-    """
+    """Return the table of this name; if there is none, a `PosencError` lists the names."""
     if id not in _tables():
         raise unknown("published table", id, available())
     return _tables()[id]
@@ -265,13 +261,12 @@ def remarks(table: PublishedTable) -> Iterator[str]:
 def _options_of(table: PublishedTable) -> str:
     """Return a sentence with the options that measure as the table does; empty if it states too little."""
     theirs = table.protocol
-    unstated = theirs.name is None or (theirs.name in _UNEVEN and theirs.aggregate is None)
-    if unstated or table.column_kind != LENGTHS or table.metric not in ("perplexity", "loss"):
+    own = {n: getattr(theirs, n) for n, protocols in _DECISIVE.items() if theirs.name in protocols}
+    stated = theirs.name is not None and None not in own.values()
+    if not stated or table.column_kind != LENGTHS or table.metric not in ("perplexity", "loss"):
         return ""
     options = [f"--protocol {theirs.name}"]
-    for name, protocols in _DECISIVE.items():
-        if theirs.name in protocols:
-            options.append(f"--{name.replace('_', '-')} {getattr(theirs, name)}")
+    options += [f"--{name.replace('_', '-')} {value}" for name, value in own.items()]
     return f" To measure as it does: {' '.join(options)}, at lengths {', '.join(map(_number, table.columns))}."
 
 

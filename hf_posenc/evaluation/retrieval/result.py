@@ -20,7 +20,7 @@ from hf_posenc.evaluation.grid import (
     percent_range,
 )
 from hf_posenc.evaluation.measuring.result import MethodsResult, listed_fields, nan_if_none
-from hf_posenc.evaluation.plots.retrieval import HeatMap, heat_figure
+from hf_posenc.evaluation.plots.results import HeatMap, heat_figure
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task
 from hf_posenc.files import finite
 

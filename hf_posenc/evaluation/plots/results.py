@@ -1,0 +1,226 @@
+"""Figures of the other results: heat maps of retrieval, the points of a sweep, the path of a search."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_posenc.evaluation import plots
+from hf_posenc.evaluation.grid import percent
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.colors import Colormap
+    from matplotlib.figure import Figure
+
+    from hf_posenc.evaluation.tuning.objective import Row
+
+# Retrieval: heat maps of needle depth and prompt length, small multiples over tasks and methods.
+
+HEAT = ("#F0496E", "#EBB839", "#0CD79F")  # those of EasyContext's needle plots
+NO_NUMBER = "#e6e6e6"
+INK = "#222222"
+MAX_COLUMNS = 4
+WRITTEN = 8  # with at most so many lengths, each cell contains its number
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Shares of one method in one task, by needle depth and prompt length.
+
+    Attributes:
+        depths: The rows: depths from 0, the front of the prompt, to 1; `(None,)` for a task without depths.
+        shares: A row of shares per depth, one per length; NaN where there is none.
+        missing: For every length the reason why it has no number, in a word; `""` where it has one.
+    """
+
+    task: str
+    method: str
+    depths: Sequence[float | None]
+    shares: Sequence[Sequence[float]]
+    missing: Sequence[str]
+
+
+def heat_figure(
+    maps: Sequence[HeatMap], lengths: Sequence[int], original: int | None, label: str
+) -> Figure:
+    """Draw every task in rows of panels of its own, one panel per method, with one colour scale from 0 to 1.
+
+    The front of the prompt is on top. A dashed line follows the last length of at most the trained length. Panels are
+    grey where a number is missing. Every task has the same methods; `label` is the name of the shares.
+    """
+    plots.require()
+    import matplotlib as mpl
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import LinearSegmentedColormap
+    from matplotlib.figure import Figure
+
+    colours = LinearSegmentedColormap.from_list("retrieval", HEAT).with_extremes(bad=NO_NUMBER)
+    by_task = {
+        task: [m for m in maps if m.task == task] for task in dict.fromkeys(m.task for m in maps)
+    }
+    panels = max(map(len, by_task.values()))
+    columns = min(MAX_COLUMNS, panels)
+    rows = -(-panels // columns)
+    heights = [rows * _panel_height(group[0]) + 0.45 for group in by_task.values()]
+    width = max(0.42 * len(lengths), 1.5) * columns + 1.6
+    with mpl.rc_context({**plots.STYLE, "axes.grid": False}):
+        figure = Figure(figsize=(width, sum(heights) + 0.3), layout="constrained")
+        sides: Any = figure.subfigures(1, 2, width_ratios=[width - 0.9, 0.9])
+        parts = sides[0].subfigures(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        for part, (task, group) in zip(parts, by_task.items(), strict=True):
+            part.suptitle(task, x=0.01, ha="left", fontsize=9, fontweight="bold")
+            if original:
+                trained = f"dashed: trained length, {original:,} tokens"
+                look: dict[str, Any] = {"ha": "right", "va": "top", "color": plots.REMARK}
+                part.text(0.99, 0.985, trained, fontsize=7, **look)
+            axes = part.subplots(rows, columns, squeeze=False, sharex=True, sharey=True)
+            for place, panel in enumerate(axes.flat):
+                if place >= len(group):
+                    panel.set_visible(False)
+                    continue
+                _panel(panel, group[place], lengths, original, colours)
+                below = place + columns < len(group)
+                panel.tick_params(labelbottom=not below, labelleft=place % columns == 0, length=0)
+                if not below:
+                    panel.set_xlabel("context (tokens)", fontsize=8)
+            if group[0].depths[0] is not None:
+                for panel in axes[:, 0]:
+                    panel.set_ylabel("needle depth", fontsize=8)
+        scale = ScalarMappable(cmap=colours)
+        scale.set_clim(0, 1)
+        bar = sides[1].colorbar(scale, cax=sides[1].add_axes((0.05, 0.1, 0.17, 0.8)))
+        bar.set_label(label, fontsize=8)
+        bar.set_ticks([0, 0.25, 0.5, 0.75, 1], labels=["0", "25 %", "50 %", "75 %", "100 %"])
+    return figure
+
+
+def _panel_height(heat: HeatMap) -> float:
+    rows = len(heat.depths)
+    return max(0.2, min(0.24, 2.6 / rows)) * rows + 0.75
+
+
+def _panel(
+    panel: Axes, heat: HeatMap, lengths: Sequence[int], original: int | None, colours: Colormap
+) -> None:
+    import numpy as np
+
+    rows = len(heat.depths)
+    shares = np.ma.masked_invalid(np.array(heat.shares, dtype=float))
+    panel.imshow(shares, cmap=colours, vmin=0, vmax=1, aspect="auto")
+    panel.set_title(heat.method, loc="left", fontsize=8)
+    for side in ("top", "right", "bottom", "left"):
+        panel.spines[side].set_visible(False)
+    ticks = _thinned(len(lengths))
+    panel.set_xticks(ticks, [plots.tick(lengths[place]) for place in ticks], fontsize=7)
+    ticks = _thinned(rows) if heat.depths[0] is not None else []
+    panel.set_yticks(ticks, [f"{heat.depths[row]:.0%}" for row in ticks], fontsize=7)
+    look: dict[str, Any] = {"ha": "center", "va": "center"}
+    for column, missing in enumerate(heat.missing):
+        if missing:
+            turned = 90 if rows > 2 else 0
+            look_missing = {**look, "fontsize": 6, "color": plots.REMARK, "rotation": turned}
+            panel.text(column, (rows - 1) / 2, missing, **look_missing)
+        elif len(lengths) <= WRITTEN:
+            for row in range(rows):
+                text = percent(heat.shares[row][column]).removesuffix("%")
+                panel.text(column, row, text, fontsize=5.5, color=INK, **look)
+    if original:
+        within = sum(length <= original for length in lengths)
+        panel.axvline(within - 0.5, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
+
+
+def _thinned(count: int) -> list[int]:
+    return list(range(0, count, -(-count // plots.MAX_TICKS)))
+
+
+# Sweep and search.
+
+
+def sweep_figure(rows: Sequence[Row], winner: str | None, documents: int, target: int) -> Figure:
+    """Draw a point for every method, the best on top, and a vertical line for every control.
+
+    Points of methods that were measured on fewer documents than all are open. The target is a length in tokens.
+    """
+    shown = [row for row in rows if row.failed is None and math.isfinite(row.perplexity)]
+    methods = [row for row in shown if not row.control]
+    with plots.styled_panels(6.4, 1.3 + 0.22 * len(methods)) as (drawn, (panel,)):
+        panel.set_xscale("log")
+        names = []
+        for height, row in enumerate(methods):
+            colour = plots.COLOURS[1] if row.label == winner else plots.COLOURS[0]
+            complete = row.documents == documents
+            names.append(row.label if complete else f"{row.label}, {row.documents} documents")
+            if row.interval is not None:
+                thin: dict[str, Any] = {"linewidth": 1.1, "alpha": 0.6, "zorder": 2}
+                panel.plot(row.interval, (height, height), color=colour, **thin)
+            face = colour if complete else "white"
+            look: dict[str, Any] = {"color": colour, "markerfacecolor": face, "markersize": 5}
+            panel.plot(row.perplexity, height, "o", **look, zorder=3)
+        panel.set_yticks(range(len(methods)), names)
+        panel.set_ylim(len(methods) - 0.4, -0.6)
+        for index, row in enumerate(row for row in shown if row.control):
+            colour = plots.BASELINE if row.label == "none" else plots.CONTROL_COLOUR
+            x, dashes = row.perplexity, (0, (4, 3))
+            panel.axvline(x, color=colour, linewidth=1, linestyle=dashes, zorder=1)
+            panel.annotate(
+                row.label,
+                (x, 1),
+                xycoords=("data", "axes fraction"),
+                xytext=(0, 2 + 9 * index),  # names above each other, however near
+                textcoords="offset points",
+                color=colour,
+                fontsize=7,
+                ha="center",
+                va="bottom",
+            )
+        plots.set_ticks(panel.xaxis, plots.value_ticks(*panel.get_xlim()), "{:g}".format)
+        panel.set_xlabel(f"tail perplexity at {target:,} tokens")
+    return drawn
+
+
+def search_figure(
+    perplexities: Sequence[float],
+    starts: Mapping[str, Sequence[float]],
+    best: Sequence[float] | None,
+    target: int,
+) -> Figure:
+    """Draw the path of a search on the left; on the right the factors of the starts, by method, and of the best."""
+    lowest: list[float] = []
+    for value in perplexities:
+        lowest.append(min(value, lowest[-1]) if lowest and not math.isnan(lowest[-1]) else value)
+    count = range(1, len(perplexities) + 1)
+    with plots.styled_panels(8.2, 3.3, 2) as (drawn, (path, factors)):
+        path.plot(count, perplexities, ".", color=plots.COLOURS[0], markersize=3, alpha=0.5)
+        path.plot(count, lowest, color=plots.COLOURS[1], linewidth=1.3)
+        path.set_ylim(*_limits(lowest))
+        path.set_xlabel("evaluations")
+        path.set_ylabel(f"tail perplexity at {target:,} tokens")
+        path.set_title("search documents", loc="left")
+        colours = itertools.cycle((plots.COLOURS[0], *plots.COLOURS[2:]))
+        for colour, (name, values) in zip(colours, starts.items(), strict=False):
+            factors.plot(values, color=colour, linewidth=1.1, label=name)
+        if best is not None:
+            look: dict[str, Any] = {
+                "label": "search",
+                "marker": "o",
+                "markersize": 3,
+                "linewidth": 1.4,
+            }
+            factors.plot(best, color=plots.COLOURS[1], **look)
+        factors.set_xlabel("pair of features, from the fastest")
+        factors.set_ylabel("divisor of its frequency")
+        factors.legend(frameon=False, fontsize=7.5)
+    return drawn
+
+
+def _limits(best: Sequence[float]) -> tuple[float, float]:
+    """Return limits from the best found to somewhat above the best start; far worse mutations are cut off."""
+    low = min((value for value in best if not math.isnan(value)), default=1.0)
+    starts = [value for value in best[:3] if not math.isnan(value)]
+    high = min(starts, default=low)
+    room = max(high - low, 0.02 * low)
+    return low - 0.3 * room, high + room
