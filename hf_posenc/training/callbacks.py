@@ -34,8 +34,7 @@ from hf_posenc.training.scoring import Scores, label_of
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
 LOSSES = "running_loss.json"
-_LINES = 30
-"""Approximate number of progress lines of a run."""
+_LINES = 30  # approximate number of progress lines of a run
 
 
 class SaveOnSignal(TrainerCallback):

@@ -27,8 +27,7 @@ _MODULES = (
     *("accelerate.commands.launch", "accelerate/commands/launch.py"),
     *("torch.distributed.run", "torch/distributed/run.py"),
 )
-_SAMPLE = 4096
-"""Weights of a tensor that are examined: enough to estimate a share to a percent."""
+_SAMPLE = 4096  # weights of a tensor: enough to estimate a share to a percent
 
 
 def join_on_cpu() -> None:
@@ -186,7 +185,17 @@ def check_run(
     """
     check_launch(arguments)
     patch = get_patch(model)
-    _check_lengths(model, patch, positions)
+    for name, update in _moving_tables(model, patch).items():
+        if positions == "contiguous" or update == "row":
+            continue  # blocks of one length, or one table per position
+        if update == "request" and positions != "packed":
+            continue  # one table per row
+        raise PosencError(
+            f"{name} scales with the longest text of a batch (update={update!r}), and with positions={positions!r} "
+            "that length differs between batches and processes: the same weights would be trained with different "
+            "frequencies at once. Use positions='contiguous', whose blocks have one length, update='row', or a static "
+            "method (yarn, ntk_by_parts, ...)."
+        )
     _check_parallelism(model, patch, positions, arguments)
     _check_equal_weights(model)
     if arguments is None:
@@ -229,20 +238,6 @@ def _moving_tables(model: nn.Module, patch: Patch | None) -> dict[str, str]:
         if table.rope_type in ("dynamic", "longrope") and table.rope_type not in moving:
             moving[f"the model's own {table.rope_type} RoPE"] = "sequence"
     return moving
-
-
-def _check_lengths(model: nn.Module, patch: Patch | None, positions: str) -> None:
-    for name, update in _moving_tables(model, patch).items():
-        if positions == "contiguous" or update == "row":
-            continue  # blocks of one length, or one table per position
-        if update == "request" and positions != "packed":
-            continue  # one table per row
-        raise PosencError(
-            f"{name} scales with the longest text of a batch (update={update!r}), and with positions={positions!r} "
-            "that length differs between batches and processes: the same weights would be trained with different "
-            "frequencies at once. Use positions='contiguous', whose blocks have one length, update='row', or a static "
-            "method (yarn, ntk_by_parts, ...)."
-        )
 
 
 def _check_parallelism(

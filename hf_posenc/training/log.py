@@ -193,11 +193,9 @@ _HEIGHT = 3.1  # inches
 _DOTTED = (0, (1.5, 1.5))
 _SMOOTHED = 8
 """The thick line is a mean over an eighth of the log, so that the trend is visible behind the noise of the batches."""
-_LEAST_SMOOTHED = 3
-"""Minimum number of logs to average."""
+_LEAST_SMOOTHED = 3  # logs
 
-Points = Sequence[tuple[float, float]]
-"""Steps and values."""
+Points = Sequence[tuple[float, float]]  # steps and values
 
 
 def loss_figure(

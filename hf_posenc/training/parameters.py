@@ -188,7 +188,12 @@ def lora_config(
         "lora_dropout": dropout,
         "target_modules": list(target_modules),
         "modules_to_save": list(modules_to_save) or None,
-        "ensure_weight_tying": tied and _is_named(embeddings, model, modules_to_save),
+        "ensure_weight_tying": tied
+        and any(
+            path.endswith(tuple(modules_to_save))
+            for path, module in model.named_modules()
+            if module is embeddings
+        ),
         "task_type": "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         **options,
     }
@@ -286,8 +291,3 @@ def _is_linear(module: nn.Module) -> bool:
         return False
     sizes = (("in_features", "out_features"), ("nx", "nf"))
     return any(all(isinstance(getattr(module, n, None), int) for n in names) for names in sizes)
-
-
-def _is_named(module: nn.Module, model: nn.Module, names: Collection[str]) -> bool:
-    paths = [path for path, each in model.named_modules() if each is module]
-    return any(path.endswith(name) for path in paths for name in names)

@@ -16,14 +16,9 @@ from torch import nn
 
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
 from hf_posenc.evaluation.grid import number
+from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.measuring.execute import Progress, collected, execute, silent
-from hf_posenc.evaluation.measuring.identity import (
-    describe_model,
-    environment,
-    name_of,
-    tokenizer_hash,
-)
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Store, fingerprint_of
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, make_settings
@@ -31,13 +26,7 @@ from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
-from hf_posenc.training.ranks import (
-    broadcast,
-    gather,
-    group_shard,
-    is_sharded,
-    without_side_effects,
-)
+from hf_posenc.training import ranks
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -114,7 +103,7 @@ class GroupRecords(Records):
 
     def refresh(self) -> None:
         """Exchange values with the other ranks. Call it on all ranks."""
-        for values in gather({key: self._own.get(key) for key in self._keys}):
+        for values in ranks.gather({key: self._own.get(key) for key in self._keys}):
             for key, value in values.items():
                 if value is not None:
                     super().append(key, value)
@@ -182,11 +171,11 @@ class Scores:
         self._source = {"kind": "training", "limit": limit, "max_doc_tokens": max_doc_tokens}
         self._decisive = {
             "kind": "scores",
-            "tokenizer": tokenizer_hash(tokenizer),
+            "tokenizer": identity.tokenizer_hash(tokenizer),
             "special": self._special,
             "settings": dataclasses.asdict(self.settings),
             "documents": [document.to_dict() for document in self.documents],
-            "environment": environment(),
+            "environment": identity.environment(),
         }
         self.fingerprint = fingerprint_of(self._decisive)
         self._kept: PerplexityResult | None = None
@@ -217,20 +206,27 @@ class Scores:
             PosencError: The model cannot be scored, or the folder cannot be written to.
         """
         model = unwrap(model, adapters=False)
-        sharded = is_sharded(model)
+        sharded = ranks.is_sharded(model)
         fixed = hasattr(model, "hf_device_map") or getattr(model, "is_quantized", False)
         if self._device is not None and not sharded and not fixed:
             model.to(self._device)
         precision: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if self._autocast is not None:
             precision = torch.autocast(next(model.parameters()).device.type, self._autocast)
-        with without_side_effects(model), precision:
-            described = self._describe(model, sharded)
+        with ranks.without_side_effects(model), precision:
+            described = identity.describe_model(
+                identity.name_of(model), model, self._tokenizer, self._special, self._bos
+            )
+            hashes = ranks.gather(described["weights_sha256"])  # each rank may hold another shard
+            both = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
+            described["weights_sha256"] = both if sharded else hashes[0]
+            if self._autocast is not None:
+                described["autocast"] = str(self._autocast).removeprefix("torch.")
             # Everything that the numbers depend on and that changes from row to row.
             unchanging = ("name", "revision", "tokenizer", "bos")
             state = fingerprint_of({k: v for k, v in described.items() if k not in unchanging})
             stage = Stage(label_of(model, step), step, tokens_seen or None, state)
-            table = broadcast(self._read_table())
+            table = ranks.broadcast(self._read_table())
             stages = [] if table is None else stages_of(table)
             if table is None or stage not in stages:
                 row = self._measure_row(model, stage, described, sharded, progress)
@@ -240,7 +236,9 @@ class Scores:
                 table = _select(table, [each.label for each in kept])
             else:
                 return table
-            self._write_table(table)
+        self._kept = table
+        if self.output is not None and ranks.group_shard().index == 0:
+            table.write_json(self.output / FILE)
         return table
 
     def _measure_row(
@@ -251,7 +249,7 @@ class Scores:
         sharded: bool,
         progress: Progress,
     ) -> PerplexityResult:
-        shard = group_shard()
+        shard = ranks.group_shard()
         together = sharded and shard.count > 1
         share = ALONE if sharded else shard
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
@@ -277,30 +275,15 @@ class Scores:
         assert result is not None
         return result
 
-    def _describe(self, model: nn.Module, sharded: bool) -> dict[str, Any]:
-        """Return the description of the model, equal on all ranks, though each may hold another shard."""
-        described = describe_model(name_of(model), model, self._tokenizer, self._special, self._bos)
-        hashes = gather(described["weights_sha256"])
-        both = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
-        described["weights_sha256"] = both if sharded else hashes[0]
-        if self._autocast is not None:
-            described["autocast"] = str(self._autocast).removeprefix("torch.")
-        return described
-
     def _read_table(self) -> PerplexityResult | None:
         """Return the rows so far of the same documents and settings."""
-        if self.output is None or group_shard().index:
+        if self.output is None or ranks.group_shard().index:
             return self._kept
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             values = json.loads((self.output / FILE).read_text(encoding="utf-8"))
             if values["fingerprint"] == self.fingerprint:
                 return PerplexityResult.from_dict(values)
         return None
-
-    def _write_table(self, table: PerplexityResult) -> None:
-        self._kept = table
-        if self.output is not None and group_shard().index == 0:
-            table.write_json(self.output / FILE)
 
 
 def score(

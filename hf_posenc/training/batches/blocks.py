@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 _FORMAT = 1
 _TOKENS, _COUNTS = "blocks.arrow", "blocks.json"
 _ROWS_PER_BATCH = 64
-_MAX_REASONS = 100
-"""Skipped documents that are stored by name; the others are counted."""
+_MAX_REASONS = 100  # skipped documents that are stored by name
 
 STANDARD_LIBRARY: dict[str, Any] = {
     "kind": "modules of the standard library that are not held out",

@@ -83,10 +83,8 @@ def cream(length: int, target: int, random: np.random.Generator) -> Numbers:
 
 
 DRAWS: dict[str, Draw] = {"pose": pose, "random": randomized, "cream": cream}
-"""The draws, by the collator's name for them."""
 
 POSITIONS = ("contiguous", "packed", *DRAWS)
-"""The kinds of positions."""
 
 IGNORED = -100
 """Label of a token without a loss: the `ignore_index` of `torch.nn.functional.cross_entropy`."""

@@ -26,8 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_posenc.evaluation.scoring.decoder import hidden_states, input_embeddings, sliced
 from hf_posenc.training.batches.collator import IGNORED
 
-Arguments = dict[str, Any]
-"""Arguments of a model's forward, by name."""
+Arguments = dict[str, Any]  # of a model's forward, by name
 
 
 class Decoder:
@@ -102,12 +101,8 @@ class Decoder:
     ) -> Tensor:
         """Return the sum of all tokens' losses, with the logits of `chunk` tokens at a time.
 
-        Args:
-            output: The decoder's output for the whole batch.
-            arguments: Arguments of the forward.
-            targets: The label that each position predicts, shape (batch, n).
-            chunk: Tokens whose logits exist at a time.
-            loss: Sum of the losses from logits, shape (batch, m, vocabulary), and targets, shape (batch, m).
+        The decoder's output is for the whole batch, and targets (batch, n) are the labels that positions predict. The
+        loss is the sum over logits, shape (batch, m, vocabulary), and targets, shape (batch, m).
         """
         hidden = hidden_states(output)
         assert hidden is not None
