@@ -102,9 +102,8 @@ def resume_point(
             "(--resume_from_checkpoint can name a checkpoint in this one), or remove them with --fresh."
         )
     clear_partial(folder)
-    changed = ["its settings are unknown"]
-    if before is not None:
-        changed = differences(before["settings"], settings)
+    unknown = ["its settings are unknown"]
+    changed = unknown if before is None else differences(before["settings"], settings)
     complete = complete_checkpoints(folder)
     occupied = bool(complete) or any((folder / name).exists() for name in CONFIGS)
     if changed and occupied and fresh:
@@ -139,7 +138,7 @@ def resume_point(
         "kind": "training",
         "format": _FORMAT,
         "settings": dict(settings),
-        "continued": named if before is None or named is not None else before.get("continued"),
+        "continued": named or (before or {}).get("continued"),
         "environment": environment(),
         "device": device,
     }
@@ -172,17 +171,18 @@ def _explicit_point(
 
 
 def _read_settings(folder: Path) -> dict[str, Any] | None:
+    path = folder / SETTINGS
     try:
-        values = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise PosencError(f"{folder / SETTINGS} cannot be read: {error}.") from error
-    if values.get("kind") != "training" or values.get("format") != _FORMAT:
-        raise PosencError(
-            f"{folder / SETTINGS} was not written by this version's training. Choose another --output_dir."
-        )
-    return dict(values)
+        raise PosencError(f"{path} cannot be read: {error}.") from error
+    if values.get("kind") == "training" and values.get("format") == _FORMAT:
+        return dict(values)
+    raise PosencError(
+        f"{path} was not written by this version's training. Choose another --output_dir."
+    )
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[str]:
@@ -234,9 +234,7 @@ class TrainingFolder:
     def __init__(
         self, arguments: TrainingArguments, settings: Mapping[str, Any], *, fresh: bool = False
     ) -> None:
-        self._arguments = arguments
-        self._settings = settings
-        self._fresh = fresh
+        self._arguments, self._settings, self._fresh = arguments, settings, fresh
         self._interruption = SaveOnSignal()
         self.path = Path(arguments.output_dir or ".")
         self._lock = FileLock(self.path / _LOCK)
@@ -283,10 +281,8 @@ class TrainingFolder:
             trainer.train(resume_from_checkpoint=checkpoint)
         if self._interruption.received:
             if self._arguments.process_index == 0:
-                step = trainer.state.global_step
-                sys.stderr.write(
-                    f"Stopped by a signal after step {step:,}, and saved: the same command resumes.\n"
-                )
+                done = f"step {trainer.state.global_step:,}, and saved: the same command resumes."
+                sys.stderr.write(f"Stopped by a signal after {done}\n")
             leave_group()
             sys.exit(128 + self._interruption.received)
 
@@ -314,8 +310,7 @@ class TrainingFolder:
         """Agree with the other processes, each on the disk that it sees, on a problem or a checkpoint."""
         arguments = self._arguments
         steps = [step_of(path) for path in complete_checkpoints(self.path)] if not problem else []
-        point = None if self.checkpoint is None else str(self.checkpoint)
-        states = gather((problem, point, steps))
+        states = gather((problem, self.checkpoint, steps))
         self._raise_on_all(next((each for each, *_ in states if each), None))
         if arguments.save_on_each_node and arguments.resume_from_checkpoint is None:
             common = set.intersection(*(set(theirs) for *_, theirs in states))
@@ -324,7 +319,7 @@ class TrainingFolder:
                     discard(path)  # a kill came before the other machines had marked theirs
             self.checkpoint = self.path / f"checkpoint-{max(common)}" if common else None
         else:
-            self.checkpoint = None if states[0][1] is None else Path(states[0][1])
+            self.checkpoint = states[0][1]
         visible = gather(self.checkpoint is None or self.checkpoint.is_dir())
         if not all(visible):
             self._raise_on_all(
@@ -385,8 +380,8 @@ def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, 
     """
     folder = Path(folder)
     if accelerator.is_main_process:
-        processes = {"processes": accelerator.num_processes}
-        resume_point(folder, {**settings, **processes}, device=accelerator.device.type)
+        everything = {**settings, "processes": accelerator.num_processes}
+        resume_point(folder, everything, device=accelerator.device.type)
     barrier()
     checkpoint = last_complete_checkpoint(folder)
     if checkpoint is None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from filelock import FileLock
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents import (
@@ -257,10 +258,8 @@ def _file_stamps(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
     """
     names = [*source.get("paths", ()), *([source["name"]] if "name" in source else ())]
     files = sorted({file for name in names for file in _files(str(name))})
-    stats = [file.stat() if file.exists() else file.lstat() for file in files]
-    return [
-        (str(file), stat.st_size, stat.st_mtime_ns) for file, stat in zip(files, stats, strict=True)
-    ]
+    stats = [(file, file.stat() if file.exists() else file.lstat()) for file in files]
+    return [(str(file), stat.st_size, stat.st_mtime_ns) for file, stat in stats]
 
 
 def _files(name: str) -> Iterator[Path]:
@@ -270,23 +269,19 @@ def _files(name: str) -> Iterator[Path]:
 
 
 def _read_cached(cache: Path, key: str, writer: Writer) -> Blocks:
-    from filelock import FileLock
-
     folder, unfinished = cache / key, cache / f"unfinished-{key}"
     with _disk_errors(f"the cache {cache}"):
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):  # the system releases it if a process is killed
             if not (folder / _COUNTS).is_file():
                 for incomplete in (folder, unfinished):
-                    if incomplete.exists():
-                        shutil.rmtree(incomplete)
+                    shutil.rmtree(incomplete, ignore_errors=True)
                 unfinished.mkdir()
                 try:
                     writer.write(unfinished)
                     unfinished.rename(folder)
                 finally:
-                    if unfinished.exists():
-                        shutil.rmtree(unfinished)
+                    shutil.rmtree(unfinished, ignore_errors=True)
     return Blocks.read(folder)
 
 
@@ -369,18 +364,17 @@ class Writer:
             return entry
         if isinstance(entry, Document) and not entry.text.strip():
             return Skipped(entry.name, "empty")
-        if isinstance(entry, TokenizedDocument):
-            try:
+        try:
+            if isinstance(entry, TokenizedDocument):
                 document = vocabulary.usable(entry)
-            except UnreadableError as error:
-                raise PosencError(
-                    f"{entry.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
-                ) from error
-        else:
-            try:
+            else:
                 document = tokenize(entry, self.tokenizer)
-            except UnreadableError as error:
+        except UnreadableError as error:
+            if not isinstance(entry, TokenizedDocument):
                 return Skipped(entry.name, str(error))
+            raise PosencError(
+                f"{entry.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
+            ) from error
         self._longest = max(self._longest, len(document))
         if len(document) < (least := self.cutter.least):
             return Skipped(entry.name, f"too short: {len(document):,} tokens, {least:,} are needed")

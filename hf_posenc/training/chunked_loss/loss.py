@@ -112,13 +112,14 @@ class ChunkedLoss:
         self._uses_loss_function = True  # the model's own, not code in its forward
         self._probe()
         setattr(model, _HANDLE, self)
-        model.forward = _method(model, _HANDLE)
+        model.forward = _method(model)
 
     def remove(self) -> None:
         """Restore the model's own forward; wrappers added since, such as accelerate's, stay around it."""
         self.active = False
-        if not _is_method(self.model, _HANDLE):
-            return
+        function = getattr(vars(self.model).get("forward"), "__func__", None)
+        if function is None or getattr(function, _HANDLE, None) is not function:
+            return  # wrapped since
         if self._had_forward:
             self.model.forward = self._forward
         else:
@@ -135,10 +136,9 @@ class ChunkedLoss:
             arguments["labels"] = arguments["shift_labels"]
         if self.exact is False:
             return self._forward(**arguments)
+        default = getattr(getattr(self.model, "config", None), "return_dict", True)
         as_dict = arguments.get("return_dict")
-        if as_dict is None:
-            as_dict = getattr(getattr(self.model, "config", None), "return_dict", True)
-        if not as_dict:
+        if not (default if as_dict is None else as_dict):
             output: Any = self(**{**arguments, "return_dict": True})
             return output.to_tuple()
         if arguments["labels"].numel() <= self.chunk:
@@ -304,9 +304,8 @@ def _first_tokens(
     All of them become labels, since a text may begin with many tokens without one. The balance of experts is left out:
     the output counts all tokens for it.
     """
-    hidden = hidden_states(output)
+    hidden, first = hidden_states(output), slice(0, _PROBE_TOKENS)
     assert hidden is not None
-    first = slice(0, _PROBE_TOKENS)
     few = {name: slice_argument(value, hidden, first) for name, value in arguments.items()}
     few.pop("shift_labels", None)
     few["labels"] = few.get("input_ids", torch.zeros_like(few["labels"])).contiguous()
@@ -355,28 +354,22 @@ def _is_close(actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype
 # A model's forward: replaced on one model, called with names.
 
 
-def _method(model: nn.Module, attribute: str) -> Callable[..., Any]:
-    """Return a forward that calls one of the model's attributes, with the signature of the present forward.
+def _method(model: nn.Module) -> Callable[..., Any]:
+    """Return a forward that calls the model's handle, with the signature of the present forward.
 
     It is a method: accelerate wraps its function and binds it again. It holds no model, so that a copy of the model
-    calls its own attribute. `Trainer` reads the signature to select the columns and arguments of the model.
+    calls its own handle. `Trainer` reads the signature to select the columns and arguments of the model.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self, attribute)(*args, **kwargs)
+        return getattr(self, _HANDLE)(*args, **kwargs)
 
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     signature = inspect.signature(model.forward)
     replaced: Any = forward
     replaced.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
-    setattr(forward, attribute, forward)
+    setattr(forward, _HANDLE, forward)
     return types.MethodType(forward, model)
-
-
-def _is_method(model: nn.Module, attribute: str) -> bool:
-    """Return whether `_method` made the model's forward and nothing has wrapped it since."""
-    function = getattr(vars(model).get("forward"), "__func__", None)
-    return function is not None and getattr(function, attribute, None) is function
 
 
 def _by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
