@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
 from transformers import HfArgumentParser, SchedulerType, Trainer, TrainingArguments
+from transformers.integrations import integration_utils
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.documents import Entry
@@ -147,7 +148,7 @@ class FinetuneArguments(TrainingArguments):
             self.dataloader_pin_memory = False  # torch warns that it has no effect there
             if self.fp16:
                 raise PosencError(
-                    "fp16 on a CPU would compute in float32 silently: use --bf16, or neither."
+                    "fp16 on a CPU computes in float32 silently: use --bf16 or neither."
                 )
         for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"):
             value = getattr(self, name)
@@ -167,15 +168,12 @@ class FinetuneArguments(TrainingArguments):
 
 def _check_trackers(report_to: str | Sequence[str] | None) -> None:
     """Refuse missing trackers now: the Trainer would refuse them after everything is read and scored."""
-    from transformers.integrations.integration_utils import (
-        get_available_reporting_integrations,
-        get_reporting_integration_callbacks,
-    )
-
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     names = [name for name in names if name not in ("none", "all")]
-    get_reporting_integration_callbacks(names)  # raises ValueError for an unknown name
-    installed = get_available_reporting_integrations()
+    integration_utils.get_reporting_integration_callbacks(
+        names
+    )  # raises ValueError for an unknown name
+    installed = integration_utils.get_available_reporting_integrations()
     # transformers does not list the first, nor the second beside MLflow.
     unlisted = ("flyte", "azure_ml")
     if missing := [name for name in names if name not in (*installed, *unlisted)]:
@@ -221,9 +219,8 @@ def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
-        raise PosencError(
-            f"The recipe {path} cannot be read: {' '.join(str(error).split())}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise PosencError(f"The recipe {path} cannot be read: {reason}") from error
     if not isinstance(values, dict):
         raise PosencError(f"The recipe {path} is no list of `option: value` lines.")
     options = {action.dest for action in parser._actions} - {"help", "recipe"}
@@ -231,13 +228,9 @@ def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:
         if str(name).startswith("no_") and name[3:] in options:
             raise PosencError(f"The recipe {path} sets {name}: write `{name[3:]}: false`.")
     if unknown := sorted(set(values) - options):
-        raise PosencError(
-            f"The recipe {path} sets {unknown[0]}, which is no option; see finetune.py --help."
-        )
+        raise PosencError(f"The recipe {path} sets {unknown[0]}, which is no option. {_HELP}")
     # argparse converts only defaults that are strings.
-    return {
-        key: str(value) if type(value) in (int, float) else value for key, value in values.items()
-    }
+    return {k: str(value) if type(value) in (int, float) else value for k, value in values.items()}
 
 
 def command_line() -> str:

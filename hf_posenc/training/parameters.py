@@ -103,10 +103,9 @@ def _all_weights(model: nn.Module) -> set[int]:
 def _encoding_weights(model: nn.Module) -> set[int]:
     trained = trained_parameters(model)
     if not trained:
-        patch = get_patch(model)
-        reason = (
-            "This model is not patched" if patch is None else f"{patch.method} has no parameters"
-        )
+        patch, reason = get_patch(model), "This model is not patched"
+        if patch is not None:
+            reason = f"{patch.method} has no parameters"
         able = [name for name in available_methods() if get_method(name).trainable]
         raise PosencError(
             f"{reason}, so train='encoding' has nothing to train. Patch the model with one of {', '.join(able)}, or "
@@ -205,12 +204,10 @@ def lora_config(
 
 def _attention_projections(decoder: nn.Module) -> list[nn.Module]:
     """Return the linear maps inside a decoder's attention that an adapter can be added to and merged into."""
-    fused = any(path.endswith("gate_up_proj") for path, _ in decoder.named_parameters())
-    excluded = _shared(decoder) | {
-        id(module)
-        for path, module in decoder.named_modules()
-        if fused and path.endswith(_EXPERTS_NAMES)
-    }
+    excluded = _shared(decoder)
+    if any(path.endswith("gate_up_proj") for path, _ in decoder.named_parameters()):
+        modules = decoder.named_modules()
+        excluded |= {id(module) for path, module in modules if path.endswith(_EXPERTS_NAMES)}
     return [
         module
         for attention in _text_modules(decoder)

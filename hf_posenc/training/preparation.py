@@ -56,9 +56,7 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
     candidate = Candidate.parse(text)
     if patch is not None:
         if not candidate.beside.get("replace"):
-            raise PosencError(
-                f"--patch {text}: {saved}. {_KEEP}, or add replace=true to replace it."
-            )
+            raise PosencError(f"--patch {text}: {saved}. {_KEEP}, or replace it by replace=true.")
         unpatch_model(model)
         beside = {k: v for k, v in candidate.beside.items() if k != "replace"}
         candidate = dataclasses.replace(candidate, beside=beside)
@@ -82,9 +80,7 @@ def without_patch(model: nn.Module) -> Iterator[None]:
     if patch is None:
         yield
         return
-    trained = {
-        name: tensor.detach().clone() for name, tensor in trained_parameters(unwrap(model)).items()
-    }
+    trained = {n: p.detach().clone() for n, p in trained_parameters(unwrap(model)).items()}
     unpatch_model(model)
     try:
         yield
@@ -114,15 +110,14 @@ def resolve_lengths(
         raise PosencError(
             f"There is no length to train for, since {why}: give --target_length, in tokens."
         )
-    original = original or target
-    block = block_length
-    if block is None:
-        block = min(original, target) if positions in DRAWS else target
+    original, drawn = original or target, positions in DRAWS
+    default = min(original, target) if drawn else target
+    block = default if block_length is None else block_length
     if not 1 < block <= target:
         raise PosencError(
             f"--block_length {block}: an example has from 2 to {target:,} tokens, the target length."
         )
-    return Lengths(original, target, block, positions in DRAWS)
+    return Lengths(original, target, block, drawn)
 
 
 def check_enough(blocks: int, arguments: TrainingArguments) -> None:

@@ -184,7 +184,7 @@ def _crosses_jumps(depends: Tensor, batch: Mapping[str, Any]) -> bool:
 @torch.no_grad()
 def _reads_positions(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     plain = {**batch, "position_ids": torch.arange(_TOKENS).expand(len(batch["input_ids"]), -1)}
-    with _embedding_leaves(model):
+    with evaluation_mode(model):
         return not torch.equal(_logits(model, batch), _logits(model, plain))
 
 
