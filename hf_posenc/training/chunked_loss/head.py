@@ -90,16 +90,18 @@ class Decoder:
         finally:
             setattr(self._parent, self._name, decoder)
 
-    def head_loss(
+    def mean_loss(
         self,
         output: Any,
         arguments: Arguments,
         targets: Tensor,
+        loss: Callable[[Tensor, Tensor], Tensor],
         *,
         chunk: int,
-        loss: Callable[[Tensor, Tensor], Tensor],
+        items: Tensor | int | None = None,
+        ignored: int = IGNORED,
     ) -> Tensor:
-        """Return the sum of all tokens' losses, with the logits of `chunk` tokens at a time.
+        """Return the mean of all tokens' losses, or their sum by `items`, with the logits of `chunk` tokens at a time.
 
         The decoder's output is for the whole batch, and targets (batch, n) are the labels that positions predict. The
         loss is the sum over logits, shape (batch, m, vocabulary), and targets, shape (batch, m).
@@ -133,7 +135,8 @@ class Decoder:
                 value = replay(states, aims, part)
             total = total + value
         assert isinstance(total, Tensor)
-        return total
+        count = (targets != ignored).sum() if items is None else items
+        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
     def _sharded_head(self) -> list[nn.Module]:
         """Return the modules sharded by FSDP2 that are neither in the decoder nor around it."""

@@ -129,11 +129,10 @@ class ChunkedLoss:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward."""
         arguments = _by_name(self._forward, args, kwargs)
-        labelled = arguments.get("labels") is not None or arguments.get("shift_labels") is not None
-        if not (self.active and labelled):
-            return self._forward(*args, **kwargs)
         if arguments.get("labels") is None:
-            arguments["labels"] = arguments["shift_labels"]
+            arguments["labels"] = arguments.get("shift_labels")
+        if not self.active or arguments["labels"] is None:
+            return self._forward(*args, **kwargs)
         if self.exact is False:
             return self._forward(**arguments)
         default = getattr(getattr(self.model, "config", None), "return_dict", True)
@@ -149,7 +148,9 @@ class ChunkedLoss:
         if not self._uses_loss_function:
             result, output = self._decoder.run(without_loss(arguments))
             targets = shifted(arguments["labels"])
-            loss = self._mean(_cross_entropy, output, arguments, targets)
+            loss = self._decoder.mean_loss(
+                output, arguments, targets, _cross_entropy, chunk=self.chunk
+            )
             return _with_fields(result, loss=loss, logits=None)
         plain: Callable[..., Tensor] = self.model.loss_function  # type: ignore[assignment]
         outputs: list[Any] = []
@@ -157,33 +158,22 @@ class ChunkedLoss:
         def loss_function(logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             # Called by the model's forward, which may add to the loss: the balance of experts.
             targets, items = (kwargs.pop(n, None) for n in ("shift_labels", "num_items_in_batch"))
+            options = {"items": items, "ignored": kwargs.get("ignore_index", IGNORED)}
             if targets is None:
-                targets = shifted(labels, kwargs.get("ignore_index", IGNORED))
+                targets = shifted(labels, options["ignored"])
 
             def summed(logits: Tensor, aims: Tensor) -> Tensor:
                 # transformers divides the sum by this number if it is given
                 return plain(logits, aims, *args, shift_labels=aims, num_items_in_batch=1, **kwargs)
 
-            return self._mean(summed, outputs[0], arguments, targets, items, **kwargs)
+            return self._decoder.mean_loss(
+                outputs[0], arguments, targets, summed, chunk=self.chunk, **options
+            )
 
         # In transformers, the config chooses `PreTrainedModel.loss_function` until this is set.
         with replaced(self.model, "_loss_function", loss_function):
             result, _ = self._decoder.run(arguments, outputs)
         return _with_fields(result, logits=None)
-
-    def _mean(
-        self,
-        summed: Callable[[Tensor, Tensor], Tensor],
-        output: Any,
-        arguments: Arguments,
-        targets: Tensor,
-        items: Tensor | int | None = None,
-        ignore_index: int = IGNORED,
-        **_: Any,
-    ) -> Tensor:
-        total = self._decoder.head_loss(output, arguments, targets, chunk=self.chunk, loss=summed)
-        count = (targets != ignore_index).sum() if items is None else items
-        return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
     def _probe(self) -> None:
         """Compare both forwards on a few tokens, unless the model cannot run yet."""
