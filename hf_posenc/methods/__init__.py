@@ -16,6 +16,7 @@ from hf_posenc.errors import unknown
 from hf_posenc.methods.bands import Band, RotaryBands
 from hf_posenc.methods.base import (
     REGISTRY,
+    Dynamic,
     Length,
     LengthDependent,
     Method,
@@ -52,7 +53,7 @@ from hf_posenc.methods.yarn import (
 )
 
 __all__ = ["METHODS", "Method", "available_methods", "bucket_length", "get_method", "seam_of"]
-__all__ += ["Length", "RopeScaling", "Scaled", "LengthDependent"]
+__all__ += ["Length", "RopeScaling", "Scaled", "LengthDependent", "Dynamic"]
 __all__ += ["Band", "RotaryBands", "DistanceBias", "RelativeKeys"]
 # Methods stand in the order of the documentation, which decides that of `METHODS`.
 __all__ += ["PositionInterpolation", "NTKAware", "DynamicPI", "DynamicNTK", "PartialNTK"]
