@@ -48,10 +48,7 @@ def get_recipe(name: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _without_own_parameters() -> Iterator[None]:
-    """Suppress transformers' report on a checkpoint's keys if it lists only parameters of a patch.
-
-    They are unexpected, since the model is loaded before it is patched.
-    """
+    """Suppress transformers' report on keys if it lists only a patch's parameters, which are loaded after the patch."""
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_lists_more)
     try:
@@ -149,10 +146,7 @@ def read_patch(source: str | Path) -> PatchConfig:
 
 
 def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False) -> nn.Module:
-    """Patch a model as a `PatchConfig` describes, in place.
-
-    With `trained`, its parameters are loaded afterwards: no warning that they are untrained.
-    """
+    """Patch a model in place; without a warning for untrained parameters, where trained ones are loaded afterwards."""
     with warnings.catch_warnings():
         if trained:
             warnings.simplefilter("ignore", UntrainedWarning)
@@ -204,10 +198,7 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
 
 
 def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
-    """Return the patch that a checkpoint was saved with, if any, and restore its config from before the patch.
-
-    The patch is in the config, or else in `posenc_config.json` beside it.
-    """
+    """Return the patch that a checkpoint was saved with, if any, and restore its config from before the patch."""
     block: Mapping[str, Any] | None = vars(config).pop(export.BLOCK, None)
     if block is None:
         beside = Path(path_or_id) / FILE
@@ -284,11 +275,9 @@ def _with_adapter(
     own = {"is_trainable": kwargs.pop("is_trainable", False), **_some(kwargs, _HUB)}
     of_adapter = ("revision", "subfolder", "force_download")
     rest = {key: value for key, value in kwargs.items() if key not in of_adapter}
-    model = from_pretrained(
-        config.base_model_name_or_path,
-        auto_class=auto_class,
-        **{"revision": config.revision, **rest} if config.revision else rest,
-    )
+    if config.revision:
+        rest["revision"] = config.revision
+    model = from_pretrained(config.base_model_name_or_path, auto_class=auto_class, **rest)
     return load_adapter(model, path_or_id, **own)
 
 

@@ -68,10 +68,9 @@ class Source:
 
     Attributes:
         path: The folder, or the hub name, that it was read from.
-        base: The same, or the base model of an adapter: the place of the weights.
+        base: The same, or the base model of an adapter.
         stored: The config as it is stored there.
         config: The same without the patch.
-        methods: The methods in force.
         model: The model on the meta device, patched unless a method computes attention itself.
         tables: Its rotary tables; none for a family that has them in its weights.
     """
@@ -168,10 +167,7 @@ def open_source(
     unpatched: bool = False,
     **options: Any,
 ) -> Source:
-    """Read a saved model, patched or not, or a saved adapter.
-
-    `method` and `options` are a patch as for `patch_model`; `unpatched` leaves out the one that was saved.
-    """
+    """Read a saved model or adapter, with a patch as for `patch_model`; `unpatched`: without the one that was saved."""
     base, of_adapter = _of_adapter(path)
     stored = stored_config(base)
     config = copy.deepcopy(stored)

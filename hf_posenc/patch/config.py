@@ -103,9 +103,6 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     """Read the short form `"yarn:scale=8,beta_fast=16"`: the method's canonical name, and its options.
 
     The options are numbers, booleans, `None` or strings.
-
-    Raises:
-        PosencError: An unknown method or option, or a part that is not `option=value`.
     """
     name, _, rest = text.partition(":")
     method = get_method(name.strip())

@@ -31,9 +31,6 @@ def resolve_request(
     """Return the state of a patch that is still to be installed in the model with these tables.
 
     The other arguments are those of `patch_model`.
-
-    Raises:
-        PosencError: A request that cannot be met, or not on these tables.
     """
     if compose and replace:
         raise PosencError(
@@ -137,10 +134,7 @@ def _build(
     original: int,
     options: Mapping[str, Any],
 ) -> tuple[Method, int | None]:
-    """Return a method object, and the context length that it reaches in tokens.
-
-    The length is `None` for methods that follow the text, and for those that name neither scale nor target.
-    """
+    """Return a method object, and the context length in tokens that it reaches by its scale or target, if any."""
     if target is not None and target < original:
         raise PosencError(
             f"target_length={target} is below the original {original} tokens: nothing to extend."
