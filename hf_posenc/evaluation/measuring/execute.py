@@ -1,9 +1,6 @@
 """One machine for every kind of measurement: perplexity, retrieval, tail losses, speed, scores during a training.
 
-A kind of measurement supplies its items, how one of them is measured, and how stored values become a result. `execute`
-skips stored items, patches candidates in and out, resets stateful models, reduces the batch when memory runs out,
-stores values one by one, records failures, and reports progress and timings.
-
+A kind supplies its items, how one of them is measured, and how stored values become a result; `execute` does the rest.
 Failures are deterministic. A cell is one number of the result, and several items contribute to it. The failure of its
 first item, by `Item.order`, decides. An item is skipped only if an *earlier* item of the same cell has failed, so the
 first failure is the same in any order, with any number of processes.

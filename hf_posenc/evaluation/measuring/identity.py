@@ -29,6 +29,7 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
     """
     config: Any = model.config
     parameters = list(model.parameters())
+    device = parameters[0].device  # the kind of the GPU may matter, their number does not
     patch = get_patch(model)
     return {
         "name": name,
@@ -37,7 +38,7 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
         "revision": getattr(config, "_commit_hash", None),
         "parameters": sum(global_shape(parameter).numel() for parameter in parameters),
         "dtype": str(parameters[0].dtype).removeprefix("torch."),
-        "device": device_kind(model),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "attention": getattr(config, "_attn_implementation", None),
         "experts": getattr(config, "_experts_implementation", None),
         "config_sha256": config_hash(config),
@@ -101,12 +102,6 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def device_kind(model: nn.Module) -> str:
-    """Return the name of the GPU, or `cpu`: their number does not matter, their kind may."""
-    device = next(model.parameters()).device
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def config_hash(config: Any) -> str:

@@ -141,13 +141,9 @@ def summarize(
 ) -> list[Cell]:
     """Return the cell of each (method, protocol, length), in the order of their first appearance.
 
-    Args:
-        records: One per document and cell.
-        seed: Seed of the bootstrap.
-        resamples: Its number of resamples.
-        aggregate: With `"documents"`, every document weighs the same; the others are in the records' weights.
-        base: Base of the power of the mean loss; `None`: e.
-        baseline: The method that ratios refer to, maybe without records where it failed; `None`: the first record's.
+    With the aggregate `"documents"`, every document weighs the same; the others are in the records' weights. `base` is
+    that of the power of the mean loss, by default e. Ratios refer to the method `baseline`, maybe without records where it
+    failed; by default to that of the first record.
     """
     groups: dict[tuple[str, str, int], dict[str, Record]] = {}
     documents: dict[str, dict[str, None]] = {}  # of every protocol, in order

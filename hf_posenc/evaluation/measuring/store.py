@@ -1,13 +1,9 @@
 """Records of a run, in files that survive a kill at any moment and are shared by several processes.
 
-`FOLDER/records/<fingerprint>/` holds the settings in `settings.json` and one append-only file of JSON lines per
-process. A line is on the disk before the next item begins: a run started again repeats at most the item in flight. The
-fingerprint is a hash of everything that determines a number. A run with other settings has another folder, and the
-records of the old ones are neither read nor lost.
-
-Processes meet in this folder only: no collective, no port, no process group. Items are shared out by index. So
-processes may be started by a launcher, as a Slurm array, or by hand in several terminals, and one that dies leaves the
-others running.
+`FOLDER/records/<fingerprint>/` holds `settings.json` and one append-only file of JSON lines per process. A line is on
+the disk before the next item begins. The fingerprint is a hash of everything that determines a number: a run with other
+settings has another folder. Processes meet in this folder only, without collectives, and share out items by index; so
+any launcher can start them, and one that dies leaves the others running.
 """
 
 from __future__ import annotations
@@ -98,11 +94,8 @@ class Records:
 class Store(Records):
     """The records of one run in files. A context manager: the file of this process is locked while it is open.
 
-    Args:
-        folder: The run's output folder.
-        settings: Everything that determines a number and is not part of the keys, JSON-ready.
-        shard: This process.
-        command: Command line of the run, written beside the settings: it resumes an unfinished run.
+    `settings` are everything that determines a number and is not part of the keys, JSON-ready. `command`, which resumes
+    an unfinished run, is written beside them.
 
     Raises:
         PosencError: The folder cannot be written to, or another process writes the same shard.

@@ -141,14 +141,7 @@ _STEPS = 4  # of the short context: the authors' 1,024 of 4,096
 
 @dataclass(frozen=True)
 class Evaluator:
-    """A model that selects the tokens that need far context.
-
-    Attributes:
-        name: A model's name or `self`.
-        candidate: The method that is patched in while it evaluates.
-        special: Token ids in front of its texts.
-        short: Tokens of the short context.
-    """
+    """A model that selects the tokens that need far context; `short`: tokens of the short context."""
 
     name: str
     model: nn.Module

@@ -87,17 +87,11 @@ def _plus(total: Sequence[Any], part: Sequence[Any]) -> list[Any]:
 
 
 class PerplexityRun(Measurement[Item, PerplexityResult]):
-    """The perplexity of every candidate on every document.
+    """The perplexity of every candidate, each `checked` against the model, on every document.
 
-    Args:
-        model: A causal language model, unpatched or with a saved patch.
-        documents: Documents of at least `settings.shortest_document` tokens, special tokens in front included.
-        candidates: The methods to compare, each `checked` against the model.
-        settings: Lengths, protocols and their numbers.
-        special: Token ids in front of the windows.
-        key_tokens: For `longppl`: which tokens of a document, given by its index, are key, shape (n,), bool. Called
-            while nothing is patched in.
-        metadata: `model`, `source`, `original`, `skipped` and `command` of the result.
+    Documents have at least `settings.shortest_document` tokens, with the token ids `special` in front. For `longppl`,
+    `key_tokens` returns which tokens of a document, given by its index, are key, shape (n,), bool; it is called while
+    nothing is patched in. `metadata` has `model`, `source`, `original`, `skipped` and `command` of the result.
 
     Raises:
         PosencError: The model is not a causal language model, or the tokens are another model's.
@@ -449,10 +443,10 @@ def make_settings(
     Raises:
         PosencError: An unknown preset or setting, or settings that exclude each other.
     """
-    if preset is not None and preset not in PRESETS:
-        raise unknown("preset", preset, PRESETS)
     own, policy = {}, "auto"
     if preset is not None:
+        if preset not in PRESETS:
+            raise unknown("preset", preset, PRESETS)
         own, policy = {**PRESETS[preset].settings, "preset": preset}, PRESETS[preset].bos
     chosen = {**own, **{name: value for name, value in values.items() if value is not None}}
     names = [field.name for field in dataclasses.fields(Settings)]

@@ -1,14 +1,11 @@
 """Scores of answers: teacher-forced, in one forward per sample, or generated.
 
-Teacher-forced, the model reads the prompt and the answer in one forward. If every token of the answer is the most
-probable one at its position, greedy decoding would have written exactly this answer, and nothing needs to be generated.
-
-For the rank, the summed log probability of the answer is compared with those of the distractors, each behind the same
-prompt. The forward leaves the prompt's keys and values in a cache. The cache is cropped to the prompt, and each answer
-is read from there, the right one first and last. If both reproduce the forward's own value for the right answer, the
-cache is exact and the sums count. Otherwise every distractor gets a forward of its own, as also where a method's cache
-is known not to be exact, or a model has no cache that can be cropped. A full sliding window or a recurrent state can
-only be cropped if it has recorded what it dropped; there the prompt is read once more, with recording.
+If every token of the answer is the most probable one at its position, greedy decoding would have written this answer.
+For the rank, its summed log probability is compared with those of the distractors, each read from the prompt's cache.
+If the right answer, read from there first and last, reproduces the forward's own value, the cache is exact and the sums
+count. Otherwise, and where a cache is not exact or cannot be cropped, every distractor gets a forward of its own.
+A full sliding window or a recurrent state can be cropped only if it has recorded what it dropped; there the prompt is
+read once more, with recording.
 """
 
 from __future__ import annotations

@@ -73,12 +73,9 @@ class Encoder:
 class Filler:
     """Units of text, sentences or lines, handed out in order as tokens; `whole_units` counts those handed out whole.
 
-    Args:
-        units: Yields the tokens of one unit after the other, without end.
-        newline: The tokens of a line's end.
-        running: The units are sentences of a running text, which a line's end closes before something else follows.
-            Otherwise they are lines, which bring their own.
-        restart: A running text begins again behind every needle.
+    `units` yields the tokens of one unit after the other, without end. If `running`, they are sentences of a running text,
+    which a line's end (`newline`) closes before something else follows; otherwise they are lines, which bring their own.
+    With `restart`, a running text begins again behind every needle.
     """
 
     def __init__(

@@ -59,16 +59,10 @@ class Item(machine.Item):
 
 
 class RetrievalRun(Measurement[Item, RetrievalResult]):
-    """The retrieval of every candidate on every task, length, depth and sample.
+    """The retrieval of every candidate, each `checked` against the model, on every task, length, depth and sample.
 
-    Args:
-        model: A causal language model, unpatched or with a saved patch.
-        tokenizer: Its tokenizer.
-        candidates: The methods to compare, each `checked` against the model.
-        settings: Tasks, lengths and their numbers.
-        special: Token ids in front of every prompt.
-        haystack: The user's own text, instead of the noise sentences.
-        metadata: `model`, `haystack`, `original` and `command` of the result.
+    The token ids `special` are in front of every prompt; `haystack`, the user's own text, replaces the noise sentences.
+    `metadata` has `model`, `haystack`, `original` and `command` of the result.
 
     Raises:
         PosencError: No task fits into these lengths, this is not a causal language model, or the tokenizer is
@@ -125,20 +119,19 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
         return fitting
 
     def _items(self, fitting: Sequence[tuple[int, str]]) -> list[Item]:
-        items = []
-        for candidate, (length, name) in itertools.product(self.candidates, fitting):
-            for order, sample in enumerate(self.settings.samples_of(name, length)):
-                item = Item(
-                    key=(candidate.key, name, length, sample.depth, sample.number),
-                    candidate=candidate,
-                    length=length,
-                    cost=length,
-                    cells=((name, length),),
-                    order=order,
-                    sample=sample,
-                )
-                items.append(item)
-        return items
+        return [
+            Item(
+                key=(candidate.key, name, length, sample.depth, sample.number),
+                candidate=candidate,
+                length=length,
+                cost=length,
+                cells=((name, length),),
+                order=order,
+                sample=sample,
+            )
+            for candidate, (length, name) in itertools.product(self.candidates, fitting)
+            for order, sample in enumerate(self.settings.samples_of(name, length))
+        ]
 
     def measure(self, item: Item, attempt: Attempt) -> Value:
         """Score the answer of one sample."""

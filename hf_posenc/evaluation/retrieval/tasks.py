@@ -457,12 +457,10 @@ class RetrievalSettings:
 
     Attributes:
         lengths: Tokens of prompt and answer, special tokens included, ascending.
-        tasks: Names of tasks.
         depths: Depths of the needle from 0 to 1, ascending.
         samples: Samples at every depth; tasks without a depth have as many at every length as the others.
         distractors: Wrong answers that the right one is ranked among; 0 for no rank.
         decode: `"teacher-forced"` or `"generate"`.
-        seed: Seed of all draws.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
 
     Raises:
