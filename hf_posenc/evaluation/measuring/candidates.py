@@ -109,9 +109,7 @@ class Candidate:
             if not isinstance(beside.get(option, 1), int):
                 raise PosencError(f"{spec}: {option} is a whole number, not {beside[option]!r}.")
         auto = _automatic(named) if "target_length" not in beside else set()
-        return cls(
-            spec, tuple(Part(name, options, name in auto) for name, options in named), beside
-        )
+        return cls(spec, tuple(Part(*method, method[0] in auto) for method in named), beside)
 
     @classmethod
     def of(

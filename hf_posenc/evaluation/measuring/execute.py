@@ -281,10 +281,9 @@ def execute(
             items = list(group)
             with contextlib.ExitStack() as stack:
                 refusal = None
+                candidate, length = items[0].candidate, items[0].length
                 try:
-                    stack.enter_context(
-                        patched_in(model, scorer, items[0].candidate, items[0].length)
-                    )
+                    stack.enter_context(patched_in(model, scorer, candidate, length))
                 except Exception as error:  # this architecture does not take the method
                     if strict:
                         raise

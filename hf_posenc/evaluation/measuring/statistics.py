@@ -142,8 +142,8 @@ def summarize(
     """Return the cell of each (method, protocol, length), in the order of their first appearance.
 
     With the aggregate `"documents"`, every document weighs the same; the others are in the records' weights. `base` is
-    that of the power of the mean loss, by default e. Ratios refer to the method `baseline`, maybe without records where it
-    failed; by default to that of the first record.
+    that of the power of the mean loss, by default e. Ratios refer to the method `baseline`, maybe without records where
+    it failed; by default to that of the first record.
     """
     groups: dict[tuple[str, str, int], dict[str, Record]] = {}
     documents: dict[str, dict[str, None]] = {}  # of every protocol, in order

@@ -92,13 +92,10 @@ class PerplexityResult(MethodsResult[Cell]):
     @property
     def curve(self) -> dict[str, Any]:
         """Losses by position in the longest prefix: the edges of the buckets, and each method's sums."""
-        methods = {
-            label: {"nats": nats, "tokens": tokens} for label, (nats, tokens) in self.curves.items()
-        }
-        return {
-            "edges": edges(self.settings.lengths[-1], self.settings.buckets),
-            "methods": methods,
-        }
+        curves = self.curves.items()
+        methods = {label: {"nats": nats, "tokens": tokens} for label, (nats, tokens) in curves}
+        bounds = edges(self.settings.lengths[-1], self.settings.buckets)
+        return {"edges": bounds, "methods": methods}
 
     def to_dict(self) -> dict[str, Any]:
         definitions = {name: self.settings.definition(name) for name in self.conditions}
@@ -134,16 +131,12 @@ class PerplexityResult(MethodsResult[Cell]):
             curves=curves,
         )
 
-    # Figures
-
     def figures(self) -> dict[str, Figure]:
         return {"perplexity": self.plot()}
 
     def plot(self) -> Figure:
         """Draw perplexity against context length, one panel per protocol. Needs matplotlib."""
         return figure(self)
-
-    # Tables
 
     def tables(self) -> list[Grid]:
         """Return one table per protocol."""
@@ -188,8 +181,6 @@ class PerplexityResult(MethodsResult[Cell]):
             low, high = cell.interval
             text.append(f"\n{number(low, 3)}-{number(high, 3)}", "aside")
         return text
-
-    # Notes
 
     def notes(self) -> Iterator[str]:
         settings, count = self.settings, len(self.documents)
@@ -268,11 +259,8 @@ class PerplexityResult(MethodsResult[Cell]):
         orders: dict[str, list[str]] = {}
         for protocol in self.settings.protocols:
             cells = [self.cell(entry.label, protocol, length) for entry in self.candidates]
-            ranked = sorted(
-                (c.perplexity, c.method)
-                for c in cells
-                if c is not None and math.isfinite(c.perplexity)
-            )
+            finite_cells = [c for c in cells if c is not None and math.isfinite(c.perplexity)]
+            ranked = sorted((c.perplexity, c.method) for c in finite_cells)
             orders[protocol] = [method for _, method in ranked]
         (first, order), *others = orders.items()
         for protocol, other in others:

@@ -73,9 +73,9 @@ class Encoder:
 class Filler:
     """Units of text, sentences or lines, handed out in order as tokens; `whole_units` counts those handed out whole.
 
-    `units` yields the tokens of one unit after the other, without end. If `running`, they are sentences of a running text,
-    which a line's end (`newline`) closes before something else follows; otherwise they are lines, which bring their own.
-    With `restart`, a running text begins again behind every needle.
+    `units` yields the tokens of one unit after the other, without end. If `running`, they are sentences of a running
+    text, which a line's end (`newline`) closes before something else follows; lines bring their own. With `restart`, a
+    running text begins again behind every needle.
     """
 
     def __init__(

@@ -309,8 +309,6 @@ class RetrievalResult(MethodsResult[Cell]):
             return "too short for the task"
         return super().absence(method, condition, length)
 
-    # Figures
-
     def figures(self) -> dict[str, Figure]:
         figures = {"retrieval": self.plot("accuracy")}
         if self.settings.ranks:
@@ -359,8 +357,6 @@ class RetrievalResult(MethodsResult[Cell]):
         if self.is_left_out(task, length):
             return "too short"
         return failure_field(self.failure(method, task, length)).text
-
-    # Tables
 
     def tables(self) -> list[Grid]:
         """Return one table per task: accuracy by method and length, and how often the answer is ranked first."""
