@@ -239,8 +239,7 @@ class Candidate:
     def checked(self, model: nn.Module) -> Candidate:
         """Patch the model on trial; return the candidate with its `original` length, `moves` and `stateful`.
 
-        Raises:
-            PosencError: This model cannot be patched so; the message names the candidate.
+        The error of a model that cannot be patched so names the candidate.
         """
         if not self.parts:
             moves, stateful = movement(model)

@@ -22,11 +22,7 @@ _BLOCK = 2**24
 
 
 def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
-    """Return everything about a loaded model that determines a number, and its size; JSON-ready.
-
-    That is class, revision, hashes of its config and of all its weights, dtype, kind of device, patch, and the backends
-    of attention and of mixtures of experts.
-    """
+    """Return everything about a loaded model that determines a number, and its size; JSON-ready."""
     config: Any = model.config
     parameters = list(model.parameters())
     device = parameters[0].device  # the kind of the GPU may matter, their number does not

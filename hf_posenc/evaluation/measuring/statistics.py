@@ -27,8 +27,7 @@ class Record:
 
     Attributes:
         length: Context length in tokens, special tokens included.
-        nats: Sum of the negative log-likelihoods of the scored tokens, in nats; NaN if one of them was not finite.
-        tokens: Number of scored tokens.
+        nats: Sum of the negative log-likelihoods of the scored `tokens`, in nats; NaN if one of them was not finite.
         bytes: UTF-8 bytes of the text of the scored tokens; `None` where the tokenizer has no offsets.
         words: Words that begin in them; `None` likewise.
         weighted: Sum of the windows' mean losses, each times its weight in the aggregate.

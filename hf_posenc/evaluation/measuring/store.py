@@ -43,11 +43,7 @@ ALONE = Shard()
 
 
 def current_shard(text: str | None = None) -> Shard:
-    """Return this process's shard: as given (`"2/8"`: the second of eight), else from the launcher's variables.
-
-    Raises:
-        PosencError: `text` is of another form, or out of range.
-    """
+    """Return this process's shard: as given (`"2/8"`: the second of eight), else from the launcher's variables."""
     if text is not None:
         match = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
         index, count = (int(match[1]), int(match[2])) if match else (0, 0)

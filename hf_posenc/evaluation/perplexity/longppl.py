@@ -45,9 +45,6 @@ def short_windows(tokens: int, *, short: int = SHORT, step: int = STEP) -> list[
 
     Each has `short` tokens (K) that are context only, and up to `step` tokens behind them that it scores. Together they
     score the tokens `short .. tokens-1`, each once.
-
-    Raises:
-        PosencError: `short` or `step` is not positive.
     """
     for name, value in (("short", short), ("step", step)):
         if value < 1:

@@ -44,8 +44,7 @@ class Verdict:
         correct: Whether every token of the answer is the most probable one.
         score: The share of the answer's parts of which that holds.
         nats: Negative log-likelihood of the whole answer, in nats.
-        rank: 1 plus the number of distractors that are at least as probable; `None` without distractors.
-        candidates: Number of distractors, plus the answer.
+        rank: 1 plus the number of distractors that are at least as probable; `None` without `candidates` for it.
     """
 
     correct: bool

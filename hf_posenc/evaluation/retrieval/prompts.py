@@ -216,10 +216,9 @@ def answer_of(encoder: Encoder, question: str, parts: Sequence[str]) -> Answer:
 
 @dataclass(frozen=True)
 class Scene:
-    """The pieces of a prompt.
+    """The pieces of a prompt; `head` and `question` are its begin and end.
 
     Attributes:
-        head: Tokens in front: the task's description.
         needles: Position of each needle, as a fraction of the filler in ascending order, and its tokens.
         distractors: Returns wrong answers, better ones first; called when the filler is laid out.
         references: Strings that a generated text must contain.
@@ -254,7 +253,6 @@ class Prompt:
     Attributes:
         ids: The tokens of the prompt, special tokens included, shape (L - tokens of the answer,), int64.
         answer: The right answer, whose last token is token L.
-        distractors: Wrong answers of the same form.
         references: Strings that a generated text must contain.
         distance: Tokens from the end of the (first) needle to the end of the prompt; `None` without a needle.
     """
@@ -270,10 +268,7 @@ def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int)
     """Assemble a prompt that has, with its answer, so many tokens; the scene's filler is consumed.
 
     A needle is put at its fraction of the filler's tokens, moved back to the end of a sentence or line; the papers cut
-    the filler anywhere, also within a word.
-
-    Raises:
-        PosencError: The length is too short.
+    the filler anywhere, also within a word. Raise if the length is too short.
     """
     room = length - len(special) - scene.fixed
     if room < scene.least_filler:

@@ -52,11 +52,9 @@ class Record:
         depth: The needle's depth from 0 to 1; `None` where depth does not apply.
         correct: Whether the answer is right, all of it.
         score: The share of the answer's parts that are right.
-        nats: Negative log-likelihood of the answer; `None` where answers are generated.
-        rank: The answer's rank among the candidates; `None` without distractors.
-        candidates: Number of candidates for the rank.
+        nats: Negative log-likelihood of the answer; `None` where answers are generated, which have a `text`.
+        rank: The answer's rank among `candidates`; `None` without distractors.
         distance: Tokens from the end of the (first) needle to the end of the prompt.
-        text: The generated text, where answers are generated.
     """
 
     method: str
@@ -98,14 +96,12 @@ class Cell:
 
     Attributes:
         depth: The needle's depth; `None` for all depths together.
-        accuracy: The share of samples whose answer is right, all of it.
-        interval: 95 % Wilson interval of the accuracy.
+        accuracy: The share of samples whose answer is right, all of it, with its 95 % Wilson `interval`.
         score: Mean share of the answer's parts that are right.
         first: The share of samples whose answer is the most probable candidate, with its 95 % Wilson interval.
         chance: `first` of random ranks.
-        rank: Mean rank.
         beaten: Mean share of the distractors that are less probable than the answer; one half for random ranks.
-        nats: Mean negative log-likelihood of the answer.
+        nats: Mean negative log-likelihood of the answer, as `rank` is the mean rank.
         distance: The largest distance of a needle from the end.
     """
 
