@@ -31,7 +31,6 @@ class Part:
     """One method of a candidate.
 
     Attributes:
-        options: Its knobs, as they were given.
         auto: Its scale is computed from the length of the text: it takes a scale and was given none.
     """
 
