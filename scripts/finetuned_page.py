@@ -81,7 +81,10 @@ def short() -> str:
     """Return the README's line on the worked example."""
     log = TrainingLog.read(FOLDER)
     effect = conclusion(_scores("perplexity.json"))
-    return f"{log.run['steps']} steps ({log.run['seconds']:.0f} s of a CPU) with yarn: {effect}."
+    return (
+        f"{log.run['steps']} steps with `yarn` take {log.run['seconds']:.0f} s on a CPU. "
+        f"On held-out modules, {effect}."
+    )
 
 
 def _scores(file: str) -> PerplexityResult:

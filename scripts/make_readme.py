@@ -51,9 +51,8 @@ def demo() -> str:
     documents = len(result["documents"])
     scored = cells[rows[0][0], "tail", lengths[0]]["tokens"]
     intro = (
-        f"Perplexity of the same {scored:,} tokens (the ends of {documents} held-out modules) by the "
-        f"length of the text\nread with them, for a Llama trained at {original} tokens; `auto` is a scale "
-        f"of length / {original}:"
+        f"*Tail* perplexity by context length: that of the same {scored:,} tokens, the ends of {documents} held-out "
+        f"modules.\nThe model is a Llama trained at {original} tokens; `auto` sets the scale to length / {original}:"
     )
     table = markdown_table(["method", *(f"{length:,}" for length in lengths)], rows, numeric=True)
     verdict = _verdict(result, lengths)
@@ -76,7 +75,8 @@ def _passkey() -> str:
     ]
     chance = float(rows[0]["chance"])
     return (
-        f"In prompts of {length:,} tokens the right passkey is the most probable of {1 / chance:.0f}: "
+        f"Share of passkey prompts of {length:,} tokens in which the right passkey is the most probable of "
+        f"{1 / chance:.0f}: "
         f"{', '.join(found)}; chance is {chance:.0%} ([docs/retrieval.md](docs/retrieval.md))."
     )
 
@@ -157,10 +157,11 @@ def attention_summary() -> str:
         return f"{min(every):.2f} to {max(every):.2f}"
 
     return (
-        "In multiples of the time of plain causal attention (PyTorch's fused kernel), for prefill, decode and "
-        f"training:\ntwo bands take {between('two bands')}, distance biases {between('distance bias')} and ALiBi "
-        f"{between('ALiBi')};\nthe usual implementations take {between('two score matrices', 'materialised bias')}. "
-        f"{machine};\n[docs/patching.md](docs/patching.md#what-attention-costs) has the table and the memory."
+        "Times as multiples of plain causal attention (PyTorch's fused kernel), over prefill, decode and training: "
+        f"{between('two bands')} for two rotary bands (ReRoPE), {between('distance bias')} for distance biases and "
+        f"{between('ALiBi')} for ALiBi (prefill only). The usual implementations build whole score or bias matrices "
+        f"and take {between('two score matrices', 'materialised bias')}. {machine}; "
+        "[docs/patching.md](docs/patching.md#what-attention-costs) has the table and the memory."
     )
 
 
@@ -192,10 +193,10 @@ def _verdict(result: dict[str, Any], lengths: list[int]) -> str:
         assert best.ratio_interval is not None
         low, high = best.ratio_interval
         sentences.append(
-            f"{length:,} tokens: {best.method} {best.ratio:.2f} ({low:.2f}-{high:.2f})"
+            f"{best.method} {best.ratio:.2f} ({low:.2f}-{high:.2f}) at {length:,} tokens"
         )
     return (
-        f"The best of the others as a multiple of `{CONTROL}`, the control, with its paired 95 % interval: "
+        f"Perplexity of the best other method divided by that of the control, `{CONTROL}` (paired 95 % interval): "
         f"{'; '.join(sentences)}."
     )
 

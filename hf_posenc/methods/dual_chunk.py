@@ -28,7 +28,7 @@ class DualChunk(RotaryBands):
 
     name = "dual_chunk"
     aliases = ("dca", "chunkllama")
-    summary = "positions start anew in every chunk, the chunk before is bridged"
+    summary = "positions restart in every chunk; near distances across a border stay exact"
     source = "An et al. 2024, arXiv 2402.17463"
     follows_text = True
     keeps_order = False
@@ -85,7 +85,7 @@ class STRING(RotaryBands):
     """
 
     name = "string"
-    summary = "distances from S on are read as S - W less"
+    summary = "distances of S and more are shortened by S - W"
     source = "An et al. 2024, arXiv 2410.18745"
     keeps_order = False
 

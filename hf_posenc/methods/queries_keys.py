@@ -101,7 +101,7 @@ class RopeBias(Method):
     """
 
     name = "rope_bias"
-    summary = "a learned vector on queries and keys before the rotation"
+    summary = "a learned vector added to queries and keys before the rotation"
     source = "Su 2023, kexue.fm 9577"
     needs = "training"
     seam = "attention"
