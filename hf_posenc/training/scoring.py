@@ -254,7 +254,10 @@ class Scores:
         share = ALONE if sharded else shard
         candidate = Candidate.as_it_is(model, stage.label, stage.state)
         run = PerplexityRun(
-            *(model, self.documents, [candidate], self.settings),
+            model,
+            self.documents,
+            [candidate],
+            self.settings,
             special=self._special,
             metadata={
                 "model": described,

@@ -28,12 +28,12 @@ from hf_posenc.evaluation.measuring.execute import (
 )
 from hf_posenc.evaluation.measuring.identity import describe_model, name_of
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
-from hf_posenc.evaluation.options import BenchOptions, with_fields
+from hf_posenc.evaluation.options import PERPLEXITY_METHODS, BenchOptions, with_fields
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, joined, settings_of
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.published import comparable
 from hf_posenc.evaluation.published import get as get_table
-from hf_posenc.evaluation.retrieval import RetrievalRun, RetrievalSettings
+from hf_posenc.evaluation.retrieval import TASKS, RetrievalRun, RetrievalSettings
 
 
 @dataclass(frozen=True)
@@ -81,15 +81,11 @@ SUITES = {
     ),
     # a table to publish; hours, on several processes if possible
     "full": Suite(
-        methods=(
-            *("none", "sliding_window", "pi", "ntk", "ntk_mixed", "ntk_by_parts", "llama3"),
-            *("yarn", "yarn:scale=16", "dynamic_ntk:scale=2", "dynamic_yarn", "rerope"),
-            "self_extend",
-        ),
+        methods=PERPLEXITY_METHODS,
         documents=20,
         reach=16,
         lengths=None,
-        tasks=(*("passkey", "niah_single_1", "niah_multikey_2", "niah_multikey_3", "vt", "fwe"),),
+        tasks=tuple(TASKS),
         samples=4,
         rounds=5,
     ),
@@ -262,7 +258,10 @@ def prepare(
         )
         try:
             shared["retrieval"] = RetrievalRun(
-                *(model, tokenizer, candidates, prompts),
+                model,
+                tokenizer,
+                candidates,
+                prompts,
                 special=special,
                 metadata={**metadata, "haystack": {"kind": "noise"}},
             )

@@ -250,7 +250,10 @@ def prepare(
         "command": command,
     }
     return RetrievalRun(
-        *(model, tokenizer, candidates, settings),
+        model,
+        tokenizer,
+        candidates,
+        settings,
         special=special,
         haystack=haystack,
         metadata=metadata,
