@@ -140,9 +140,7 @@ def attention() -> str:
             if kind == PLAIN or not kind.startswith(PLAIN)
         )
         peaks.append(f"{label}: {extra}")
-    return (
-        f"{table}\n\nExtra memory in MiB, {'; '.join(peaks)}.\n{machine}; frozen / trainable bias."
-    )
+    return f"{table}\n\nTwo values: frozen and trainable bias. {machine}.\nExtra memory in MiB, {'; '.join(peaks)}."
 
 
 def attention_summary() -> str:
