@@ -29,8 +29,9 @@ def example() -> str:
         f"{conclusion(scores)}:"
     )
     beyond = (
-        "Evaluate the saved model, also beyond the length that it was trained for. The tokens differ, and so do the "
-        f"numbers: they are those of the {len(evaluated.documents)} modules that are long enough."
+        "Evaluate the saved model, also beyond the length that it was trained for. `none` here means no patch beyond the "
+        f"saved one. The numbers differ from those above because the text differs: the {len(evaluated.documents)} modules "
+        "that are long enough."
     )
     parts = [
         "Extend and fine-tune:",
@@ -41,7 +42,7 @@ def example() -> str:
         beyond,
         _fence(COMMANDS["evaluate"]),
         _table(evaluated),
-        "Export. transformers 5 loads the model without one; the other engines need it:",
+        "Export. transformers 5 loads the saved model itself; other engines need an export:",
         *(f"{_fence(COMMANDS[name])}\n\n{_fence(_printed(name), 'text')}" for name in _ENGINES),
         "[docs/data/finetuned/](data/finetuned/) contains the model card, the log and every number.",
     ]
