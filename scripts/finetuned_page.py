@@ -29,9 +29,9 @@ def example() -> str:
         f"{conclusion(scores)}:"
     )
     beyond = (
-        "Evaluate the saved model, also beyond the length that it was trained for. `none` here means no patch beyond the "
-        f"saved one. The numbers differ from those above because the text differs: the {len(evaluated.documents)} modules "
-        "that are long enough."
+        "Evaluate the saved model, also beyond the length that it was trained for. `none` here means no patch beyond "
+        "the saved one. The numbers differ from those above because the text differs: the "
+        f"{len(evaluated.documents)} modules that are long enough."
     )
     parts = [
         "Extend and fine-tune:",
