@@ -6,10 +6,11 @@ import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -44,25 +45,6 @@ def get_recipe(name: str) -> dict[str, Any]:
     path = patches_folder() / "recipes" / f"{name}.json"
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return values
-
-
-@contextlib.contextmanager
-def _without_own_parameters() -> Iterator[None]:
-    """Suppress transformers' report on keys if it lists only a patch's parameters, which are loaded after the patch."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    logger.addFilter(_lists_more)
-    try:
-        yield
-    finally:
-        logger.removeFilter(_lists_more)
-
-
-def _lists_more(record: logging.LogRecord) -> bool:
-    rows = [line for line in record.getMessage().splitlines() if line.count("|") > 1]
-    # The first row is the heading; on a terminal the status is in colour.
-    return len(rows) < 2 or any(
-        f".{PARAMETERS}." not in row or "UNEXPECTED" not in row for row in rows[1:]
-    )
 
 
 def save_patch(model: nn.Module, directory: str | Path) -> Path:
@@ -160,7 +142,13 @@ def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False
         )
 
 
-def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs: Any) -> Any:
+def from_pretrained(
+    path_or_id: str | Path,
+    *,
+    auto_class: Any = None,
+    allow_missing_weights: bool = False,
+    **kwargs: Any,
+) -> Any:
     """Load a checkpoint with the patch that it was saved with, whatever the method.
 
     Reads the `hf_posenc` block that `model.save_pretrained` writes into `config.json`, or else
@@ -169,32 +157,131 @@ def from_pretrained(path_or_id: str | Path, *, auto_class: Any = None, **kwargs:
     Args:
         path_or_id: As for `AutoModelForCausalLM.from_pretrained`.
         auto_class: Another class to load with, e.g. `AutoModelForImageTextToText`.
+        allow_missing_weights: Load a checkpoint that lacks weights of the model: they are drawn at random, the same
+            ones at every call, with a warning instead of an error.
         **kwargs: Passed on to it; of an adapter, `is_trainable` to PEFT.
 
     Returns:
         The model, patched if the checkpoint was saved with a patch; of an adapter a `PeftModel`.
 
     Raises:
-        PosencError: A patch that the model cannot take, or an adapter that does not name its base model.
+        PosencError: A patch that the model cannot take, a checkpoint without weights that the model has or with
+            weights of another shape, a config without layers, or an adapter that does not name its base model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.peft_utils import find_adapter_config_file
 
     adapter = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
     if adapter is not None:
+        kwargs["allow_missing_weights"] = allow_missing_weights
         return _with_adapter(path_or_id, adapter, auto_class, kwargs)
     options = _some(kwargs, (*_HUB, "trust_remote_code"))
     config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path_or_id, **options)
+    check_layers(config, path_or_id)
     patch = take_patch(config, path_or_id)
-    loader = AutoModelForCausalLM if auto_class is None else auto_class
-    with _without_own_parameters():
-        model = loader.from_pretrained(path_or_id, config=config, **kwargs)
-    if patch is None:
-        return model
-    apply_config(model, patch, trained=True)
-    if trained := trained_parameters(model):
-        _fill_from_checkpoint(trained, path_or_id, options)
-    return model
+    loader: Any = AutoModelForCausalLM if auto_class is None else auto_class
+    with_info = kwargs.pop("output_loading_info", False)
+    any_shape = kwargs.pop("ignore_mismatched_sizes", False)
+    kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with _loading_report(path_or_id), _same_random_weights(allow_missing_weights):
+        model, info = loader.from_pretrained(path_or_id, config=config, **kwargs)
+    _check_weights(path_or_id, info, allow_missing_weights, any_shape)
+    if patch is not None:
+        apply_config(model, patch, trained=True)
+        if trained := trained_parameters(model):
+            _fill_from_checkpoint(trained, path_or_id, options)
+    return (model, info) if with_info else model
+
+
+def check_layers(config: Any, path_or_id: str | Path) -> None:
+    """Raise for a config whose model has no layers: transformers builds it without an error."""
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
+    if isinstance(layers, int) and layers < 1:
+        raise PosencError(
+            f"The config.json of {path_or_id} has num_hidden_layers {layers}: a model needs at least 1 layer. "
+            "Restore the value that the checkpoint was saved with."
+        )
+
+
+@contextlib.contextmanager
+def _loading_report(path_or_id: str | Path) -> Iterator[None]:
+    """Suppress transformers' table of weights, which `_check_weights` replaces; name the weights in its errors."""
+    logger = logging.getLogger("transformers.modeling_utils")
+    level, before, reports = logger.getEffectiveLevel(), logger.level, list[str]()
+
+    def keep(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if "LOAD REPORT" in message:
+            reports.append(message)
+            return False
+        return record.levelno >= level
+
+    logger.addFilter(keep)
+    logger.setLevel(min(level, logging.WARNING))  # an error refers to the report
+    try:
+        yield
+    except RuntimeError as error:
+        if "above report" not in str(error):
+            raise
+        rows = "".join(reports).splitlines()
+        failed = [
+            row.partition("|")[0].strip() for row in rows if "CONVERSION" in row and "|" in row
+        ]
+        raise PosencError(
+            f"The weights of {path_or_id} cannot be converted to this model: {_names(failed)}. "
+            "The checkpoint is damaged or incomplete, or belongs to another config.json."
+        ) from error
+    finally:
+        logger.removeFilter(keep)
+        logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def _same_random_weights(enabled: bool) -> Iterator[None]:
+    """Draw missing weights from one seed, so that a resumed run reads the same model."""
+    devices = list(range(torch.cuda.device_count())) if enabled else []
+    with torch.random.fork_rng(devices, enabled=enabled):
+        if enabled:
+            torch.manual_seed(0)
+        yield
+
+
+def _check_weights(
+    path_or_id: str | Path, info: Mapping[str, Any], allow_missing: bool, any_shape: bool
+) -> None:
+    """Raise for weights that are missing or of another shape, and warn of unexpected ones; all by name."""
+    mismatched = sorted(info["mismatched_keys"])
+    if mismatched and not any_shape:
+        name, stored, needed = mismatched[0]
+        others = f" ({len(mismatched)} such weights: {_names([key for key, *_ in mismatched])})"
+        raise PosencError(
+            f"The weights of {path_or_id} do not fit its config.json: {name} is {tuple(stored)} in the checkpoint and "
+            f"{tuple(needed)} in the model{others if mismatched[1:] else ''}. Restore the config.json that belongs to "
+            "the weights."
+        )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        lacks = f"{path_or_id} lacks {len(missing)} of the model's weights: {_names(missing)}."
+        if not allow_missing:
+            raise PosencError(
+                f"{lacks} They would be drawn at random. Get the whole checkpoint, or load it all the same with "
+                "allow_missing_weights=True (on the command line: --allow-missing-weights)."
+            )
+        warnings.warn(f"{lacks} They are drawn at random, from a fixed seed.", stacklevel=3)
+    # A patch's own parameters are loaded after the patch.
+    unexpected = sorted(key for key in info["unexpected_keys"] if f".{PARAMETERS}." not in key)
+    if unexpected:
+        warnings.warn(
+            f"{path_or_id} has {len(unexpected)} weights that the model has no use for: {_names(unexpected)}. "
+            "Check that its config.json belongs to it.",
+            stacklevel=3,
+        )
+
+
+def _names(keys: Sequence[str], most: int = 9) -> str:
+    """Return the first names and the number of the others."""
+    more = f" and {len(keys) - most} more" if len(keys) > most else ""
+    return ", ".join(keys[:most]) + more
 
 
 def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:

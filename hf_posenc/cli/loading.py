@@ -79,6 +79,7 @@ def load_model(
     device: str | None = None,
     device_map: str | None = None,
     attention: str | None = None,
+    allow_missing_weights: bool = False,
 ) -> Any:
     """Load a causal language model, with the patch that it was saved with.
 
@@ -99,7 +100,9 @@ def load_model(
     options = {key: value for key, value in given.items() if value is not None}
     name = check_name(name)
     try:
-        model = from_pretrained(name, dtype=precision, **options)
+        model = from_pretrained(
+            name, dtype=precision, allow_missing_weights=allow_missing_weights, **options
+        )
         return model if device_map is not None else model.to(target)
     except PosencError:
         raise
@@ -164,5 +167,6 @@ def open_session(options: ModelOptions) -> tuple[Any, Any, str]:
         device=options.device,
         device_map=options.device_map,
         attention=options.attn,
+        allow_missing_weights=options.allow_missing_weights,
     )
     return model, tokenizer, options.model or EMBEDDED

@@ -213,6 +213,10 @@ class ModelOptions:
         "auto spreads a large model over all GPUs.", metavar="MAP"
     )
     attn: str | None = model_option("sdpa, eager, flash_attention_2, ... Default: the model's.")
+    allow_missing_weights: bool = model_option(
+        "Measure a checkpoint that lacks weights; they are drawn at random, from a fixed seed.",
+        False,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,12 +19,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import load_documents, read_dataset, read_paths, readers
 from hf_posenc.evaluation.documents import tokens as joining
 from tests.support.documents_forms import GOOD, PACK, refusal, zstd
-from tests.support.tiny_text import byte_tokenizer, tiny_checkpoint
+from tests.support.tiny_text import byte_tokenizer, prose, tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_hanging")
 
@@ -264,3 +265,95 @@ def test_a_run_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     known = json.loads((tmp_path / "out" / "perplexity.json").read_text())
     assert [Path(document["name"]).name for document in known["documents"]] == ["good.txt"]
     assert len(known["skipped"]) == len(FILES) + 3
+
+
+def _edit_weights(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    file = folder / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+
+
+def _edit_config(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+def _without_layer(tensors: dict[str, Any]) -> dict[str, Any]:
+    return {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
+
+
+# A checkpoint's damage, the line, and the exit status. All of them measure without an error in plain transformers,
+# or raise an error that refers to a hidden report.
+CHECKPOINTS: dict[str, tuple[Callable[[Path], None], str, int]] = {
+    "missing weights": (
+        lambda folder: _edit_weights(folder, _without_layer),
+        "lacks 9 of the model's weights: model.layers.1.input_layernorm.weight, ",
+        2,
+    ),
+    "no layers": (
+        lambda folder: _edit_config(folder, num_hidden_layers=0),
+        "has num_hidden_layers 0: a model needs at least 1 layer",
+        2,
+    ),
+    "fewer layers": (
+        lambda folder: _edit_config(folder, num_hidden_layers=1),
+        "has 9 weights that the model has no use for: model.layers.1.input_layernorm.weight, ",
+        0,
+    ),
+    "another shape": (
+        lambda folder: _edit_config(folder, vocab_size=300),
+        "lm_head.weight is (257, 64) in the checkpoint and (300, 64) in the model",
+        2,
+    ),
+}
+
+
+def _perplexity(model: Path, output: Path, *more: str) -> Any:
+    from typer.testing import CliRunner
+
+    from hf_posenc.cli.app import app
+
+    text = output.parent / "text.txt"
+    text.write_text(prose(300))
+    arguments = ["perplexity", model, "--text", text, "--lengths", "32", "--patch", "none"]
+    return CliRunner().invoke(
+        app, [*map(str, arguments), "--no-plot", "--output", str(output), *more]
+    )
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_a_damaged_checkpoint_is_one_line(name: str, tmp_path: Path) -> None:
+    damage, line, status = CHECKPOINTS[name]
+    model = tiny_checkpoint(tmp_path / "model")
+    damage(model)
+    result = _perplexity(model, tmp_path / "out")
+    assert result.exit_code == status, result.output
+    kind = "error: " if status else "warning: "
+    lines = [row for row in result.stderr.splitlines() if row.startswith(kind)]
+    assert len(lines) == 1, result.output
+    assert line in lines[0]
+    assert "Traceback" not in result.output
+
+
+def test_missing_weights_are_the_same_at_every_run(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    _edit_weights(model, _without_layer)
+    numbers = []
+    for output in ("one", "two"):
+        result = _perplexity(model, tmp_path / output, "--allow-missing-weights")
+        assert result.exit_code == 0, result.output
+        assert "They are drawn at random, from a fixed seed." in result.stderr
+        known = json.loads((tmp_path / output / "perplexity.json").read_text())
+        numbers.append((known["model"]["weights_sha256"], known["summary"]))
+    assert numbers[0] == numbers[1]
+
+
+def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
+    import warnings
+
+    import hf_posenc
+
+    model = tiny_checkpoint(tmp_path / "model", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(model / "model.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_posenc.from_pretrained(model)
