@@ -20,6 +20,7 @@ from hf_posenc.patch.config import Layers
 from hf_posenc.patch.frequencies import install_rotary, install_sincos
 from hf_posenc.patch.report import EffectiveTable, Patch
 from hf_posenc.patch.request import MethodLike, resolve_request
+from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -90,6 +91,7 @@ def patch_model(
         except BaseException:
             _undo(inner, state)
             raise
+    wrap_saving(inner)
     return model
 
 
@@ -140,6 +142,7 @@ def _undo(model: nn.Module, state: State) -> None:
         table.swap(tensor)
     for target, before in reversed(state.changes):
         export.restore(target, before)
+    unwrap_saving(model)
     delattr(model, STATE)
 
 
