@@ -48,10 +48,13 @@ def one_line_warnings() -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Disable the log lines and progress bars of transformers; errors are still raised."""
+    """Disable the log lines and progress bars of transformers and its hub client; errors are still raised."""
     import transformers
+    from huggingface_hub.utils import logging
 
     log: Any = transformers.logging
+    hub_log: Any = logging
     log.set_verbosity_error()
     log.disable_progress_bar()
+    hub_log.set_verbosity_error()
     warnings.filterwarnings("ignore", category=FutureWarning)

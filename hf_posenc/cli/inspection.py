@@ -141,6 +141,16 @@ def inspect_model(
         str | None,
         typer.Option(help="Show it with this patch, e.g. yarn:scale=8 or yarn:scale=4+log_n."),
     ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")
+    ] = None,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option(
+            "--trust-remote-code",
+            help="Run the Python code that comes with a model, with all your rights: read it first.",
+        ),
+    ] = False,
 ) -> None:
     """Print the rotary frequency table in force, per layer type, read back from the live model.
 
@@ -152,7 +162,12 @@ def inspect_model(
 
     name = model or embedded_model()
     candidate = None if patch is None else parse_patch(patch)
-    live = live_model(name, whole=candidate is not None and candidate.changes_attention)
+    live = live_model(
+        name,
+        whole=candidate is not None and candidate.changes_attention,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
     if candidate is not None:
         method, options = candidate.arguments()
         patch_model(live, method, **options)
@@ -229,6 +244,12 @@ class RecommendOptions:
     dtype: str = plain_option("Number format of the cache: bfloat16, float16, float32.", "bfloat16")
     weights: bool = plain_option("Load the weights, and try every method on the model too.", False)
     json: bool = plain_option("Print JSON.", False)
+    revision: str | None = plain_option(
+        "Branch, tag or commit of a model on the hub.", metavar="REV"
+    )
+    trust_remote_code: bool = plain_option(
+        "Run the Python code that comes with a model, with all your rights: read it first.", False
+    )
 
 
 def recommend(options: RecommendOptions) -> None:
@@ -244,7 +265,12 @@ def recommend(options: RecommendOptions) -> None:
     model, dtype = options.model, options.dtype
     if dtype not in DTYPES:
         raise unknown("dtype", dtype, DTYPES)
-    live = live_model(model or embedded_model(), whole=options.weights)
+    live = live_model(
+        model or embedded_model(),
+        whole=options.weights,
+        revision=options.revision,
+        trust_remote_code=options.trust_remote_code,
+    )
     advice = advise(
         live,
         options.target_length,

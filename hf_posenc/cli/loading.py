@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.cli.console import quiet_transformers
-from hf_posenc.errors import PosencError, one_line
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -41,35 +42,191 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def check_name(name: str) -> str:
-    """Return the name of a model; raise for a path that does not exist, before the hub is asked for it."""
+def check_name(name: str, revision: str | None = None, *, given: str = "model") -> str:
+    """Return the name of a model; raise if it is neither a folder nor on the hub, after one request without retries."""
     path = Path(name).expanduser()
     if path.is_dir():
+        if revision is not None:
+            raise PosencError(
+                f"--revision {revision}: {name} is a folder, and only models on the hub have revisions. Leave it out."
+            )
         return str(path)
     if path.exists() or name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2:
         raise PosencError(
-            f"There is no model folder {name}. Give a folder with a config.json, or a hub name."
+            f"There is no {given} folder {name}. Give a folder that save_pretrained wrote, or a hub name."
         )
+    _check_hub(name, revision, given)
     return name
 
 
-def load_tokenizer(name: str) -> Any:
+def _check_hub(name: str, revision: str | None, given: str) -> None:
+    """Raise for a hub name that is neither in the cache nor on the hub."""
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    absent = f"There is no {given} {name}: no folder has this name"
+    try:
+        files = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
+        cached = (try_to_load_from_cache(name, file, revision=revision) for file in files)
+        if any(isinstance(file, str) for file in cached):
+            return
+        if constants.HF_HUB_OFFLINE:
+            raise PosencError(
+                f"{absent}, and it is not in the cache of the hub. HF_HUB_OFFLINE is set: unset it to download, or "
+                "give a folder."
+            )
+        HfApi().model_info(name, revision=revision, timeout=10)
+    except HFValidationError as error:
+        raise PosencError(f"{absent}, and it is no hub name ({_reason(error)}).") from error
+    except RevisionNotFoundError as error:
+        raise PosencError(
+            f"{name} has no revision {revision}. Give a branch, a tag or a commit of it."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise PosencError(
+            f"{absent}, and the hub has none that you can read. Check the spelling; for a private one, log in with "
+            "`hf auth login`."
+        ) from error
+    except PosencError:
+        raise
+    except Exception as error:  # no network, a proxy, a mirror: each raises in its own way
+        raise PosencError(
+            f"{absent}, it is not in the cache, and {constants.ENDPOINT} cannot be reached ({_reason(error)}). Give a "
+            "folder, or try again with a network."
+        ) from error
+
+
+def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Return the config of a model, of an adapter that of its base model; raise if it cannot be read."""
+    from transformers import AutoConfig
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    from hf_posenc.saving import check_layers
+
+    folder = Path(name)
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    try:
+        adapter = find_adapter_config_file(name, **options)
+    except OSError:
+        adapter = None
+    if adapter is not None:
+        values = _read_json(Path(adapter), name)
+        base = values.get("base_model_name_or_path")
+        if not base:
+            raise PosencError(
+                f"The adapter {name} does not name its base model. Merge it into the base model and give the result."
+            )
+        base = check_name(str(base), values.get("revision"), given=f"base model of {name},")
+        return load_config(
+            base, revision=values.get("revision"), trust_remote_code=trust_remote_code
+        )
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            files = sorted(path.name for path in folder.iterdir())
+            held = (
+                f"it has {', '.join(files[:5])}{', ...' * (len(files) > 5)}"
+                if files
+                else "it is empty"
+            )
+            raise PosencError(
+                f"The folder {name} has no config.json ({held}). Give the folder that save_pretrained wrote."
+            )
+        _read_json(folder / "config.json", name)
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # an unknown model type, values of a wrong type, custom code
+        raise PosencError(f"The config.json of {name} cannot be read: {_reason(error)}") from error
+    check_layers(config, name)
+    return config
+
+
+def _read_json(file: Path, name: str) -> dict[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PosencError(f"The {file.name} of {name} is not JSON: {_reason(error)}") from error
+    if not isinstance(values, dict):
+        raise PosencError(
+            f"The {file.name} of {name} is a JSON {type(values).__name__}, not an object."
+        )
+    return values
+
+
+def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool = False) -> Any:
+    """Build the model on the meta device; with `causal`, raise if it is not a causal language model."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_posenc.engines.source import empty_model
+
+    custom = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if causal and not custom and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise PosencError(
+            f"{name} is a {config.model_type} model, which is not a causal language model: nothing that this command "
+            "measures is defined for it."
+        )
+    if custom and trust_remote_code:
+        return None  # built from the folder's own code when its weights are loaded
+    try:
+        return empty_model(config)
+    except Exception as error:
+        raise PosencError(
+            f"The model of {name} cannot be built from its config.json: {_reason(error, config)}"
+        ) from error
+
+
+def _reason(error: BaseException, config: Any = None) -> str:
+    """Return the whole message of an error on one line, with advice for the command line."""
+    text = " ".join(str(error).split())
+    if (
+        isinstance(error, KeyError) and config is not None
+    ):  # a name that transformers has no class for
+        named = (key for key, value in config.to_dict().items() if value == error.args[0])
+        text = f"{next(named, 'one of its values')}: {text} is unknown to transformers"
+    elif isinstance(error, (LookupError, TypeError, AttributeError, AssertionError)) or not text:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if "trust_remote_code" in text:
+        return "it needs the Python code that comes with it. Read that code, and pass --trust-remote-code to run it."
+    return text
+
+
+def load_tokenizer(
+    name: str,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    given: str = "model",
+) -> Any:
     """Load a tokenizer; raise where there is none, or where its vocabulary is empty."""
     from transformers import AutoTokenizer
 
     quiet_transformers()
-    name = check_name(name)
+    name = check_name(name, revision, given=given)
+    options: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            name, trust_remote_code=trust_remote_code, **options
+        )
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
+        folder, advice = Path(name), "Pass --tokenizer with a folder or a hub name that has one."
+        if folder.is_dir() and not _has_files(folder):
+            raise PosencError(f"{name} has no tokenizer files. {advice}") from error
         raise PosencError(
-            f"{name} has no tokenizer that can be loaded ({one_line(error)}). Pass --tokenizer."
+            f"The tokenizer of {name} cannot be loaded: {_reason(error)} {advice}"
         ) from error
     # transformers makes an empty tokenizer from a config.json alone.
     tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
     if set(tokens) <= {tokenizer.unk_token_id}:
         raise PosencError(f"The tokenizer of {name} turns text into nothing. Pass --tokenizer.")
     return tokenizer
+
+
+def _has_files(folder: Path) -> bool:
+    """Return true for a folder with a file of any kind of tokenizer."""
+    return any(True for form in ("*token*", "*vocab*", "*.model") for _ in folder.glob(form))
 
 
 def load_model(
@@ -80,6 +237,8 @@ def load_model(
     device_map: str | None = None,
     attention: str | None = None,
     allow_missing_weights: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
     """Load a causal language model, with the patch that it was saved with.
 
@@ -96,43 +255,47 @@ def load_model(
     target = _device(device)
     on_cpu = target.type == "cpu" and device_map is None
     precision: Any = getattr(torch, dtype, None) or (torch.float32 if on_cpu else "auto")
-    given = {"attn_implementation": attention, "device_map": device_map}
+    given = {"attn_implementation": attention, "device_map": device_map, "revision": revision}
     options = {key: value for key, value in given.items() if value is not None}
-    name = check_name(name)
+    name = check_name(name, revision)
     try:
         model = from_pretrained(
-            name, dtype=precision, allow_missing_weights=allow_missing_weights, **options
+            name,
+            dtype=precision,
+            allow_missing_weights=allow_missing_weights,
+            trust_remote_code=trust_remote_code,
+            **options,
         )
         return model if device_map is not None else model.to(target)
     except PosencError:
         raise
     except Exception as error:  # as for the tokenizer
-        raise PosencError(f"The model {name} cannot be loaded: {one_line(error)}") from error
+        raise PosencError(f"The model {name} cannot be loaded: {_reason(error)}") from error
 
 
-def live_model(name: str, *, whole: bool) -> Any:
+def live_model(
+    name: str, *, whole: bool, revision: str | None = None, trust_remote_code: bool = False
+) -> Any:
     """Build the model on the meta device: its rotary tables are real, its weights are never read.
 
     With `whole` they are loaded, since a method that computes attention itself is tried on them.
     """
     from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
-    from hf_posenc.engines.source import empty_model, stored_config
     from hf_posenc.patch.export import BLOCK
     from hf_posenc.saving import FILE
 
     quiet_transformers()
-    name = check_name(name)
+    name = check_name(name, revision)
+    origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = load_config(name, **origin)
     # An adapter's config names the base model and the patch.
     if whole or (Path(name) / ADAPTER_CONFIG_NAME).is_file():
-        return load_model(name)
-    config = stored_config(name)
+        return load_model(name, **origin)
     if hasattr(config, BLOCK) or (Path(name) / FILE).is_file():
-        return load_model(name, device_map="meta")  # saved with a patch
-    try:
-        return empty_model(config)
-    except Exception as error:
-        raise PosencError(f"The model of {name} cannot be built: {one_line(error)}") from error
+        return load_model(name, device_map="meta", **origin)  # saved with a patch
+    empty = build_empty(name, config, causal=False, trust_remote_code=trust_remote_code)
+    return load_model(name, device_map="meta", **origin) if empty is None else empty
 
 
 def _device(name: str | None) -> Any:
@@ -159,8 +322,16 @@ def open_session(options: ModelOptions) -> tuple[Any, Any, str]:
     """Load a model and its tokenizer, without a name the embedded ones; return them and the name in results."""
     if options.model is None:
         one_thread()
-    name = options.model or embedded_model()
-    tokenizer = load_tokenizer(options.tokenizer or name)
+    quiet_transformers()
+    name = check_name(options.model or embedded_model(), options.revision)
+    trust: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    origin = trust | {"revision": options.revision}
+    # In this order, so that the first thing that is wrong is the one in the message; the weights come last.
+    build_empty(name, load_config(name, **origin), causal=True, **trust)
+    if options.tokenizer is None:
+        tokenizer = load_tokenizer(name, **origin)
+    else:
+        tokenizer = load_tokenizer(options.tokenizer, given="tokenizer", **trust)
     model = load_model(
         name,
         dtype=options.dtype,
@@ -168,5 +339,6 @@ def open_session(options: ModelOptions) -> tuple[Any, Any, str]:
         device_map=options.device_map,
         attention=options.attn,
         allow_missing_weights=options.allow_missing_weights,
+        **origin,
     )
     return model, tokenizer, options.model or EMBEDDED

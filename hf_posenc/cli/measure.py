@@ -65,7 +65,7 @@ def perplexity(
     frame = Frame(context, run)
 
     def load(name: str) -> tuple[Any, Any]:
-        other = dataclasses.replace(model, model=name, tokenizer=None, attn=None)
+        other = dataclasses.replace(model, model=name, tokenizer=None, attn=None, revision=None)
         return open_session(other)[:2]
 
     job = frame.prepare(prepare, model, documents, options, load=load)

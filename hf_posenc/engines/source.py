@@ -11,7 +11,7 @@ import torch
 
 from hf_posenc.adapters import LegacyKeys
 from hf_posenc.engines.formulas import Table, of_transformers
-from hf_posenc.errors import PosencError, one_line
+from hf_posenc.errors import PosencError
 from hf_posenc.methods import Method, RopeScaling, seam_of
 from hf_posenc.model.discovery import (
     RotaryTable,
@@ -221,7 +221,9 @@ def stored_config(name: str) -> Any:
     try:
         return AutoConfig.from_pretrained(name)
     except Exception as error:  # no such name, no config.json, an unknown model type
-        raise PosencError(f"The config of {name} cannot be loaded: {one_line(error)}") from error
+        raise PosencError(
+            f"The config of {name} cannot be loaded: {' '.join(str(error).split())}"
+        ) from error
 
 
 def empty_model(config: Any) -> Any:

@@ -319,7 +319,7 @@ def test_documents_models_and_tokenizers_that_are_refused(
     assert "not UTF-8" in refused("perplexity", model, "--text", tmp_path / "latin.txt", *lengths)
     assert "is a model's folder" in refused("perplexity", "--text", texts, model)
     assert "There is no model folder" in refused("perplexity", tmp_path / "absent", "--text", texts)
-    assert "no tokenizer that can be loaded" in refused("perplexity", texts, "--text", texts)
+    assert "has no config.json (it has 0.txt, " in refused("perplexity", texts, "--text", texts)
     wordless = tiny_checkpoint(tmp_path / "wordless", tokenizer=False)
     assert "Pass --tokenizer" in refused("perplexity", wordless, "--text", texts)
     with_words = invoke(

@@ -283,7 +283,7 @@ def _without_layer(tensors: dict[str, Any]) -> dict[str, Any]:
 
 # A checkpoint's damage, the line, and the exit status. All of them measure without an error in plain transformers,
 # or raise an error that refers to a hidden report.
-CHECKPOINTS: dict[str, tuple[Callable[[Path], None], str, int]] = {
+CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str, int]] = {
     "missing weights": (
         lambda folder: _edit_weights(folder, _without_layer),
         "lacks 9 of the model's weights: model.layers.1.input_layernorm.weight, ",
@@ -302,6 +302,65 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], None], str, int]] = {
     "another shape": (
         lambda folder: _edit_config(folder, vocab_size=300),
         "lm_head.weight is (257, 64) in the checkpoint and (300, 64) in the model",
+        2,
+    ),
+}
+
+
+def _write(name: str, content: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(content)
+
+
+def _remove(pattern: str) -> Callable[[Path], None]:
+    def remove(folder: Path) -> None:
+        for file in folder.glob(pattern):
+            file.unlink()
+
+    return remove
+
+
+def _unknown_activation(folder: Path) -> None:
+    _edit_config(folder, hidden_act="banana")
+    _remove("token*")(folder)
+
+
+# The first thing that is wrong is named, in this order: config, model, tokenizer, weights.
+CHECKPOINTS |= {
+    "no config": (_remove("config.json"), "has no config.json (it has generation_config.json, ", 2),
+    "broken config": (_write("config.json", "{"), "The config.json of ", 2),
+    "a list": (_write("config.json", "[1]"), "is a JSON list, not an object.", 2),
+    "a wrong type": (
+        lambda folder: _edit_config(folder, hidden_size="abc"),
+        "Field 'hidden_size' expected int, got str (value: 'abc')",
+        2,
+    ),
+    "unknown type": (
+        lambda folder: _edit_config(folder, model_type="banana"),
+        "cannot be read: The checkpoint you are trying to load has model type `banana`",
+        2,
+    ),
+    "unknown activation": (
+        _unknown_activation,
+        "cannot be built from its config.json: hidden_act: 'banana' is unknown to transformers",
+        2,
+    ),
+    "custom code": (
+        lambda folder: _edit_config(
+            folder, model_type="mine", auto_map={"AutoConfig": "configuration_mine.Mine"}
+        ),
+        "it needs the Python code that comes with it. Read that code, and pass --trust-remote-code",
+        2,
+    ),
+    "not causal": (
+        lambda folder: _edit_config(folder, model_type="clip"),
+        "is a clip model, which is not a causal language model",
+        2,
+    ),
+    "no tokenizer": (_remove("token*"), "has no tokenizer files. Pass --tokenizer with a ", 2),
+    "broken tokenizer": (_write("tokenizer.json", "{"), "The tokenizer of ", 2),
+    "no weights": (
+        _remove("*.safetensors"),
+        "cannot be loaded: Error no file named model.safetensors",
         2,
     ),
 }
@@ -357,3 +416,55 @@ def test_tied_weights_are_not_missing(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         hf_posenc.from_pretrained(model)
+
+
+@pytest.mark.parametrize("command", ["perplexity", "inspect"])
+def test_an_unknown_name_is_one_line_without_retries(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from huggingface_hub import HfApi, constants
+    from typer.testing import CliRunner
+
+    from hf_posenc.cli.app import app
+
+    requests = []
+
+    def unreachable(*_: Any, **__: Any) -> None:
+        requests.append(1)
+        raise OSError("Name or service not known")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(HfApi, "model_info", unreachable)
+    for offline, reason in (
+        (False, "cannot be reached (Name or service not known)"),
+        (True, "HF_HUB_OFFLINE is set"),
+    ):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        result = CliRunner().invoke(app, [command, "nobody/nothing"])
+        assert result.exit_code == 2, result.output
+        assert len(result.stderr.splitlines()) == 1
+        assert "There is no model nobody/nothing: no folder has this name" in result.stderr
+        assert reason in result.stderr
+    assert requests == [1]
+
+
+def test_a_folder_has_no_revisions_and_a_tokenizer_is_called_one(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    result = _perplexity(model, tmp_path / "out", "--revision", "main")
+    assert "only models on the hub have revisions" in result.stderr
+    result = _perplexity(model, tmp_path / "out", "--tokenizer", str(tmp_path / "absent"))
+    assert f"There is no tokenizer folder {tmp_path / 'absent'}. " in result.stderr
+
+
+def test_custom_code_runs_where_it_is_trusted(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    (model / "mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Mine(LlamaConfig):\n    model_type = 'mine'\n"
+        "class Model(LlamaForCausalLM):\n    config_class = Mine\n"
+    )
+    names = {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"}
+    _edit_config(model, model_type="mine", auto_map=names)
+    assert "pass --trust-remote-code" in _perplexity(model, tmp_path / "out").stderr
+    result = _perplexity(model, tmp_path / "out", "--trust-remote-code")
+    assert result.exit_code == 0, result.output
