@@ -30,6 +30,7 @@ class State:
         attention: The attention implementation that the engine replaces, as in `Patch`.
         changes: Every config and module with attributes that were set, and their values from before.
         tensors: The sin-cos tables that were swapped, and their tensors from before.
+        warned: True once saving has warned that plain transformers cannot compute the patch.
     """
 
     config: PatchConfig
@@ -40,6 +41,7 @@ class State:
     attention: str | None = None
     changes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     tensors: list[tuple[SinCosTable, Tensor]] = field(default_factory=list)
+    warned: bool = False
 
     @property
     def in_attention(self) -> list[Method]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +266,33 @@ class TestTablesInTheWeights:
         assert patch.export == "weights"
         saved(model, tmp_path)
         assert torch.equal(logits(plain(tmp_path), 250), logits(model, 250))
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "warns"),
+    [
+        ("alibi", {}, True),
+        ("log_n", {}, True),
+        ("dynamic_yarn", {}, True),
+        ("yarn", {"scale": 4}, False),
+    ],
+)
+def test_saving_warns_once_where_plain_transformers_cannot_compute_the_patch(
+    method: str, options: dict[str, Any], warns: bool, tmp_path: Path
+) -> None:
+    model = patch_model(zoo.build("llama"), method, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model.save_pretrained(tmp_path / "first")
+        model.save_pretrained(tmp_path / "second")
+    messages = [
+        str(one.message) for one in caught if "hf_posenc.from_pretrained" in str(one.message)
+    ]
+    assert len(messages) == warns
+    if warns:
+        assert method in messages[0]
+        assert repr(str(tmp_path / "first")) in messages[0]
+    unpatch_model(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        model.save_pretrained(tmp_path / "third")
