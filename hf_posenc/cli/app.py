@@ -10,16 +10,24 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from hf_posenc.cli import export, inspection, measure
-from hf_posenc.cli.command import expand
+from hf_posenc.cli.command import check_arguments, expand
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.errors import PosencError
+
+_GIVEN = "hf_posenc.given"
 
 
 class OneLineErrors(TyperGroup):
     """Prints the errors of commands as one line on stderr."""
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[_GIVEN] = list(args)
+        return super().parse_args(ctx, args)
+
     def invoke(self, ctx: Any) -> Any:
         try:
+            given = ctx.meta[_GIVEN]
+            check_arguments(given, self.get_command(ctx, given[0]) if given else None)
             with one_line_warnings():
                 return super().invoke(ctx)
         except PosencError as error:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import PANELS, Flag
 
 _METAVARS = {int: "N", str: "NAME", Path: "DIR"}
@@ -92,6 +93,26 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
+
+
+def check_arguments(arguments: Sequence[str], command: Any) -> None:
+    """Refuse an empty argument, and a second value for an option that takes one; `command` may be unknown: `None`."""
+    options = [
+        param for param in getattr(command, "params", ()) if param.param_type_name == "option"
+    ]
+    single = {name for o in options if not (o.multiple or o.is_flag) for name in o.opts}
+    before, seen = "hf-posenc", set()
+    for argument in arguments:
+        option, equals, value = argument.partition("=")
+        if not argument.strip() or (option.startswith("--") and equals and not value.strip()):
+            place = f"after {before}" if not option.strip() else option
+            raise PosencError(
+                f"The value {place} is empty. Is a shell variable unset? Give a value, or leave it out for the default."
+            )
+        if option in single and option in seen:
+            raise PosencError(f"{option} is given twice, and takes one value: give it once.")
+        seen.add(option)
+        before = argument
 
 
 class Command(TyperCommand):

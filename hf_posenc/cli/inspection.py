@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 import re
@@ -15,6 +16,7 @@ from rich.markup import escape
 from hf_posenc.cli.console import out
 from hf_posenc.errors import unknown
 from hf_posenc.evaluation.options import parse_target, plain_option
+from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, Method, RotaryBands, get_method
 
 KINDS = {
@@ -239,7 +241,9 @@ class RecommendOptions:
         "A folder or a hub name. Default: the embedded model.", metavar="[MODEL]", argument=True
     )
     original: int | None = plain_option(
-        "The length that the model was trained at, where its config names another."
+        "The length that the model was trained at, in tokens, e.g. 4k, where its config names another.",
+        metavar="N",
+        parse=functools.partial(read_length, name="--original"),
     )
     dtype: str = plain_option("Number format of the cache: bfloat16, float16, float32.", "bfloat16")
     weights: bool = plain_option("Load the weights, and try every method on the model too.", False)

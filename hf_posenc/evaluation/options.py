@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.lengths import read_length
 
 T = TypeVar("T")
 
@@ -25,6 +26,8 @@ DOCUMENTS = "Documents"
 MODEL = "The model"
 MEMORY = "Memory and speed"
 OUTPUT = "Output"
+MOST_LENGTHS = 1000
+"""The most lengths that a range may stand for."""
 PANELS = (None, MEASURED, DOCUMENTS, MODEL, MEMORY, OUTPUT)
 """Panels of `--help`, in their order; the first has no title of its own."""
 
@@ -115,33 +118,33 @@ def parse_tasks_or_none(text: str) -> tuple[str, ...]:
 
 def parse_target(text: str) -> int:
     """Return the length given to `--target-length`, such as `512` or `4k`."""
-    lengths = parse_lengths(text, "--target-length")
-    if len(lengths) != 1:
-        raise PosencError(f"--target-length {text}: one length is wanted, such as 32k.")
-    return lengths[0]
+    return read_length(text, f"--target-length {text}")
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
     """Return the lengths in `512,1024,4k` or `2k:128k:2k` (first, last, step), ascending; k is 1,024."""
     lengths: set[int] = set()
-    for part in text.lower().replace(" ", "").split(","):
-        numbers = [_tokens(piece, f"{option} {text}") for piece in part.split(":")]
+    given = f"{option} {text}"
+    for part in text.split(","):
+        pieces = part.split(":")
+        if any(len(piece.split()) > 1 for piece in pieces):
+            raise PosencError(f"{given}: separate lengths by commas, as in 512,1024,4k.")
+        numbers = [read_length(piece, given) for piece in pieces]
         if len(numbers) == 1:
             lengths.add(numbers[0])
-        elif len(numbers) == 3 and numbers[2] > 0:
-            if numbers[1] < numbers[0]:
-                raise PosencError(f"{option} {text}: {part!r} ends before it begins.")
-            lengths.update(range(numbers[0], numbers[1] + 1, numbers[2]))
+        elif len(numbers) == 3:
+            steps = range(numbers[0], numbers[1] + 1, numbers[2])
+            if not steps:
+                raise PosencError(f"{given}: {part!r} ends before it begins.")
+            if len(steps) > MOST_LENGTHS:
+                raise PosencError(
+                    f"{given}: {part!r} is {len(steps):,} lengths, and at most {MOST_LENGTHS:,} are measured. Give a "
+                    "larger step."
+                )
+            lengths.update(steps)
         else:
-            raise PosencError(f"{option} {text}: {part!r} is no range; give first:last:step.")
+            raise PosencError(f"{given}: {part!r} is no range; give first:last:step.")
     return tuple(sorted(lengths))
-
-
-def _tokens(text: str, given: str) -> int:
-    digits, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
-    if not digits.isdecimal():
-        raise PosencError(f"{given}: {text!r} is no length; give tokens as in 512,1024,4k.")
-    return int(digits) * factor
 
 
 def even_depths(count: int) -> tuple[float, ...]:
@@ -258,6 +261,20 @@ class CommonOptions:
     )
     seed: int = option("Seed of everything that is drawn.", 0, least=0, rank=1)
 
+    def __post_init__(self) -> None:
+        """Read `target_length` and `lengths` where a Python caller gives them as text, such as `"32k"`."""
+        given = vars(self)
+        if given.get("target_length") is not None:
+            target = read_length(given["target_length"], "target_length")
+            object.__setattr__(self, "target_length", target)
+        lengths = given.get("lengths")
+        if isinstance(lengths, str):
+            lengths = parse_lengths(lengths, "lengths")
+        elif lengths is not None:
+            lengths = tuple(read_length(length, "lengths") for length in lengths)
+        if lengths is not None:
+            object.__setattr__(self, "lengths", lengths)
+
 
 _METHODS: dict[str, Any] = {
     "name": "patch",
@@ -315,7 +332,7 @@ class ProtocolOptions(ReadingOptions):
     stride: int | None = option(
         "Tokens from one window of `sliding` or `stream` to the next; the text is read L / S times.",
         metavar="S",
-        shown="256, or as the preset says",
+        shown="256, of sliding at most half of the shortest length; or as the preset says",
     )
     aggregate: str | None = option(
         "Units of equal weight: tokens, windows, batches or documents; or hf-docs.",

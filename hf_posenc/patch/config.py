@@ -9,11 +9,29 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.lengths import read_length
 from hf_posenc.methods import Method, get_method
 
 FORMAT = 1
+LENGTHS = ("target_length", "original_max_position_embeddings")
+"""The arguments of `patch_model` that are lengths in tokens."""
 # The arguments of `patch_model` beside a method's own knobs.
-_BESIDE = ("target_length", "original_max_position_embeddings", "layers", "compose", "replace")
+_BESIDE = (*LENGTHS, "layers", "compose", "replace")
+# Names that other libraries use for options of this one.
+_NAMES_ELSEWHERE = {
+    "factor": "scale",
+    "rope_factor": "scale",
+    "scale_factor": "scale",
+    "scaling_factor": "scale",
+    "max_length": "target_length",
+    "max_seq_length": "target_length",
+    "max_seq_len": "target_length",
+    "max_position_embeddings": "target_length",
+    "original_length": "original_max_position_embeddings",
+    "original_context_length": "original_max_position_embeddings",
+    "base": "rope_theta",
+    "theta": "rope_theta",
+}
 Layers = str | tuple[int, ...]
 """A choice of layers: `"full"` (full attention), `"all"`, or layer indices."""
 
@@ -105,19 +123,42 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     The options are numbers, booleans, `None` or strings.
     """
     name, _, rest = text.partition(":")
-    method = get_method(name.strip())
+    method = named_method(name.strip())
     options: dict[str, Any] = {}
     for part in filter(None, (part.strip() for part in rest.split(","))):
-        option, equals, value = part.partition("=")
-        if not equals:
+        option, _, value = (piece.strip() for piece in part.partition("="))
+        if not option or not value:
             raise PosencError(
                 f"{text!r}: {part!r} is not option=value, as in yarn:scale=8,beta_fast=16."
             )
-        possible = (*method.knobs(), *_BESIDE)
-        if option.strip() not in possible:
-            raise unknown(f"option of {method.name}", option.strip(), possible)
-        options[option.strip()] = _value(value.strip())
+        check_option(method, option)
+        if option in options:
+            raise PosencError(f"{text!r}: {option} is given twice; give it once.")
+        options[option] = _value(value)
+        if option in LENGTHS:
+            options[option] = read_length(options[option], f"{text!r}: {option}")
     return method.name, options
+
+
+def named_method(name: str) -> type[Method]:
+    """Return the method of a name or alias; raise for `none`, which stands for the unpatched model."""
+    if name.strip().lower() == "none":
+        raise PosencError(
+            "'none' is the model as it was loaded, and not a method: leave the patch out, or undo one with "
+            "unpatch_model(model)."
+        )
+    return get_method(name)
+
+
+def check_option(method: type[Method], option: str) -> None:
+    """Raise for an option that is neither a knob of a method nor an argument of `patch_model`."""
+    possible = (*method.knobs(), *_BESIDE)
+    if option in possible:
+        return
+    here = _NAMES_ELSEWHERE.get(option.lower())
+    if here in possible:
+        raise PosencError(f"Unknown option of {method.name} {option!r}. It is called {here} here.")
+    raise unknown(f"option of {method.name}", option, possible)
 
 
 def _plain(value: Any) -> Any:

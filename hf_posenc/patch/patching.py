@@ -31,8 +31,8 @@ def patch_model(
     method: MethodLike,
     *,
     scale: float | None = None,
-    target_length: int | None = None,
-    original_max_position_embeddings: int | None = None,
+    target_length: int | str | None = None,
+    original_max_position_embeddings: int | str | None = None,
     layers: Layers | Sequence[int] = "full",
     compose: bool = False,
     replace: bool = False,
@@ -46,7 +46,7 @@ def patch_model(
         model: A transformers model, also wrapped by PEFT, DDP or `torch.compile`, also on the meta device.
         method: A name or alias (`available_methods()`), a Method object, or a list of them on different seams.
         scale: Target context as a multiple of the original one.
-        target_length: Target context in tokens, instead of `scale`.
+        target_length: Target context in tokens, instead of `scale`; text such as `"32k"` is read too.
         original_max_position_embeddings: The context that the model was trained on, in tokens. By default the first of
             `config.original_max_position_embeddings`, the key of that name in `rope_parameters`, and
             `config.max_position_embeddings`.

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import Method, get_method, seam_of
+from hf_posenc.lengths import read_length
+from hf_posenc.methods import Method, seam_of
 from hf_posenc.model.discovery import RotaryTable, original_length, select
-from hf_posenc.patch.config import Layers, PatchConfig
+from hf_posenc.patch.config import Layers, PatchConfig, check_option, named_method
 from hf_posenc.patch.state import State
 
 MethodLike = str | Method | Sequence["str | Method"]
@@ -21,8 +22,8 @@ def resolve_request(
     method: MethodLike,
     *,
     scale: float | None = None,
-    target_length: int | None = None,
-    original_max_position_embeddings: int | None = None,
+    target_length: int | str | None = None,
+    original_max_position_embeddings: int | str | None = None,
     layers: Layers | Sequence[int] = "full",
     compose: bool = False,
     replace: bool = False,
@@ -32,17 +33,23 @@ def resolve_request(
 
     The other arguments are those of `patch_model`.
     """
+    for switch, value in (("compose", compose), ("replace", replace)):
+        if not isinstance(value, bool):
+            raise PosencError(f"{switch} is True or False, not {value!r}.")
+    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
+        raise PosencError(f"scale is a number of at least 1, not {scale!r}.")
+    target = None if target_length is None else read_length(target_length, "target_length")
     if compose and replace:
         raise PosencError(
             "compose=True and replace=True exclude each other: scale what is there, or drop it first."
         )
-    named = [method] if isinstance(method, str | Method) else method
-    parts = [get_method(part) if isinstance(part, str) else part for part in named]
-    if not parts:
-        raise PosencError("An empty list of methods: name at least one.")
+    parts = _named(method)
     if len(parts) > 1:
         _check_list(parts, scale, options)
     whole = any(part.seam == "rotary" for part in parts)
+    if isinstance(layers, Iterable) and not isinstance(layers, str):
+        layers = tuple(layers)
+        _check_layers(tables, layers)
     tables = select(tables, layers, whole=whole)
     if whole:
         _check_scaled(tables, compose=compose, replace=replace)
@@ -53,16 +60,18 @@ def resolve_request(
         )
     else:  # attention starts from the frequencies in force
         compose = compose or any(table.scaled for table in tables)
-    original = original_max_position_embeddings
-    if original is None:
+    if original_max_position_embeddings is None:
         original = original_length(tables[0], compose=compose)
+    else:
+        name = "original_max_position_embeddings"
+        original = read_length(original_max_position_embeddings, name)
     methods: list[Method] = []
     extended: int | None = None
     for part in parts:
         # In a list, a number is that of the one method that takes it.
         takes_scale = len(parts) == 1 or part.takes_scale()
         takes_target = len(parts) == 1 or (part.takes_scale() and not part.follows_text)
-        numbers = scale if takes_scale else None, target_length if takes_target else None
+        numbers = scale if takes_scale else None, target if takes_target else None
         built, reach = _build(part, *numbers, original, options)
         methods.append(built)
         extended = reach if extended is None else extended
@@ -80,6 +89,41 @@ def resolve_request(
         others=tuple((other.name, other.options()) for other in others),
     )
     return State(config, original, extended, tuple(methods))
+
+
+def _named(method: Any) -> list[Method | type[Method]]:
+    """Return the methods that a request names, as objects or classes; refuse whatever is no method."""
+    named = list(method) if isinstance(method, list | tuple) else [method]
+    if not named:
+        raise PosencError("An empty list of methods: name at least one.")
+    for part in named:
+        if isinstance(part, type) and issubclass(part, Method):
+            raise PosencError(
+                f"{part.__name__} is a class: give an object, as in {part.__name__}(...), or the name {part.name!r}."
+            )
+        if not isinstance(part, str | Method):
+            raise PosencError(
+                f"A method is a name such as 'yarn' (available_methods() lists them), a Method object, or a list of "
+                f"them, not {part!r}."
+            )
+        if isinstance(part, str) and {*":+="} & {*part}:
+            raise PosencError(
+                f"{part!r} is the form of the command line. In Python, options are arguments, as in "
+                "patch_model(model, 'yarn', scale=8), and several methods are a list, as in [YaRN(scale=8), LogN()]."
+            )
+    return [named_method(part) if isinstance(part, str) else part for part in named]
+
+
+def _check_layers(tables: Sequence[RotaryTable], layers: tuple[Any, ...]) -> None:
+    """Refuse an empty list of layers, and layers that the model does not have."""
+    if not layers:
+        raise PosencError("layers is empty: name at least one layer, or leave it out.")
+    count = max(getattr(table.config, "num_hidden_layers", None) or 0 for table in tables)
+    absent = [layer for layer in layers if isinstance(layer, int) and not 0 <= layer < count]
+    if count and absent:
+        raise PosencError(
+            f"layers={list(layers)}: this model has {count} layers, numbered from 0 to {count - 1}."
+        )
 
 
 def _check_list(
@@ -154,6 +198,8 @@ def _build(
             f"{scale:g} is {original * scale:g}. Give one of them."
         )
     if not isinstance(part, Method):
+        for option in options:
+            check_option(part, option)
         scale = implied if scale is None else scale
         if scale is not None and not part.takes_scale():
             knobs = ", ".join(part.knobs()) or "none"

@@ -126,7 +126,7 @@ def test_tasks_by_name(text: str | None, tasks: Any) -> None:
         (("--suite", "tiny"), "Unknown suite 'tiny'"),
         (("--compare", "nothing"), "Unknown published table 'nothing'"),
         (("--lengths", "256", "--target-length", "512"), "exclude each other"),
-        (("--target-length", "256,512"), "--target-length 256,512: one length"),
+        (("--target-length", "256,512"), "--target-length 256,512: '256,512' is no length"),
         (("--tasks", "pass"), "Unknown task 'pass'"),
         (("--compare", "dca-t1-pg19", "--suite", "smoke"), "dca-t1-pg19.*protocol: stream"),
         (("--patch", "yarnn"), "yarnn"),

@@ -1,4 +1,8 @@
-"""Files that are no text, or not what their names say: each is counted with a reason, none stops the run."""
+"""Hostile inputs, as tables that anyone can extend: an input, the line that answers it, and the exit status.
+
+`COMMANDS` has command lines, `CALLS` Python expressions, `FILES` and `ZSTD` documents: each of these is counted with a
+reason, and none stops the run.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ import contextlib
 import gzip
 import io
 import json
+import math
 import os
 import pickle
+import shlex
 import sys
 import tempfile
 import tracemalloc
@@ -20,14 +26,208 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner
 
+import hf_posenc
+from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.bench.run import bench
 from hf_posenc.evaluation.documents import load_documents, read_dataset, read_paths, readers
 from hf_posenc.evaluation.documents import tokens as joining
+from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions
+from hf_posenc.evaluation.recommend import recommend
+from hf_posenc.methods import YaRN
+from hf_posenc.patch.config import parse_method
+from tests.support import zoo
 from tests.support.documents_forms import GOOD, PACK, refusal, zstd
 from tests.support.tiny_text import byte_tokenizer, prose, tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_hanging")
+
+EMPTY = "is empty. Is a shell variable unset? Give a value, or leave it out for the default."
+RUN = "perplexity {model} --text {texts} --output {out}"
+TWICE = "is given twice, and takes one value: give it once."
+
+# A command line, a part of the one line on stderr, and the exit status. {model} is a checkpoint trained at 64 tokens,
+# {texts} a folder of texts, {out} a folder for results. A line of "" stands for none.
+COMMANDS: list[tuple[str, str, int]] = [
+    ('perplexity ""', f"error: The value after perplexity {EMPTY}", 2),
+    ('perplexity "  "', f"error: The value after perplexity {EMPTY}", 2),
+    ('inspect ""', f"error: The value after inspect {EMPTY}", 2),
+    ('recommend "" --target-length 4k', f"error: The value after recommend {EMPTY}", 2),
+    ('export "" --to vllm', f"error: The value after export {EMPTY}", 2),
+    ('report ""', f"error: The value after report {EMPTY}", 2),
+    ('show ""', f"error: The value after show {EMPTY}", 2),
+    ('""', f"error: The value after hf-posenc {EMPTY}", 2),
+    (
+        'perplexity {model} --text {texts} --output ""',
+        f"error: The value after --output {EMPTY}",
+        2,
+    ),
+    ("perplexity {model} --text {texts} --output=", f"error: The value --output {EMPTY}", 2),
+    ('perplexity {model} --text "" --output {out}', f"error: The value after --text {EMPTY}", 2),
+    (RUN + ' --tokenizer ""', f"error: The value after --tokenizer {EMPTY}", 2),
+    (RUN + ' --patch ""', f"error: The value after --patch {EMPTY}", 2),
+    (RUN + " --lengths 32 --lengths 64", f"error: --lengths {TWICE}", 2),
+    (RUN + " --seed=1 --seed 2 --lengths 32", f"error: --seed {TWICE}", 2),
+    (RUN + " --tokenized input_ids --lengths 32", "and --tokenized names one: leave it out", 2),
+    (RUN + " --patch yarn:scale=8,scale=4", "scale is given twice; give it once.", 2),
+    (RUN + " --patch yarn:scale=8,scale=8", "scale is given twice; give it once.", 2),
+    (RUN + " --patch yarn:scale=", "'scale=' is not option=value", 2),
+    (RUN + " --patch yarn:factor=8", "option of yarn 'factor'. It is called scale here.", 2),
+    (RUN + " --patch yarn:target_length=1.5k", "target_length: '1.5k' is no length", 2),
+    (RUN + " --patch yarn:target_length=512.5", "target_length: 512.5 is no length", 2),
+    (RUN + " --patch yarn:scale=2,compose=no", "compose is True or False, not 'no'.", 2),
+    (RUN + " --patch none+log_n", "'none' is the model as it was loaded, and not a method", 2),
+    (RUN + " --patch yarn:target_length=1k --lengths 32,64 --dry-run", "", 0),
+    ("inspect {model} --patch yarn:target_length=1k", "", 0),
+    ("inspect {model} --patch yarn:original_max_position_embeddings=32.0,scale=2", "", 0),
+    ("inspect {model} --patch none", "'none' is the model as it was loaded, and not a method", 2),
+    (RUN + ' --lengths "32 64"', "--lengths 32 64: separate lengths by commas, as in 512,", 2),
+    (RUN + ' --lengths "32, 64" --patch none --dry-run', "", 0),
+    (RUN + " --lengths 0", "--lengths 0: '0' is no length; give a whole number of tokens", 2),
+    (RUN + " --lengths 32:64:0", "'0' is no length", 2),
+    (RUN + " --lengths 64:32:8", "'64:32:8' ends before it begins.", 2),
+    (RUN + " --lengths 8:1000000000000:1", "is 999,999,999,993 lengths, and at most 1,000 are", 2),
+    (RUN + " --lengths " + "9" * 5000, "is no length", 2),
+    (RUN + " --protocol sliding --lengths 32,64 --stride 33", "--stride 33 is more than the sh", 2),
+    (RUN + " --protocol sliding --lengths 32 --bos always --stride 32", "Give --stride 31 or", 2),
+    (RUN + " --protocol sliding --lengths 32,64 --patch none --dry-run", "", 0),
+    (
+        "bench {model} --text {texts} --target-length 32 --output {out}",
+        "--target-length 32: the model was trained at 64 tokens already. Give a longer one, or",
+        2,
+    ),
+    ("bench {model} --target-length 1k,2k --output {out}", "'1k,2k' is no length; give a", 2),
+    ("recommend {model} --target-length 4k --original 1k", "", 0),
+    ("recommend {model} --target-length 4k --original x", "--original: 'x' is no length; give", 2),
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("places")
+    (folder / "texts").mkdir()
+    for index in range(3):
+        (folder / "texts" / f"{index}.txt").write_text(prose(300, index))
+    return {"model": tiny_checkpoint(folder / "model"), "texts": folder / "texts"}
+
+
+@pytest.mark.parametrize(("command", "line", "status"), COMMANDS, ids=lambda v: str(v)[:60])
+def test_a_command_line_is_answered_by_one_line(
+    command: str,
+    line: str,
+    status: int,
+    places: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = shlex.split(command.format(**places, out=tmp_path / "out"))
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == status, result.output
+    lines = [one for one in result.stderr.splitlines() if one.startswith("error: ")]
+    assert len(lines) == (1 if line else 0), result.output
+    assert line in "".join(lines)
+    assert "Traceback" not in result.output
+
+
+NO_LENGTH = "is no length; give a whole number of tokens, such as 4096 or 32k."
+NOT_A_METHOD = "A method is a name such as 'yarn' (available_methods() lists them)"
+
+# A Python expression on a tiny Llama of 4 layers, trained at 64 tokens, and a part of the message of its PosencError.
+CALLS: list[tuple[str, str]] = [
+    ("patch_model(model, None)", f"{NOT_A_METHOD}, a Method object, or a list of them, not None."),
+    ("patch_model(model, 5)", NOT_A_METHOD),
+    ("patch_model(model, ['yarn', 5], scale=2)", NOT_A_METHOD),
+    ("patch_model(model, {'method': 'yarn'})", NOT_A_METHOD),
+    ("patch_model(model, [])", "An empty list of methods: name at least one."),
+    ("patch_model(model, YaRN)", "YaRN is a class: give an object, as in YaRN(...), or the name"),
+    ("patch_model(model, 'none')", "'none' is the model as it was loaded, and not a method"),
+    ("patch_model(model, 'yarn:scale=8')", "as in patch_model(model, 'yarn', scale=8)"),
+    ("patch_model(model, 'yarn+log_n')", "several methods are a list, as in [YaRN("),
+    ("patch_model(model, 'yarn', factor=8)", "Unknown option of yarn 'factor'. It is called scale"),
+    ("patch_model(model, 'yarn', max_position_embeddings=512)", "It is called target_length here."),
+    ("patch_model(model, 'rerope', factor=8)", "Unknown option of rerope 'factor'. Available: "),
+    ("patch_model(model, 'yarn', scale='8')", "scale is a number of at least 1, not '8'."),
+    ("patch_model(model, 'yarn', scale='8', target_length=512)", "scale is a number of at least"),
+    ("patch_model(model, 'yarn', scale=True)", "scale is a number of at least 1, not True."),
+    ("patch_model(model, 'yarn', scale=2, compose='no')", "compose is True or False, not 'no'."),
+    ("patch_model(model, 'yarn', target_length=1024.5)", f"target_length: 1024.5 {NO_LENGTH}"),
+    ("patch_model(model, 'yarn', target_length='32q')", f"target_length: '32q' {NO_LENGTH}"),
+    ("patch_model(model, 'yarn', target_length=True)", f"target_length: True {NO_LENGTH}"),
+    ("patch_model(model, 'yarn', target_length=math.inf)", f"target_length: inf {NO_LENGTH}"),
+    ("patch_model(model, 'yarn', target_length=[512])", f"target_length: [512] {NO_LENGTH}"),
+    (
+        "patch_model(model, 'yarn', scale=2, original_max_position_embeddings=0)",
+        f"original_max_position_embeddings: 0 {NO_LENGTH}",
+    ),
+    (
+        "patch_model(model, 'yarn', scale=2, layers=[99])",
+        "this model has 4 layers, numbered from 0",
+    ),
+    (
+        "patch_model(model, 'rerope', layers=[0, -1])",
+        "this model has 4 layers, numbered from 0 to 3",
+    ),
+    ("patch_model(model, 'rerope', layers=[])", "layers is empty: name at least one layer"),
+    ("patch_model(model, 'yarn', scale=2, layers=0)", 'layers is "full", "all" or a list'),
+    ("patch_model(pipe, 'yarn', scale=2)", "Pipe is not a model: give the model that it holds"),
+    ("get_patch(pipe)", "give the model that it holds, its attribute .model."),
+    ("inspect_rope(pipe)", "give the model that it holds, its attribute .model."),
+    ("patch_model('gpt2', 'yarn', scale=2)", "'gpt2' is a name, not a model: load it first, as in"),
+    ("patch_model(None, 'yarn', scale=2)", "NoneType is not a model"),
+    ("parse_method('yarn:scale=8,scale=4')", "scale is given twice"),
+    ("recommend(model, '4q')", f"target_length: '4q' {NO_LENGTH}"),
+    ("bench(model, None, ['text'], target_length=32)", "--target-length 32: the model was trained"),
+    ("BenchOptions(target_length=512.5)", f"target_length: 512.5 {NO_LENGTH}"),
+    ("PerplexityOptions(lengths=[512, '1q'])", f"lengths: '1q' {NO_LENGTH}"),
+]
+
+
+class Pipe:
+    """An object that holds a model, as a pipeline and a trainer do."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+
+def call(expression: str, model: nn.Module) -> Any:
+    """Evaluate an expression of `CALLS`."""
+    names = {"model": model, "pipe": Pipe(model), "math": math, "YaRN": YaRN, "bench": bench}
+    options = {"BenchOptions": BenchOptions, "PerplexityOptions": PerplexityOptions}
+    functions = {"parse_method": parse_method, "recommend": recommend}
+    return eval(expression, {**vars(hf_posenc), **names, **options, **functions})
+
+
+@pytest.mark.parametrize(("expression", "message"), CALLS)
+def test_a_call_is_answered_by_one_line(expression: str, message: str) -> None:
+    model = zoo.build("llama")
+    with pytest.raises(PosencError) as error:
+        call(expression, model)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert hf_posenc.get_patch(model) is None
+
+
+@pytest.mark.parametrize("length", ["1k", " 1K ", "1024", 1024.0, np.int64(1024), np.float64(1024)])
+def test_every_form_of_a_length_is_the_integer(length: Any, tmp_path: Path) -> None:
+    model = zoo.build("llama")
+    hf_posenc.patch_model(model, "yarn", target_length=length)
+    patch = hf_posenc.get_patch(model)
+    assert patch is not None
+    assert patch.extended_length == 1024
+    assert type(model.config.max_position_embeddings) is int
+    model.save_pretrained(tmp_path)
+    assert hf_posenc.get_patch(hf_posenc.from_pretrained(tmp_path)) is not None
+    hf_posenc.unpatch_model(model)
+    hf_posenc.patch_model(model, "yarn", scale=2, original_max_position_embeddings=length)
+    patch = hf_posenc.get_patch(model)
+    assert patch is not None
+    assert type(patch.original_max_position_embeddings) is int
+    assert BenchOptions(target_length=length).target_length == 1024
+    assert PerplexityOptions(lengths=[64, length]).lengths == (64, 1024)
 
 
 def npy(values: Any, **options: Any) -> bytes:
@@ -243,10 +443,6 @@ def test_any_damage_is_a_reason_and_never_another_error(ending: str, data: st.Da
 
 
 def test_a_run_over_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from typer.testing import CliRunner
-
-    from hf_posenc.cli.app import app
-
     monkeypatch.setattr(readers, "SMALL", 1 << 12)
     folder = tmp_path / "inputs"
     folder.mkdir()

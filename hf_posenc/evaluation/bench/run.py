@@ -103,6 +103,11 @@ def suite_lengths(suite: Suite, original: int | None, target: int | None = None)
     """Return the lengths of a suite for a model: doublings of the trained length, the target last."""
     if original is None:
         raise PosencError("The model's config names no context length: give --lengths.")
+    if target is not None and target < original:
+        raise PosencError(
+            f"--target-length {target}: the model was trained at {original} tokens already. Give a longer one, or "
+            "--lengths to measure short texts."
+        )
     last = original * suite.reach if target is None else target
     doublings = [original]
     while doublings[-1] * 2 < last:

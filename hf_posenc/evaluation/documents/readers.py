@@ -164,6 +164,8 @@ def _read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[
         raise UnreadableError("may be token ids or anything else: name the file to read it")
     elif suffix == ".bin":
         yield from _read_bin(path, np.dtype(token_dtype).newbyteorder("<"))
+    elif column.tokens is not None:
+        raise UnreadableError("text without columns, and --tokenized names one: leave it out")
     else:
         yield _read_text(path, compressed)
 

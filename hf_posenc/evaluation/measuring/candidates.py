@@ -104,9 +104,6 @@ class Candidate:
             raise PosencError(
                 f"{spec}: target_length belongs to one method; give scale= to those that take one."
             )
-        for option in ("target_length", "original_max_position_embeddings"):
-            if not isinstance(beside.get(option, 1), int):
-                raise PosencError(f"{spec}: {option} is a whole number, not {beside[option]!r}.")
         auto = _automatic(named) if "target_length" not in beside else set()
         return cls(spec, tuple(Part(*method, method[0] in auto) for method in named), beside)
 

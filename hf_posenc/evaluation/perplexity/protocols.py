@@ -50,7 +50,8 @@ class Settings:
         lengths: Context lengths in tokens, special tokens in front included, ascending.
         protocols: Names from `PROTOCOLS`.
         tail_tokens: The K of `tail`, in tokens; 0: `default_tail_tokens`.
-        stride: Tokens from one window of `sliding` and `stream` to the next.
+        stride: Tokens from one window of `sliding` and `stream` to the next; 0: 256, for `sliding` at most half of the
+            shortest length, so that every token but the first is scored.
         windows_per_document: Of `tail`, evenly spaced windows per document whose targets never overlap (default 1).
             Of `sliding`, the number of full windows after the first (default: all, and the first).
         bos_windows: Windows of `sliding` with special tokens in front: `"every"` or `"first"`.
@@ -77,7 +78,7 @@ class Settings:
     lengths: tuple[int, ...]
     protocols: tuple[str, ...] = ("prefix", "tail")
     tail_tokens: int = 0
-    stride: int = STRIDE
+    stride: int = 0
     windows_per_document: int | None = None
     bos_windows: str = "every"
     read_last: bool = True
@@ -118,6 +119,7 @@ class Settings:
                 f"({self.lengths[0]}): the same tokens are scored at every length. Give longer --lengths, or "
                 f"--tail-tokens {default_tail_tokens(self.lengths)}."
             )
+        self._set_stride()
         if "longppl" in self.protocols and self.evaluator is None:
             raise PosencError("longppl needs a model that selects the tokens: --longppl EVALUATOR.")
         self._check_stream()
@@ -126,6 +128,18 @@ class Settings:
             value, least = getattr(self, name), 0 if name == "seed" else 1
             if value is not None and value < least:
                 raise PosencError(f"{name} is at least {least}, not {value}.")
+
+    def _set_stride(self) -> None:
+        """Set the default stride; refuse one that leaves tokens between the windows of `sliding` unscored."""
+        slides = "sliding" in self.protocols
+        if self.stride == 0:
+            half = max(1, self.lengths[0] // 2)
+            object.__setattr__(self, "stride", min(STRIDE, half) if slides else STRIDE)
+        if slides and self.stride > self.lengths[0]:
+            raise PosencError(
+                f"--stride {self.stride} is more than the shortest length ({self.lengths[0]}): the tokens between two "
+                f"windows would not be scored. Give --stride {self.lengths[0] // 2}, or longer --lengths."
+            )
 
     def _check_stream(self) -> None:
         """Refuse protocols of joined documents beside protocols of single documents, or of shorter ones."""
@@ -350,8 +364,13 @@ def _sliding(tokens: int, settings: Settings, special: int, length: int) -> list
         if settings.bos_windows == "first":  # then they are the first tokens of the document
             begin, front = max(0, begin - special), max(0, special - begin)
         end = min(begin + length - front, tokens)
+        if reached < begin:
+            raise PosencError(
+                f"--stride {settings.stride}: a window of {length} tokens has room for {length - special} behind the "
+                f"special tokens, and the others would not be scored. Give --stride {length - special} or less."
+            )
         stop, before = front + end - begin, front + reached - begin
-        first = max(1, front, before)  # neither special tokens nor a gap are scored
+        first = max(1, front, before)  # special tokens are not scored
         if first < stop:
             cuts.append((Window(begin, end, front, True), first, stop, stop - max(front, before)))
         reached, index = max(reached, end), index + 1

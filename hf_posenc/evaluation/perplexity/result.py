@@ -206,13 +206,11 @@ class PerplexityResult(MethodsResult[Cell]):
         yield from auto_scale_note(self.candidates)
 
     def _gaps(self) -> Iterator[str]:
-        """Note windows that are farther apart than they are long."""
+        """Note windows of `stream` that are farther apart than they are long."""
         settings = self.settings
-        slid = [name for name in settings.protocols if name in ("sliding", "stream")]
-        every = settings.bos_windows == "every" or "stream" in slid
-        special = len(self.model.get("bos", {}).get("token_ids", ())) if every else 0
+        special = len(self.model.get("bos", {}).get("token_ids", ()))
         short = [length for length in settings.lengths if length - special < settings.stride]
-        if slid and short:
+        if "stream" in settings.protocols and short:
             yield (
                 f"Windows of {listed(short)} tokens lie {settings.stride:,} apart: the text between them is not read, "
                 "and all that is in them is scored; --stride sets another distance."

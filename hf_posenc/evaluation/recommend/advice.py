@@ -29,6 +29,7 @@ from hf_posenc.evaluation.recommend.options import (
     rank,
     rotary_limits,
 )
+from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, get_method
 from hf_posenc.model.discovery import RotaryTable, original_length, read_spec, select, tables_of
 from hf_posenc.model.unwrapping import unwrap
@@ -149,10 +150,10 @@ class Advice:
 
 def recommend(
     model: nn.Module,
-    target_length: int,
+    target_length: int | str,
     *,
     name: str = "MODEL",
-    original: int | None = None,
+    original: int | str | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Advice:
     """Rank the methods for a target length in closed form: the model reads no text.
@@ -164,7 +165,7 @@ def recommend(
     Args:
         model: A transformers model. On the meta device only its config is read, and methods that compute attention
             themselves cannot be tried; on a loaded model every method is patched in and removed again.
-        target_length: In tokens.
+        target_length: In tokens, as a number or as text such as `"32k"`.
         name: The model's name, for the commands.
         original: The length that the model was trained at, in tokens, if its config names another.
         dtype: The number format of the cache.
@@ -172,8 +173,8 @@ def recommend(
     Raises:
         PosencError: A length below 1, a patched model, or one without a rotary table.
     """
-    if target_length < 1:
-        raise PosencError(f"A target length is a number of tokens, not {target_length}.")
+    target_length = read_length(target_length, "target_length")
+    original = None if original is None else read_length(original, "original")
     inner: Any = unwrap(model)
     if get_patch(inner) is not None:
         raise PosencError(

@@ -328,11 +328,15 @@ def test_the_suites_are_what_they_say() -> None:
         ("full", None, (256, 512, 1024, 2048, 4096)),
         ("full", 3000, (256, 512, 1024, 2048, 3000)),
         ("full", 256, (256,)),
-        ("full", 200, (200,)),
     ],
 )
 def test_the_lengths_of_a_suite(suite: str, target: int | None, expected: tuple[int, ...]) -> None:
     assert suite_lengths(get_suite(suite), 256, target) == expected
+
+
+def test_a_target_below_the_trained_length_is_refused() -> None:
+    with pytest.raises(PosencError, match=r"--target-length 200: the model was trained at 256 tok"):
+        suite_lengths(get_suite("full"), 256, 200)
 
 
 def test_the_model_is_what_it_was(result: BenchResult) -> None:

@@ -120,7 +120,7 @@ def test_only_the_row_mode_leaves_a_prefix_alone(name: str) -> None:
         ("yarn+", "Unknown method 'yarn+'"),
         ("yarn:target_length=512+log_n", "target_length belongs to one method"),
         ("yarn:layers=all+log_n:layers=full", "layers is given twice, with different values"),
-        ("yarn:target_length=1k", "target_length is a whole number, not '1k'"),
+        ("yarn:target_length=1.5k", "target_length: '1.5k' is no length; give a whole number"),
     ],
 )
 def test_what_cannot_be_read(spec: str, message: str) -> None:

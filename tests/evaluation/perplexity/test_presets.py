@@ -128,7 +128,9 @@ def test_every_preset_is_tested() -> None:
 def test_what_is_given_comes_before_what_the_preset_says() -> None:
     settings, bos = make_settings({"lengths": (64,), "stride": 8}, None, preset="pose")
     assert (settings.stride, settings.protocols, bos) == (8, ("sliding",), "always")
-    assert make_settings({"lengths": (64,)}, None, preset="pose", bos="never")[1] == "never"
+    assert make_settings({"lengths": (1024,)}, None, preset="pose", bos="never")[1] == "never"
+    with pytest.raises(PosencError, match="--stride 1024 is more than the shortest length"):
+        make_settings({"lengths": (64,)}, None, preset="pose")
     with pytest.raises(PosencError, match="Did you mean 'pose'"):
         make_settings({"lengths": (64,)}, None, preset="posse")
     with pytest.raises(PosencError, match="Did you mean 'tail_tokens'"):

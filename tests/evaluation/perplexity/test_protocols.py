@@ -69,12 +69,22 @@ def test_a_tail_that_would_score_special_tokens_is_refused() -> None:
 
 
 @pytest.mark.parametrize("special", [0, 1, 2, 3])
-def test_windows_with_gaps_between_them_score_text_only(special: int) -> None:
-    settings = make((16,), protocols=("sliding",), stride=20)
+def test_sliding_windows_score_every_token_or_are_refused(special: int) -> None:
+    with pytest.raises(PosencError, match=r"shortest length \(16\): the tokens .* --stride 8"):
+        make((16,), protocols=("sliding",), stride=20)
+    settings = make((16,), protocols=("sliding",))
+    assert settings.stride == 8
     tokens = scored(plan(100, settings, special=special, shared_prefix=True), "sliding")[16]
-    covered = [begin + i for begin in range(0, 100, 20) for i in range(16 - special)]
-    # without anything in front of it, the first token of a window has no prediction
-    assert tokens == [t for t in covered if special or t % 20]
+    assert sorted(tokens) == list(range(0 if special else 1, 100))
+    apart = make((16,), protocols=("sliding",), stride=16)  # as the documentation of transformers
+    if special:
+        with pytest.raises(PosencError, match=f"Give --stride {16 - special} or less"):
+            plan(100, apart, special=special, shared_prefix=True)
+        return
+    tokens = scored(plan(100, apart, special=0, shared_prefix=True), "sliding")[16]
+    assert sorted(tokens) == [
+        t for t in range(100) if t % 16
+    ]  # the first of a window has no prediction
 
 
 def test_a_definition_says_how_windows_weigh_but_for_key_tokens() -> None:
@@ -147,7 +157,7 @@ def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> No
         ({"protocols": ("tail", "tail")}, "A protocol is named twice: tail, tail"),
         ({"aggregate": "bytes"}, "Unknown aggregate 'bytes': tokens, windows"),
         ({"bos_windows": "some"}, "bos_windows is every or first, not 'some'"),
-        ({"stride": 0}, "stride is at least 1, not 0"),
+        ({"stride": -1}, "stride is at least 1, not -1"),
         ({"tail_tokens": 16}, "fewer than the shortest length .* or --tail-tokens 8"),
         ({"protocols": ("tail", "longppl")}, "--longppl EVALUATOR"),
         ({"protocols": ("tail", "stream")}, "stream joins the documents, and tail needs them one"),

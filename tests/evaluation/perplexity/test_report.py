@@ -241,20 +241,17 @@ def test_one_stream_has_no_ranges() -> None:
 
 def test_windows_with_gaps_between_them_are_named() -> None:
     result = example(CURVES)
-    settings = dataclasses.replace(result.settings, protocols=("sliding",), stride=512)
+    settings = dataclasses.replace(result.settings, protocols=("stream",), stride=512)
     notes = " ".join(dataclasses.replace(result, settings=settings).notes())
     assert "Windows of 256 tokens lie 512 apart: the text between them is not read" in notes
 
 
 def test_special_tokens_in_front_of_a_window_widen_the_gap() -> None:
     result = example(CURVES)
-    settings = dataclasses.replace(result.settings, protocols=("sliding",), stride=256)
+    settings = dataclasses.replace(result.settings, protocols=("stream",), stride=256)
     for model, told in (({}, False), ({"bos": {"token_ids": [0]}}, True)):
         same = dataclasses.replace(result, settings=settings, model=model)
         assert ("the text between them is not read" in " ".join(same.notes())) is told
-    settings = dataclasses.replace(settings, bos_windows="first")
-    first = dataclasses.replace(result, settings=settings, model={"bos": {"token_ids": [0]}})
-    assert "is not read" not in " ".join(first.notes())
 
 
 def test_without_a_number_for_the_baseline_there_are_no_ratios() -> None:

@@ -400,7 +400,7 @@ def test_json_says_the_same(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--target-length", "2k,4k"), "one length"),
+        (("--target-length", "2k,4k"), "'2k,4k' is no length"),
         (("--target-length", "many"), "--target-length many: 'many' is no length"),
         (("--target-length", "2k", "--dtype", "int4"), "bfloat16"),
         (("/no/such/folder", "--target-length", "2k"), "no model folder"),

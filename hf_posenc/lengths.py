@@ -1,0 +1,40 @@
+"""Lengths in tokens, as users give them: whole numbers, whole floats, or text such as `"32k"`."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from hf_posenc.errors import PosencError
+
+_MOST_DIGITS = 15
+
+
+def read_length(value: Any, name: str) -> int:
+    """Return a length of at least one token; k is 1,024.
+
+    Args:
+        value: An integer of any library, a float without a fraction, or text such as `"4096"` or `"32k"`.
+        name: The option or argument, for the message.
+
+    Raises:
+        PosencError: The value is none of these.
+    """
+    length = 0
+    if isinstance(value, str):
+        text = value.strip().lower()
+        digits, factor = (text[:-1], 1024) if text.endswith("k") else (text, 1)
+        if digits.isdecimal() and len(digits) <= _MOST_DIGITS:
+            length = int(digits) * factor
+    elif isinstance(value, float):
+        length = int(value) if value.is_integer() else 0
+    elif not isinstance(value, bool):
+        try:
+            length = operator.index(value)
+        except (TypeError, ValueError):
+            length = 0
+    if length < 1:
+        raise PosencError(
+            f"{name}: {value!r} is no length; give a whole number of tokens, such as 4096 or 32k."
+        )
+    return length
