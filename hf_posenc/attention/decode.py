@@ -62,7 +62,10 @@ def accepts_few(call: Call, encoding: Encoding) -> bool:
         return False
     if len(plan.branches) > 2 or not plan.branches[-1].shares_cache:
         return False
-    return len(plan.branches) == 1 or (_window(encoding) is not None and _ends_with_the_text(call))
+    if len(plan.branches) == 1:
+        return True
+    window = _window(encoding)
+    return window is not None and _ends_with_the_text(call, _width(call, window))
 
 
 def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
@@ -76,7 +79,7 @@ def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     if len(branches) == 2:
         window = _window(encoding)
         assert window is not None
-        width = min(call.key.shape[2], window + query.shape[2] - 1)
+        width = _width(call, window)
         tail = n[:, n.shape[1] - width :]
         near_key = branches[0].key(call.key[:, :, call.key.shape[2] - width :], tail, origin)
         inside = branches[0].contains(pairs[0], tail[:, None, None, :])
@@ -112,15 +115,22 @@ def _window(encoding: Encoding) -> int | None:
     return first.band.below
 
 
-def _ends_with_the_text(call: Call) -> bool:
-    """True if the last keys are the last tokens, and not slots of a static cache that are still empty."""
+def _width(call: Call, window: int) -> int:
+    """The number of last keys among which are all near ones, of every query."""
+    return min(call.key.shape[2], window + call.query.shape[2] - 1)
+
+
+def _ends_with_the_text(call: Call, width: int) -> bool:
+    """True if the last keys are the last tokens, without padding among them or empty slots of a static cache."""
     queries = call.query.shape[2]
     visible = call.mask.rows(queries - 1, queries)
     if visible is None:
         return True
     if torch.compiler.is_compiling():
         return False  # a tensor's value decides
-    return bool(visible[..., -1].all())
+    last = visible[..., -width:]
+    whole = last.sum(-1) == visible.sum(-1).clamp(max=width)
+    return bool((last[..., -1] & whole).all())
 
 
 def accepts_moving(call: Call, encoding: Encoding) -> bool:

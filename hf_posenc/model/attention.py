@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +46,55 @@ KNOWN = frozenset(
 """Arguments of attention functions beside the tensors that this one understands or may ignore."""
 _PINNED = "_hf_posenc_lengths"
 _LAST = "_hf_posenc_last_positions"
+
+# Positions of a padded batch, which a model that gets none counts with the padding.
+
+
+def count_positions(
+    module: nn.Module, args: Any, kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Add the positions that a mask shows to a call without `position_ids`: a forward pre-hook.
+
+    Returns:
+        The arguments of the forward; `None` where they stay.
+    """
+    if len(args) > 1:  # by their names
+        names = inspect.signature(module.forward).parameters
+        args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
+    tokens = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
+    inputs = next((value for value in tokens if isinstance(value, Tensor)), None)
+    if inputs is None or kwargs.get("position_ids") is not None:
+        return None
+    cache = kwargs.get("past_key_values")
+    seen = 0 if cache is None else cache.get_seq_length()
+    positions = _shown_positions(kwargs.get("attention_mask"), seen, inputs.shape[1])
+    if positions is None:
+        return None
+    return args, {**kwargs, "position_ids": positions.to(inputs.device)}
+
+
+def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | None:
+    """The positions of the queries, counted over the tokens that a mask shows; `None` where it hides none."""
+    by_type = isinstance(mask, Mapping)  # made by the model around the decoder
+    if by_type:
+        mask = mask.get("full_attention")
+    if isinstance(mask, Tensor) and mask.dtype == HANDLE and mask.dim() == 4:
+        mask, by_type = described(mask).arguments.get("attention_mask"), True
+    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+        return None
+    shown = mask != 0 if mask.dim() == 2 else WrittenMask.read(mask).visible.any(1).any(-2)
+    if not torch.compiler.is_compiling():
+        present = int(seen) + queries
+        if shown.shape[1] < present or bool(shown[:, :present].all()):
+            return None
+        if mask.dim() == 4 and seen and not by_type:
+            raise PosencError(
+                "This 4-D attention_mask hides cached tokens, which may be padding or another document. Pass "
+                "position_ids, or an attention_mask of shape (batch, tokens)."
+            )
+    positions = (shown.long().cumsum(-1) - 1).clamp(min=0)
+    return positions.index_select(1, torch.arange(queries, device=shown.device) + seen)
+
 
 # The cache, which the attention function does not see.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,14 @@ from torch import Tensor, nn
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
 from hf_posenc.methods import LengthDependent, Method
-from hf_posenc.model.attention import LAYER, CacheWatch, Layer, catch_positions, register
+from hf_posenc.model.attention import (
+    LAYER,
+    CacheWatch,
+    Layer,
+    catch_positions,
+    count_positions,
+    register,
+)
 from hf_posenc.model.calibration import (
     CalibratedLayer,
     calibrate,
@@ -58,6 +66,7 @@ def install_attention(
         layers = calibrate(model, owner, ids, every, wrappers, methods)
         verify(subject, ids, expected, layers, wrappers)
         _give_encodings(layers, tables, wrappers, methods, state)
+        _count_positions(model, owner)
         _watch_cache(owner, layers, state.original)
         run(subject, ids)  # the patched model runs
 
@@ -68,7 +77,7 @@ def remove_attention(model: nn.Module) -> None:
         module.__dict__.pop(LAYER, None)
         module._modules.pop(PARAMETERS, None)
         for number, hook in list(module._forward_pre_hooks.items()):
-            if hook is catch_positions or isinstance(hook, CacheWatch):
+            if hook in (catch_positions, count_positions) or isinstance(hook, CacheWatch):
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
         for name, child in list(module._modules.items()):
@@ -223,6 +232,18 @@ def _encoding(
     if isinstance(base.method, LengthDependent):
         spec = read_spec(layer.table, state.original, compose=state.config.compose)
     return replace(base, heads=heads, rotation=layer.rotation, spec=spec, parameters=parameters)
+
+
+def _count_positions(model: nn.Module, owner: nn.Module) -> None:
+    """Hook the decoder and the models around it, some of which count positions before they call it (Gemma 4)."""
+    around = [
+        module for module in model.modules() if any(part is owner for part in module.modules())
+    ]
+    if any(hasattr(module, "get_rope_index") for module in around):  # three axes, with the mask
+        around = [owner]
+    for module in around:
+        if {"attention_mask", "position_ids"} <= {*inspect.signature(module.forward).parameters}:
+            module.register_forward_pre_hook(count_positions, with_kwargs=True)
 
 
 def _watch_cache(owner: nn.Module, layers: Sequence[CalibratedLayer], original: int) -> None:

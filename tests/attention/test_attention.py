@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
 
-from hf_posenc import patch_model, unpatch_model
+from hf_posenc import PosencError, patch_model, unpatch_model
 from hf_posenc.attention import engine, prefill
 from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
-from tests.support.attention_ways import WAYS, token_by_token
+from tests.support.attention_ways import WAYS, in_steps, token_by_token
 
 PATHS = {"exact": (1 << 30, 1 << 18), "kernels": (1, 1)}
 """Least number of queries for the kernels, and most pairs for a written mask."""
@@ -178,6 +178,108 @@ def test_rows_of_several_lengths_beyond_the_original(model: PreTrainedModel, pat
     got = zoo.logits(model, ids, attention_mask=mask, position_ids=positions)
     assert_close(got[:1], zoo.logits(model, ids[:1]))
     assert_close(got[1:, 40:], zoo.logits(model, ids[1:, 40:]))
+
+
+LISTS = {name: CASES["longrope_row"].options[name] for name in ("short_factor", "long_factor")}
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("dynamic_ntk", {}), ("dynamic_yarn", {}), ("longrope", {"scale": 4.0, **LISTS})],
+)
+def test_the_length_of_a_request_is_that_of_its_tokens(
+    model: PreTrainedModel, method: str, options: dict[str, Any], path: str
+) -> None:
+    """A mask without positions is enough, for padding on either side."""
+    more: dict[str, Any] = {"update": "request", "original_max_position_embeddings": ORIGINAL}
+    patch_model(model, method, **options, **more)
+    ids, mask = zoo.tokens(40, batch=3), torch.ones(3, 40, dtype=torch.int64)
+    mask[1, :14], mask[2, 20:] = 0, 0
+    rows = slice(0, 40), slice(14, 40), slice(0, 20)
+    got = zoo.logits(model, ids, attention_mask=mask)
+    for row, part in enumerate(rows):
+        alone = zoo.logits(model, ids[row : row + 1, part])
+        assert_close(got[row : row + 1, part], alone, f"row {row}")
+    stepped = in_steps(model, ids[:2], [30] + [1] * 10, attention_mask=mask[:2])
+    for row, (part, first) in enumerate(((rows[0], 30), (rows[1], 16))):
+        alone = in_steps(model, ids[row : row + 1, part], [first] + [1] * 10)
+        assert_close(stepped[row : row + 1, part], alone, f"row {row} in steps")
+
+
+# ------------------------------------------------------------------------------------------
+# Masks without positions
+
+ABSOLUTE = ("dual_chunk", "attention_sinks", "log_n", "dynamic_ntk_row", "rerope")
+
+
+@pytest.mark.parametrize("name", ABSOLUTE)
+def test_tokens_that_the_mask_hides_count_nowhere(
+    model: PreTrainedModel, name: str, path: str
+) -> None:
+    """Also inside a row, as after a prompt that was padded on the right."""
+    apply(model, name)
+    ids = zoo.tokens(40, batch=2, seed=4)
+    mask = torch.ones_like(ids)
+    mask[1, 13:19] = 0
+    text = torch.cat((ids[1:, :13], ids[1:, 19:]), 1)
+    full = zoo.logits(model, text)
+    stepped = in_steps(model, ids, [19] + [1] * 21, attention_mask=mask)
+    for got in (zoo.logits(model, ids, attention_mask=mask), stepped):
+        assert_close(torch.cat((got[1:, :13], got[1:, 19:]), 1), full)
+        assert_close(got[:1], zoo.logits(model, ids[:1]))
+
+
+@pytest.mark.parametrize("name", ABSOLUTE)
+def test_a_mask_that_hides_nothing_changes_nothing(
+    model: PreTrainedModel, name: str, path: str
+) -> None:
+    """Nor do positions that are given, as those of packed documents."""
+    apply(model, name)
+    ids = zoo.tokens(40, batch=2)
+    mask, seen = torch.ones_like(ids), []
+    model.model.rotary_emb.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs.get("position_ids", args[-1])),
+        with_kwargs=True,
+    )
+    before = zoo.logits(model, ids)
+    assert torch.equal(zoo.logits(model, ids, attention_mask=mask), before)
+    mask[0, :3] = 0
+    packed = torch.arange(20).repeat(2)[None].expand(2, -1)
+    zoo.logits(model, ids, attention_mask=mask, position_ids=packed)
+    assert [len(positions) for positions in seen] == [1, 1, 2]
+    assert torch.equal(seen[-1], packed)
+
+
+@torch.no_grad()
+def test_arguments_by_position(model: PreTrainedModel) -> None:
+    apply(model, "dual_chunk")
+    ids, mask = zoo.tokens(30), torch.ones(1, 30, dtype=torch.int64)
+    mask[:, :6] = 0
+    decoder: Any = model.model
+    got = decoder(ids, mask).last_hidden_state[:, 6:]
+    assert_close(got, decoder(ids[:, 6:]).last_hidden_state)
+    positions = torch.arange(30)[None]
+    given = decoder(ids, mask, positions).last_hidden_state
+    assert torch.equal(given, decoder(ids, mask, position_ids=positions).last_hidden_state)
+    assert zoo.relative_difference(given[:, 6:], got) > 1e-3
+
+
+@torch.no_grad()
+def test_masks_of_four_dimensions(model: PreTrainedModel) -> None:
+    """They show what is padding in a first forward; with a past they may hide documents as well."""
+    apply(model, "dual_chunk")
+    ids = zoo.tokens(30)
+    mask = torch.ones(30, 30, dtype=torch.bool).tril()
+    mask[:, :6] = False
+    additive = torch.zeros(30, 30).masked_fill(~mask, torch.finfo(torch.float32).min)
+    cache = DynamicCache(config=model.config)
+    for written in (mask[None, None], additive[None, None]):
+        got = zoo.logits(model, ids, attention_mask=written)
+        assert_close(got[:, 6:], zoo.logits(model, ids[:, 6:]))
+    model(input_ids=ids[:, :20], attention_mask=mask[None, None, :20, :20], past_key_values=cache)
+    step = {"attention_mask": mask[None, None, 20:21, :21], "past_key_values": cache}
+    with pytest.raises(PosencError, match=r"4-D attention_mask .* Pass position_ids"):
+        model(input_ids=ids[:, 20:21], **step)
 
 
 # ------------------------------------------------------------------------------------------

@@ -71,26 +71,49 @@ def hidden(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> tuple[Tensor, 
     return (out[0] if values is None else values).double(), out.past_key_values
 
 
-def cached(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def cached(model: PreTrainedModel, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
     """The text as a prefill, single steps and chunks."""
     parts, cache, start = [], None, 0
-    for size in (11, 1, 1, 4, LENGTH - 17):
+    for size in (11, 1, 1, 4, ids.shape[1] - 17):
         more: dict[str, Any] = {} if cache is None else {"past_key_values": cache}
+        if attention_mask is not None:
+            more["attention_mask"] = attention_mask[:, : start + size]
         part, cache = hidden(model, ids[:, start : start + size], use_cache=True, **more)
         parts.append(part)
         start += size
     return torch.cat(parts, 1)
 
 
-def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+def padded_batch(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The text with 5 others before it, and after 5 pads; and its mask."""
     rows = torch.cat((zoo.tokens(5, batch=2, seed=4), ids.expand(2, -1)), 1)
     mask = torch.ones_like(rows)
     mask[1, :5] = 0
+    return rows, mask
+
+
+def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    rows, mask = padded_batch(ids)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     return zoo.logits(model, rows, attention_mask=mask, position_ids=positions)[1:, 5:]
 
 
-WAYS = {"cached": cached, "left-padded": left_padded}
+def left_masked(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    rows, mask = padded_batch(ids)
+    return zoo.logits(model, rows, attention_mask=mask)[1:, 5:]
+
+
+def left_masked_cached(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    rows, mask = padded_batch(ids)
+    return cached(model, rows, attention_mask=mask)[1:, 5:]
+
+
+WAYS = {
+    "cached": cached,
+    "left-padded": left_padded,
+    "left-padded, without positions": left_masked,
+    "left-padded, without positions, cached": left_masked_cached,
+}
 
 
 def native_error(model: PreTrainedModel, way: str, ids: Tensor, full: Tensor) -> float | None:

@@ -9,7 +9,15 @@ import pytest
 import torch
 
 from hf_posenc import PosencError, UnsupportedModelError, patch_model, unpatch_model
-from tests.model.test_attention_architectures import LENGTH, NOT_A_ROTATION, SPARSE
+from hf_posenc.model import masks
+from tests.model.test_attention_architectures import (
+    LENGTH,
+    NOT_A_ROTATION,
+    SPARSE,
+    left_masked,
+    left_masked_cached,
+    patch,
+)
 from tests.support import zoo
 
 
@@ -28,6 +36,20 @@ def test_tokens_that_see_what_follows_are_computed_or_refused(method: str) -> No
     except PosencError:
         return
     assert zoo.relative_difference(got, before) < 2e-6
+
+
+@pytest.mark.parametrize("dense", [1, 1 << 18])
+@pytest.mark.parametrize("name", ["dual_chunk", "log_n", "dynamic_ntk_row"])
+def test_padding_that_the_decoder_gets_as_masks_by_layer_type(
+    name: str, dense: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3 makes the masks, written or not, around the decoder that it hands them to."""
+    model, ids = zoo.build("gemma3"), zoo.tokens(LENGTH)
+    monkeypatch.setattr(masks, "DENSE", dense)
+    patch(model, name)
+    full = zoo.logits(model, ids)
+    for way in (left_masked, left_masked_cached):
+        assert zoo.relative_difference(way(model, ids), full) < 1e-4
 
 
 FEW_COMPOSITES = ("qwen2_5_vl", "paligemma", "diffusion_gemma")

@@ -180,6 +180,21 @@ def test_a_compiled_forward(model: PreTrainedModel, name: str) -> None:
         assert_close(zoo.logits(compiled, ids), zoo.logits(model, ids), name)
 
 
+@pytest.mark.parametrize("name", ["dual_chunk", "log_n"])
+def test_a_compiled_forward_of_a_padded_batch(model: PreTrainedModel, name: str) -> None:
+    apply(model, name)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    for length in (40, 31):
+        ids = zoo.tokens(length, batch=2)
+        mask = torch.ones_like(ids)
+        got = zoo.logits(compiled, ids, attention_mask=mask)
+        assert_close(got, zoo.logits(model, ids))
+        mask[0, :9] = 0
+        got = zoo.logits(compiled, ids, attention_mask=mask)
+        assert_close(got[:1, 9:], zoo.logits(model, ids[:1, 9:]), name)
+
+
 @torch.no_grad()
 def decoded(model: PreTrainedModel, step: Any, ids: Tensor) -> Tensor:
     """A prefill of 20 tokens by the model, then single steps by `step`, into a static cache."""

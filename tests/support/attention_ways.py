@@ -74,6 +74,40 @@ def right_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return zoo.logits(model, batch.pop("ids"), **batch)[1:2, :-5]
 
 
+def masked(ids: Tensor, left: int, right: int) -> dict[str, Tensor]:
+    """The batch of `padded` with its mask alone."""
+    batch = padded(ids, left, right)
+    return {"ids": batch["ids"], "attention_mask": batch["attention_mask"]}
+
+
+def left_masked(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    batch = masked(ids, 6, 0)
+    return zoo.logits(model, batch.pop("ids"), **batch)[1:2, 6:]
+
+
+def left_masked_in_steps(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    batch, length = masked(ids, 6, 0), ids.shape[1]
+    sizes = [4, 7, 9] + [1] * (length - 14)  # a whole chunk of padding
+    return in_steps(model, batch.pop("ids"), sizes, **batch)[1:2, 6:]
+
+
+def left_masked_static(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    batch, length = masked(ids, 6, 0), ids.shape[1]
+    cache = StaticCache(config=model.config, max_cache_len=length + 10)
+    return in_steps(model, batch.pop("ids"), [9] + [1] * (length - 3), cache, **batch)[1:2, 6:]
+
+
+def both_masked(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    batch = masked(ids, 4, 5)
+    return zoo.logits(model, batch.pop("ids"), **batch)[1:2, 4:-5]
+
+
+def both_masked_in_steps(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    batch, length = masked(ids, 4, 5), ids.shape[1]
+    sizes = [length + 2, 1, 1, 5]
+    return in_steps(model, batch.pop("ids"), sizes, **batch)[1:2, 4:-5]
+
+
 @torch.no_grad()
 def cropped(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """A draft of which the last tokens were wrong, as in assisted decoding."""
@@ -140,5 +174,6 @@ def chosen_rows(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 WAYS: tuple[Callable[[PreTrainedModel, Tensor], Tensor], ...] = (
     *(token_by_token, chunked, static, left_padded, left_padded_in_steps, left_padded_static),
+    *(left_masked, left_masked_in_steps, left_masked_static, both_masked, both_masked_in_steps),
     *(right_padded, cropped, packed, interleaved, static_again, chosen_rows),
 )
