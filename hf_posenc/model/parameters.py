@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -75,3 +75,32 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         and (active := parameters_in_force(module)) is not None
         for name, parameter in active.items()
     }
+
+
+def damaged_weights(named: Iterable[tuple[str, Tensor]], *, sampled: bool = False) -> str | None:
+    """Return a sentence on weights that are not finite, or all zero; `None` if there are none.
+
+    Args:
+        named: Names and parameters; of sharded ones, this process's part is read.
+        sampled: Read the first row of each parameter alone, which takes no time on a large model.
+    """
+    matrices = zeros = 0
+    for name, parameter in named:
+        tensor: Tensor = getattr(parameter, "ds_tensor", parameter).detach()
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
+            continue
+        if tensor.element_size() < 2:  # 8 bits have no minimum in torch
+            continue
+        least, most = torch.aminmax(tensor[:1] if sampled and tensor.ndim > 1 else tensor)
+        if not bool(torch.isfinite(least) & torch.isfinite(most)):
+            return (
+                f"The weights of the model are not finite: {name} has NaN or infinity. Load another checkpoint, "
+                "or this one in the dtype that it was saved in."
+            )
+        if tensor.ndim > 1:
+            matrices += 1
+            zeros += not bool(least) and not bool(most)
+    if matrices and zeros == matrices:
+        return "The weights of the model are all zero: every matrix is. Load a checkpoint that is whole."
+    return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -12,6 +13,7 @@ from torch import nn
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
 from hf_posenc.methods import RopeScaling
 from hf_posenc.model.discovery import RotaryTable, SinCosTable, select, tables_of
+from hf_posenc.model.parameters import damaged_weights
 from hf_posenc.model.repositioned import RepositionedRotary
 from hf_posenc.model.rotary import PosencRotary, native_rotary
 from hf_posenc.model.unwrapping import unwrap
@@ -85,14 +87,26 @@ def patch_model(
         )
         if state.in_attention:
             _refuse_prompts(model)
+        _refuse_damaged(inner, state, sampled=True)
         setattr(inner, STATE, state)
         try:
             _install(inner, state, own_config(model, tables))
-        except BaseException:
+        except BaseException as error:
             _undo(inner, state)
+            if isinstance(error, UnsupportedModelError) and state.in_attention:
+                _refuse_damaged(inner, state, sampled=False)
             raise
     wrap_saving(inner)
     return model
+
+
+def _refuse_damaged(model: nn.Module, state: State, *, sampled: bool) -> None:
+    """Raise for weights that are not finite or all zero, on which attention cannot be tried; warn where it is not."""
+    damage = damaged_weights(model.named_parameters(), sampled=sampled)
+    if damage is not None and state.in_attention:
+        raise UnsupportedModelError(damage)
+    if damage is not None:
+        warnings.warn(damage, stacklevel=3)
 
 
 def _refuse_prompts(model: Any) -> None:

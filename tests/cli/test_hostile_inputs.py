@@ -520,6 +520,11 @@ def _unknown_activation(folder: Path) -> None:
     _remove("token*")(folder)
 
 
+def _with_infinity(tensors: dict[str, Any]) -> dict[str, Any]:
+    tensors["model.layers.1.mlp.up_proj.weight"][-1, -1] = math.inf
+    return tensors
+
+
 # The first thing that is wrong is named, in this order: config, model, tokenizer, weights.
 CHECKPOINTS |= {
     "no config": (_remove("config.json"), "has no config.json (it has generation_config.json, ", 2),
@@ -554,6 +559,25 @@ CHECKPOINTS |= {
     ),
     "no tokenizer": (_remove("token*"), "has no tokenizer files. Pass --tokenizer with a ", 2),
     "broken tokenizer": (_write("tokenizer.json", "{"), "The tokenizer of ", 2),
+    "not finite": (
+        lambda folder: _edit_weights(
+            folder, lambda tensors: {name: value * math.nan for name, value in tensors.items()}
+        ),
+        "The weights of the model are not finite: ",
+        2,
+    ),
+    "one infinity": (
+        lambda folder: _edit_weights(folder, _with_infinity),
+        "not finite: model.layers.1.mlp.up_proj.weight has NaN or infinity",
+        2,
+    ),
+    "all zero": (
+        lambda folder: _edit_weights(
+            folder, lambda tensors: {name: value * 0 for name, value in tensors.items()}
+        ),
+        "The weights of the model are all zero",
+        2,
+    ),
     "no weights": (
         _remove("*.safetensors"),
         "cannot be loaded: Error no file named model.safetensors",
@@ -664,3 +688,20 @@ def test_custom_code_runs_where_it_is_trusted(tmp_path: Path) -> None:
     assert "pass --trust-remote-code" in _perplexity(model, tmp_path / "out").stderr
     result = _perplexity(model, tmp_path / "out", "--trust-remote-code")
     assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(("value", "reason"), [(math.nan, "not finite"), (0.0, "all zero")])
+def test_a_patch_names_damaged_weights(value: float, reason: str) -> None:
+    import torch
+
+    from hf_posenc import patch_model
+    from tests.support import zoo
+
+    model = zoo.build("llama")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(value)
+    with pytest.raises(PosencError, match=f"The weights of the model are {reason}"):
+        patch_model(model, "rerope", window=16)
+    with pytest.warns(UserWarning, match=f"The weights of the model are {reason}"):
+        patch_model(model, "yarn", scale=4)

@@ -26,7 +26,7 @@ from hf_posenc.evaluation.measuring.execute import (
     wait_for_all,
     write_timings,
 )
-from hf_posenc.evaluation.measuring.identity import describe_model, name_of
+from hf_posenc.evaluation.measuring.identity import check_weights, describe_model, name_of
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
 from hf_posenc.evaluation.options import PERPLEXITY_METHODS, BenchOptions, with_fields
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, joined, settings_of
@@ -220,6 +220,7 @@ def prepare(
     command: str | None = None,
 ) -> BenchJob:
     """Check the methods against the model, read the documents and lay out the prompts."""
+    check_weights(model)
     suite = get_suite(options.suite).replaced(options)
     candidates = [candidate.checked(model) for candidate in parse_candidates(suite.methods)]
     original = original_length(model, candidates)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.model.parameters import damaged_weights
 from hf_posenc.patch.patching import get_patch
 
 _PACKAGES = ("hf-posenc", "torch", "transformers", "tokenizers", "numpy")
@@ -56,6 +57,15 @@ def describe_model(
         },
         "bos": {"policy": bos, "token_ids": list(special)},
     }
+
+
+def check_weights(model: nn.Module) -> None:
+    """Raise if weights of the model are not finite, or if all of them are zero."""
+    names = {name for name, _ in model.named_parameters()}
+    tensors = ((name.lstrip("."), tensor) for name, tensor in _tensors(model))
+    damage = damaged_weights((name, tensor) for name, tensor in tensors if name in names)
+    if damage is not None:
+        raise PosencError(damage)
 
 
 def name_of(model: Any) -> str:

@@ -29,6 +29,7 @@ from hf_posenc.evaluation.measuring.execute import (
 )
 from hf_posenc.evaluation.measuring.identity import (
     check_vocabulary,
+    check_weights,
     describe_model,
     environment,
     name_of,
@@ -367,6 +368,7 @@ def prepare(
     Raises:
         PosencError: Options exclude each other, or no document can be used.
     """
+    check_weights(model)
     candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
     original = original_length(model, candidates)
     settings, policy = settings_of(options, original)

@@ -26,6 +26,7 @@ from hf_posenc.evaluation.measuring.execute import (
 )
 from hf_posenc.evaluation.measuring.identity import (
     check_vocabulary,
+    check_weights,
     describe_model,
     environment,
     name_of,
@@ -238,6 +239,7 @@ def prepare(
     Raises:
         PosencError: Options exclude each other, or no task has prompts of these lengths.
     """
+    check_weights(model)
     candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
     original = original_length(model, candidates)
     policy = options.bos or "auto"

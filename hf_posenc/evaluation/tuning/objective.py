@@ -34,6 +34,7 @@ from hf_posenc.evaluation.measuring.execute import (
 )
 from hf_posenc.evaluation.measuring.identity import (
     check_vocabulary,
+    check_weights,
     describe_model,
     environment,
     name_of,
@@ -470,6 +471,7 @@ def prepared(
             "The model's config names no context length that it was trained on; give it with a method, as in "
             "--patch yarn:original_max_position_embeddings=4096."
         )
+    check_weights(model)
     settings = TailSettings.of(options, original)
     policy = options.bos or "auto"
     special = special_prefix(tokenizer, policy)
