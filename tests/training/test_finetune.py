@@ -192,7 +192,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no examples": (("--per_device_train_batch_size", "0"), "batch_size 0: at least 1"),
     "no steps": (("--max_steps", "0"), "max_steps 0: at least 1"),
     "a rate below zero": (("--learning_rate", "-1"), "learning_rate -1"),
-    "half precision on a CPU": (("--fp16",), "fp16 on a CPU would compute in float32"),
+    "half precision on a CPU": (("--fp16",), "fp16 on a CPU computes in float32 silently"),
     "examples by length": (("--train_sampling_strategy", "group_by_length"), "have one length"),
     "an optimizer that is not installed": (("--optim", "adamw_8bit"), "install `bitsandbytes`"),
     "no such tracker": (("--report_to", "paper"), "paper is not supported"),

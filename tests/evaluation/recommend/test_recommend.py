@@ -425,7 +425,7 @@ def test_the_page_has_the_numbers_of_the_committed_run() -> None:
         if cell["length"] == 2048
     }
     page = (docs / "choosing.md").read_text(encoding="utf-8")
-    table = page.split("| said to reach |")[1].split("\n\n")[0]
+    table = page.split("| predicted to reach 2,048 |")[1].split("\n\n")[0]
     named = re.findall(r"`([\w:=.]+)`", table)
     assert {*named, "none", "sliding_window"} == set(measured)
     for cells in re.findall(r"\| ([^|]*`[^|]*) \| ([\d., ]+) (?=\|)", table):
@@ -436,4 +436,4 @@ def test_the_page_has_the_numbers_of_the_committed_run() -> None:
             named.remove(method)
     assert not named
     assert f"and {measured['none']:.0f} at 2,048" in page
-    assert f"`sliding_window` {measured['sliding_window']:.1f}" in page
+    assert f"`sliding_window` has {measured['sliding_window']:.1f}" in page
