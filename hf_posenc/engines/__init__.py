@@ -7,14 +7,7 @@ none, with the difference of its table from the model's by the engine's own publ
 from __future__ import annotations
 
 from hf_posenc.engines.engine import TableError
-from hf_posenc.engines.exporting import (
-    ENGINES,
-    Export,
-    Expressed,
-    export,
-    survey,
-    write_export,
-)
+from hf_posenc.engines.exporting import ENGINES, Export, Expressed, export, survey, write_export
 from hf_posenc.engines.llama_cpp import GGUFCheck, check_gguf, write_gguf
 
 __all__ = [

@@ -18,13 +18,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent
-from hf_posenc.model.masks import (
-    HANDLE,
-    CausalMask,
-    WrittenMask,
-    described,
-    posenc_mask,
-)
+from hf_posenc.model.masks import HANDLE, CausalMask, WrittenMask, described, posenc_mask
 from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.repositioned import (
     ENGINE,

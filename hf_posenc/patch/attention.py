@@ -21,14 +21,7 @@ from hf_posenc.model.attention import (
     count_positions,
     register,
 )
-from hf_posenc.model.calibration import (
-    CalibratedLayer,
-    calibrate,
-    run,
-    trial,
-    trial_tokens,
-    verify,
-)
+from hf_posenc.model.calibration import CalibratedLayer, calibrate, run, trial, trial_tokens, verify
 from hf_posenc.model.discovery import RotaryTable, attends_locally, layer_index, read_spec
 from hf_posenc.model.parameters import PARAMETERS, MethodParameters
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary

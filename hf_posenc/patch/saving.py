@@ -59,10 +59,8 @@ def _warn_once(model: Any, save_directory: Any) -> None:
 @contextlib.contextmanager
 def _without_scaling(config: Any) -> Iterator[None]:
     values = vars(config)
-    absent = _SCALING not in values
-    scaling = values.pop(_SCALING, None)
+    scaling = {_SCALING: values.pop(_SCALING)} if _SCALING in values else {}
     try:
         yield
     finally:
-        if not absent:
-            values[_SCALING] = scaling
+        values.update(scaling)

@@ -31,13 +31,7 @@ _ELSEWHERE = frozenset(
 
 
 def render(collection: Collection, *, title: str = TITLE, figures: bool = True) -> str:
-    """Render the report as one HTML document.
-
-    Args:
-        collection: The results, from `collect`.
-        title: Its heading.
-        figures: Draw figures, if matplotlib is installed.
-    """
+    """Render the results as one HTML document, with figures if matplotlib is installed."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     from hf_posenc.evaluation.measuring.identity import version_of

@@ -61,13 +61,7 @@ class Collection:
 
 
 def collect(paths: Sequence[Path]) -> Collection:
-    """Read the results in folders, including their subfolders, or in files.
-
-    Args:
-        paths: Run folders, folders of run folders, or result files.
-
-    Returns:
-        The results in the order of the paths; a result that occurs twice is taken once.
+    """Read the results in files or below folders, in the order of the paths; one that occurs twice is taken once.
 
     Raises:
         PosencError: A path does not exist, or there is nothing to report in any of them.

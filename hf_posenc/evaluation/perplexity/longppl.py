@@ -98,13 +98,8 @@ def carry(mask: Tensor, evaluator_ends: Tensor, model_ends: Tensor) -> Tensor:
     and each stands for the whole character. Neighbouring key tokens form one stretch of text, and a token is key if all
     of its text lies within one stretch.
 
-    Args:
-        mask: True for the evaluator's key tokens, shape (n,), bool.
-        evaluator_ends: End of each of them in the text, shape (n,), never decreasing; in bytes or in characters.
-        model_ends: The same for the measured model's tokens, in the same unit, shape (m,).
-
-    Returns:
-        True for the model's key tokens, shape (m,), bool.
+    `mask` (n,) is true for the evaluator's key tokens. Its ends (n,) and the model's (m,) are in bytes or in characters
+    and never decrease. The result (m,) is true for the model's key tokens.
     """
     if mask.shape != evaluator_ends.shape:
         raise PosencError(

@@ -17,14 +17,7 @@ from torch import Tensor
 
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.measuring.candidates import Candidate, Part
-from hf_posenc.methods import (
-    ABF,
-    LengthDependent,
-    LogN,
-    Method,
-    RopeScaling,
-    RotaryBands,
-)
+from hf_posenc.methods import ABF, LengthDependent, LogN, Method, RopeScaling, RotaryBands
 from hf_posenc.rope import RopeSpec
 
 FAST_TURNS = 32
