@@ -228,5 +228,5 @@ def test_the_page_names_the_limits_that_hold() -> None:
     for limit in limits:
         assert f"{limit:,}" in page
     assert f"text of up to {readers.SMALL >> 20} MiB is read at once" in page
-    assert f"may have {readers.LONGEST >> 20} MiB" in page
+    assert f"may have up to {readers.LONGEST >> 20} MiB" in page
     assert f"count beyond {cutting.LONGEST_COUNT}" in page

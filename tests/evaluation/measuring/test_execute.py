@@ -106,7 +106,7 @@ def test_the_first_failure_of_a_cell_decides_whoever_measures_it(order: tuple[in
 
 
 def test_a_method_that_the_model_refuses_is_a_failure_and_the_others_are_measured() -> None:
-    run, store = Losses(("yarn:scale=2,original_max_position_embeddings=-3", "none")), Records()
+    run, store = Losses(("yarn:scale=2,layers=[99]", "none")), Records()
     execute(run, store)
     result = collected(run, store)
     assert result is not None
