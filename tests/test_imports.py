@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 # From the bottom up; a unit imports from lower layers and from itself, never from its own layer's others or from above.
 LAYERS = (
     ("errors",),
-    ("files",),
+    ("files", "lengths"),
     ("rope", "embedded"),
     ("methods",),
     ("attention", "adapters"),
