@@ -14,20 +14,21 @@ from hf_posenc.cli.command import check_arguments, expand
 from hf_posenc.cli.console import one_line_warnings, print_error
 from hf_posenc.errors import PosencError
 
-_GIVEN = "hf_posenc.given"
+_ARGUMENTS = "hf_posenc.arguments"
 
 
 class OneLineErrors(TyperGroup):
     """Prints the errors of commands as one line on stderr."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[_GIVEN] = list(args)
+        ctx.meta[_ARGUMENTS] = list(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            given = ctx.meta[_GIVEN]
-            check_arguments(given, self.get_command(ctx, given[0]) if given else None)
+            arguments = ctx.meta[_ARGUMENTS]
+            command = self.get_command(ctx, arguments[0]) if arguments else None
+            check_arguments(arguments, command)
             with one_line_warnings():
                 return super().invoke(ctx)
         except PosencError as error:

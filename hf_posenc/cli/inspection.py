@@ -15,7 +15,7 @@ from rich.markup import escape
 
 from hf_posenc.cli.console import out
 from hf_posenc.errors import unknown
-from hf_posenc.evaluation.options import parse_target, plain_option
+from hf_posenc.evaluation.options import REVISION_HELP, TRUST_HELP, parse_target, plain_option
 from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, Method, RotaryBands, get_method
 
@@ -143,15 +143,9 @@ def inspect_model(
         str | None,
         typer.Option(help="Show it with this patch, e.g. yarn:scale=8 or yarn:scale=4+log_n."),
     ] = None,
-    revision: Annotated[
-        str | None, typer.Option(help="Branch, tag or commit of a model on the hub.")
-    ] = None,
+    revision: Annotated[str | None, typer.Option(help=REVISION_HELP)] = None,
     trust_remote_code: Annotated[
-        bool,
-        typer.Option(
-            "--trust-remote-code",
-            help="Run the Python code that comes with a model, with all your rights: read it first.",
-        ),
+        bool, typer.Option("--trust-remote-code", help=TRUST_HELP)
     ] = False,
 ) -> None:
     """Print the rotary frequency table in force, per layer type, read back from the live model.
@@ -248,12 +242,8 @@ class RecommendOptions:
     dtype: str = plain_option("Number format of the cache: bfloat16, float16, float32.", "bfloat16")
     weights: bool = plain_option("Load the weights, and try every method on the model too.", False)
     json: bool = plain_option("Print JSON.", False)
-    revision: str | None = plain_option(
-        "Branch, tag or commit of a model on the hub.", metavar="REV"
-    )
-    trust_remote_code: bool = plain_option(
-        "Run the Python code that comes with a model, with all your rights: read it first.", False
-    )
+    revision: str | None = plain_option(REVISION_HELP, metavar="REV")
+    trust_remote_code: bool = plain_option(TRUST_HELP, False)
 
 
 def recommend(options: RecommendOptions) -> None:

@@ -95,6 +95,12 @@ def with_fields(kind: type[T], options: T | None, fields: Mapping[str, Any]) -> 
     return changed
 
 
+REVISION_HELP = "Branch, tag or commit of a model on the hub."
+TRUST_HELP = (
+    "Run the Python code that comes with a model or tokenizer, with all your rights: read it first."
+)
+
+
 # Parsers of values.
 
 
@@ -216,13 +222,8 @@ class ModelOptions:
         "auto spreads a large model over all GPUs.", metavar="MAP"
     )
     attn: str | None = model_option("sdpa, eager, flash_attention_2, ... Default: the model's.")
-    revision: str | None = model_option(
-        "Branch, tag or commit of a model on the hub.", metavar="REV"
-    )
-    trust_remote_code: bool = model_option(
-        "Run the Python code that comes with a model or tokenizer, with all your rights: read it first.",
-        False,
-    )
+    revision: str | None = model_option(REVISION_HELP, metavar="REV")
+    trust_remote_code: bool = model_option(TRUST_HELP, False)
     allow_missing_weights: bool = model_option(
         "Measure a checkpoint that lacks weights; they are drawn at random, from a fixed seed.",
         False,
