@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Store, fin
 from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, make_settings
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.files import to_json, write_atomically
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training import ranks
@@ -238,7 +240,9 @@ class Scores:
                 return table
         self._kept = table
         if self.output is not None and ranks.group_shard().index == 0:
-            table.write_json(self.output / FILE)
+            values = table.to_dict()
+            text = to_json({**values, "checksum": fingerprint_of(values)})
+            write_atomically(self.output / FILE, text)
         return table
 
     def _measure_row(
@@ -282,10 +286,19 @@ class Scores:
         """Return the rows so far of the same documents and settings."""
         if self.output is None or ranks.group_shard().index:
             return self._kept
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            values = json.loads((self.output / FILE).read_text(encoding="utf-8"))
-            if values["fingerprint"] == self.fingerprint:
-                return PerplexityResult.from_dict(values)
+        path = self.output / FILE
+        if not path.exists():
+            return None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            values = json.loads(path.read_bytes())
+            if values.pop("checksum", None) == fingerprint_of(values):
+                same = values["fingerprint"] == self.fingerprint
+                return PerplexityResult.from_dict(values) if same else None
+        warnings.warn(
+            f"{path} is damaged, or not a training's: its checksum does not match. It is replaced, and any rows of "
+            "earlier steps in it are lost.",
+            stacklevel=3,
+        )
         return None
 
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,8 @@ from hf_posenc.evaluation.documents.tokens import Numbers, Tokens
 
 BUDGET = 1 << 24  # tokens that all documents of a run together keep in memory, 24 bytes each
 COLUMNS = {"ids": "<i4", "byte_ends": "<i8", "word_ends": "<i8"}  # of `Tokens`, in a file
-FORMAT = 1  # of the cache
+FORMAT = 2  # of the cache
+CHECKSUMS = "crc32"  # the file of a cache entry with the checksum of every column
 _NOTHING = np.zeros(0, np.int64)
 
 
@@ -150,14 +152,18 @@ class TokenCache:
                     prefix="unfinished-", dir=self.folder, ignore_cleanup_errors=True
                 )
                 folder = Path(stack.enter_context(unfinished))
+            checksums: dict[str, int] = {}
             for part in parts:
                 with self._writing():
                     for name, values in _columns(part):
+                        checksums[name] = zlib.crc32(values.data, checksums.get(name, 0))
                         with (folder / name).open("ab") as file:
                             file.write(values.data)
                             file.flush()
                             os.fsync(file.fileno())
                 yield part
+            with self._writing():
+                (folder / CHECKSUMS).write_text(str(sorted(checksums.items())))
             with contextlib.suppress(OSError):  # another process was first
                 folder.rename(entry)
 
@@ -180,6 +186,9 @@ def _entry_tokens(entry: Path) -> Iterator[Tokens]:
         }
         if len({len(values) for values in columns.values()}) != 1:
             raise ValueError("its columns have different lengths")
+        sums = {name: zlib.crc32(np.ascontiguousarray(v).data) for name, v in columns.items()}
+        if (entry / CHECKSUMS).read_text() != str(sorted(sums.items())):
+            raise ValueError("its checksums do not match")
         yield Tokens(columns["ids"], columns.get("byte_ends"), columns.get("word_ends"))
     except (OSError, ValueError, KeyError) as error:
         raise PosencError(

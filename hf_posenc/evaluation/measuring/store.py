@@ -1,17 +1,21 @@
 """Records of a run, in files that survive a kill at any moment and are shared by several processes.
 
 `FOLDER/records/<fingerprint>/` holds `settings.json` and one append-only file of JSON lines per process. A line is on
-the disk before the next item begins. The fingerprint is a hash of everything that determines a number: a run with other
-settings has another folder. Processes meet in this folder only, without collectives, and share out items by index; so
-any launcher can start them, and one that dies leaves the others running.
+the disk before the next item begins, and ends with a checksum: a damaged one is reported and never used. The
+fingerprint is a hash of everything that determines a number: a run with other settings has another folder. Processes
+meet in this folder only, without collectives, and share out items by index; so any launcher can start them, and one
+that dies leaves the others running.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
+import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,8 +147,7 @@ class Store(Records):
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
         """Store a value; on return it is on the disk. If it cannot be written, all earlier records are intact."""
-        entry = {"key": list(key), "value": finite(dict(value))}
-        line = json.dumps(entry, allow_nan=False).encode() + b"\n"
+        line = _line(key, value)
         end = self._file.tell()
         try:
             self._file.write(line)
@@ -162,14 +165,36 @@ class Store(Records):
     def refresh(self) -> None:
         """Read the lines that processes have written since the last time; an incomplete line is left for the next."""
         for path in sorted(self.folder.glob("shard-*.jsonl")):
+            damaged: list[tuple[int, int]] = []
+            at = self._read_to.get(path, 0)
             with path.open("rb") as file:
-                file.seek(self._read_to.get(path, 0))
+                file.seek(at)
                 text = file.read()
-            end = text.rfind(b"\n") + 1
-            for line in text[:end].splitlines():
+            for line in text.split(b"\n")[:-1]:
                 if (entry := _parse(line)) is not None:
                     self._records.setdefault(*entry)
-            self._read_to[path] = self._read_to.get(path, 0) + end
+                elif line.strip(b" "):
+                    damaged.append((at, len(line)))
+                at += len(line) + 1
+            self._read_to[path] = at
+            if damaged:
+                self._report_damage(path, damaged)
+
+    def _report_damage(self, path: Path, damaged: Sequence[tuple[int, int]]) -> None:
+        """Warn of damaged lines (offset, size), and blank them out unless another process has the file."""
+        text = path.read_bytes()
+        numbers = [str(text.count(b"\n", 0, at) + 1) for at, _ in damaged]
+        more = f" and {len(numbers) - 5:,} more" if len(numbers) > 5 else ""
+        warnings.warn(
+            f"{path}: damaged, or written by an earlier version without checksums: line{'s' * (len(numbers) > 1)} "
+            f"{', '.join(numbers[:5])}{more}. Nothing of it is used; what is missing is measured again.",
+            stacklevel=2,
+        )
+        lock = self._lock if path == self._path else FileLock(path.with_suffix(".lock"), timeout=0)
+        with contextlib.suppress(OSError, Timeout), lock, path.open("rb+") as file:
+            for at, size in damaged:
+                file.seek(at)
+                file.write(b" " * size)
 
     def _remove_torn_line(self) -> None:
         """Remove a last line that a kill left incomplete."""
@@ -192,10 +217,20 @@ class Store(Records):
             self._file = self._path.open("ab")
 
 
+_CHECKSUM = b', "crc32": %d}'
+
+
+def _line(key: Key, value: Mapping[str, Any]) -> bytes:
+    """Return a record as a line of JSON whose last entry is the CRC-32 of everything before it."""
+    entry = {"key": list(key), "value": finite(dict(value))}
+    body = json.dumps(entry, allow_nan=False).encode()[:-1]
+    return body + _CHECKSUM % zlib.crc32(body) + b"\n"
+
+
 def _parse(line: bytes) -> tuple[Key, dict[str, Any]] | None:
-    """Return a line's key and value; `None` if it is no record, such as the torn line of a disk that lost power."""
-    try:
-        entry = json.loads(line)
-        return tuple(entry["key"]), dict(entry["value"])
-    except (ValueError, TypeError, KeyError):
+    """Return a line's key and value; `None` if its checksum does not match."""
+    body, _, _ = line.rpartition(_CHECKSUM[:11])
+    if not body or line != body + _CHECKSUM % zlib.crc32(body):
         return None
+    entry = json.loads(body + b"}")
+    return tuple(entry["key"]), entry["value"]

@@ -216,6 +216,16 @@ def test_a_token_cache_that_cannot_be_written_or_read(tmp_path: Path) -> None:
     cache = TokenCache(tmp_path / "cache", "x")
     load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
     (entry,) = (tmp_path / "cache").iterdir()
+    for file in entry.iterdir():
+        whole = file.read_bytes()
+        for at in range(0, len(whole), 97):
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises(PosencError, match="its checksums do not match"):
+                load_documents(
+                    [Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache
+                )
+        file.write_bytes(whole)
+    load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)
     (entry / "byte_ends").write_bytes(b"torn")
     with pytest.raises(PosencError, match="is damaged: remove that folder"):
         load_documents([Document("d", prose(99))], byte_tokenizer(), min_tokens=9, cache=cache)

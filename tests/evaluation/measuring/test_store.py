@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import textwrap
+import warnings
+import zlib
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,7 @@ from hf_posenc.evaluation.measuring.store import (
     current_shard,
     fingerprint_of,
 )
+from tests.evaluation.measuring.test_resume import result, work
 
 SETTINGS = {"lengths": [1, 2], "dtype": "float32"}
 KEYS: list[Key] = [("yarn", 4, f"d{n}") for n in range(4)]
@@ -51,7 +55,9 @@ def test_every_line_is_on_the_disk_when_append_returns(
         store.append(KEYS[0], {"n": 0})
         assert len(synced) == before + 1
         (path,) = files(tmp_path)
-        assert json.loads(path.read_text()) == {"key": list(KEYS[0]), "value": {"n": 0}}
+        entry = {"key": list(KEYS[0]), "value": {"n": 0}}
+        checksum = zlib.crc32(json.dumps(entry).encode()[:-1])
+        assert json.loads(path.read_text()) == {**entry, "crc32": checksum}
 
 
 def test_a_torn_last_line_is_healed_and_measured_again(tmp_path: Path) -> None:
@@ -68,13 +74,66 @@ def test_a_torn_last_line_is_healed_and_measured_again(tmp_path: Path) -> None:
         assert path.read_bytes() == whole
 
 
-def test_lines_that_a_lost_disk_left_behind_are_passed_over(tmp_path: Path) -> None:
-    with Store(tmp_path, SETTINGS) as store:
-        store.append(KEYS[0], {"n": 0})
+def opened(folder: Path) -> tuple[list[Key], list[str]]:
+    """The keys that are missing of the first three, and the warnings; those that are there are as they were."""
+    with warnings.catch_warnings(record=True) as caught, Store(folder, SETTINGS) as store:
+        lacking = missing(store, KEYS[:3])
+        for number, key in enumerate(KEYS[:3]):
+            assert store.get(key) == (None if key in lacking else {"nats": 10.5 + number})
+            if key in lacking:
+                store.append(key, {"nats": 10.5 + number})
+    return lacking, [str(warning.message) for warning in caught]
+
+
+def test_a_byte_that_flips_anywhere_is_reported_once_and_its_record_made_anew(
+    tmp_path: Path,
+) -> None:
+    assert opened(tmp_path) == (KEYS[:3], [])
     (path,) = files(tmp_path)
-    path.write_bytes(b"\0\0\0\0\n[1]\n" + path.read_bytes())
-    with Store(tmp_path, SETTINGS) as store:
-        assert store.get(KEYS[0]) == {"n": 0}
+    whole = path.read_bytes()
+    flips = [(at, whole[at] ^ 1) for at in range(len(whole) - 1)]
+    flips += [(at, new) for at in range(0, len(whole) - 1, 5) for new in b"\n\r \0\xff"]
+    for at, new in flips:
+        if whole[at] == new:
+            continue
+        path.write_bytes(whole[:at] + bytes([new]) + whole[at + 1 :])
+        lacking, (warning,) = opened(tmp_path)
+        line = whole.count(b"\n", 0, at) + 1
+        # a damaged line feed costs the lines on both sides of it
+        assert lacking == KEYS[line - 1 : line + (whole[at] == ord("\n"))]
+        assert warning.startswith(f"{path}: damaged, or written by an earlier version")
+        assert re.search(rf": lines? ({line}|{line + 1})[.,]", warning)
+        assert "Nothing of it is used; what is missing is measured again." in warning
+        assert opened(tmp_path) == ([], [])
+    path.write_bytes(whole[:-1] + b"x")
+    assert opened(tmp_path) == (KEYS[2:3], [])  # as a kill leaves it
+
+
+def test_records_of_a_lost_disk_of_another_shape_and_without_checksums_are_not_used(
+    tmp_path: Path,
+) -> None:
+    opened(tmp_path)
+    (path,) = files(tmp_path)
+    other = b"\0\0\0\0\n[1]\n" + b'{"key": ["a"], "value": [3]}\n, "crc32": 0}\n' * 3
+    path.rename(path.with_name("shard-2-of-2.jsonl"))  # of another process, which ended
+    path.write_bytes(other)
+    lacking, (warning,) = opened(tmp_path)
+    assert not lacking
+    assert "lines 1, 2, 3, 4, 5 and 3 more." in warning
+    assert opened(tmp_path) == ([], [])
+
+
+@pytest.mark.parametrize("digit", range(3))
+def test_a_digit_that_flips_changes_no_result(digit: int, tmp_path: Path) -> None:
+    work(tmp_path, Shard())
+    expected, path = result(tmp_path), files(tmp_path)[0]
+    whole = path.read_bytes()
+    sums = [match.start() for match in re.finditer(rb"(?<=\.)\d", whole)]
+    at = sums[digit * len(sums) // 3]
+    path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+    with pytest.warns(UserWarning, match="damaged, or written by an earlier version"):
+        work(tmp_path, Shard())
+    assert result(tmp_path) == expected
 
 
 def test_other_settings_neither_read_nor_lose_what_was_measured(tmp_path: Path) -> None:
