@@ -105,7 +105,12 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
         PosencError: No such recipe or file, or a patch that the model cannot take.
     """
     beside = Path(source) / PARAMETER_FILE
-    apply_config(model, read_patch(source), trained=beside.is_file())
+    config, patch = read_patch(source), get_patch(model)
+    if patch is not None and (beside.is_file() or (config.replace and config != patch.config)):
+        raise PosencError(
+            f"This model is already patched with {patch.config}. Call unpatch_model(model) first."
+        )
+    apply_config(model, config, trained=beside.is_file())
     trained = trained_parameters(unwrap(model))
     if trained and beside.is_file():
         _fill(trained, load_file(beside), beside)

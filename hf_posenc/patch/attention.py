@@ -46,7 +46,7 @@ def install_attention(
                 f"{method.name} starts untrained: the model must be trained with it before its output means anything. "
                 f"Its parameters are among model.parameters(), named ...{PARAMETERS}.*",
                 UntrainedWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
     owner = _owner(model, tables[0])
     _refuse(model, owner)

@@ -66,6 +66,12 @@ class PatchConfig:
         scale = {} if self.scale is None else {"scale": self.scale}
         return ((self.method, {**scale, **self.options}), *self.others)
 
+    def __str__(self) -> str:
+        return " + ".join(
+            f"{name}({', '.join(f'{key}={_short(value)}' for key, value in options.items())})"
+            for name, options in self.parts
+        )
+
     def build(self) -> tuple[Method, ...]:
         """Return the method objects; raise for an unknown method or option, or a value out of range."""
         return tuple(get_method(name).from_options(**options) for name, options in self.parts)
@@ -159,6 +165,12 @@ def check_option(method: type[Method], option: str) -> None:
     if here in possible:
         raise PosencError(f"Unknown option of {method.name} {option!r}. It is called {here} here.")
     raise unknown(f"option of {method.name}", option, possible)
+
+
+def _short(value: object) -> str:
+    if isinstance(value, tuple | list) and len(value) > 4:
+        return f"[{len(value)} numbers]"
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def _plain(value: Any) -> Any:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,14 +14,14 @@ from torch import nn
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
 from hf_posenc.methods import RopeScaling
 from hf_posenc.model.discovery import RotaryTable, SinCosTable, select, tables_of
-from hf_posenc.model.parameters import damaged_weights
+from hf_posenc.model.parameters import damaged_weights, trained_parameters
 from hf_posenc.model.repositioned import RepositionedRotary
 from hf_posenc.model.rotary import PosencRotary, native_rotary
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import Layers
 from hf_posenc.patch.frequencies import install_rotary, install_sincos
-from hf_posenc.patch.report import EffectiveTable, Patch
+from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
@@ -43,6 +44,7 @@ def patch_model(
     """Change how a live model encodes position, in place and reversibly.
 
     The call ends by reading back the frequencies in force; where anything fails, the model is left as it was.
+    The same request once more changes nothing, also after training. Another one needs `replace=True`.
 
     Args:
         model: A transformers model, also wrapped by PEFT, DDP or `torch.compile`, also on the meta device.
@@ -55,7 +57,8 @@ def patch_model(
         layers: `"full"` (all but sliding-window layers, where these have a rotary table of their own), `"all"`, or a
             list of layer indices.
         compose: On a checkpoint that is scaled already: start from its scaled frequencies.
-        replace: On a checkpoint that is scaled already: drop its scaling, start from `rope_theta`.
+        replace: Start from the plain rotation: undo a patch that is in force, unless that has parameters to train, and
+            drop the scaling of a checkpoint that is scaled already.
         **options: The method's own knobs (`get_method(name).knobs()`).
 
     Returns:
@@ -66,38 +69,91 @@ def patch_model(
         VerificationError: The model does not compute the requested patch; it was restored.
         PosencError: Any other request that cannot be met.
     """
-    state = state_of(model)
-    if state is not None:
-        raise PosencError(
-            f"This model is already patched with {state.config.method}. Call unpatch_model(model) first."
-        )
-    inner: Any = unwrap(model)
-    with torch.device("cpu"):  # inside `with torch.device("meta")` too, tables and probes are real
-        tables = tables_of(inner)
-        state = resolve_request(
-            tables,
-            method,
-            scale=scale,
-            target_length=target_length,
-            original_max_position_embeddings=original_max_position_embeddings,
-            layers=layers,
-            compose=compose,
-            replace=replace,
-            **options,
-        )
-        if state.in_attention:
-            _refuse_prompts(model)
-        _refuse_damaged(inner, state, sampled=True)
-        setattr(inner, STATE, state)
-        try:
-            _install(inner, state, own_config(model, tables))
-        except BaseException as error:
-            _undo(inner, state)
-            if isinstance(error, UnsupportedModelError) and state.in_attention:
-                _refuse_damaged(inner, state, sampled=False)
-            raise
-    wrap_saving(inner)
+    request = {"scale": scale, "target_length": target_length, "layers": layers, **options}
+    request |= {"compose": compose, "replace": replace}
+    request["original_max_position_embeddings"] = original_max_position_embeddings
+    _patch(model, method, request)
     return model
+
+
+def _patch(
+    model: nn.Module, method: MethodLike, request: Mapping[str, Any], *, temporary: bool = False
+) -> Callable[[], None] | None:
+    """Patch a model, and return the function that puts back the patch from before; `None` if it is the same patch."""
+    inner: Any = unwrap(model)
+    earlier = state_of(model)
+    put_back = _suspend(inner, earlier)
+    try:
+        with torch.device(
+            "cpu"
+        ):  # inside `with torch.device("meta")` too, tables and probes are real
+            tables = tables_of(inner)
+            state = resolve_request(tables, method, **request)
+            if earlier is not None:
+                if _is_same(state, earlier, scaled=any(table.scaled for table in tables)):
+                    put_back()
+                    return None
+                _check_replaceable(state, earlier, temporary=temporary)
+            if state.in_attention:
+                _refuse_prompts(model)
+            _refuse_damaged(inner, state, sampled=True)
+            setattr(inner, STATE, state)
+            try:
+                _install(inner, state, own_config(model, tables))
+            except BaseException as error:
+                _undo(inner, state)
+                if isinstance(error, UnsupportedModelError) and state.in_attention:
+                    _refuse_damaged(inner, state, sampled=False)
+                raise
+    except BaseException:
+        put_back()
+        raise
+    wrap_saving(inner)
+    return put_back
+
+
+def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
+    """Undo a patch, if there is one, and return the function that puts back its very objects."""
+    if state is None:
+        return lambda: None
+    holders = [*model.modules(), *(target for target, _ in state.changes)]
+    held = [vars(holder) for holder in holders]
+    held += [inner for outer in held for inner in outer.values() if isinstance(inner, dict)]
+    before = [dict(entries) for entries in held]
+    _undo(model, state)
+    changes: list[tuple[dict[str, Any], str, Any]] = []
+    for entries, old in zip(held, before, strict=True):
+        # The config always: the next patch gives the model another one.
+        kept = {key for key, value in entries.items() if old.get(key) is value and key != "config"}
+        changes += [(entries, key, value) for key, value in old.items() if key not in kept]
+
+    def put_back() -> None:
+        for entries, key, value in changes:
+            entries[key] = value
+
+    return put_back
+
+
+def _is_same(state: State, earlier: State, *, scaled: bool) -> bool:
+    """Return whether two requests are one; `compose` and `replace` count on a scaled checkpoint alone."""
+    flags: dict[str, Any] = {} if scaled else {"compose": False, "replace": False}
+    one, other = (dataclasses.replace(each.config, **flags) for each in (state, earlier))
+    return state.methods == earlier.methods and one == other
+
+
+def _check_replaceable(state: State, earlier: State, *, temporary: bool) -> None:
+    """Refuse a second patch without `replace`, and one that would lose trained parameters for good."""
+    way = "Pass replace=True to undo that patch first, or call unpatch_model(model)."
+    if state.config.compose:
+        way = "Call unpatch_model(model) first."
+    if not temporary and any(method.trainable for method in earlier.methods):
+        way = (
+            "Its parameters would be lost, so replace=True does not undo it: keep them with save_patch(model, folder), "
+            "then call unpatch_model(model)."
+        )
+    elif state.config.replace:
+        return
+    raise PosencError(f"This model is already patched with {earlier.config}. {way}")
 
 
 def _refuse_damaged(model: nn.Module, state: State, *, sampled: bool) -> None:
@@ -106,7 +162,7 @@ def _refuse_damaged(model: nn.Module, state: State, *, sampled: bool) -> None:
     if damage is not None and state.in_attention:
         raise UnsupportedModelError(damage)
     if damage is not None:
-        warnings.warn(damage, stacklevel=3)
+        warnings.warn(damage, stacklevel=4)
 
 
 def _refuse_prompts(model: Any) -> None:
@@ -183,14 +239,30 @@ def unpatch_model(model: ModelT) -> ModelT:
 def patched(model: ModelT, method: MethodLike, **kwargs: Any) -> Iterator[ModelT]:
     """Patch a model for the length of a `with` block; undone on exit, also by an exception.
 
-    The arguments are those of `patch_model`.
+    The arguments are those of `patch_model`. A patch that `replace=True` undid is in force again after the block.
     """
-    patch_model(model, method, **kwargs)
+    put_back = _patch(model, method, kwargs, temporary=True)
+    before = _versions(model).items()
     try:
         yield model
     finally:
-        if state_of(model) is not None:  # else it was unpatched in the block
-            unpatch_model(model)
+        if put_back is not None:
+            after = _versions(model)
+            if any(after.get(name, count) != count for name, count in before):
+                warnings.warn(
+                    "Parameters of the patch were trained in a block of patched(...), whose end drops them: keep them "
+                    "with save_patch(model, folder) before it, or use patch_model.",
+                    stacklevel=3,
+                )
+            if state_of(model) is not None:  # else it was unpatched in the block
+                unpatch_model(model)
+            put_back()
+
+
+def _versions(model: nn.Module) -> dict[str, int]:
+    """Return the count of changes to every parameter of a method."""
+    trained = trained_parameters(unwrap(model)).items()
+    return {name: each._version for name, each in trained if not each.is_inference()}
 
 
 def get_patch(model: nn.Module) -> Patch | None:
@@ -207,10 +279,11 @@ def get_patch(model: nn.Module) -> Patch | None:
     return Patch(state.config, tables, *lengths, state.export, layers, state.attention)
 
 
-def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
+def inspect_rope(model: nn.Module) -> EffectiveTables:
     """Return every rotary table of a model's text decoder as it is in force, patched or not.
 
-    Equal tables are listed once; length-dependent ones as for a text within the original length.
+    A tuple that prints as one table. Equal tables are listed once, length-dependent ones as for a text within the
+    original length.
 
     Raises:
         UnsupportedModelError: A model without rotary embedding.
@@ -242,4 +315,4 @@ def inspect_rope(model: nn.Module) -> tuple[EffectiveTable, ...]:
         before = effective[key].modules if key in effective else ()
         entry = EffectiveTable(label, (*before, table.name), kind, theta, inv_freq, factor)
         effective[key] = entry
-    return tuple(effective.values())
+    return EffectiveTables(effective.values())

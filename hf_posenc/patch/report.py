@@ -52,6 +52,22 @@ COLUMNS = ("layers", "module", "type", "d", "theta", "fastest", "slowest", "fact
 """The headings of `EffectiveTable.row`; frequencies in radians per token."""
 
 
+class EffectiveTables(tuple[EffectiveTable, ...]):
+    """A tuple of rotary tables that a terminal and a notebook show as one table, a row each."""
+
+    def __repr__(self) -> str:
+        rows = [COLUMNS, *(table.row() for table in self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def _repr_html_(self) -> str:
+        def cells(tag: str, row: tuple[str, ...]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+
+        body = "".join(cells("td", table.row()) for table in self)
+        return f"<table><thead>{cells('th', COLUMNS)}</thead><tbody>{body}</tbody></table>"
+
+
 @dataclass(frozen=True, eq=False)
 class Patch:
     """The patch that `get_patch` read back from a model.
@@ -68,7 +84,7 @@ class Patch:
     """
 
     config: PatchConfig
-    tables: tuple[EffectiveTable, ...]
+    tables: EffectiveTables
     original_max_position_embeddings: int
     extended_length: int | None
     export: str | None
@@ -91,30 +107,13 @@ class Patch:
         return dict(self.config.parts[0][1])
 
     def __str__(self) -> str:
-        lines = [f"{self._title()}\n{self._notes()}"]
-        rows = [COLUMNS, *(table.row() for table in self.tables)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
-        lines += [
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-            for row in rows
-        ]
-        return "\n".join(lines)
+        return f"{self.config}\n{self._notes()}\n{self.tables}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        def cells(tag: str, row: tuple[str, ...]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
-
-        body = "".join(cells("td", table.row()) for table in self.tables)
-        title = f"<b>{html.escape(self._title())}</b><br>{html.escape(self._notes())}"
-        return f"{title}<table><thead>{cells('th', COLUMNS)}</thead><tbody>{body}</tbody></table>"
-
-    def _title(self) -> str:
-        return " + ".join(
-            f"{name}({', '.join(f'{key}={_short(value)}' for key, value in options.items())})"
-            for name, options in self.config.parts
-        )
+        title = f"<b>{html.escape(str(self.config))}</b><br>{html.escape(self._notes())}"
+        return title + self.tables._repr_html_()
 
     def _notes(self) -> str:
         reach = "the text's own length"
@@ -131,9 +130,3 @@ class Patch:
             return notes
         layers = f"attention of {len(self.layers)} layers"
         return f"{notes}; {layers} by hf_posenc instead of {self.attention}"
-
-
-def _short(value: object) -> str:
-    if isinstance(value, tuple | list) and len(value) > 4:
-        return f"[{len(value)} numbers]"
-    return f"{value:g}" if isinstance(value, float) else repr(value)

@@ -53,10 +53,10 @@ def resolve_request(
     tables = select(tables, layers, whole=whole)
     if whole:
         _check_scaled(tables, compose=compose, replace=replace)
-    elif replace:
+    elif replace and any(table.scaled for table in tables):
         raise PosencError(
             "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
-            "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out."
+            "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out; unpatch_model(model) undoes a patch."
         )
     else:  # attention starts from the frequencies in force
         compose = compose or any(table.scaled for table in tables)
@@ -119,8 +119,8 @@ def _check_layers(tables: Sequence[RotaryTable], layers: tuple[Any, ...]) -> Non
     if not layers:
         raise PosencError("layers is empty: name at least one layer, or leave it out.")
     count = max(getattr(table.config, "num_hidden_layers", None) or 0 for table in tables)
-    absent = [layer for layer in layers if isinstance(layer, int) and not 0 <= layer < count]
-    if count and absent:
+    numbers = [layer for layer in layers if isinstance(layer, int)]
+    if count and any(isinstance(layer, bool) or not 0 <= layer < count for layer in numbers):
         raise PosencError(
             f"layers={list(layers)}: this model has {count} layers, numbered from 0 to {count - 1}."
         )

@@ -230,13 +230,10 @@ def _moving_tables(model: nn.Module, patch: Patch | None) -> dict[str, str]:
         for method in (() if patch is None else patch.config.build())
         if isinstance(method, LengthDependent)
     }
-    try:
-        tables = inspect_rope(model)
-    except UnsupportedModelError:  # no rotary embedding
-        tables = ()
-    for table in tables:  # transformers' own, unless a patch replaced them
-        if table.rope_type in ("dynamic", "longrope") and table.rope_type not in moving:
-            moving[f"the model's own {table.rope_type} RoPE"] = "sequence"
+    with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
+        for table in inspect_rope(model):  # transformers' own, unless a patch replaced them
+            if table.rope_type in ("dynamic", "longrope") and table.rope_type not in moving:
+                moving[f"the model's own {table.rope_type} RoPE"] = "sequence"
     return moving
 
 

@@ -171,6 +171,13 @@ CALLS: list[tuple[str, str]] = [
         "patch_model(model, 'rerope', layers=[0, -1])",
         "this model has 4 layers, numbered from 0 to 3",
     ),
+    ("patch_model(model, 'rerope', layers=[True])", "numbered from 0 to 3"),
+    ("patch_model(model, 'rerope', layers=['0'])", "\"all\" or a list of layer indices, not ('0',"),
+    (
+        "patch_model(model.config, 'yarn', scale=2)",
+        "LlamaConfig is not a model: give a transformers",
+    ),
+    ("unpatch_model(pipe)", "give the model that it holds, its attribute .model."),
     ("patch_model(model, 'rerope', layers=[])", "layers is empty: name at least one layer"),
     ("patch_model(model, 'yarn', scale=2, layers=0)", 'layers is "full", "all" or a list'),
     ("patch_model(pipe, 'yarn', scale=2)", "Pipe is not a model: give the model that it holds"),

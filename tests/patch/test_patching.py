@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +26,10 @@ from hf_posenc import (
     patched,
     unpatch_model,
 )
-from hf_posenc.methods import YaRN
+from hf_posenc.methods import LogN, ReRoPE, YaRN
+from hf_posenc.model.parameters import trained_parameters
+from hf_posenc.patch import patching
+from hf_posenc.patch.report import COLUMNS
 from tests.support import zoo
 
 LENGTH = 96  # half as many again as the tiny models' 64
@@ -169,10 +174,8 @@ def test_a_request_that_cannot_be_met_says_why(
     assert torch.equal(logits(model), before)
 
 
-def test_a_second_patch_and_a_second_unpatch_are_refused(model: PreTrainedModel) -> None:
+def test_a_second_unpatch_is_refused(model: PreTrainedModel) -> None:
     patch_model(model, "pi", scale=2)
-    with pytest.raises(PosencError, match="already patched with pi"):
-        patch_model(model, "yarn", scale=2)
     unpatch_model(model)
     with pytest.raises(PosencError, match="not patched"):
         unpatch_model(model)
@@ -208,6 +211,156 @@ def test_a_method_object_and_a_name_are_the_same(model: PreTrainedModel) -> None
         one = logits(model)
     with patched(model, ["yarn"], scale=4, beta_fast=16):
         assert torch.equal(logits(model), one)
+
+
+class TestSecondPatch:
+    """A patched model is patched again: a cell of a notebook that runs twice."""
+
+    REQUESTS: tuple[tuple[Any, dict[str, Any]], ...] = (
+        ("yarn", {"scale": 4}),
+        ("yarn", {"target_length": 256, "replace": True}),
+        ("rerope", {"window": 8, "replace": True}),
+        ([YaRN(scale=4), LogN()], {}),
+        ("dynamic_yarn", {}),
+        ("kerple_log", {}),
+    )
+
+    @pytest.mark.filterwarnings("ignore:.*starts untrained")
+    @pytest.mark.parametrize(("method", "options"), REQUESTS)
+    def test_the_same_request_changes_nothing(
+        self, model: PreTrainedModel, method: Any, options: dict[str, Any], tmp_path: Path
+    ) -> None:
+        before, config = logits(model), model.config.to_dict()
+        patch_model(model, method, **options)
+        for parameter in trained_parameters(model).values():
+            parameter.data.add_(1)  # trained
+        modules, expected = dict(model.named_modules()), logits(model)
+        state, saved = dict(model.state_dict()), model.config.to_dict()
+        patch_model(model, method, **options)
+        with patched(model, method, **options):
+            assert torch.equal(logits(model), expected)
+        assert dict(model.named_modules()) == modules  # the very objects, which an optimizer holds
+        assert all(
+            value.data_ptr() == state[name].data_ptr() for name, value in model.state_dict().items()
+        )
+        assert model.config.to_dict() == saved
+        assert torch.equal(logits(model), expected)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            copy.deepcopy(model).save_pretrained(tmp_path)
+        loaded = hf_posenc.from_pretrained(tmp_path)
+        assert torch.equal(logits(patch_model(loaded, method, **options)), expected)
+        unpatch_model(model)
+        assert torch.equal(logits(model), before)
+        assert model.config.to_dict() == config
+
+    @pytest.mark.parametrize("first", ["yarn", "rerope"])
+    @pytest.mark.parametrize("second", [("pi", {"scale": 2}), ("rerope", {"window": 9})])
+    def test_replace_gives_what_the_request_alone_gives(
+        self, model: PreTrainedModel, first: str, second: tuple[str, dict[str, Any]]
+    ) -> None:
+        method, options = second
+        before, config = logits(model), model.config.to_dict()
+        with patched(model, method, **options):
+            expected = logits(model)
+        patch_model(model, ReRoPE(window=8) if first == "rerope" else YaRN(scale=4))
+        in_force, saved = logits(model), model.config.to_dict()
+        with pytest.raises(
+            PosencError, match=rf"patched with {first}\(.*replace=True.*unpatch_model"
+        ):
+            patch_model(model, method, **options)
+        with patched(model, method, **options, replace=True):
+            assert torch.equal(logits(model), expected)
+        assert torch.equal(logits(model), in_force)
+        assert model.config.to_dict() == saved
+        for _ in range(2):
+            patch_model(model, method, **options, replace=True)
+            assert torch.equal(logits(model), expected)
+        unpatch_model(model)
+        assert torch.equal(logits(model), before)
+        assert model.config.to_dict() == config
+
+    @pytest.mark.parametrize("first", ["yarn", "rerope", "gptj"])
+    def test_a_second_patch_that_fails_leaves_the_first_in_force(
+        self, first: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        model = zoo.build("gptj" if first == "gptj" else "llama")
+        before, bare = logits(model, 60), model.config.to_dict()
+        patch_model(model, [ReRoPE(window=8)] if first == "rerope" else [YaRN(scale=4)])
+        in_force, saved = logits(model, 60), model.config.to_dict()
+
+        install = patching._install
+
+        def fail(*args: Any) -> None:
+            install(*args)
+            raise RuntimeError("after the modules were put in place")
+
+        monkeypatch.setattr(patching, "_install", fail)
+        with pytest.raises(RuntimeError, match="after the modules"):
+            patch_model(model, "pi", scale=2, replace=True)
+        with pytest.raises(PosencError, match="needs scale="):
+            patch_model(model, "pi", replace=True)
+        monkeypatch.undo()
+        assert torch.equal(logits(model, 60), in_force)
+        assert model.config.to_dict() == saved
+        unpatch_model(model)
+        assert torch.equal(logits(model, 60), before)
+        assert model.config.to_dict() == bare
+
+    def test_a_method_that_was_defined_anew_is_another(self, model: PreTrainedModel) -> None:
+        def defined() -> Any:
+            @dataclasses.dataclass(frozen=True, kw_only=True)
+            class MyYaRN(YaRN):
+                name = "yarn"
+
+            return MyYaRN(scale=4)
+
+        patch_model(model, defined())
+        with pytest.raises(PosencError, match="replace=True"):
+            patch_model(model, defined())
+        patch_model(model, defined(), replace=True)
+
+    def test_replace_still_drops_the_scaling_of_the_checkpoint(self) -> None:
+        parameters = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+        model = zoo.build("llama", rope_parameters=parameters)
+        patch_model(model, "rerope", window=8)
+        with pytest.raises(PosencError, match="already scaled"):
+            patch_model(model, "yarn", scale=4)
+        with pytest.raises(PosencError, match=r"frequency method.*unpatch_model"):
+            patch_model(model, "rerope", window=9, replace=True)
+        patch_model(model, "yarn", scale=4, replace=True)
+        patch_model(model, "yarn", scale=4, replace=True)
+        with pytest.raises(PosencError, match=r"Call unpatch_model\(model\) first"):
+            patch_model(model, "yarn", scale=4, compose=True)
+
+    @pytest.mark.filterwarnings("ignore:.*starts untrained")
+    def test_trained_parameters_are_never_lost_in_silence(
+        self, model: PreTrainedModel, tmp_path: Path
+    ) -> None:
+        patch_model(model, "kerple_log")
+        hf_posenc.save_patch(model, tmp_path)
+        trained = trained_parameters(model)
+        next(iter(trained.values())).data.fill_(3)
+        for replace in (False, True):
+            with pytest.raises(PosencError, match=r"would be lost.*save_patch\(model, folder\)"):
+                patch_model(model, "yarn", scale=4, replace=replace)
+        with pytest.raises(PosencError, match=r"already patched with kerple_log.*unpatch_model"):
+            hf_posenc.load_patch(model, tmp_path)
+        with patched(model, "yarn", scale=4, replace=True):
+            assert not trained_parameters(model)
+        assert all(value is trained[name] for name, value in trained_parameters(model).items())
+        unpatch_model(model)
+        with (
+            pytest.warns(UserWarning, match=r"block of patched\(...\), whose end drops them"),
+            patched(model, "kerple_log"),
+            torch.no_grad(),
+        ):
+            next(iter(trained_parameters(model).values())).add_(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warnings.filterwarnings("ignore", ".*starts untrained")
+            with patched(model, "kerple_log"):
+                unpatch_model(model)
 
 
 class TestScaledCheckpoints:
@@ -294,6 +447,21 @@ class TestLayers:
             "yarn",
             "default",
         ]
+
+
+def test_inspect_rope_is_a_tuple_that_prints_as_a_table() -> None:
+    model = zoo.build("gemma3_text")
+    tables = inspect_rope(patch_model(model, "yarn", scale=4))
+    assert isinstance(tables, tuple)
+    head, *rows = repr(tables).splitlines()
+    assert head.split() == list(COLUMNS)
+    assert [row.split()[0] for row in rows] == [table.layer_type for table in tables]
+    assert len({row.index("model.") for row in rows} | {head.index("module")}) == 1  # aligned
+    cells = re.findall("<td>(.*?)</td>", tables._repr_html_())
+    assert cells == [cell for table in tables for cell in table.row()]
+    patch = get_patch(model)
+    assert str(patch).endswith(repr(tables))
+    assert copy.deepcopy(tables)._repr_html_() == tables._repr_html_()
 
 
 class TestPrecision:
