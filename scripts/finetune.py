@@ -53,8 +53,9 @@ def finetune(parsed: options.Arguments) -> None:
         loading.one_thread()
     name, output = choice.model or loading.embedded_model(), Path(arguments.output_dir or ".")
     tokenizer = loading.load_tokenizer(choice.tokenizer or name)
+    dtype = preparation.loading_dtype(name, choice.dtype, arguments)
     with preparation.whole_weights(arguments):  # a patch is verified on all of them
-        model = loading.load_model(name, dtype=choice.dtype, device="cpu", attention=choice.attn)
+        model = loading.load_model(name, dtype=dtype, device="cpu", attention=choice.attn)
     loaded = weights_hash(model)
     set_seed(arguments.seed)  # for random parameters of a patch or a LoRA
     preparation.apply_patch(model, choice.patch, data.target_length)

@@ -35,7 +35,7 @@ def join_on_cpu() -> None:
 
     Call it first.
     """
-    sharded = _is_set("ACCELERATE_USE_FSDP") or _is_set("ACCELERATE_USE_DEEPSPEED")
+    sharded = is_set("ACCELERATE_USE_FSDP") or is_set("ACCELERATE_USE_DEEPSPEED")
     if "LOCAL_RANK" in os.environ and not sharded and not torch.accelerator.is_available():
         os.environ.setdefault("ACCELERATE_USE_CPU", "true")
 
@@ -61,7 +61,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
             )
         _check_fsdp(arguments)
     wants_deepspeed = arguments is not None and arguments.deepspeed
-    if (_is_set("ACCELERATE_USE_DEEPSPEED") or wants_deepspeed) and kind != "DEEPSPEED":
+    if (is_set("ACCELERATE_USE_DEEPSPEED") or wants_deepspeed) and kind != "DEEPSPEED":
         raise PosencError(
             "DeepSpeed was requested, but accelerate leaves it out if a CPU is requested: every process would silently "
             "hold the whole model. Leave --use_cpu out; DeepSpeed runs on a CPU with DS_ACCELERATOR=cpu and "
@@ -70,7 +70,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
     requested = launched_processes()
     if requested > state.num_processes and "WORLD_SIZE" in os.environ:
         cpu = "--use_cpu, or ACCELERATE_USE_CPU=true in front of the command"
-        if _is_set("ACCELERATE_USE_DEEPSPEED"):
+        if is_set("ACCELERATE_USE_DEEPSPEED"):
             cpu = "DS_ACCELERATOR=cpu in front and --ddp_backend gloo behind"
         raise PosencError(
             f"{requested} processes were started without a process group: each would train alone and write into the "
@@ -88,7 +88,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
 
 def wants_fsdp(arguments: TrainingArguments | None) -> bool:
     """Return whether FSDP is requested, by a launch file or by the arguments."""
-    return _is_set("ACCELERATE_USE_FSDP") or bool(arguments is not None and arguments.fsdp)
+    return is_set("ACCELERATE_USE_FSDP") or bool(arguments is not None and arguments.fsdp)
 
 
 def launched_processes() -> int:
@@ -126,7 +126,8 @@ def launcher() -> tuple[int, list[str]] | None:
     return None
 
 
-def _is_set(name: str) -> bool:
+def is_set(name: str) -> bool:
+    """Return whether a variable of the environment is true."""
     return os.environ.get(name, "false").lower() in ("true", "1")
 
 
@@ -137,11 +138,6 @@ def _check_fsdp(arguments: TrainingArguments | None) -> None:
         raise PosencError(
             "FSDP1 flattens weights into buffers, which leaves no separate parameters for a patch and for the head. "
             f"Set fsdp_version: 2, as {_CONFIGS}fsdp2.yaml does."
-        )
-    if plugin.cpu_ram_efficient_loading:
-        raise PosencError(
-            "fsdp_cpu_ram_efficient_loading leaves all processes but the first without weights while the patch, the "
-            f"loss and the data are verified on the model. Set it to false, as {_CONFIGS}fsdp2.yaml does."
         )
     if "FULL" not in str(plugin.state_dict_type):
         raise PosencError(
@@ -241,7 +237,7 @@ def _check_parallelism(
     model: nn.Module, patch: Patch | None, positions: str, arguments: TrainingArguments | None
 ) -> None:
     config: Any = None if arguments is None else getattr(arguments, "parallelism_config", None)
-    if config is None and _is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if config is None and is_set("ACCELERATE_USE_PARALLELISM_CONFIG"):
         from accelerate.parallelism_config import ParallelismConfig
 
         config = ParallelismConfig()  # reads the environment of `accelerate launch`

@@ -1,27 +1,36 @@
-"""The model of a run before its training: its patch, the lengths that follow from it, and ZeRO-3 partitioning."""
+"""The model of a run before its training: its patch, the lengths that follow from it, and its weights if sharded."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
+import os
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils.modeling import get_non_persistent_buffers
+from safetensors import safe_open
 from torch import nn
 from transformers import TrainingArguments
+from transformers.integrations.deepspeed import deepspeed_config
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
 
 from hf_posenc.errors import PosencError, UntrainedWarning
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
-from hf_posenc.model.parameters import trained_parameters
+from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.saving import apply_config
 from hf_posenc.training.batches.collator import DRAWS
-from hf_posenc.training.checks import wants_fsdp
+from hf_posenc.training.checks import is_set, wants_fsdp
 
+_HALF = {"BF16": "bfloat16", "F16": "float16"}
 _KEEP = "Leave --patch out to train it further as it is"
 
 
@@ -135,15 +144,25 @@ def needs_one_row(model: Any, positions: str) -> bool:
     return positions == "packed" and "flash" in (model.config._attn_implementation or "")
 
 
-# DeepSpeed ZeRO-3. transformers partitions the weights while it loads them (`zero3_init_flag: false` does not change
-# that), and no process can run the model until the Trainer has wrapped it. But a patch, the loss in chunks and the
-# dependencies of a batch are all verified on the live model first. So the model is loaded whole into CPU memory and
-# partitioned afterwards, one parameter at a time: no device ever holds all of it.
+# Sharded training. A patch, the loss in chunks and the dependencies of a batch are all verified on the live model, on
+# every process, before the Trainer shards it. A weight in the dtype of its file is a page of that file, which all
+# processes of a machine share and which the system can drop. So every process loads the model whole in the dtype of the
+# checkpoint, at no cost in memory of its own, and keeps nothing of it once it is verified: the first process hands out
+# the shards. transformers' own ways (ZeRO-3 partitions the weights while it loads them, FSDP's
+# `cpu_ram_efficient_loading` loads them on one process) leave nothing to verify.
 
 
 @contextlib.contextmanager
 def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
-    """Load models with all their weights on every process, under ZeRO-3 too. Create the arguments first."""
+    """Load models with all their weights on every process, under sharding too. Create the arguments first."""
+    switch = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+    if _loads_once(arguments):
+        before, os.environ[switch] = os.environ[switch], "false"
+        try:
+            yield
+        finally:
+            os.environ[switch] = before
+        return
     if not _is_zero3(arguments):
         yield
         return
@@ -161,24 +180,70 @@ def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
             deepspeed.set_hf_deepspeed_config(config)
 
 
-def partition_weights(model: nn.Module, arguments: TrainingArguments) -> None:
-    """Partition a whole model over the processes for ZeRO-3, in place; without it, do nothing.
+def loading_dtype(name: str, dtype: str, arguments: TrainingArguments) -> str:
+    """Return the dtype to load a model in whose trained weights shall have `dtype`.
 
-    All processes get the first one's values. The model was loaded in `whole_weights`, and has its patch and adapter.
-    Call it last, just before `Trainer(model, ...)`.
+    It is that of the checkpoint where float32 copies are made afterwards: in mixed precision, under sharding.
     """
-    if not _is_zero3(arguments):
-        return
-    import deepspeed
-    from transformers.integrations.deepspeed import deepspeed_config
+    if dtype != "float32" or _copied_to(arguments) is None:
+        return dtype
+    return _stored_dtype(name) or dtype
 
-    config: dict[str, Any] = deepspeed_config() or {}
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if config.get(name, {}).get("enabled") is True:  # DeepSpeed keeps float32 copies of its own
-            for parameter in model.parameters():
-                if parameter.is_floating_point():
-                    parameter.data = parameter.data.to(dtype)
-    deepspeed.zero.Init(module=model, config_dict_or_path=config)
+
+def _stored_dtype(name: str) -> str | None:
+    """Return the dtype of a checkpoint's weights, if all have the same; those of a patch are always float32."""
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
+    files = [SAFE_WEIGHTS_NAME]
+    if (index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options)) is not None:
+        files = sorted(
+            {*json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()}
+        )
+    dtypes = set()
+    for file in files:
+        if (path := cached_file(name, file, **options)) is None:
+            return None  # an adapter, or another format
+        with safe_open(path, "pt") as weights:
+            keys = [key for key in weights.keys() if f".{PARAMETERS}." not in key]  # noqa: SIM118
+            dtypes |= {weights.get_slice(key).get_dtype() for key in keys}
+    return _HALF.get(dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def partition_weights(model: nn.Module, arguments: TrainingArguments) -> None:
+    """Free a verified model's weights on all processes but the first, for FSDP2, and partition them for ZeRO-3.
+
+    In place; without sharding, do nothing. All processes get the first one's values: under FSDP2 from the Trainer, with
+    `fsdp_cpu_ram_efficient_loading`. The model was loaded in `whole_weights`, and has its patch and adapter. Call it
+    last, just before `Trainer(model, ...)`.
+
+    Raises:
+        PosencError: The Trainer cannot distribute the model's buffers.
+    """
+    zero3, copied = _is_zero3(arguments), _copied_to(arguments)
+    if not zero3 and not _loads_once(arguments):
+        return
+    own = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    if not zero3 and (stored := [name for name, _ in model.named_buffers() if name not in own]):
+        raise PosencError(
+            f"accelerate cannot distribute {stored[0]}, a buffer that {type(model).__name__} stores in checkpoints. "
+            "Set fsdp_cpu_ram_efficient_loading: false in the launch file."
+        )
+    for parameter in model.parameters():
+        weights = parameter.data
+        if (
+            copied is not None
+            and weights.is_floating_point()
+            and (zero3 or parameter.requires_grad)
+        ):
+            dtype = copied
+        else:
+            dtype = weights.dtype
+        # Memory that nothing is written to takes no space.
+        first = arguments.process_index == 0
+        parameter.data = weights.to(dtype) if first else torch.empty_like(weights, dtype=dtype)
+    if zero3:
+        import deepspeed
+
+        deepspeed.zero.Init(module=model, config_dict_or_path=deepspeed_config() or {})
 
 
 def will_be_sharded(arguments: TrainingArguments) -> bool:
@@ -189,3 +254,20 @@ def will_be_sharded(arguments: TrainingArguments) -> bool:
 def _is_zero3(arguments: TrainingArguments) -> bool:
     plugin: Any = arguments.deepspeed_plugin
     return plugin is not None and plugin.zero_stage == 3
+
+
+def _loads_once(arguments: TrainingArguments) -> bool:
+    """Return whether FSDP takes the weights from the first process; accelerate sets the variable from any option."""
+    return wants_fsdp(arguments) and is_set("FSDP_CPU_RAM_EFFICIENT_LOADING")
+
+
+def _copied_to(arguments: TrainingArguments) -> torch.dtype | None:
+    """Return the dtype that sharding in mixed precision converts weights to; DeepSpeed's float32 copies are behind."""
+    if _is_zero3(arguments):
+        config: dict[str, Any] = deepspeed_config() or {}
+        for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+            if config.get(name, {}).get("enabled") is True:
+                return dtype
+        return None
+    mixed = arguments.bf16 or arguments.fp16
+    return torch.float32 if mixed and _loads_once(arguments) else None

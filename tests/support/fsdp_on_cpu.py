@@ -19,6 +19,7 @@ def main() -> None:
     import torch.distributed as dist
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
+    from transformers import training_args
 
     def choose(*_: Any, **__: Any) -> tuple[str, Any]:
         if not dist.is_initialized():
@@ -26,6 +27,8 @@ def main() -> None:
         return "gloo", DistributedType.MULTI_GPU
 
     PartialState._prepare_backend = choose
+    # --bf16 without --use_cpu, which would leave FSDP out
+    vars(training_args)["is_torch_bf16_gpu_available"] = lambda: True
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

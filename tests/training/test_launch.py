@@ -113,6 +113,22 @@ def test_what_is_trained_makes_no_difference(
 
 
 @pytest.mark.slow
+def test_weights_read_in_the_dtype_of_the_checkpoint_train_the_same(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model", dtype="bfloat16")
+    (model / "text.txt").write_text(prose(6_000))
+    found = []
+    for loading in ("true", "false"):
+        output = tmp_path / loading
+        config = "--config_file scripts/configs/fsdp2.yaml --fsdp_cpu_ram_efficient_loading"
+        script = [*IN_FRONT["fsdp2"], "scripts/finetune.py", *command(model, output, "full", 1)]
+        done = launched(f"{config} {loading}", [*script, "--bf16"])
+        assert done.returncode == 0, done.stderr
+        found.append((numbers(output, "loss"), weights(output)))
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(value, found[1][1][name]) for name, value in found[0][1].items())
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="DeepSpeed compiles its part for a CPU")
 @pytest.mark.parametrize("training", TRAININGS)

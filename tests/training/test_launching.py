@@ -87,18 +87,13 @@ def test_how_many_processes_a_launcher_was_asked_for(
 
 FSDP: dict[str, tuple[dict[str, Any], str]] = {
     "version": ({"fsdp_version": 1}, "fsdp_version: 2"),
-    "loading": ({"cpu_ram_efficient_loading": True}, "without weights"),
     "shards": ({"state_dict_type": "SHARDED_STATE_DICT"}, "would write no model at the end"),
 }
 
 
 @pytest.mark.parametrize("case", FSDP)
 def test_fsdp_that_leaves_no_model(case: str) -> None:
-    good = {
-        "fsdp_version": 2,
-        "cpu_ram_efficient_loading": False,
-        "state_dict_type": "FULL_STATE_DICT",
-    }
+    good = {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}
     launching._check_fsdp(SimpleNamespace(fsdp_plugin_args=good))  # type: ignore[arg-type]
     wrong, reason = FSDP[case]
     wrong = {**good, **wrong}
