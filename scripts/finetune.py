@@ -69,17 +69,10 @@ def finetune(parsed: options.Arguments) -> None:
     if hub is not None and arguments.process_index == 0:
         repository = hub.create()  # a wrong token fails before the training
 
-    entries, source = options.training_text(data)
-    blocks = training.prepare_blocks(
-        entries,
-        tokenizer,
-        length=lengths.block,
-        positions=data.positions,
-        limit=data.documents,
-        cache=output / "blocks",
-        source=source,
+    blocks, source = options.training_blocks(
+        data, tokenizer, lengths.block, cache=output / "blocks", seed=arguments.seed
     )
-    preparation.check_enough(len(blocks), arguments)
+    preparation.check_enough(blocks, arguments)
     if arguments.process_index == 0:
         print(blocks.counts.line())
     collator = training.PositionCollator(
@@ -143,7 +136,7 @@ def finetune(parsed: options.Arguments) -> None:
             trainer,
             base=choice.model or EMBEDDED,
             train=choice.train,
-            data={"source": source, **options.described(data, lengths, blocks.counts)},
+            data={"source": source, **options.described(data, lengths, blocks)},
             command=options.command_line(),
         )
         write = partial(result.write_result, verify=arguments.verify_export, name=repository)

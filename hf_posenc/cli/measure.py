@@ -128,12 +128,12 @@ def retrieval(
 
 def _read(paths: list[str]) -> str:
     """Return the user's own text, of all files one after the other, up to `MOST_TEXT`."""
-    from hf_posenc.evaluation.documents import Document, Skipped, TokenizedDocument, read_paths
+    from hf_posenc.evaluation.documents import Document, LongDocument, Skipped, read_paths
 
     text, reasons = "", []
     for entry in read_paths(paths):
-        if isinstance(entry, (Skipped, TokenizedDocument)):
-            reason = entry.reason if isinstance(entry, Skipped) else "token ids and no text"
+        if not isinstance(entry, (Document, LongDocument)):
+            reason = entry.reason if isinstance(entry, Skipped) else "not a text"
             reasons.append(f"{entry.name}: {reason}")
             print_warning(f"skipped {reasons[-1]}")
             continue

@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_posenc.training.batches.blocks import mix_blocks as mix_blocks
     from hf_posenc.training.batches.blocks import prepare_blocks as prepare_blocks
     from hf_posenc.training.batches.collator import PositionCollator as PositionCollator
     from hf_posenc.training.batches.dependencies import check_dependencies as check_dependencies
@@ -39,6 +40,7 @@ _HOMES = {
     "last_complete_checkpoint": "checkpoints",
     "lora_config": "parameters",
     "loss_figure": "log",
+    "mix_blocks": "batches.blocks",
     "prepare_blocks": "batches.blocks",
     "score": "scoring",
     "write_card": "result",

@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
 
@@ -18,11 +18,22 @@ from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.patch.report import Patch
-from hf_posenc.training.batches.blocks import STANDARD_LIBRARY, Counts, read_standard_library
+from hf_posenc.training.batches.blocks import (
+    STANDARD_LIBRARY,
+    Blocks,
+    Counts,
+    mix_blocks,
+    prepare_blocks,
+    read_standard_library,
+)
 from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 
 _HELP = "See finetune.py --help."
+_SOURCE_OPTIONS = (
+    *("text", "dataset", "dataset_config", "split", "column", "streaming", "tokenized"),
+    "documents",
+)
 
 
 def _option(default: Any, text: str) -> Any:
@@ -73,12 +84,26 @@ class DataArguments:
     dataset: str | None = _option(None, "Folder or hub name of a dataset, instead of --text.")
     dataset_config: str | None = _option(None, "Configuration of --dataset.")
     split: str = _option("train", "Split of --dataset.")
-    column: str = _option("text", "Column of the texts.")
+    column: str = _option(
+        "text",
+        "Column of the texts, or of conversations (lists of messages with role and content): of these only the "
+        "assistant's tokens have a loss.",
+    )
     streaming: bool = _option(False, "Read --dataset while it is downloaded.")
     tokenized: str | None = _option(None, "Column of token ids, instead of --column.")
     documents: int | None = _option(
         None, "Number of usable documents after which reading stops; by default all."
     )
+    mixture: str | None = _option(
+        None,
+        "A YAML file with a list of sources, instead of --text: each has a weight, its share of the blocks, and these "
+        "options.",
+    )
+    stream_blocks: bool = _option(
+        False,
+        "Cut the documents while training, instead of writing all blocks before the first step.",
+    )
+    preprocessing_num_workers: int = _option(1, "Processes that tokenize.")
     positions: Literal["contiguous", "packed", "pose", "random", "cream"] = _option(
         "contiguous",
         "contiguous: blocks of one document; packed: short documents side by side that do not attend to each other; "
@@ -213,14 +238,18 @@ def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> 
     return cast(Arguments, tuple(parsed))
 
 
-def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:
+def _read_yaml(kind: str, path: Path) -> Any:
     import yaml
 
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
-        raise PosencError(f"The recipe {path} cannot be read: {reason}") from error
+        raise PosencError(f"The {kind} {path} cannot be read: {reason}") from error
+
+
+def _read_recipe(path: Path, parser: Any) -> dict[str, Any]:
+    values = _read_yaml("recipe", path)
     if not isinstance(values, dict):
         raise PosencError(f"The recipe {path} is no list of `option: value` lines.")
     options = {action.dest for action in parser._actions} - {"help", "recipe"}
@@ -262,33 +291,81 @@ def decisive(
     }
 
 
-def described(data: DataArguments, lengths: Lengths, counts: Counts) -> dict[str, Any]:
+def described(data: DataArguments, lengths: Lengths, blocks: Blocks) -> dict[str, Any]:
     """Return the description of the training data for a model card."""
+    counts = blocks.counts
+    known = {"blocks": counts.blocks, "documents": counts.documents, "tokens": counts.tokens}
     return {
         "positions": data.positions,
         "target_length": lengths.target,
         "block_length": lengths.block,
-        "blocks": counts.blocks,
-        "documents": counts.documents,
-        "tokens": counts.tokens,
+        **({} if blocks.streamed else known),
     }
 
 
 # Documents to train on, and documents that are held out.
 
 
-def training_text(data: DataArguments) -> tuple[Iterable[Entry], dict[str, Any]]:
-    """Return the documents to train on, by default the standard library, and the description that results store."""
-    source = _source(data, data.text, data.dataset, data.split)
-    if source.embedded:
-        return read_standard_library(), STANDARD_LIBRARY
-    return source.read(), source.about
+def training_blocks(
+    data: DataArguments, tokenizer: Any, length: int, *, cache: Path, seed: int
+) -> tuple[Blocks, dict[str, Any]]:
+    """Return the blocks to train on, by default of the standard library, and the description that results store."""
+    parts, about = list[tuple[Blocks, float]](), list[dict[str, Any]]()
+    for part, weight in _mixture(data):
+        source = _source(part, part.text, part.dataset, part.split)
+        if source.embedded:
+            source = Source(read_standard_library, STANDARD_LIBRARY)
+        blocks = prepare_blocks(
+            source,
+            tokenizer,
+            length=length,
+            positions=data.positions,
+            limit=part.documents,
+            cache=cache,
+            source=source.about,
+            workers=data.preprocessing_num_workers,
+            stream=data.stream_blocks,
+        )
+        parts.append((blocks, weight))
+        about.append({**source.about, "weight": weight})
+    if data.mixture is None:
+        return parts[0][0], {k: v for k, v in about[0].items() if k != "weight"}
+    return mix_blocks(parts, seed), {"kind": "mixture", "name": data.mixture, "sources": about}
+
+
+def _mixture(data: DataArguments) -> list[tuple[DataArguments, float]]:
+    """Return the options of each source and its weight; of a run without a mixture its own, with weight 1."""
+    if data.mixture is None:
+        return [(data, 1.0)]
+    if data.text or data.dataset is not None:
+        raise PosencError("--mixture names all sources: leave out --text and --dataset.")
+    values = _read_yaml("mixture", Path(data.mixture))
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise PosencError(f"The mixture {data.mixture} is no list of sources with a weight each.")
+    parts = list[tuple[DataArguments, float]]()
+    for number, value in enumerate(values, 1):
+        place = f"The mixture {data.mixture}, source {number}"
+        if unknown := sorted(set(value) - {"weight", *_SOURCE_OPTIONS}):
+            names = ", ".join(("weight", *_SOURCE_OPTIONS))
+            raise PosencError(f"{place} sets {unknown[0]}; possible are {names}.")
+        value = {**value}
+        weight: Any = value.pop("weight", None)
+        if type(weight) not in (int, float) or not 0 < weight < float("inf"):
+            raise PosencError(f"{place} has the weight {weight}: give a positive number.")
+        if not value.get("text") and value.get("dataset") is None:
+            raise PosencError(f"{place} names no documents: give text or dataset.")
+        if isinstance(value.get("text"), str):
+            value["text"] = [value["text"]]
+        parts.append((replace(data, **value), float(weight)))
+    if not parts:
+        raise PosencError(f"The mixture {data.mixture} is empty.")
+    return parts
 
 
 def held_out_text(data: DataArguments) -> Iterable[Entry]:
     """Return the documents to score; by default the modules that the standard library's training text leaves out."""
     source = _source(data, data.score_text, data.score_dataset, data.score_split)
-    if source.embedded and (data.text or data.dataset is not None):
+    if source.embedded and (data.text or data.dataset is not None or data.mixture is not None):
         raise PosencError(
             "Nothing is held out to be scored: give --score_text or --score_dataset, with documents that are not "
             "trained on, or --no_score."

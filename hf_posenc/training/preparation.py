@@ -27,6 +27,7 @@ from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.saving import apply_config
+from hf_posenc.training.batches.blocks import Blocks
 from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checks import is_set, wants_fsdp
 
@@ -129,12 +130,22 @@ def resolve_lengths(
     return Lengths(original, target, block, drawn)
 
 
-def check_enough(blocks: int, arguments: TrainingArguments) -> None:
-    """Check that the blocks fill one batch on every process, if incomplete batches are dropped."""
+def check_enough(blocks: Blocks, arguments: TrainingArguments) -> None:
+    """Check that the blocks fill one batch on every process, if incomplete batches are dropped.
+
+    Of a stream, the number of steps must be given, and every process selects its own rows of the stream.
+    """
+    if blocks.streamed:
+        if arguments.max_steps < 1:
+            raise PosencError("--stream_blocks has no epochs of known length: give --max_steps.")
+        arguments.accelerator_config.dispatch_batches = (
+            False  # flags of a batch cannot be broadcast
+        )
+        return
     batch = arguments.train_batch_size * arguments.world_size
-    if arguments.dataloader_drop_last and blocks < batch:
+    if arguments.dataloader_drop_last and len(blocks) < batch:
         raise PosencError(
-            f"The text gives {blocks:,} blocks, and a batch over all processes has {batch:,}. Give more text, a "
+            f"The text gives {len(blocks):,} blocks, and a batch over all processes has {batch:,}. Give more text, a "
             "smaller --block_length or --per_device_train_batch_size, or --dataloader_drop_last false."
         )
 

@@ -101,6 +101,57 @@ def test_every_way_of_giving_positions_trains(
     assert TrainingLog.read(output).data["positions"] == positions
 
 
+def test_a_mixture_of_sources_and_a_stream_of_it(tmp_path: Path, texts: dict[str, Path]) -> None:
+    files = [str(texts[name]) for name in NAMES[:2]]
+    mixture = tmp_path / "mixture.yaml"
+    sources = [{"text": files[0], "weight": 3}, {"text": [files[1]], "weight": 1}]
+    mixture.write_text(json.dumps(sources), encoding="utf-8")
+    given = [
+        "--output_dir",
+        str(tmp_path / "mixed"),
+        *QUICK,
+        "--mixture",
+        str(mixture),
+        "--no_score",
+    ]
+    finetune(parse_arguments(RECIPE, given))
+    log = TrainingLog.read(tmp_path / "mixed")
+    assert [source["weight"] for source in log.data["source"]["sources"]] == [3.0, 1.0]
+    assert log.data["blocks"] > 4
+    given[1] = str(tmp_path / "streamed")
+    finetune(parse_arguments(RECIPE, [*given, "--stream_blocks"]))
+    assert not (tmp_path / "streamed" / "blocks").exists()
+    assert "blocks" not in TrainingLog.read(tmp_path / "streamed").data
+    assert len(losses(tmp_path / "streamed")) == 2
+    with pytest.raises(PosencError, match="give --max_steps"):
+        finetune(
+            parse_arguments(RECIPE, [*given, "--stream_blocks", "--max_steps", "-1", "--fresh"])
+        )
+
+
+MIXTURES = {
+    "[{text: a.txt}]": "source 1 has the weight None: give a positive number",
+    "[{text: a.txt, weight: -1}]": "has the weight -1",
+    "[{text: a.txt, weight: .nan}]": "has the weight nan",
+    "[{text: a.txt, weight: true}]": "has the weight True",
+    "[{weight: 1}]": "source 1 names no documents",
+    "[{text: a.txt, weight: 1, wait: 2}]": "sets wait; possible are weight, text, dataset",
+    "[]": "is empty",
+    "text: a.txt": "no list of sources",
+    "[{": "cannot be read",
+}
+
+
+@pytest.mark.parametrize("content", MIXTURES)
+def test_a_mixture_that_is_none_is_one_line(tmp_path: Path, content: str) -> None:
+    file = tmp_path / "mixture.yaml"
+    file.write_text(content, encoding="utf-8")
+    given = ["--output_dir", str(tmp_path / "run"), *QUICK, "--mixture", str(file), "--no_score"]
+    with pytest.raises(PosencError, match=MIXTURES[content]) as raised:
+        finetune(parse_arguments(RECIPE, given))
+    assert "\n" not in str(raised.value)
+
+
 def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, Path]) -> None:
     adapter = run(tmp_path, texts, "--train", "lora", "--lora_dropout", "0.1", name="adapter")
     assert (adapter / "adapter_config.json").is_file()

@@ -8,6 +8,7 @@ window, and keeps the tokens in memory or in a temporary file.
 from __future__ import annotations
 
 from hf_posenc.evaluation.documents.document import (
+    Conversation,
     Document,
     Entry,
     LongDocument,
@@ -26,6 +27,7 @@ from hf_posenc.evaluation.documents.source import (
 )
 
 __all__ = [
+    "Conversation",
     "Document",
     "Entry",
     "LongDocument",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,6 +41,14 @@ class LongDocument:
 
 
 @dataclass(frozen=True)
+class Conversation:
+    """Messages with a role and a content, which a chat template turns into a text."""
+
+    name: str
+    messages: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
 class Skipped:
     """A document that could not be used, and the reason."""
 
@@ -63,6 +71,7 @@ class TokenizedDocument:
             it counts with the token in which it begins. `None` if the text is unknown.
         hashed_bytes: UTF-8 bytes that the hash covers, up to the end of the last token, if reading stopped early.
             `None`: the hash covers the whole text, before any cut.
+        trained: For each token, True if it counts in the loss of a training, shape (n,), bool. `None`: all do.
     """
 
     name: str
@@ -71,6 +80,7 @@ class TokenizedDocument:
     sha256: str | None
     word_ends: Tensor | None = None
     hashed_bytes: int | None = None
+    trained: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -120,7 +130,7 @@ def _between(ends: Tensor | None, first: int, stop: int) -> int | None:
     return int(ends[stop - 1]) - (int(ends[first - 1]) if first else 0)
 
 
-Entry: TypeAlias = Document | LongDocument | TokenizedDocument | Skipped
+Entry: TypeAlias = Document | LongDocument | Conversation | TokenizedDocument | Skipped
 """The output of a reader, one for each file, row or line of its input."""
 
 

@@ -26,6 +26,7 @@ import torch
 
 from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.evaluation.documents.document import (
+    Conversation,
     Document,
     Entry,
     LongDocument,
@@ -284,7 +285,7 @@ def _text_pieces(path: Path) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Column:
-    """The column of a row that holds a document: its text, or its token ids if that column is given."""
+    """The column of a row that holds a document: its text or messages, or its token ids if that column is given."""
 
     text: str = "text"
     tokens: str | None = None
@@ -303,6 +304,8 @@ class Column:
             return document_of_ids(label, value)
         if isinstance(value, str):
             return Document(label, value)
+        if isinstance(value, list) and value and all(map(_is_message, value)):
+            return Conversation(label, value)
         kind = "null" if value is None else type(value).__name__
         return Skipped(label, f"column {self.name!r} holds {kind}, not text")
 
@@ -311,6 +314,10 @@ class Column:
         option = "--column" if self.tokens is None else "--tokenized"
         names = printable(", ".join(columns))[:200] or "none"
         return f"no column {self.name!r}; its columns are {names}. Pass {option}"
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _read_jsonl(path: Path, column: Column) -> Iterator[Entry]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.document import (
+    Conversation,
     Document,
     Entry,
     LongDocument,
@@ -51,6 +52,9 @@ class Source:
     embedded: bool = True
     token_cache: Path | None = None
     seen: Callable[[str], None] = lambda name: None
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self.read())
 
     @classmethod
     def of(cls, documents: Iterable[str | Entry]) -> Source:
@@ -175,6 +179,8 @@ def load_documents(
             if isinstance(entry, TokenizedDocument):
                 vocabulary = vocabulary or Vocabulary(tokenizer)
                 document = vocabulary.usable(entry, max_tokens)
+            elif isinstance(entry, Conversation):
+                raise UnreadableError("a conversation, which only scripts/finetune.py reads")
             elif isinstance(entry, Document) and not entry.text.strip():
                 raise UnreadableError("empty")
             else:
@@ -310,7 +316,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Any) -> None:
         self._prefix = special_prefix(tokenizer, "auto")
-        self._size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
+        self.size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
 
     def usable(
         self, document: TokenizedDocument, max_tokens: int | None = None
@@ -319,14 +325,15 @@ class Vocabulary:
         prefix = self._prefix
         first = len(prefix) if document.tokens(0, len(prefix)).tolist() == prefix else 0
         stop = None if max_tokens is None else first + max_tokens
-        cut = dataclasses.replace(document, ids=document.ids[first:stop])
+        trained = None if document.trained is None else document.trained[first:stop]
+        cut = dataclasses.replace(document, ids=document.ids[first:stop], trained=trained)
         for block in cut.blocks():
             least, largest = int(block.min()), int(block.max())
             if least < 0:
                 raise UnreadableError(f"token {least} is negative")
-            if largest >= self._size:
+            if largest >= self.size:
                 raise UnreadableError(
-                    f"token {largest:,} is outside the vocabulary of {self._size:,}: not this tokenizer's ids"
+                    f"token {largest:,} is outside the vocabulary of {self.size:,}: not this tokenizer's ids"
                 )
         return cut
 

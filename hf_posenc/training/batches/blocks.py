@@ -7,11 +7,15 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import math
+import multiprocessing
 import os
 import platform
 import shutil
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from glob import glob
 from pathlib import Path
@@ -22,6 +26,7 @@ from filelock import FileLock
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents import (
+    Conversation,
     Document,
     Entry,
     Skipped,
@@ -33,15 +38,18 @@ from hf_posenc.evaluation.documents import (
 )
 from hf_posenc.evaluation.measuring.identity import tokenizer_hash
 from hf_posenc.files import to_json, write_atomically
-from hf_posenc.training.batches.collator import POSITIONS, Numbers
+from hf_posenc.training.batches.chat import tokenize_conversation
+from hf_posenc.training.batches.collator import IGNORED, POSITIONS, Numbers
 
 if TYPE_CHECKING:
-    from datasets import Dataset
+    from datasets import Dataset, Features, IterableDataset
 
-_FORMAT = 1
+_FORMAT = 2
 _TOKENS, _COUNTS = "blocks.arrow", "blocks.json"
 _ROWS_PER_BATCH = 64
 _MAX_REASONS = 100  # skipped documents that are stored by name
+_SHUFFLED = 1000  # blocks of a stream that are shuffled at a time
+_OWN: Numbers = np.zeros(0, dtype=np.int64)
 
 STANDARD_LIBRARY: dict[str, Any] = {
     "kind": "modules of the standard library that are not held out",
@@ -51,10 +59,19 @@ STANDARD_LIBRARY: dict[str, Any] = {
 
 
 class Block(NamedTuple):
-    """An example: its tokens, shape (length,), and the number of tokens of each document in it."""
+    """An example: its tokens, shape (length,), the number of tokens of each document in it, and its labels.
+
+    The labels are those of `PositionCollator`; without any, every token is its own label.
+    """
 
     ids: Numbers
     documents: tuple[int, ...]
+    labels: Numbers = _OWN
+
+    def row(self, packed: bool) -> dict[str, Any]:
+        """Return the columns of `Blocks.rows`."""
+        row: dict[str, Any] = {"input_ids": self.ids, "labels": self.labels}
+        return {**row, "document_lengths": self.documents} if packed else row
 
 
 @dataclass
@@ -62,9 +79,10 @@ class Cutter:
     """Cuts documents into blocks and counts their tokens.
 
     Every document in a block begins with the special tokens of the prefix, and every document ends with those of the
-    suffix. If packed, documents are next to each other, and one that does not fit is continued, as another one, in the
-    next block. Otherwise every block holds one document, and the remainder of that document is not used. `tokens` is
-    the number of those read, with the suffixes, and `unused` the number of these that are in no block.
+    suffix; a conversation ends as its chat template does. If packed, documents are next to each other, and one that
+    does not fit is continued, as another one, in the next block. Otherwise every block holds one document, and the
+    remainder of that document is not used. A block without a token to train on is not used either. `tokens` is the
+    number of those read, with the suffixes, and `unused` the number of these that are in no block.
     """
 
     length: int
@@ -73,7 +91,7 @@ class Cutter:
     suffix: Sequence[int] = ()
     tokens: int = 0
     unused: int = 0
-    _parts: list[Numbers] = field(default_factory=list)
+    _parts: list[Numbers] = field(default_factory=list)  # ids and labels, shape (2, n)
 
     @property
     def least(self) -> int:
@@ -83,26 +101,47 @@ class Cutter:
     def cut(self, document: TokenizedDocument) -> Iterator[Block]:
         """Yield the blocks that a document fills; if packed, its last tokens may wait for the next document."""
         ids = document.tokens(0, len(document)).numpy()
-        if ids[len(ids) - len(self.suffix) :].tolist() != [*self.suffix]:  # may be there already
-            ids = np.concatenate([ids, np.asarray(self.suffix, dtype=np.int64)])
-        self.tokens += len(ids)
-        while len(ids):
-            space = self.length - sum(map(len, self._parts))
+        tokens = np.stack([ids, ids])
+        if document.trained is not None:
+            tokens[1, ~document.trained.numpy()] = IGNORED
+        elif ids[len(ids) - len(self.suffix) :].tolist() != [*self.suffix]:  # may be there already
+            tokens = np.concatenate([tokens, _special(self.suffix)], axis=1)
+        self.tokens += tokens.shape[1]
+        while tokens.shape[1]:
+            space = self.length - sum(part.shape[1] for part in self._parts)
             room = space - len(self.prefix)  # may be 0: special tokens then fill the block
-            if not self.packed and len(ids) < room:
+            if not self.packed and tokens.shape[1] < room:
                 break
-            part = np.concatenate([np.asarray(self.prefix, dtype=np.int64), ids])[:space]
-            ids = ids[max(room, 0) :]
+            part = np.concatenate([_special(self.prefix), tokens], axis=1)[:, :space]
+            tokens = tokens[:, max(room, 0) :]
             self._parts.append(part)
-            if len(part) == space:
-                yield Block(np.concatenate(self._parts), tuple(map(len, self._parts)))
+            if part.shape[1] == space:
+                if (block := self._block()) is None:
+                    self.finish()
+                else:
+                    yield block
                 self._parts = []
-        self.unused += len(ids)
+        self.unused += tokens.shape[1]
+
+    def _block(self) -> Block | None:
+        """Return the block of all parts; `None` if no token in it has a label."""
+        ids, labels = np.concatenate(self._parts, axis=1)
+        documents = tuple(part.shape[1] for part in self._parts)
+        if (labels == ids).all():
+            return Block(ids, documents)
+        firsts = np.cumsum(documents) - documents  # no token of their documents precedes them
+        labels[firsts] = IGNORED
+        return Block(ids, documents, labels) if (labels != IGNORED).any() else None
 
     def finish(self) -> None:
         """Count the tokens of an incomplete last block as unused."""
-        self.unused += sum(max(len(part) - len(self.prefix), 0) for part in self._parts)
+        self.unused += sum(max(part.shape[1] - len(self.prefix), 0) for part in self._parts)
         self._parts = []
+
+
+def _special(tokens: Sequence[int]) -> Numbers:
+    """Return special tokens as ids and labels, shape (2, n)."""
+    return np.tile(np.asarray(tokens, dtype=np.int64), (2, 1))
 
 
 @dataclass
@@ -117,6 +156,7 @@ class Counts:
         unused: Tokens of those documents that are in no block.
         largest: The largest token id.
         sha256: Hash of all blocks and document boundaries, equal on every rank and in every run.
+        conversations: Number of the documents of which only the assistant's tokens have a label.
         skipped: Number of documents that were not used; `reasons` has the first of them.
     """
 
@@ -127,11 +167,14 @@ class Counts:
     unused: int = 0
     largest: int = -1
     sha256: str = ""
+    conversations: int = 0
     skipped: int = 0
     reasons: tuple[Skipped, ...] = ()
 
     def line(self) -> str:
         """Return a summary in one line."""
+        if not self.blocks:
+            return f"Blocks of {self.length:,} tokens, cut while training"
         share = self.unused / max(self.tokens + self.unused, 1)
         return (
             f"{self.blocks:,} blocks of {self.length:,} tokens from {self.documents:,} documents "
@@ -144,16 +187,34 @@ class Blocks:
     """Training data.
 
     Attributes:
-        dataset: Column `input_ids` (length,); packed also `document_lengths`, which sum to the length. Rows are numpy
-            arrays, int64.
-        counts: The counts.
+        rows: Columns `input_ids` (length,) and `labels`, (length,) of a conversation, otherwise (0,); packed also
+            `document_lengths`, which sum to the length.
+        counts: The counts; of a stream, only what is known before it is read.
     """
 
-    dataset: Dataset
+    rows: Dataset | IterableDataset
     counts: Counts
 
     def __len__(self) -> int:
         return self.counts.blocks
+
+    @property
+    def streamed(self) -> bool:
+        """True if the blocks are made while they are read."""
+        return not hasattr(self.rows, "__len__")
+
+    @property
+    def dataset(self) -> Dataset | IterableDataset:
+        """The rows for a Trainer, as numpy arrays, int64; without the labels if every token is its own.
+
+        A stream repeats without end: a Trainer that resumes skips batches within one epoch only.
+        """
+        rows = self.rows
+        if self.streamed:
+            rows = rows.repeat(None)
+        elif not self.counts.conversations:
+            rows = rows.remove_columns("labels")
+        return rows.with_format("numpy")
 
     @classmethod
     def read(cls, folder: Path, *, in_memory: bool = False) -> Blocks:
@@ -163,15 +224,62 @@ class Blocks:
         try:
             counts = json.loads((folder / _COUNTS).read_text(encoding="utf-8"))
             counts["reasons"] = tuple(Skipped(**each) for each in counts["reasons"])
-            dataset = Dataset.from_file(str(folder / _TOKENS), in_memory=in_memory)
-            blocks = cls(dataset.with_format("numpy"), Counts(**counts))
-            if len(dataset) != len(blocks):
-                raise ValueError(f"{len(dataset)} blocks, {len(blocks)} were written")
+            rows = Dataset.from_file(str(folder / _TOKENS), in_memory=in_memory)
+            blocks = cls(rows, Counts(**counts))
+            if len(rows) != len(blocks):
+                raise ValueError(f"{len(rows)} blocks, {len(blocks)} were written")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise PosencError(
                 f"The prepared data in {folder} are damaged: remove that folder ({error})"
             ) from error
         return blocks
+
+
+def mix_blocks(parts: Sequence[tuple[Blocks, float]], seed: int = 0) -> Blocks:
+    """Mix the blocks of several sources, in proportion to their weights, until one source has no more.
+
+    No block is repeated. Every part is shuffled first, so that a source that is not used up is represented by all of
+    its documents.
+
+    Raises:
+        PosencError: A weight that is not positive; streams beside cached blocks; blocks of different lengths.
+    """
+    from datasets import interleave_datasets
+
+    weights = [weight for _, weight in parts]
+    if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
+        raise PosencError(f"A mixture needs positive weights; these are {weights}.")
+    sources = [blocks for blocks, _ in parts]
+    kinds = {
+        (blocks.streamed, blocks.counts.length, *blocks.rows.column_names) for blocks in sources
+    }
+    if len(kinds) > 1:
+        raise PosencError(
+            "The parts of a mixture need blocks of one length and kind, all streamed or none."
+        )
+    rows = interleave_datasets(
+        [blocks.rows.shuffle(seed) if not blocks.streamed else blocks.rows for blocks in sources],
+        probabilities=[weight / sum(weights) for weight in weights],
+        seed=seed,
+        stopping_strategy="first_exhausted",
+    )
+    counts = [blocks.counts for blocks in sources]
+    digest = json.dumps([[c.sha256 for c in counts], weights, seed])
+    length, blocks = counts[0].length, 0 if sources[0].streamed else len(rows)
+    read = sum(c.tokens + c.unused for c in counts)
+    mixed = Counts(
+        length=length,
+        blocks=blocks,
+        documents=sum(c.documents for c in counts),
+        tokens=min(read, blocks * length),
+        unused=max(0, read - blocks * length),
+        largest=max(c.largest for c in counts),
+        sha256=hashlib.sha256(digest.encode()).hexdigest(),
+        conversations=sum(c.conversations for c in counts),
+        skipped=sum(c.skipped for c in counts),
+        reasons=tuple(itertools.chain(*(c.reasons for c in counts)))[:_MAX_REASONS],
+    )
+    return Blocks(rows, mixed)
 
 
 def read_standard_library() -> Iterator[Document]:
@@ -197,15 +305,19 @@ def prepare_blocks(
     cache: Path | None = None,
     source: Mapping[str, Any] | None = None,
     seen: Callable[[str], None] = lambda name: None,
+    workers: int = 1,
+    stream: bool = False,
 ) -> Blocks:
     """Read documents and cut them into blocks (see `hf_posenc.training.batches.blocks.Cutter`).
 
     With a cache, the first process writes the blocks. The other processes, of this run or of a later one, wait for it
     and read them. A killed process leaves no folder that counts as complete. Without a cache, every process makes its
-    own blocks in memory; they are equal, since nothing is random.
+    own blocks in memory; they are equal, since nothing is random. A stream writes nothing: every process reads the
+    documents while it trains, and shuffles 1,000 blocks at a time.
 
     Args:
-        entries: Documents of a reader of `hf_posenc.evaluation.documents`; not read if the blocks are cached.
+        entries: Documents of a reader of `hf_posenc.evaluation.documents`; not read if the blocks are cached. A stream
+            reads them anew in every epoch.
         tokenizer: A transformers tokenizer.
         length: Tokens in a block.
         positions: As for `PositionCollator`; `"packed"` puts several documents into a block.
@@ -214,10 +326,12 @@ def prepare_blocks(
         source: Description of the entries, from `source_of` of the command line; part of the cache's key. The sizes
             and modification times of the files in it count too.
         seen: Called with each document's name, for progress.
+        workers: Processes that tokenize; the blocks do not depend on their number.
+        stream: Make the blocks while they are read. Needs a source, and documents that can be read again.
 
     Raises:
-        PosencError: No document fills a block; token ids of another tokenizer; a cache without a source, or that cannot
-            be written to.
+        PosencError: No document fills a block; token ids of another tokenizer; a cache or a stream without a source; a
+            cache that cannot be written to.
     """
     if positions not in POSITIONS:
         raise unknown("kind of positions", positions, POSITIONS)
@@ -228,27 +342,57 @@ def prepare_blocks(
         raise PosencError(
             f"A block of {length} tokens has none to predict: give a longer block or target length."
         )
+    if workers < 1:
+        raise PosencError(f"{workers} processes for tokenization: at least 1 is needed.")
     ending = tokenizer.eos_token_id
-    cutter = Cutter(length, positions == "packed", prefix, [] if ending is None else [int(ending)])
-    writer = Writer(entries, tokenizer, cutter, limit, seen)
-    if cache is None:
+    suffix = [] if ending is None else [int(ending)]
+
+    def writer() -> Writer:
+        cutter = Cutter(length, positions == "packed", prefix, suffix)
+        return Writer(entries, tokenizer, cutter, limit, seen, workers)
+
+    if not stream and cache is None:
         place = f"the folder for temporary files {tempfile.gettempdir()}"
         with _disk_errors(place), tempfile.TemporaryDirectory(prefix="hf-posenc-") as folder:
-            writer.write(Path(folder))
+            writer().write(Path(folder))
             return Blocks.read(Path(folder), in_memory=True)
     if source is None:
-        raise PosencError("A cache needs source, the description of the documents.")
+        raise PosencError("A cache or a stream needs source, the description of the documents.")
     decisive = {
         "format": _FORMAT,
         "tokenizer": tokenizer_hash(tokenizer),
         "length": length,
-        "packed": cutter.packed,
-        "special": [list(cutter.prefix), list(cutter.suffix)],
+        "packed": positions == "packed",
+        "special": [list(prefix), suffix],
         "limit": limit,
         "source": {**source, "files": _file_stamps(source)},
     }
-    text = json.dumps(decisive, sort_keys=True, default=repr)
-    return _read_cached(cache, hashlib.sha256(text.encode()).hexdigest()[:32], writer)
+    key = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=repr).encode()).hexdigest()
+    if stream:
+        return _stream(writer, entries, key)
+    assert cache is not None
+    return _read_cached(cache, key[:32], writer())
+
+
+def _stream(writer: Callable[[], Writer], entries: Iterable[Entry], key: str) -> Blocks:
+    """Return blocks that are made while they are read, identified by their source."""
+    from datasets import IterableDataset
+
+    if iter(entries) is entries:
+        raise PosencError(
+            "A stream reads its documents in every epoch: give a list or a Source, not an iterator."
+        )
+    first = writer()  # also refuses a missing library
+    packed, vocabulary = first.cutter.packed, Vocabulary(first.tokenizer)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        reader = writer()
+        yield from (block.row(packed) for block in reader.cut())
+        reader.check()
+
+    counts = Counts(first.cutter.length, largest=vocabulary.size - 1, sha256=key)
+    stream = IterableDataset.from_generator(rows, features=_features(packed))
+    return Blocks(stream.shuffle(seed=0, buffer_size=_SHUFFLED), counts)
 
 
 def _file_stamps(source: Mapping[str, Any]) -> list[tuple[str, int, int]]:
@@ -304,6 +448,7 @@ class Writer:
     cutter: Cutter
     limit: int | None
     seen: Callable[[str], None]
+    workers: int = 1
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("datasets") is None:
@@ -316,41 +461,33 @@ class Writer:
         """Write all blocks and flush them to disk; the counts complete the folder."""
         import pyarrow as pa
 
-        names = ("input_ids", "document_lengths") if self.cutter.packed else ("input_ids",)
-        schema = pa.schema([(name, pa.list_(pa.int32())) for name in names])
+        schema = _features(self.cutter.packed).arrow_schema
         with (folder / _TOKENS).open("wb") as file:
             with pa.ipc.new_stream(file, schema) as stream:
-                blocks = self._cut()
-                while rows := list(itertools.islice(blocks, _ROWS_PER_BATCH)):
-                    batch = pa.RecordBatch.from_pydict(self._columns(rows), schema=schema)
-                    stream.write_batch(batch)
+                rows = (block.row(self.cutter.packed) for block in self.cut())
+                while batch := list(itertools.islice(rows, _ROWS_PER_BATCH)):
+                    stream.write_batch(pa.RecordBatch.from_pylist(batch, schema=schema))
             file.flush()
             os.fsync(file.fileno())
-        if not self._counts.blocks:
-            raise PosencError(self._explanation())
+        self.check()
         write_atomically(folder / _COUNTS, to_json(asdict(self._counts)))
 
-    def _columns(self, rows: list[Block]) -> dict[str, list[Any]]:
-        columns: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
-        if self.cutter.packed:
-            columns["document_lengths"] = [row.documents for row in rows]
-        return columns
-
-    def _cut(self) -> Iterator[Block]:
+    def cut(self) -> Iterator[Block]:
+        """Yield all blocks, in the order of the documents, and count them."""
         vocabulary, counts, digest = Vocabulary(self.tokenizer), self._counts, hashlib.sha256()
-        for entry in self.entries:
-            self.seen(entry.name)
-            document = self._tokenize(entry, vocabulary)
+        for document in self._documents():
+            document = self._usable(document, vocabulary)
             if isinstance(document, Skipped):
                 counts.skipped += 1
                 if len(counts.reasons) < _MAX_REASONS:
                     counts.reasons += (document,)
                 continue
             counts.documents += 1
+            counts.conversations += document.trained is not None
             for block in self.cutter.cut(document):
                 counts.blocks += 1
                 counts.largest = max(counts.largest, int(block.ids.max()))
-                for numbers in (block.ids, np.asarray(block.documents)):
+                for numbers in (block.ids, np.asarray(block.documents), block.labels):
                     digest.update(numbers.astype("<i8").tobytes())
                 yield block
             if counts.documents == self.limit:
@@ -359,29 +496,54 @@ class Writer:
         counts.tokens, counts.unused = self.cutter.tokens - self.cutter.unused, self.cutter.unused
         counts.sha256 = digest.hexdigest()
 
-    def _tokenize(self, entry: Entry, vocabulary: Vocabulary) -> TokenizedDocument | Skipped:
-        if isinstance(entry, Skipped):
-            return entry
-        if isinstance(entry, Document) and not entry.text.strip():
-            return Skipped(entry.name, "empty")
-        try:
-            if isinstance(entry, TokenizedDocument):
-                document = vocabulary.usable(entry)
-            else:
-                document = tokenize(entry, self.tokenizer)
-        except UnreadableError as error:
-            if not isinstance(entry, TokenizedDocument):
-                return Skipped(entry.name, str(error))
-            raise PosencError(
-                f"{entry.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
-            ) from error
+    def _documents(self) -> Iterator[TokenizedDocument | Skipped]:
+        """Yield the tokens of all entries in order; of more than one process, a few entries ahead."""
+        if self.workers == 1:
+            for entry in self.entries:
+                self.seen(entry.name)
+                yield _tokenize(entry, self.tokenizer)
+            return
+        context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+        pending: deque[Future[TokenizedDocument | Skipped]] = deque()
+        with ProcessPoolExecutor(self.workers, context, _keep, (self.tokenizer,)) as pool:
+            try:
+                for entry in self.entries:
+                    self.seen(entry.name)
+                    pending.append(pool.submit(_tokenize, entry))
+                    if len(pending) >= 4 * self.workers:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
+            finally:
+                pool.shutdown(cancel_futures=True)
+
+    def _usable(
+        self, document: TokenizedDocument | Skipped, vocabulary: Vocabulary
+    ) -> TokenizedDocument | Skipped:
+        if isinstance(document, Skipped):
+            return document
+        if (
+            document.sha256 is None
+        ):  # token ids of unknown text, or a conversation with its own special tokens
+            try:
+                document = vocabulary.usable(document)
+            except UnreadableError as error:
+                raise PosencError(
+                    f"{document.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text "
+                    "(--column)."
+                ) from error
         self._longest = max(self._longest, len(document))
         if len(document) < (least := self.cutter.least):
-            return Skipped(entry.name, f"too short: {len(document):,} tokens, {least:,} are needed")
+            reason = f"too short: {len(document):,} tokens, {least:,} are needed"
+            return Skipped(document.name, reason)
         return document
 
+    def check(self) -> None:
+        """Raise with the reason if all documents gave no block."""
+        if not self._counts.blocks:
+            raise PosencError(self._explanation())
+
     def _explanation(self) -> str:
-        """Return why there is no block."""
         counts, length = self._counts, self.cutter.length
         if not counts.skipped:
             if not counts.documents:
@@ -399,3 +561,34 @@ class Writer:
                 "--block_length, or --positions packed, which puts short documents side by side."
             )
         return f"No document can be used for training ({first}{others}).{advice}"
+
+
+def _features(packed: bool) -> Features:
+    """Return the columns of the blocks."""
+    from datasets import Features, List, Value
+
+    names = ("input_ids", "labels", *(("document_lengths",) if packed else ()))
+    return Features({name: List(Value("int32")) for name in names})
+
+
+_kept: list[Any] = []  # the tokenizer of a process that tokenizes
+
+
+def _keep(tokenizer: Any) -> None:
+    _kept[:] = [tokenizer]
+
+
+def _tokenize(entry: Entry, tokenizer: Any = None) -> TokenizedDocument | Skipped:
+    """Return an entry as tokens, or the reason why it cannot be used."""
+    tokenizer = tokenizer or _kept[0]
+    if isinstance(entry, (Skipped, TokenizedDocument)):
+        return entry
+    if isinstance(entry, Document) and not entry.text.strip():
+        return Skipped(entry.name, "empty")
+    try:
+        if isinstance(entry, Conversation):
+            return tokenize_conversation(entry, tokenizer)
+        document = tokenize(entry, tokenizer)
+    except UnreadableError as error:
+        return Skipped(entry.name, str(error))
+    return TokenizedDocument(entry.name, document.ids, None, document.sha256)

@@ -152,6 +152,7 @@ class PositionCollator(TrainerCallback):
 
         Args:
             examples: `input_ids` of each; packed also `document_lengths`, which sum to the number of its tokens.
+                `labels`, if not empty, are its labels; otherwise every token is its own.
 
         Returns:
             `input_ids` and `labels` (b, n), int64. Packed: `position_ids` (b, n), and `use_cache` False. Flattened: all
@@ -163,7 +164,10 @@ class PositionCollator(TrainerCallback):
         """
         rows = [np.asarray(example["input_ids"], dtype=np.int64) for example in examples]
         documents = [self._documents(e, len(r)) for e, r in zip(examples, rows, strict=True)]
-        labels = [row.copy() for row in rows]
+        labels = [
+            np.array(row if given is None or not len(given) else given, dtype=np.int64)
+            for row, given in zip(rows, (e.get("labels") for e in examples), strict=True)
+        ]
         for row, lengths in zip(labels, documents, strict=True):
             row[np.cumsum(lengths) - lengths] = IGNORED
         batch: dict[str, Any] = {

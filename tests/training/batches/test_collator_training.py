@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from hf_posenc.evaluation.documents import Document
+from hf_posenc.training.batches.blocks import prepare_blocks
 from hf_posenc.training.batches.collator import PositionCollator
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 from tests.support.zoo_registry import quiet
 
 datasets = pytest.importorskip("datasets")
@@ -38,7 +42,7 @@ def tiny() -> LlamaForCausalLM:
     sizes: Any = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
     torch.manual_seed(0)
     with quiet():
-        return LlamaForCausalLM(LlamaConfig(vocab_size=32, num_hidden_layers=1, **sizes))
+        return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=1, **sizes))
 
 
 def rows_of(batch: Any) -> Batch:
@@ -46,7 +50,15 @@ def rows_of(batch: Any) -> Batch:
     return list(zip(*rows, strict=True))
 
 
-def trained(folder: Path, resume: Path | None = None, **options: Any) -> list[Batch]:
+def stream() -> Any:
+    text = Document("text", prose(LENGTH * EXAMPLES, seed=1))
+    options: Any = {"length": LENGTH, "stream": True, "source": {"kind": "test"}}
+    return prepare_blocks([text], byte_tokenizer(), **options).dataset
+
+
+def trained(
+    folder: Path, resume: Path | None = None, rows: Any = None, **options: Any
+) -> list[Batch]:
     """Inputs of the model, step by step."""
     arguments: Any = {
         "output_dir": str(folder),
@@ -67,7 +79,7 @@ def trained(folder: Path, resume: Path | None = None, **options: Any) -> list[Ba
         model,
         TrainingArguments(**{**arguments, **options}),
         data_collator=made,
-        train_dataset=data(),
+        train_dataset=data() if rows is None else rows,
         callbacks=[made],
     )
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -107,6 +119,15 @@ def test_a_resumed_run_sees_what_it_would_have_seen(
     assert again == seen[step:]
 
 
+@pytest.mark.parametrize("step", [2, STEPS + 2])
+def test_a_resumed_stream_sees_what_it_would_have_seen(tmp_path: Path, step: int) -> None:
+    options: Any = {"max_steps": EPOCHS * STEPS, "num_train_epochs": 1, "seed": 5}
+    seen = trained(tmp_path / "whole", rows=stream(), **options)
+    assert len(seen) == EPOCHS * STEPS
+    checkpoint = tmp_path / "whole" / f"checkpoint-{step}"
+    assert trained(tmp_path / "again", checkpoint, rows=stream(), **options) == seen[step:]
+
+
 def test_workers_and_accumulation_change_nothing(
     whole: tuple[Path, list[Batch]], tmp_path: Path
 ) -> None:
@@ -114,8 +135,9 @@ def test_workers_and_accumulation_change_nothing(
     assert trained(tmp_path, gradient_accumulation_steps=2, **workers) == whole[1]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("skipped", [0, 2])
-def test_two_processes_share_the_batches_of_one(skipped: int) -> None:
+def test_two_processes_share_the_batches_of_one(skipped: int, streamed: bool) -> None:
     """By accelerate's own sharding, with and without batches that a resumed run skips."""
     from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
@@ -123,12 +145,17 @@ def test_two_processes_share_the_batches_of_one(skipped: int) -> None:
         shards = []
         for index in range(processes):
             made = collator()
-            loader: Any = DataLoader(data(), BATCH * 2 // processes, collate_fn=made)
+            rows = stream() if streamed else data()
+            loader: Any = DataLoader(rows, BATCH * 2 // processes, collate_fn=made)
             loader = prepare_data_loader(
-                loader, num_processes=processes, process_index=index, put_on_device=False
+                loader,
+                num_processes=processes,
+                process_index=index,
+                put_on_device=False,
+                dispatch_batches=False,
             )
             made.set_epoch(1)
-            loader = skip_first_batches(loader, skipped)
+            loader = itertools.islice(skip_first_batches(loader, skipped), STEPS // 2 - skipped)
             shards.append([rows_of(batch) for batch in loader])
         return [
             [row for part in step for row in part]  # what all processes see in a step

@@ -241,7 +241,7 @@ def test_a_dataset_without_the_column_says_so(tmp_path: Path) -> None:
         ({"length": 10, "positions": "pack"}, "Unknown kind of positions 'pack'.*packed"),
         ({"length": 2}, "A block of 2 tokens has none to predict"),
         ({"length": 200, "positions": "packed"}, "together have 60 tokens, fewer than a block of"),
-        ({"length": 10, "cache": Path("somewhere")}, "A cache needs source"),
+        ({"length": 10, "cache": Path("somewhere")}, "A cache or a stream needs source"),
     ],
 )
 def test_bad_settings_say_so(options: dict[str, Any], message: str) -> None:
