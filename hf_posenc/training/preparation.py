@@ -138,9 +138,8 @@ def check_enough(blocks: Blocks, arguments: TrainingArguments) -> None:
     if blocks.streamed:
         if arguments.max_steps < 1:
             raise PosencError("--stream_blocks has no epochs of known length: give --max_steps.")
-        arguments.accelerator_config.dispatch_batches = (
-            False  # flags of a batch cannot be broadcast
-        )
+        launch: Any = arguments.accelerator_config
+        launch.dispatch_batches = False  # which cannot broadcast a flag such as use_cache
         return
     batch = arguments.train_batch_size * arguments.world_size
     if arguments.dataloader_drop_last and len(blocks) < batch:
