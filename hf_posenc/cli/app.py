@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from hf_posenc.cli import export, inspection, measure
 from hf_posenc.cli.command import check_arguments, expand
-from hf_posenc.cli.console import one_line_warnings, print_error
+from hf_posenc.cli.console import accept_any_character, one_line_warnings, print_error
 from hf_posenc.errors import PosencError
 
 _ARGUMENTS = "hf_posenc.arguments"
@@ -19,6 +19,10 @@ _ARGUMENTS = "hf_posenc.arguments"
 
 class OneLineErrors(TyperGroup):
     """Prints the errors of commands as one line on stderr."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        accept_any_character()
+        return super().main(*args, **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_ARGUMENTS] = list(args)

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import io
+import sys
+import unicodedata
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import typer
 from rich.console import Console
+
+SUBSTITUTES = dict(zip("×↑↓→…−–—·•‘’“”━╸", "x^v>~---.*''\"\"--", strict=True)) | {"≤": "<="}
+"""Text in the place of a character that the terminal's encoding lacks. Columns of tables keep their width."""
+
+
+def _substitute(error: UnicodeError) -> tuple[str, int]:
+    """Return the text for characters that cannot be encoded, and where encoding resumes."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letters = error.object[error.start : error.end]
+    plain = (unicodedata.normalize("NFKD", letter).encode("ascii", "ignore") for letter in letters)
+    texts = zip(letters, plain, strict=True)
+    return "".join(
+        SUBSTITUTES.get(letter, text.decode() or "?") for letter, text in texts
+    ), error.end
+
+
+codecs.register_error("hf_posenc", _substitute)
+
+
+def accept_any_character() -> None:
+    """Let stdout and stderr substitute what their encoding lacks, instead of raising."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="hf_posenc")
 
 
 def out() -> Console:
@@ -23,12 +51,12 @@ def err() -> Console:
 
 def print_error(message: str) -> None:
     """Print an error on one line, not wrapped, so that it can be searched for."""
-    typer.echo(f"error: {' '.join(message.split())}", err=True)
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")
 
 
 def print_warning(message: str) -> None:
     """Print a warning on one line."""
-    typer.echo(f"warning: {' '.join(message.split())}", err=True)
+    sys.stderr.write(f"warning: {' '.join(message.split())}\n")
 
 
 @contextlib.contextmanager

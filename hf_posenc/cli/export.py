@@ -74,12 +74,13 @@ def export(options: ExportOptions) -> None:
         _check_file(options.gguf, name, to, patch, options.output)
         return
     exported = engines.export(name, to, **patch)
-    _show(exported)
     if not exported.possible:
+        _show(exported)
         print_error(f"{to} cannot have {name}: {exported.reason}. See --methods")
         raise typer.Exit(1)
     folder = options.output or Path(f"{Path(name).resolve().name}-{to}")
     written = engines.write_export(exported, folder, weights=options.weights)
+    _show(exported)
     out().print(f"Wrote {', '.join(path.name for path in written)} to {folder}", markup=False)
     if options.verify:
         _verify(exported, folder, options.packages, patch)

@@ -143,11 +143,11 @@ class Frame:
         model: Mapping[str, Any],
         beside: Iterable[tuple[Grid, Iterable[str]]] = (),
     ) -> None:
-        """Print a result under its model, and further tables with their notes; write its files."""
+        """Write the files of a result; print it under its model, and further tables with their notes."""
         from hf_posenc.evaluation.grid import to_rich
         from hf_posenc.evaluation.plots import available
 
-        console = out()
+        console, names = out(), result.write(self.output, plots=self.plots)
         console.print(
             f"\n[bold]{escape(str(model['name']))}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M "
             f"parameters, {model['dtype']} on {model['device']}, {model['attention']} attention\n"
@@ -161,7 +161,6 @@ class Frame:
             console.print(to_rich(grid))
             for line in lines:
                 console.print(line, markup=False)
-        names = result.write(self.output, plots=self.plots)
         console.print(f"Wrote {', '.join(names)} to {self.output}", markup=False)
         if not available():
             console.print(

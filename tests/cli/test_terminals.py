@@ -1,0 +1,114 @@
+"""Terminals: every command on any encoding and at any width."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from hf_posenc.cli.app import app
+from tests.support.tiny_text import prose, tiny_checkpoint
+
+ROOT = Path(__file__).parents[2]
+TAIL = "--text {texts} --target-length 128 --limit 2 --output {out} --no-plot"
+
+# One command line of every command, or several. {model} is a checkpoint trained at 64 tokens, {texts} a folder of
+# texts, {out} a folder for results, {run} one with results.
+COMMANDS = [
+    "methods",
+    "show yarn",
+    "models",
+    "recipes",
+    "inspect {model}",
+    "inspect {model} --patch rerope:window=16",
+    "recommend {model} --target-length 512",
+    "perplexity {model} --text {texts} --lengths 32,64,128 --patch none --patch yarn --output {out}",
+    "perplexity {model} --text {texts} --lengths 32,64 --patch none --dry-run",
+    "retrieval {model} --tasks passkey --lengths 256 --samples 1 --depths 2 --patch none --output {out}",
+    "bench {model} --text {texts} --suite smoke --lengths 64,128 --rounds 0 --output {out} --no-plot",
+    "bench {model} --text {texts} --suite smoke --lengths 64,128 --dry-run",
+    "sweep {model} --patch pi --patch yarn " + TAIL,
+    "search {model} --budget 8 " + TAIL,
+    "report {run} --output {out}.html",
+    "export {model} --to vllm --patch yarn:scale=4 --output {out}",
+    "export {model} --to vllm --methods",
+]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("terminals")
+    (folder / "texts").mkdir()
+    for index in range(6):
+        (folder / "texts" / f"{index}.txt").write_text(prose(300, index))
+    names = {"model": tiny_checkpoint(folder / "model"), "texts": folder / "texts"}
+    names["run"] = folder / "run"
+    line = "perplexity {model} --text {texts} --lengths 32,64 --patch none --output {run} --no-plot"
+    assert CliRunner().invoke(app, shlex.split(line.format(**names))).exit_code == 0
+    return names
+
+
+def invoke(line: str, places: dict[str, Path], out: Path, **runner: Any) -> Any:
+    arguments = shlex.split(line.format(**places, out=out))
+    return CliRunner(**runner).invoke(app, arguments)
+
+
+def test_the_table_has_every_command() -> None:
+    names = set(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    assert {line.split()[0] for line in COMMANDS} == names
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_terminal_of_ascii_gets_substitutes(
+    line: str, places: dict[str, Path], tmp_path: Path
+) -> None:
+    result = invoke(line, places, tmp_path / "out", charset="ascii")
+    assert result.exit_code == 0, result.output
+    assert result.stdout.isascii()
+    assert result.stdout.strip()
+    assert "?" not in result.stdout, "a character without a substitute"
+
+
+@pytest.mark.parametrize("name", ["", *sorted({line.split()[0] for line in COMMANDS})])
+def test_help_in_ascii(name: str) -> None:
+    result = CliRunner(charset="ascii").invoke(app, [*name.split(), "--help"])
+    assert result.exit_code == 0, result.output
+    assert "Usage: hf-posenc" in result.stdout
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_a_process_prints_any_name(encoding: str, tmp_path: Path) -> None:
+    """Also what no encoding has: half a surrogate pair, as in a file name that is not UTF-8."""
+    environment = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
+    environment |= {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONPATH": str(ROOT)}
+    code = "from hf_posenc.cli import main; main(['\\u00fc\\udcff\\u2191'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    name = {"ascii": "u\\udcff^", "utf-8": "ü\\udcff↑"}[encoding]
+    assert done.stderr.decode(encoding).startswith(f"error: No such command '{name}'")
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in COMMANDS if "{out}" in line and not line.startswith("report")]
+)
+def test_files_are_written_before_anything_is_printed(
+    line: str, places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("the terminal is gone")
+
+    for name in ("hf_posenc.evaluation.grid.to_rich", "hf_posenc.cli.export._show"):
+        monkeypatch.setattr(name, fail)
+    result = invoke(line, places, tmp_path / "out")
+    assert "the terminal is gone" in str(result.exception)
+    name = "config" if line.startswith("export") else line.split()[0]
+    assert (tmp_path / "out" / f"{name}.json").is_file()
