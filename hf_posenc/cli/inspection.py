@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 
 from hf_posenc.cli.console import out
 from hf_posenc.errors import unknown
@@ -35,22 +34,19 @@ def kinds() -> dict[str, list[type[Method]]]:
 
 def methods() -> None:
     """List the methods by kind: name and aliases, what it does, what it needs, where it comes from."""
-    from rich.table import Table
+    from hf_posenc.evaluation.grid import Field, Grid, to_rich
 
-    console = out()
     groups = kinds()
     width = max(len(method.name) for group in groups.values() for method in group)
     for title, group in groups.items():
-        table = Table.grid(padding=(0, 2))
-        table.add_column(min_width=width, no_wrap=True)
-        table.add_column(overflow="fold")
+        grid = Grid()
+        grid.column("", least=width)
+        grid.column("")
         for method in group:
             also = f" Also {', '.join(method.aliases)}." if method.aliases else ""
-            table.add_row(method.name, escape(method.summary))
-            about = escape(f"Needs: {method.needs}. {method.source}.{also}")
-            table.add_row("", f"[dim]{about}[/dim]")
-        console.print(f"\n[bold]{title}[/bold]")
-        console.print(table)
+            about = f"\nNeeds: {method.needs}. {method.source}.{also}"
+            grid.row(method.name, Field(method.summary).append(about, "aside"))
+        out().print(f"\n[bold]{title}[/bold]", to_rich(grid), sep="\n")
 
 
 def show(name: Annotated[str, typer.Argument(help="A method or one of its aliases.")]) -> None:
@@ -180,7 +176,7 @@ def inspect_model(
             f"\n{layers}: {table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
         )
         console.print(f"in {', '.join(table.modules)}", style="dim")
-        heads = ("pair", "inv_freq (rad/token)", "wavelength (tokens)")
+        heads = ("pair", "inv_freq\n(rad/token)", "wavelength\n(tokens)")
         grid = Grid("", [Column(head, True) for head in heads])
         for pair, frequency in enumerate(table.inv_freq.tolist()):
             wavelength = f"{2 * math.pi / frequency:,.1f}" if frequency else "no rotation"

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich import box
-from rich.console import Console
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -207,15 +208,56 @@ def auto_scale_note(candidates: Iterable[Any]) -> Iterator[str]:
 # Renderings.
 
 
-def to_rich(grid: Grid) -> Table:
-    """Render a grid for a terminal."""
+PROSE, PROSE_WIDTH = 40, 24
+"""A field with more characters than the first is prose, and its column is at least as wide as the second."""
+
+
+class _Terminal:
+    """A grid in a terminal: a table, or lines under each row's name where a table would break words and numbers."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid = grid
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        fits = least_width(self.grid) <= options.max_width
+        return iter([_table(self.grid)]) if fits else _lines(self.grid)
+
+
+def to_rich(grid: Grid) -> RenderableType:
+    """Render a grid for a terminal of any width."""
+    return _Terminal(grid)
+
+
+def least_width(grid: Grid) -> int:
+    """Return the least width of a table in which no word and no number is broken."""
+    width = 0
+    for index, column in enumerate(grid.columns):
+        fields = (row.fields[index].text for row in grid.rows if index < len(row.fields))
+        texts = [column.head, column.footer, *fields]
+        prose = not column.numeric and any(len(text) > PROSE for text in texts)
+        parts = (text.split("\n" if column.numeric else None) for text in texts)
+        words = max(cell_len(part) for text in parts for part in (*text, ""))
+        width += 2 + max(words, column.least or 0, PROSE_WIDTH * prose)
+    return width
+
+
+def _texts(row: Row) -> list[Text]:
+    return [
+        Text.assemble(*((span.text, MARKS.get(span.mark, "")) for span in field.spans))
+        for field in row.fields
+    ]
+
+
+def _table(grid: Grid) -> Table:
+    headed = any(column.head for column in grid.columns)
     table = Table(
         title=grid.title or None,
         title_justify="left",
-        box=box.SIMPLE_HEAD,
+        box=box.SIMPLE_HEAD if headed else None,
+        show_header=headed,
         show_footer=any(column.footer for column in grid.columns),
         pad_edge=False,
-        collapse_padding=True,
+        collapse_padding=headed,
     )
     for column in grid.columns:
         table.add_column(
@@ -229,12 +271,29 @@ def to_rich(grid: Grid) -> Table:
     for row in grid.rows:
         if row.rule:
             table.add_section()
-        texts = [
-            Text.assemble(*((span.text, MARKS.get(span.mark, "")) for span in field.spans))
-            for field in row.fields
-        ]
-        table.add_row(*texts, style=MARKS.get(row.mark))
+        table.add_row(*_texts(row), style=MARKS.get(row.mark))
     return table
+
+
+def _lines(grid: Grid) -> Iterator[RenderableType]:
+    """Yield each row's name, and below it the headings and texts of its other fields."""
+    heads = [column.head.replace("-\n", "").replace("/\n", "/") for column in grid.columns]
+    named = 1 + next((i for i, column in enumerate(grid.columns) if not column.numeric), 0)
+    footer = [column.footer for column in grid.columns]
+    yield Text(grid.title, "italic")
+    for row in (*grid.rows, *([Row(list(map(Field, footer)))] if any(footer) else ())):
+        texts, lines = _texts(row), Table.grid(padding=(0, 2, 0, 0))
+        style = MARKS.get(row.mark, "")
+        yield Text(" ", style or "bold").join(texts[:named])
+        for _ in range(2 + any(heads)):
+            lines.add_column(overflow="fold")
+        for head, text in zip(heads[named:], texts[named:], strict=False):
+            if text:
+                lines.add_row(
+                    "", *([head.replace("\n", " ")] if any(heads) else []), text, style=style
+                )
+        yield lines
+    yield Text()
 
 
 def to_markdown(grid: Grid) -> str:

@@ -13,7 +13,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from hf_posenc import available_recipes
 from hf_posenc.cli.app import app
+from hf_posenc.methods import METHODS
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +76,23 @@ def test_a_terminal_of_ascii_gets_substitutes(
     assert result.stdout.isascii()
     assert result.stdout.strip()
     assert "?" not in result.stdout, "a character without a substitute"
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_names_are_whole_at_any_width(width: int, places: dict[str, Path], tmp_path: Path) -> None:
+    names = {
+        "methods": [method.name for method in METHODS] + ["position_interpolation."],
+        "show yarn": list(METHODS[6].knobs()),
+        "recipes": [*available_recipes(), "codellama/CodeLlama-7b-hf"],
+        "inspect {model}": ["wavelength", "(rad/token)", "0.000316228"],
+        "recommend {model} --target-length 512": ["dynamic_partial_ntk", "(pose-t6-govreport,"],
+        COMMANDS[7]: ["128", "yarn", "(auto)", "tokens"],
+    }
+    for line, expected in names.items():
+        result = invoke(line, places, tmp_path / "out", env={"COLUMNS": str(width)})
+        assert result.exit_code == 0, result.output
+        assert set(expected) <= set(result.stdout.split())
+        assert "…" not in result.stdout
 
 
 @pytest.mark.parametrize("name", ["", *sorted({line.split()[0] for line in COMMANDS})])
