@@ -23,6 +23,9 @@ from hf_posenc.engines import ENGINES, survey
 from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import markdown_table, to_markdown
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
+from hf_posenc.evaluation.tuning.results import TuningResult
+from hf_posenc.evaluation.tuning.search import SearchResult
+from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS
 from scripts.finetuned_page import example, short, ways
 
@@ -85,6 +88,23 @@ def bench() -> str:
     """The table of the committed benchmark."""
     result = BenchResult.from_dict(json.loads(BENCH.read_text(encoding="utf-8")))
     return to_markdown(result.table())
+
+
+def sweep() -> str:
+    """The table and the notes of the committed sweep."""
+    return _tuned(SweepResult)
+
+
+def search() -> str:
+    """The table and the notes of the committed search."""
+    return _tuned(SearchResult)
+
+
+def _tuned(kind: type[TuningResult]) -> str:
+    text = (BENCH.parent / f"{kind.kind}.json").read_text(encoding="utf-8")
+    result = kind.from_dict(json.loads(text))
+    notes = "\n".join(f"- {note}" for note in result.notes())
+    return f"{to_markdown(result.tables()[0])}\n\n{notes}"
 
 
 def methods() -> str:
@@ -182,7 +202,7 @@ def _verdict(result: dict[str, Any], lengths: list[int]) -> str:
     records = [Record(**record) for record in result["records"] if record["protocol"] == "tail"]
     control = [record for record in records if record.method == CONTROL]
     others = [record for record in records if record.method != CONTROL]
-    cells = summarize([*control, *others], seed=result["settings"]["seed"])
+    cells = summarize([*control, *others])
     sentences = []
     for length in lengths[1:]:
         rivals = [cell for cell in cells if cell.length == length and cell.method != CONTROL]
@@ -283,6 +303,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
         "attention_summary": attention_summary,
     },
     ROOT / "docs" / "bench.md": {"bench": bench},
+    ROOT / "docs" / "sweep.md": {"sweep": sweep, "search": search},
     ROOT / "docs" / "methods.md": {"index": index},
     ROOT / "docs" / "shipping.md": {"shipping": shipping},
     ROOT / "docs" / "finetuning.md": {"example": example, "ways": ways},

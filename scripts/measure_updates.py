@@ -12,7 +12,7 @@ Two measurements, on the held-out documents of `hf-posenc perplexity`:
   ("steps": a long conversation), or only the tail, after a prompt of all earlier text ("prompt"). Here "sequence" is
   the behaviour of transformers: cached keys keep the frequencies that they were computed with.
 
-Every number comes with its ratio to "sequence" on whole texts, the published form, and the paired 95 % bootstrap
+Every number comes with its ratio to "sequence" on whole texts, the published form, and the paired 95 %
 interval of that ratio over documents.
 """
 
@@ -181,9 +181,7 @@ def _rows(
     # Ratios refer to the first method of a list, and two methods need two labels.
     baseline = [dataclasses.replace(record, method="published") for record in published]
     wanted = {(record.protocol, record.length) for record in records}
-    cells = summarize(
-        [*(r for r in baseline if (r.protocol, r.length) in wanted), *records], seed=settings.seed
-    )
+    cells = summarize([*(r for r in baseline if (r.protocol, r.length) in wanted), *records])
     rows = [
         {
             "method": cell.method,

@@ -260,7 +260,6 @@ class CommonOptions:
         shown="auto; as the preset says where there is one",
         rank=1,
     )
-    seed: int = option("Seed of everything that is drawn.", 0, least=0, rank=1)
 
     def __post_init__(self) -> None:
         """Read `target_length` and `lengths` where a Python caller gives them as text, such as `"32k"`."""
@@ -285,6 +284,7 @@ _METHODS: dict[str, Any] = {
     "yarn:scale=4+log_n; may be given several times. Without a scale, a method that scales to a target gets "
     "length / original length, anew at every length.",
 }
+_SEED: dict[str, Any] = {"help": "Seed of everything that is drawn.", "least": 0, "rank": 1}
 _LENGTHS: dict[str, Any] = {
     "rank": -1,
     "metavar": "L,L,...",
@@ -353,7 +353,6 @@ class ProtocolOptions(ReadingOptions):
     read_last: bool | None = None
     joined: bool | None = None
     base: float | None = None
-    resamples: int | None = None
 
 
 # Options of the measurements.
@@ -444,6 +443,7 @@ class RetrievalOptions(CommonOptions):
         "teacher-forced",
         metavar="HOW",
     )
+    seed: int = option(default=0, **_SEED)
     chunk: int | None = None
 
 
@@ -483,6 +483,7 @@ class BenchOptions(ProtocolOptions):
         metavar="NAMES",
         parse=parse_tasks_or_none,
     )
+    seed: int = option(default=0, **_SEED)
     rounds: int | None = option(
         "Times that the prefill of every method is timed; 0: never.", least=0, shown="the suite's"
     )
@@ -561,6 +562,7 @@ class SearchSettings:
         "The factor on cos and sin. Default: it is searched too.", metavar="F"
     )
     replace: bool = option("On a checkpoint that is scaled already: drop its scaling first.", False)
+    seed: int = option(default=0, **_SEED)
 
     def __post_init__(self) -> None:
         if self.budget < 8:

@@ -190,8 +190,6 @@ def test_the_limit_and_the_settings_reach_the_result(
             2,
             "--bos",
             "always",
-            "--seed",
-            7,
             "--chunk",
             8,
         ),
@@ -204,7 +202,6 @@ def test_the_limit_and_the_settings_reach_the_result(
         "protocols": ["tail"],
         "tail_tokens": 10,
         "windows_per_document": 2,
-        "seed": 7,
         "chunk": 8,
     }
     assert values["settings"].items() >= expected.items()
@@ -296,7 +293,7 @@ def test_a_checkpoint_with_a_saved_patch_is_measured_as_it_is(
         (("--device", "warp"), "The device 'warp' cannot be used"),
         (("--attn", "telepathy"), "cannot be loaded: "),
         (("--limit", "0"), "Invalid value for '--limit'"),
-        (("--seed", "x"), "Invalid value for '--seed'"),
+        (("--chunk", "x"), "Invalid value for '--chunk'"),
         (("--wrong",), "No such option"),
         (("--dataset", "x"), "--text and --dataset exclude each other"),
     ],

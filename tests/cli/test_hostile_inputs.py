@@ -70,7 +70,7 @@ COMMANDS: list[tuple[str, str, int]] = [
     (RUN + ' --tokenizer ""', f"error: The value after --tokenizer {EMPTY}", 2),
     (RUN + ' --patch ""', f"error: The value after --patch {EMPTY}", 2),
     (RUN + " --lengths 32 --lengths 64", f"error: --lengths {TWICE}", 2),
-    (RUN + " --seed=1 --seed 2 --lengths 32", f"error: --seed {TWICE}", 2),
+    (RUN + " --chunk=1 --chunk 2 --lengths 32", f"error: --chunk {TWICE}", 2),
     (RUN + " --tokenized input_ids --lengths 32", "and --tokenized names one: leave it out", 2),
     (RUN + " --patch yarn:scale=8,scale=4", "scale is given twice; give it once.", 2),
     (RUN + " --patch yarn:scale=8,scale=8", "scale is given twice; give it once.", 2),

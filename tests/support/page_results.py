@@ -72,8 +72,6 @@ def result(
             "protocols": list(protocols),
             "tail_tokens": tail,
             "windows_per_document": None,
-            "seed": 0,
-            "resamples": 500,
             "aggregate": "tokens",
         },
         "environment": {"torch": "2.13.0"},
@@ -93,7 +91,7 @@ def result(
             for n in range(documents)
         ],
         "skipped": [{"name": "bad.txt", "reason": "not UTF-8"}],
-        "summary": [dataclasses.asdict(c) for c in summarize(records, seed=0, resamples=500)],
+        "summary": [dataclasses.asdict(c) for c in summarize(records)],
         "failures": list(failures),
         "curve": {
             "edges": edges,

@@ -17,7 +17,7 @@ from hf_posenc.evaluation.tuning.sweep import SweepJob, SweepResult
 from tests.support import zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
-SETTINGS = TailSettings(64, 160, resamples=500)
+SETTINGS = TailSettings(64, 160)
 ABOUT: dict[str, Any] = {
     "model": {"name": "tiny"},
     "source": {"kind": "test"},
@@ -85,7 +85,7 @@ def planted(
 
     `none` is the first; names that begin with `control` are controls too.
     """
-    chosen = TailSettings(64, 160, resamples=2000, **settings)
+    chosen = TailSettings(64, 160, **settings)
     made: dict[tuple[str, int, int], Loss] = {}
     for label, numbers in losses.items():
         for document, value in enumerate(numbers):

@@ -31,7 +31,7 @@ LOG: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def table() -> PerplexityResult:
-    scores = Scores(byte_tokenizer(), HELD_OUT, lengths=(*LENGTHS, 96), resamples=20)
+    scores = Scores(byte_tokenizer(), HELD_OUT, lengths=(*LENGTHS, 96))
     model = tiny_model()
     scores.measure(model)
     patch_model(model, "yarn", scale=2)
@@ -86,7 +86,7 @@ def test_what_is_drawn(table: PerplexityResult) -> None:
 
 def test_with_one_measurement_or_none_there_is_one_panel(table: PerplexityResult) -> None:
     assert len(loss_figure(LOG).axes) == 1
-    scores = Scores(byte_tokenizer(), HELD_OUT, lengths=LENGTHS, resamples=20)
+    scores = Scores(byte_tokenizer(), HELD_OUT, lengths=LENGTHS)
     assert len(loss_figure(LOG, scores.measure(patched_model())).axes) == 1
     with pytest.raises(PosencError, match="No finite loss"):
         loss_figure(LOG[-3:])

@@ -37,9 +37,7 @@ def patched_model(**config: Any) -> Any:
 
 
 def make_scores(output: Path | None = None, **options: Any) -> Scores:
-    return Scores(
-        byte_tokenizer(), HELD_OUT, lengths=LENGTHS, output=output, resamples=50, **options
-    )
+    return Scores(byte_tokenizer(), HELD_OUT, lengths=LENGTHS, output=output, **options)
 
 
 def records(result: PerplexityResult, row: int) -> list[tuple[Any, ...]]:
@@ -101,7 +99,6 @@ def test_before_is_what_the_command_measures() -> None:
         HELD_OUT,
         methods=["none", "yarn:scale=2"],
         lengths=LENGTHS,
-        resamples=50,
     )
     assert [entry.label for entry in result.candidates] == ["none", "yarn (scale 2), before"]
     for row in (0, 1):

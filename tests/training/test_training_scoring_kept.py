@@ -95,6 +95,6 @@ def test_another_training_in_the_same_folder_takes_the_place_of_later_rows(tmp_p
 def test_other_documents_are_another_table(tmp_path: Path) -> None:
     make_scores(tmp_path).measure(tiny_model())
     texts = [*HELD_OUT[1:], prose(170, 9)]
-    other = Scores(byte_tokenizer(), texts, lengths=LENGTHS, output=tmp_path, resamples=50)
+    other = Scores(byte_tokenizer(), texts, lengths=LENGTHS, output=tmp_path)
     result = other.measure(patched_model())
     assert [entry.label for entry in result.candidates] == ["yarn (scale 2), before"]

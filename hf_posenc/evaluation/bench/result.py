@@ -23,8 +23,8 @@ from hf_posenc.evaluation.grid import (
     percent_range,
     to_markdown,
 )
-from hf_posenc.evaluation.measuring.statistics import Cell
-from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS, PerplexityResult
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, Cell
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
 from hf_posenc.evaluation.published import beside, get, remarks
 from hf_posenc.evaluation.retrieval import RetrievalResult
@@ -296,15 +296,15 @@ class BenchResult(Result):
         for protocol in settings.protocols:
             yield f"{protocol}: {settings.definition(protocol)}."
         yield (
-            f"In each field the perplexity over {count} document{'s' * (count != 1)}, its 95 % bootstrap interval over "
-            f"documents (seed {settings.seed}), and in parentheses the difference in log-perplexity (nats per token) "
+            f"In each field the perplexity over {count} document{'s' * (count != 1)}, its 95 % interval over "
+            f"documents, and in parentheses the difference in log-perplexity (nats per token) "
             f"to {self._baseline} on the same documents; *: the paired 95 % interval of that difference excludes 0."
         )
         ends = (end for c in measured.cells for end in (c.perplexity, *(c.interval or ())))
         if any(end > BOUND for end in ends):
             yield f">1e3: above {BOUND:,.0f}; bench.json has the number."
         if count < FEW_DOCUMENTS:
-            yield f"Fewer than {FEW_DOCUMENTS} documents: the intervals mean little."
+            yield FEW_NOTE
         yield from self.remarks
         yield from auto_scale_note(measured.candidates)
         if self.retrieval is not None:

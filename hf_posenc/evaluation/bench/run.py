@@ -259,7 +259,7 @@ def prepare(
             tasks=suite.tasks,
             depths=suite.depths,
             samples=suite.samples,
-            seed=settings.seed,
+            seed=options.seed,
             chunk=settings.chunk,
         )
         try:

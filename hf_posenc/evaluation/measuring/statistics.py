@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Sequence
@@ -13,12 +14,16 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
-RESAMPLES = 10_000
-INTERVAL = (0.025, 0.975)
-"""Quantiles at the ends of every interval: 95 %."""
+COVERAGE = 0.95
+"""Share of all samples of documents whose interval contains the true value."""
+FEW_DOCUMENTS = 5
+"""With fewer documents no difference is called significant."""
+FEW_NOTE = f"Fewer than {FEW_DOCUMENTS} documents: the ranges are wide, and no difference is called significant."
 
 ROUNDING = 1e-4
 """A ratio of perplexities this close to 1 is rounding: other kernels on the same numbers."""
+
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -75,9 +80,9 @@ class Cell:
 
     Attributes:
         perplexity: `exp(total nats / total tokens)`, or as the run's aggregate says; NaN if a loss was not finite.
-        interval: 95 % bootstrap interval of the perplexity over documents; `None` with fewer than two documents.
+        interval: 95 % interval of the perplexity over documents; `None` with fewer than two documents.
         ratio: Perplexity divided by the baseline's (the run's first method) at the same protocol and length.
-        ratio_interval: 95 % interval of the ratio over the same resamples: paired, and so much tighter than `interval`.
+        ratio_interval: 95 % interval of the ratio: paired by document, and so much tighter than `interval`.
         bits_per_byte: `total nats / (ln 2 x total bytes)`: comparable between tokenizers.
         word_perplexity: `exp(total nats / total words)`, PG19's unit: comparable between tokenizers too.
         nats: Total of the negative log-likelihoods, as the following are totals of the `Record`s.
@@ -87,9 +92,9 @@ class Cell:
     protocol: str
     length: int
     perplexity: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
     ratio: float | None
-    ratio_interval: tuple[float, float] | None
+    ratio_interval: Interval | None
     bits_per_byte: float | None
     word_perplexity: float | None
     nats: float
@@ -101,39 +106,65 @@ class Cell:
     @property
     def differs(self) -> int:
         """-1 if significantly lower than the baseline, 1 if higher, 0 if neither."""
-        return side_of_one(self.ratio_interval)
+        return side_of_one(self.ratio_interval, self.documents)
 
 
-def side_of_one(interval: tuple[float, float] | None) -> int:
-    """Return the side of 1 of a whole interval, beyond rounding: -1, 1, or 0 for neither."""
-    if interval is None:
+def side_of_one(interval: Interval | None, documents: int) -> int:
+    """Return the side of 1 of a whole interval, beyond rounding: -1, 1, or 0 for neither or too few documents."""
+    if interval is None or documents < FEW_DOCUMENTS:
         return 0
     low, high = interval
     return int(low > 1 + ROUNDING) - int(high < 1 - ROUNDING)
 
 
-class Bootstrap:
-    """Seeded resampling over documents; every cell of a run has the same resamples, so differences are paired."""
+@np.errstate(all="ignore")  # infinite sums; a single document with scored tokens
+def estimate(
+    sums: Sequence[float],
+    weights: Sequence[float],
+    baseline: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> tuple[float, Interval | None]:
+    """Return the total of the documents' sums by that of their weights, and its 95 % interval over documents.
 
-    def __init__(self, documents: int, seed: int, resamples: int = RESAMPLES) -> None:
-        draws = np.random.default_rng(seed).multinomial(
-            documents, [1 / documents] * documents, size=resamples
-        )
-        self._counts = draws.astype(np.float64)  # of every document, shape (resamples, documents)
+    With the sums and weights of a baseline on the same documents, both are of the difference, paired by document.
+    The interval is Student's t with the jackknife's standard error (Tukey 1958). Its degrees of freedom are those of as
+    many equal documents as the unequal ones are worth, `total weight^2 / sum of squares - 1` (Kish 1965), at least 1.
+    There is none with fewer than two documents, or where a sum is not finite.
+    """
+    mean, shifts = _left_out(sums, weights)
+    if baseline is not None:
+        base, base_shifts = _left_out(*baseline)
+        mean, shifts = mean - base, shifts - base_shifts
+    count = sum(weight > 0 for weight in weights)
+    if count < 2 or not math.isfinite(mean):
+        return mean, None
+    worth = math.fsum(weights) ** 2 / math.fsum(weight**2 for weight in weights)
+    error = math.sqrt((count - 1) / count * math.fsum(shifts**2))
+    half = _student(max(1.0, worth - 1)) * error
+    return mean, (mean - half, mean + half)
 
-    def means(self, sums: Sequence[float], weights: Sequence[float]) -> np.ndarray[Any, Any]:
-        """Return the mean loss of every resample with scored tokens, shape (up to resamples,)."""
-        with np.errstate(invalid="ignore"):  # an infinite sum that was not drawn: inf times 0
-            total = self._counts @ np.asarray(sums, dtype=np.float64)
-        weight = self._counts @ np.asarray(weights, dtype=np.float64)
-        return np.asarray(total[weight > 0] / weight[weight > 0])
+
+def _left_out(
+    sums: Sequence[float], weights: Sequence[float]
+) -> tuple[float, np.ndarray[Any, Any]]:
+    """Return the mean loss, and how much it changes when each document is left out."""
+    total, weight = math.fsum(sums), math.fsum(weights)
+    one, size = np.asarray(sums, np.float64), np.asarray(weights, np.float64)
+    return total / weight, (total / weight * size - one) / (weight - size)
+
+
+@functools.lru_cache(maxsize=256)
+def _student(freedom: float) -> float:
+    """Return the end of the central 95 % of Student's t, whose density in arctan(t / sqrt(df)) is cos^(df - 1)."""
+    angles = np.linspace(0, min(math.pi / 2, 9 / math.sqrt(freedom)), 1001)
+    density = np.cos(angles) ** (freedom - 1)
+    mass = np.cumsum(density[1:] + density[:-1])
+    end = np.interp(COVERAGE * mass[-1], mass, angles[1:])
+    return math.sqrt(freedom) * math.tan(end)
 
 
 def summarize(
     records: Sequence[Record],
     *,
-    seed: int,
-    resamples: int = RESAMPLES,
     aggregate: str = "tokens",
     base: float | None = None,
     baseline: str | None = None,
@@ -152,8 +183,6 @@ def summarize(
         documents.setdefault(record.protocol, {})[record.document] = None
     if baseline is None and records:
         baseline = records[0].method
-    counts = {len(names) for names in documents.values() if len(names) > 1}
-    bootstraps = {count: Bootstrap(count, seed, resamples) for count in counts}
     cells = []
     for (_, protocol, length), group in groups.items():
         names = documents[protocol]
@@ -164,38 +193,26 @@ def summarize(
         rows = [group[name] for name in names]
         reference = groups.get((baseline or "", protocol, length), {})
         others = [reference[name] for name in names if name in reference]
-        cells.append(_cell(rows, others, bootstraps.get(len(rows)), aggregate, base))
+        cells.append(_cell(rows, others, aggregate, base))
     return cells
 
 
 def _cell(
-    rows: Sequence[Record],
-    baseline: Sequence[Record],
-    bootstrap: Bootstrap | None,
-    aggregate: str,
-    base: float | None,
+    rows: Sequence[Record], baseline: Sequence[Record], aggregate: str, base: float | None
 ) -> Cell:
     """Return the cell of records of all documents, and its ratio to the baseline if that is complete."""
 
     def power(loss: float) -> float:
-        return exp_or_inf(loss) if base is None else exp_or_inf(loss * math.log(base))
+        return exp_or_inf(loss if base is None else loss * math.log(base))
 
-    def interval_of(losses: np.ndarray[Any, Any]) -> tuple[float, float]:
-        with np.errstate(invalid="ignore"):  # infinite losses have no interval
-            low, high = np.quantile(losses, INTERVAL)
-        return power(float(low)), power(float(high))
+    def powers(interval: Interval | None) -> Interval | None:
+        return None if interval is None else (power(interval[0]), power(interval[1]))
 
-    sums, weights = _weighted(rows, aggregate)
-    loss = math.fsum(sums) / math.fsum(weights)
-    losses = None if bootstrap is None else bootstrap.means(sums, weights)
-    ratio = ratio_interval = None
+    own = _weighted(rows, aggregate)
+    loss, interval = estimate(*own)
+    difference = ratio_interval = None
     if len(baseline) == len(rows):
-        base_sums, base_weights = _weighted(baseline, aggregate)
-        ratio = power(loss - math.fsum(base_sums) / math.fsum(base_weights))
-        if bootstrap is not None and losses is not None:
-            with np.errstate(invalid="ignore"):
-                differences = losses - bootstrap.means(base_sums, base_weights)
-            ratio_interval = interval_of(differences)
+        difference, ratio_interval = estimate(*own, _weighted(baseline, aggregate))
     nats = math.fsum(row.nats for row in rows)
     size, words = _total(row.bytes for row in rows), _total(row.words for row in rows)
     return Cell(
@@ -203,9 +220,9 @@ def _cell(
         rows[0].protocol,
         rows[0].length,
         perplexity=power(loss),
-        interval=None if losses is None else interval_of(losses),
-        ratio=ratio,
-        ratio_interval=ratio_interval,
+        interval=powers(interval),
+        ratio=None if difference is None else power(difference),
+        ratio_interval=powers(ratio_interval),
         bits_per_byte=nats / math.log(2) / size if size else None,
         word_perplexity=exp_or_inf(nats / words) if words else None,
         nats=nats,

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.evaluation.grid import Field, Grid, listed
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
 from hf_posenc.evaluation.page import kinds, perplexity
 from hf_posenc.evaluation.page.collect import Collection, Source, Unfinished, collect
-from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
 from hf_posenc.evaluation.plots import available
 
 __all__ = ["TITLE", "Collection", "Source", "Unfinished", "collect", "render"]

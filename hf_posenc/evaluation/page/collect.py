@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.measuring.statistics import Interval
 
 _TUNING = ("model", "settings", "methods", "records", "documents")
 KINDS = {
@@ -145,8 +146,6 @@ def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:
 
 
 # Grouping and comparing results.
-
-Interval = tuple[float, float]
 
 
 def grouped(

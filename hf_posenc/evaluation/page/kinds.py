@@ -218,7 +218,7 @@ def _rate(value: float, mark: str = "aside") -> Span:
 
 
 def _published(name: str, source: Source) -> dict[str, Any]:
-    settings = Settings(**source.data["perplexity"]["settings"])
+    settings = Settings.from_dict(source.data["perplexity"]["settings"])
     try:
         table = published.get(name)
     except PosencError:  # made by another version of the package

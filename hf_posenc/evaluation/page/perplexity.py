@@ -19,15 +19,16 @@ from markupsafe import Markup
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.grid import Field, Grid, Span, failure_field, number
 from hf_posenc.evaluation.measuring.result import nan_if_none
-from hf_posenc.evaluation.measuring.statistics import ROUNDING, Cell, Record, side_of_one, summarize
-from hf_posenc.evaluation.page.collect import (
+from hf_posenc.evaluation.measuring.statistics import (
+    ROUNDING,
+    Cell,
     Interval,
-    Source,
-    grouped,
-    interval_of,
-    settings_differ,
+    Record,
+    side_of_one,
+    summarize,
 )
-from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS, record_of
+from hf_posenc.evaluation.page.collect import Source, grouped, interval_of, settings_differ
+from hf_posenc.evaluation.perplexity.result import record_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 # Settings that change the computation of a number but not its tokens, or only which numbers there are.
 _FREE = frozenset(
     {
-        *("lengths", "protocols", "seed", "resamples", "buckets", "min_tokens"),
+        *("lengths", "protocols", "buckets", "min_tokens"),
+        *("seed", "resamples"),  # of an earlier version
         *("chunk", "prefill", "batch", "preset"),
     }
 )
@@ -263,7 +265,7 @@ def against(
     if not rows or len(rows) != len(base):
         return None, None
     settings = line.source.data["settings"]
-    how = {name: settings.get(name) for name in ("seed", "resamples", "aggregate", "base")}
+    how = {name: settings.get(name) for name in ("aggregate", "base")}
     cells = summarize([*base, *rows], **how)
     cell = next((cell for cell in cells if cell.method == "row"), None)
     return (None, None) if cell is None else (cell.ratio, cell.ratio_interval)
@@ -330,9 +332,7 @@ def missing_field(reason: str | None) -> Field:
 def _range_and_verdict(interval: Interval | None, documents: int) -> list[Span]:
     """The range of a ratio; `better` or `worse` if all of it is below or above 1, given enough documents."""
     spans = range_spans(" (", interval, ratio_span, ")")
-    if interval is None or documents < FEW_DOCUMENTS or not all(map(math.isfinite, interval)):
-        return spans
-    verdict = {-1: "better", 0: "", 1: "worse"}[side_of_one(interval)]
+    verdict = {-1: "better", 0: "", 1: "worse"}[side_of_one(interval, documents)]
     return [*spans, Span(" "), Span(verdict, verdict)] if verdict else spans
 
 
@@ -452,7 +452,7 @@ def _table(merged: Merged) -> Grid:
     baselines = ", ".join(dict.fromkeys(line.baseline for line in merged.candidates))
     title = f"Perplexity, {merged.protocol}"
     caption = (
-        f"{title}. In each field: the perplexity, the lowest of its length underlined; its 95 % bootstrap interval "
+        f"{title}. In each field: the perplexity, the lowest of its length underlined; its 95 % interval "
         f"over documents; × its ratio to {baselines} with the paired interval, and better or worse where that interval "
         "excludes 1."
     )

@@ -56,7 +56,7 @@ EMBEDDED_DOCUMENTS = 12
 """Default number of the held-out modules."""
 
 # Settings of the summary, which determine none of the stored numbers.
-_OF_THE_SUMMARY = ("seed", "resamples", "base", "preset")
+_OF_THE_SUMMARY = ("base", "preset")
 WINDOWS_PER_ITEM = 64
 """A long document is measured in parts of so many windows, so that an interrupted run loses little."""
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
-from hf_posenc.evaluation.measuring.statistics import RESAMPLES
 
 DEFINITIONS = {
     "prefix": "the first L tokens of each document",
@@ -67,8 +66,6 @@ class Settings:
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
         prefill: Tokens that are run at a time, with the earlier keys and values cached; `None`: all at once.
         batch: Windows of one document and one shape that are run at once.
-        seed: Seed of the bootstrap.
-        resamples: Number of bootstrap resamples.
         preset: The preset that they come from.
 
     Raises:
@@ -91,8 +88,6 @@ class Settings:
     chunk: int | None = None
     prefill: int | None = None
     batch: int = 1
-    seed: int = 0
-    resamples: int = RESAMPLES
     preset: str | None = None
 
     def __post_init__(self) -> None:
@@ -124,10 +119,16 @@ class Settings:
             raise PosencError("longppl needs a model that selects the tokens: --longppl EVALUATOR.")
         self._check_stream()
         names = ("stride", "windows_per_document", "min_tokens", "buckets", "chunk", "prefill")
-        for name in (*names, "batch", "resamples", "seed"):
-            value, least = getattr(self, name), 0 if name == "seed" else 1
-            if value is not None and value < least:
-                raise PosencError(f"{name} is at least {least}, not {value}.")
+        for name in (*names, "batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise PosencError(f"{name} is at least 1, not {value}.")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Settings:
+        """Read the settings of a result; an earlier version's that determine nothing any more are left out."""
+        names = {field.name for field in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
 
     def _set_stride(self) -> None:
         """Set the default stride; refuse one that leaves tokens between the windows of `sliding` unscored."""

@@ -19,7 +19,16 @@ from hf_posenc.evaluation.grid import (
 )
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
 from hf_posenc.evaluation.measuring.result import MethodsResult, listed_fields, nan_if_none
-from hf_posenc.evaluation.measuring.statistics import Cell, Failure, Record, edges, summarize
+from hf_posenc.evaluation.measuring.statistics import (
+    FEW_DOCUMENTS,
+    FEW_NOTE,
+    Cell,
+    Failure,
+    Interval,
+    Record,
+    edges,
+    summarize,
+)
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings
 from hf_posenc.evaluation.plots import figure
 from hf_posenc.files import finite
@@ -34,8 +43,6 @@ COLUMNS = (
     "status",
 )
 """The columns of the CSV."""
-FEW_DOCUMENTS = 5
-"""With fewer documents an interval says little."""
 SAME_RATIO = 0.0005
 """Ratios that are closer to 1 differ by less than what is shown: 0.1 %."""
 PROTOCOL_NOTES = {
@@ -78,8 +85,6 @@ class PerplexityResult(MethodsResult[Cell]):
         settings = self.settings
         self.cells = summarize(
             self.records,
-            seed=settings.seed,
-            resamples=settings.resamples,
             aggregate=settings.aggregate,
             base=settings.base,
             baseline=self.candidates[0].label if self.candidates else None,
@@ -122,7 +127,7 @@ class PerplexityResult(MethodsResult[Cell]):
         }
         return cls(
             **cls.description(values),
-            settings=Settings(**values["settings"]),
+            settings=Settings.from_dict(values["settings"]),
             source=dict(values["source"]),
             documents=list(values["documents"]),
             skipped=[Skipped(**entry) for entry in values["skipped"]],
@@ -186,7 +191,7 @@ class PerplexityResult(MethodsResult[Cell]):
         settings, count = self.settings, len(self.documents)
         skipped = f", {len(self.skipped)} skipped" if self.skipped else ""
         texts = "One stream" if settings.streams else f"{count} document{'s' * (count != 1)}"
-        ranges = f"ranges: 95 % bootstrap over documents, seed {settings.seed}"
+        ranges = "ranges: 95 % intervals over documents"
         yield (
             f"{texts}{skipped}; {ranges if count > 1 else 'no ranges, which need several documents'}; "
             f"bits/byte at {settings.lengths[-1]:,} tokens."
@@ -197,7 +202,7 @@ class PerplexityResult(MethodsResult[Cell]):
                 "arrow: the difference may be chance."
             )
         if 1 < count < FEW_DOCUMENTS:
-            yield f"Fewer than {FEW_DOCUMENTS} documents: the ranges say little."
+            yield FEW_NOTE
         yield from self._gaps()
         if "longppl" in settings.protocols and not any(c.protocol == "longppl" for c in self.cells):
             yield "longppl: the evaluator found no key token in these texts, so there is nothing to score."
@@ -311,7 +316,7 @@ def record_of(entry: Mapping[str, Any]) -> Record:
     return Record(**{**entry, **sums})
 
 
-def _change(ratio: float, interval: tuple[float, float] | None) -> str:
+def _change(ratio: float, interval: Interval | None) -> str:
     text = f"{(ratio - 1) * 100:+.1f} %"
     if interval is not None:
         low, high = ((bound - 1) * 100 for bound in interval)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -40,9 +38,8 @@ from hf_posenc.evaluation.measuring.identity import (
     name_of,
 )
 from hf_posenc.evaluation.measuring.statistics import (
-    INTERVAL,
-    RESAMPLES,
-    Bootstrap,
+    Interval,
+    estimate,
     exp_or_inf,
     side_of_one,
 )
@@ -68,8 +65,6 @@ class TailSettings:
     max_regression: float | None = None
     chunk: int | None = None
     prefill: int | None = None
-    seed: int = 0
-    resamples: int = RESAMPLES
 
     def __post_init__(self) -> None:
         if self.target <= self.original:
@@ -110,8 +105,6 @@ class TailSettings:
             windows_per_document=windows,
             chunk=self.chunk,
             prefill=self.prefill,
-            seed=self.seed,
-            resamples=self.resamples,
         )
 
     @property
@@ -162,18 +155,10 @@ def failure_of(losses: Sequence[Loss]) -> str | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ratio of two perplexities over the same documents, and its 95 % paired bootstrap interval.
-
-    With fewer than two documents there is no interval.
-    """
+    """Ratio of two perplexities over the same documents, and its paired 95 % interval, with two documents or more."""
 
     ratio: float
-    interval: tuple[float, float] | None
-
-    @property
-    def significant(self) -> bool:
-        """True if the interval excludes 1. Without an interval nothing is significant."""
-        return side_of_one(self.interval) != 0
+    interval: Interval | None
 
 
 Losses = Mapping[tuple[str, int, int], Loss]
@@ -187,7 +172,7 @@ class Row:
     Attributes:
         documents: Number of documents that it was measured on.
         perplexity: At the target length; NaN if it failed.
-        interval: Its 95 % bootstrap interval over documents.
+        interval: Its 95 % interval over documents.
         short: Its perplexity at the original length by that of the model as loaded, same tokens and documents: 1.02 is
             a regression of 2 %. `None` if one of them failed.
         to_best: Its perplexity at the target length by that of the best method, over the documents of this row.
@@ -198,10 +183,15 @@ class Row:
     control: bool
     documents: int
     perplexity: float
-    interval: tuple[float, float] | None
+    interval: Interval | None
     short: Comparison | None
     to_best: Comparison | None
     failed: str | None
+
+    @property
+    def significant(self) -> bool:
+        """True if it differs significantly from the best method."""
+        return self.to_best is not None and side_of_one(self.to_best.interval, self.documents) != 0
 
 
 @dataclass(frozen=True)
@@ -230,10 +220,8 @@ class Board:
         losses, others = (self.of(name, length, documents) for name in (label, other))
         if failure_of(losses) is not None or failure_of(others) is not None:
             return None
-        ratio = exp_or_inf(log_perplexity(losses) - log_perplexity(others))
-        if len(losses) < 2:
-            return Comparison(ratio, None)
-        return Comparison(ratio, _ends(self._resampled(losses) - self._resampled(others)))
+        difference, interval = estimate(*_sums(losses), _sums(others))
+        return Comparison(exp_or_inf(difference), _powers(interval))
 
     def short(self, label: str, documents: Sequence[int]) -> Comparison | None:
         """Return the regression on short texts, as a ratio."""
@@ -276,8 +264,8 @@ class Board:
         target = self.settings.target
         losses = self.of(label, target, documents)
         failed, interval, to_best = failure_of(losses), None, None
-        if failed is None and len(losses) > 1:
-            interval = _ends(self._resampled(losses))
+        if failed is None:
+            interval = _powers(estimate(*_sums(losses))[1])
         if best is not None and best != label:
             to_best = self.compare(label, best, target, documents)
         return Row(
@@ -291,18 +279,13 @@ class Board:
             failed=failed,
         )
 
-    def _resampled(self, losses: Sequence[Loss]) -> np.ndarray[Any, Any]:
-        """Log perplexities of the resamples, shape (resamples,)."""
-        bootstrap = _bootstrap(len(losses), self.settings.seed, self.settings.resamples)
-        return bootstrap.means([loss.nats for loss in losses], [loss.tokens for loss in losses])
+
+def _sums(losses: Sequence[Loss]) -> tuple[list[float], list[float]]:
+    return [loss.nats for loss in losses], [float(loss.tokens) for loss in losses]
 
 
-_bootstrap = functools.lru_cache(maxsize=2)(Bootstrap)
-
-
-def _ends(logs: np.ndarray[Any, Any]) -> tuple[float, float]:
-    low, high = np.quantile(logs, INTERVAL)
-    return exp_or_inf(float(low)), exp_or_inf(float(high))
+def _powers(interval: Interval | None) -> Interval | None:
+    return None if interval is None else (exp_or_inf(interval[0]), exp_or_inf(interval[1]))
 
 
 Batch = Callable[[Sequence[Candidate], Sequence[int], Sequence[int]], Losses]

@@ -212,7 +212,8 @@ class TuningResult(Result):
     @classmethod
     def _own_fields(cls, values: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         """Read the fields of the subclass from the values of `to_dict` and its own settings."""
-        return settings
+        names = {entry.name for entry in dataclasses.fields(cls)}
+        return {name: value for name, value in settings.items() if name in names}
 
     def files(self) -> dict[str, str]:
         files = super().files()
@@ -263,7 +264,7 @@ def verdict(row: Row, settings: TailSettings, best: str | None) -> Field:
         word = "past the bound"
     elif row.to_best is None:
         return Field("control" if row.control else "")
-    elif row.to_best.significant:
+    elif row.significant:
         word = "worse" if row.to_best.ratio > 1 else "better"
     else:
         word = "undecided"
@@ -283,7 +284,7 @@ def against(control: Row, settings: TailSettings) -> str:
         "none": "the unpatched model",
         "sliding_window": f"sliding_window, which reads only the last {settings.original:,} tokens",
     }.get(control.label, control.label)
-    if not control.to_best.significant:
+    if not control.significant:
         return f"It is not significantly different from {name}."
     if control.to_best.ratio > 1:
         return f"It is better than {name}."

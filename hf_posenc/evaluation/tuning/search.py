@@ -21,9 +21,8 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import Candidate, Part
-from hf_posenc.evaluation.measuring.statistics import exp_or_inf
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, exp_or_inf
 from hf_posenc.evaluation.options import SearchSettings, TailOptions
-from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
 from hf_posenc.evaluation.plots.results import search_figure
 from hf_posenc.evaluation.tuning.objective import Batch, Board, Row, TailJob, prepared
 from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
@@ -331,10 +330,10 @@ class SearchResult(TuningResult):
         settings, count = self.settings, len(self.held_out)
         yield (
             f"{len(self.steps)} evaluations on {len(self.searched)} documents; the table is of the other {count}. "
-            f"Ranges and ratios: 95 % bootstrap over documents, paired, seed {settings.seed}."
+            f"Ranges and ratios: 95 % intervals over documents, ratios paired."
         )
         if count < FEW_DOCUMENTS:
-            yield f"Fewer than {FEW_DOCUMENTS} held-out documents: the ranges mean little."
+            yield FEW_NOTE
         if self.best is None:
             yield "No individual gave a number within the bound: there is no recipe."
             return
@@ -356,7 +355,7 @@ class SearchResult(TuningResult):
         beside = "" if start is None else f", {start.label} {start.perplexity:.5g}"
         return (
             f"Tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} documents that the "
-            f"search has not read{beside}; {len(self.steps)} evaluations, seed {settings.seed}."
+            f"search has not read{beside}; {len(self.steps)} evaluations, seed {self.search['seed']}."
         )
 
 
@@ -370,7 +369,7 @@ def _to_start(start: Row) -> str:
     """Compare the search to the best published start, on documents that neither was fitted to."""
     if start.to_best is None:
         return f"There is no number to compare with {start.label}."
-    if not start.to_best.significant:
+    if not start.significant:
         return (
             f"On documents that it has not read, the search is not significantly different from {start.label}: keep "
             "that."
@@ -422,7 +421,7 @@ class SearchJob(TailJob[SearchResult]):
 
         compared = [(Candidate.parse(spec), True) for spec in CONTROLS]
         plan, space = Plan.of(own.budget), Space.of(settings.scale, own.attention_factor)
-        steps = evolve(begin, plan, space, settings.seed, score)
+        steps = evolve(begin, plan, space, own.seed, score)
         best = best_of(steps)
         extra = "".join(f",{name}=true" for name in beside)
         for name in begin:

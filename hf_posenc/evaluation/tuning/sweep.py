@@ -23,8 +23,8 @@ from hf_posenc.evaluation.measuring.candidates import (
     check_unique,
     original_length,
 )
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
-from hf_posenc.evaluation.perplexity.result import FEW_DOCUMENTS
 from hf_posenc.evaluation.plots.results import sweep_figure
 from hf_posenc.evaluation.tuning.objective import Batch, Board, Loss, Row, TailJob, prepared
 from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
@@ -210,7 +210,7 @@ class SweepResult(TuningResult):
     def undecided(self) -> list[Row]:
         """Return the methods that do not differ significantly from the winner, the nearest first."""
         compared = [(row.to_best, row) for row in self.rows if row.to_best and not row.control]
-        near = [(best.ratio, row) for best, row in compared if not best.significant]
+        near = [(best.ratio, row) for best, row in compared if not row.significant]
         return [row for _, row in sorted(near, key=lambda pair: pair[0])]
 
     @property
@@ -237,11 +237,11 @@ class SweepResult(TuningResult):
             for rung in self.rungs
         )
         yield (
-            f"Rounds: {rounds}. Ranges and ratios: 95 % bootstrap over documents, paired, seed {settings.seed}; a "
+            f"Rounds: {rounds}. Ranges and ratios: 95 % intervals over documents, ratios paired; a "
             "method that left early is compared on the documents that it has read."
         )
         if self.rungs[-1].documents < FEW_DOCUMENTS:
-            yield f"Fewer than {FEW_DOCUMENTS} documents: the ranges mean little."
+            yield FEW_NOTE
         if self.winner is None:
             yield self._no_winner()
             return

@@ -68,6 +68,10 @@ def test_its_numbers_are_those_of_the_parts(result: BenchResult) -> None:
 def test_the_difference_is_that_of_mean_losses_and_the_star_its_interval(
     result: BenchResult,
 ) -> None:
+    assert "\\*" not in "".join("".join(row) for row in rows(result).values())  # too few documents
+    values = json.loads(to_json(result.to_dict()))["perplexity"]
+    values["records"] += [{**r, "document": f"{r['document']} again"} for r in values["records"]]
+    result = edited(result, perplexity=values)
     reader = list(csv.DictReader(result._csv().splitlines()))
     fields = rows(result)
     starred = 0
@@ -80,7 +84,7 @@ def test_the_difference_is_that_of_mean_losses_and_the_star_its_interval(
                     for r in result.perplexity.records
                     if (r.method, r.protocol, str(r.length)) == (label, protocol, row["length"])
                 ]
-                assert len(mine) == len(TEXTS)
+                assert len(mine) == 2 * len(TEXTS)
                 sums[label] = math.fsum(r.nats for r in mine) / sum(r.tokens for r in mine)
             expected = sums[row["method"]] - sums["none"]
             assert float(row[f"{protocol}_difference"]) == pytest.approx(expected, abs=1e-12)
@@ -114,16 +118,19 @@ def test_every_row_of_the_markdown_table_has_every_column(result: BenchResult) -
 def test_a_number_above_the_bound_is_shown_as_one_and_exact_in_the_json(
     result: BenchResult,
 ) -> None:
-    values = json.loads(to_json(result.to_dict()))["perplexity"]
-    for record in values["records"]:
-        record["nats"] *= 4
-        record["weighted"] *= 4
-    large = edited(result, perplexity=values)
+    def scaled(factor: float) -> BenchResult:
+        values = json.loads(to_json(result.to_dict()))["perplexity"]
+        for record in values["records"]:
+            record["nats"] *= factor
+            record["weighted"] *= factor
+        return edited(result, perplexity=values)
+
+    large = scaled(4)
     assert rows(large)["none"][0].replace("*", "").startswith("\\>1e3")
     cell = large.to_dict()["perplexity"]["summary"][0]
     assert cell["perplexity"] > 1e6
     assert any("above 1,000" in line for line in large.notes())
-    assert not any("above 1,000" in line for line in result.notes())
+    assert not any("above 1,000" in line for line in scaled(0.25).notes())
 
 
 def test_a_loss_that_is_no_number_is_shown_as_nan(result: BenchResult) -> None:

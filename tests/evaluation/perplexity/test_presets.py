@@ -42,9 +42,7 @@ def cell(
     settings, _ = make_settings({"lengths": (LENGTH,), **given}, None, preset=preset)
     used = joined(documents) if settings.streams else documents
     records = measured(model, used, ["none"], settings, special=special).records
-    (made,) = summarize(
-        records, seed=0, resamples=10, aggregate=settings.aggregate, base=settings.base
-    )
+    (made,) = summarize(records, aggregate=settings.aggregate, base=settings.base)
     return made
 
 

@@ -162,7 +162,7 @@ def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> No
         ({"protocols": ("tail", "longppl")}, "--longppl EVALUATOR"),
         ({"protocols": ("tail", "stream")}, "stream joins the documents, and tail needs them one"),
         ({"windows_per_document": 0}, "windows_per_document is at least 1, not 0"),
-        ({"seed": -1}, "seed is at least 0, not -1"),
+        ({"batch": 0}, "batch is at least 1, not 0"),
     ],
 )
 def test_settings_that_do_not_go_together(options: dict[str, Any], message: str) -> None:

@@ -100,8 +100,8 @@ def test_the_table_has_every_number_its_range_and_the_tokens() -> None:
     cell = result.cell("yarn (auto)", "tail", 512)
     assert cell is not None
     low, high = cell.interval or (0, 0)
-    # the mean of 6 documents, whose losses spread by 0.17: a standard error of 7 %
-    assert math.log(high / low) == pytest.approx(4 * 0.17 / math.sqrt(6), rel=0.1)
+    # the mean of 6 documents, whose losses have the standard deviation 0.187: Student's t of 5 degrees of freedom
+    assert math.log(high / low) == pytest.approx(2 * 2.571 * 0.187 / math.sqrt(6), rel=0.01)
     assert f"{low:.3g}-{high:.3g}" in text
     assert max(map(len, shown(result, width=60).splitlines())) <= 60
 
