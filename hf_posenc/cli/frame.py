@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +18,7 @@ from hf_posenc.cli.console import err, out, print_error, print_warning
 from hf_posenc.cli.loading import open_session
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, OutputOptions, RunOptions
+from hf_posenc.files import finite
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench.run import BenchJob
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 PreparedT = TypeVar("PreparedT")
 SHOWN_SKIPPED = 5
 GIB = 2**30
+_MORE_FILES = {"bench": ("table.md", "curve.*", "heatmap.*")}
 
 
 class Frame:
@@ -147,6 +150,7 @@ class Frame:
         from hf_posenc.evaluation.grid import to_rich
         from hf_posenc.evaluation.plots import available
 
+        kept = _keep_other_run(result, self.output)
         console, names = out(), result.write(self.output, plots=self.plots)
         console.print(
             f"\n[bold]{escape(str(model['name']))}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M "
@@ -162,6 +166,8 @@ class Frame:
             for line in lines:
                 console.print(line, markup=False)
         console.print(f"Wrote {', '.join(names)} to {self.output}", markup=False)
+        if kept:
+            console.print(kept, markup=False, soft_wrap=True)
         if not available():
             console.print(
                 "No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False
@@ -185,6 +191,44 @@ def _make_folder(folder: Path) -> None:
         raise PosencError(
             f"--output {folder} cannot be written to: {error.strerror or error}"
         ) from error
+
+
+def _keep_other_run(result: Result, folder: Path) -> str:
+    """Move the result of another run out of the way, unless the new one has all its records; return a line on it."""
+    path = folder / f"{result.kind}.json"
+    if not path.exists():
+        return ""
+    command = "not a result of hf-posenc, or damaged"
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+        values = json.loads(path.read_bytes())
+        if values["kind"] == result.kind:
+            earlier = _parts(values)
+            command = next((p["command"] for p in earlier if p.get("command")), "called in Python")
+            if _records(earlier) <= _records(_parts(finite(result.to_dict()))):
+                return ""
+    places = (folder / f"{result.kind}-{number}" for number in itertools.count(1))
+    place = next(place for place in places if not (place / path.name).exists())
+    patterns = (f"{result.kind}.*", f"{result.kind}_*", *_MORE_FILES.get(result.kind, ()))
+    files = [file for pattern in patterns for file in folder.glob(pattern) if file != path]
+    try:
+        place.mkdir(exist_ok=True)
+        for file in (*files, path):  # it comes last: a kill before that is repaired by the next run
+            file.replace(place / file.name)
+    except OSError as error:
+        raise PosencError(
+            f"{folder} has the {path.name} of another run ({command}), which cannot be moved to {place}: "
+            f"{error.strerror or error}. Give another --output."
+        ) from error
+    return f"The {path.name} of another run, which was there, is kept in {place}: {command}"
+
+
+def _parts(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a result, and those inside it."""
+    return [values, *(part for part in values.values() if isinstance(part, dict))]
+
+
+def _records(parts: Iterable[Mapping[str, Any]]) -> set[str]:
+    return {json.dumps(record) for part in parts for record in part.get("records", ())}
 
 
 def _report_waiting(count: int) -> None:

@@ -64,6 +64,77 @@ def test_a_finished_run_is_shown_again_without_a_forward(
     assert "Wrote perplexity.json" in run(model, texts, tmp_path).stdout
 
 
+PERPLEXITY = "perplexity {model} --text {texts} --lengths 32"
+SWEEP = "sweep {model} --text {texts} --target-length 128 --patch pi"
+
+# A command, another one in the same folder, and whether the second has everything of the first.
+SECOND_RUNS = [
+    (f"{PERPLEXITY} --patch none --patch pi:scale=2", f"{PERPLEXITY} --patch none", False),
+    (f"{PERPLEXITY} --patch none", f"{PERPLEXITY} --patch none --patch pi:scale=2", True),
+    (f"{PERPLEXITY} --patch none --plot", f"{PERPLEXITY} --patch none --seed 3 --no-plot", True),
+    (f"{PERPLEXITY} --patch none", f"{PERPLEXITY},48 --patch none", True),
+    (f"{PERPLEXITY},48 --patch none", f"{PERPLEXITY} --patch none", False),
+    (f"{PERPLEXITY} --patch none", f"{PERPLEXITY} --patch none --limit 2", False),
+    (
+        "retrieval {model} --lengths 256 --samples 1 --patch none",
+        "retrieval {model} --lengths 256 --samples 1 --patch pi:scale=2",
+        False,
+    ),
+    (f"{SWEEP} --scales 2", f"{SWEEP} --scales 3", False),
+    (f"{SWEEP} --scales 2", f"{SWEEP} --scales 2,3", True),
+    (
+        "bench {model} --text {texts} --suite smoke --rounds 0 --tasks none --lengths 32",
+        "bench {model} --text {texts} --suite smoke --rounds 0 --tasks none --lengths 48",
+        False,
+    ),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "whole"), SECOND_RUNS)
+def test_another_run_in_a_folder_loses_nothing_of_the_one_before(
+    first: str,
+    second: str,
+    whole: bool,
+    model: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    def measured(command: str) -> str:
+        given = command.format(model=model, texts=texts).split()
+        plots = [] if "plot" in command else ["--no-plot"]
+        result = invoke(*given, *plots, "--output", str(tmp_path / "out"))
+        assert result.exit_code == 0, result.output
+        return " ".join(result.stdout.split())
+
+    measured(first)
+    (before,) = (path for path in (tmp_path / "out").glob("*.json") if path.stem in first.split())
+    content, kept = before.read_text(), tmp_path / "out" / f"{before.stem}-1"
+    said = (
+        f"The {before.name} of another run, which was there, is kept in {kept}: hf-posenc {first}"
+    )
+    said = said.format(model=model, texts=texts)
+    assert said not in measured(first)
+    assert (said in measured(second)) == (not whole)
+    assert said not in measured(second)
+    assert kept.exists() == (not whole)
+    if not whole:
+        assert (kept / before.name).read_text() == content
+        assert not (tmp_path / "out" / f"{before.stem}-2").exists()
+
+
+def test_a_file_that_is_no_result_is_kept(
+    model: Path,  # noqa: F811
+    texts: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    for number, content in enumerate(('{"records": []}', "[1]", "{"), start=1):
+        (tmp_path / "perplexity.json").write_text(content)
+        result = run(model, texts, tmp_path, "--no-plot")
+        place = tmp_path / f"perplexity-{number}"
+        assert f"is kept in {place}: not a result of hf-posenc, or damaged" in result.stdout
+        assert (place / "perplexity.json").read_text() == content
+
+
 def test_a_dry_run_says_what_it_costs_and_measures_nothing(
     model: Path,  # noqa: F811
     texts: Path,  # noqa: F811
