@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -273,10 +274,11 @@ def execute(
     model, scorer = measurement.model, measurement.scorer
     failures = Failures.of(measurement.items, store.get)
     todo = [item for item in shard.mine(measurement.items) if store.get(item.key) is None]
-    measurement.prepare(store, todo)
     total, done = sum(item.cost for item in todo), 0
     scorer.patient = not strict
-    with evaluation_mode(model):
+    on_cpu = bool(todo) and next(model.parameters()).device.type == "cpu"
+    with _threads(store.threads if on_cpu else None), evaluation_mode(model):
+        measurement.prepare(store, todo)
         for _, group in itertools.groupby(todo, key=_patch_key):
             items = list(group)
             with contextlib.ExitStack() as stack:
@@ -303,6 +305,26 @@ def execute(
                     if attempt.advanced != item.cost:
                         attempt.advance(item.cost)
                     done += item.cost
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Compute with so many threads, as all processes of a run do; `None`: as many as there are."""
+    own = torch.get_num_threads()
+    if count is None:
+        yield
+        return
+    if count != own:
+        warnings.warn(
+            f"These records were begun with {count} threads; the others are computed with as many, not with {own}, "
+            "since the last digits depend on it. Another --output begins anew.",
+            stacklevel=3,
+        )
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(own)
 
 
 def _report(progress: Progress, label: str, before: int, total: int, tokens: int) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
+import torch
 from filelock import FileLock, Timeout
 
 from hf_posenc.errors import PosencError
@@ -74,7 +75,13 @@ def fingerprint_of(settings: Mapping[str, Any]) -> str:
 
 
 class Records:
-    """Stored values by key; these end with the process."""
+    """Stored values by key; these end with the process.
+
+    Attributes:
+        threads: Threads that a CPU computes every value with; `None`: as many as the process has.
+    """
+
+    threads: int | None = None
 
     def __init__(self) -> None:
         self._records: dict[Key, dict[str, Any]] = {}
@@ -129,6 +136,7 @@ class Store(Records):
             if not (self.folder / "settings.json").exists():
                 about = {} if command is None else {"command": command}
                 write_atomically(self.folder / "settings.json", to_json({**about, **settings}))
+            self.threads = self._first_threads()
             self._remove_torn_line()
             self._file: BinaryIO = self._path.open("ab")
             self.refresh()
@@ -195,6 +203,19 @@ class Store(Records):
             for at, size in damaged:
                 file.seek(at)
                 file.write(b" " * size)
+
+    def _first_threads(self) -> int:
+        """Return the number of threads of the process that began the records: sums depend on it."""
+        path = self.folder / "threads.json"
+        with FileLock(path.with_suffix(".lock")):
+            stored = _parse(path.read_bytes()[:-1]) if path.exists() else None
+            if stored is not None:
+                return int(stored[1]["count"])
+            if path.exists():
+                warnings.warn(f"{path} is damaged, and written anew.", stacklevel=3)
+            count = torch.get_num_threads()
+            write_atomically(path, _line(("threads",), {"count": count}).decode())
+            return count
 
     def _remove_torn_line(self) -> None:
         """Remove a last line that a kill left incomplete."""

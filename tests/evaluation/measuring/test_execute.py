@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from hf_posenc.evaluation.documents import Document, tokenize
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import (
     Attempt,
@@ -22,9 +25,11 @@ from hf_posenc.evaluation.measuring.execute import (
     execute,
 )
 from hf_posenc.evaluation.measuring.store import Key, Records, Shard
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
+from hf_posenc.evaluation.options import PerplexityOptions
+from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, prepare
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from hf_posenc.files import to_json
 from tests.support import zoo
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
@@ -145,3 +150,33 @@ def test_a_dynamic_table_of_the_model_is_reset_whatever_is_patched_in_beside_it(
         assert measured is not None
         results.append([record.nats for record in measured.records])
     assert results[0] == results[1]
+
+
+def test_processes_with_other_numbers_of_threads_give_the_same_bytes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 2}
+    model = zoo.build("llama", vocab_size=VOCABULARY, **sizes)
+    texts = [prose(300, seed) for seed in range(4)]
+    options = PerplexityOptions(methods=["none"], lengths=[64, 256], resamples=50)
+    own, results = torch.get_num_threads(), []
+    try:
+        for name, numbers in (("one", (1, 1)), ("two", (1, 2))):
+            for index, number in enumerate(numbers):
+                torch.set_num_threads(number)
+                run = prepare(model, byte_tokenizer(), Source.of(texts), options)
+                with warnings.catch_warnings(record=True) as caught:
+                    result = run.run(tmp_path / name, Shard(index, 2))
+                assert torch.get_num_threads() == number
+                assert len(caught) == (number == 2)
+            assert result is not None
+            results.append(to_json(result.to_dict()))
+        assert "begun with 1 threads; the others are computed with as many, not with 2" in str(
+            caught[0].message
+        )
+    finally:
+        torch.set_num_threads(own)
+    assert results[0] == results[1]
+    (path,) = tmp_path.glob("two/records/*/threads.json")
+    path.write_text(path.read_text().replace("1", "2", 1))
+    with pytest.warns(UserWarning, match=r"threads.json is damaged, and written anew"):
+        run.run(tmp_path / "two")
