@@ -92,7 +92,7 @@ def _show(exported: Export) -> None:
     console.print(f"[bold]{exported.engine}[/bold] {exported.version}: {exported.path}")
     if not exported.possible:
         return
-    console.print(f"told as {exported.form}", markup=False)
+    console.print(f"written as {exported.form}", markup=False)
     for error in exported.errors:
         layers = f"{error.layers}, " if error.layers else ""
         console.print(
@@ -115,7 +115,7 @@ def _print_methods(name: str, engine: str) -> None:
     from hf_posenc.engines import survey
     from hf_posenc.evaluation.grid import Grid, to_rich
 
-    grid = Grid.of("", "method", "told as", "why not")
+    grid = Grid.of("", "method", "written as", "why not")
     with err().status("Trying every method"):
         rows = survey(name, engine)
     for row in rows:

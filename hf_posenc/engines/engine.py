@@ -25,8 +25,15 @@ _STILL = 1e-9  # radians per token: a turn in 6e9 tokens
 def known_names(engine: str) -> Mapping[str, frozenset[str]]:
     """Return the architectures that an engine treats alike, from `patches/engines/<engine>.json`."""
     text = (patches_folder() / "engines" / f"{engine}.json").read_text(encoding="utf-8")
-    values: dict[str, list[str]] = json.loads(text)
-    return {key: frozenset(names) for key, names in values.items() if key != "source"}
+    values: dict[str, Any] = json.loads(text)
+    return {key: frozenset(names) for key, names in values.items() if isinstance(names, list)}
+
+
+@functools.cache
+def gguf_architectures() -> Mapping[str, str]:
+    """Return the GGUF architecture to which llama.cpp converts a class of transformers, by the class's name."""
+    text = (patches_folder() / "engines" / "llama.cpp.json").read_text(encoding="utf-8")
+    return dict(json.loads(text)["converter"])
 
 
 @dataclass(frozen=True)

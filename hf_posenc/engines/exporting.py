@@ -15,7 +15,13 @@ from typing import Any
 
 from hf_posenc.engines.engine import Divisors, Draft, Engine, Setup, TableError
 from hf_posenc.engines.llama_cpp import LlamaCpp
-from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5
+from hf_posenc.engines.servers import (
+    VLLM,
+    SGLang,
+    Transformers4,
+    Transformers5,
+    tokenizer_length,
+)
 from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods import METHODS, LengthDependent, Method, seam_of
@@ -266,7 +272,7 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
             for path in sorted(source.iterdir())
             if path.is_file() and path.name not in _LEFT_OUT and path.suffix in _PARTS
         ]
-    written += _rename_tokenizer_class(export, folder)
+    written += _adapt_tokenizer(export, folder)
     config = dict(export.config)
     if export.is_adapter and merged_dtype(export.path) != "auto":
         config |= {key: "float32" for key in ("dtype", "torch_dtype") if key in config}
@@ -318,12 +324,16 @@ def _merge(export: Export, folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name != RECORD]
 
 
-def _rename_tokenizer_class(export: Export, folder: Path) -> list[Path]:
-    """Write the tokenizer's config with the class name of transformers 4.57."""
+def _adapt_tokenizer(export: Export, folder: Path) -> list[Path]:
+    """Write the tokenizer's config with transformers 4.57's name of the class, or the context that vLLM serves."""
     file = folder / "tokenizer_config.json"
-    if export.engine != "transformers4" or not file.is_file():
+    if export.engine not in ("transformers4", "vllm") or not file.is_file():
         return []
     values = json.loads(file.read_text(encoding="utf-8"))
+    if export.engine == "vllm":
+        if tokenizer_length(folder) >= (served := int(export.flags[1])):
+            return []
+        return [_write_json(file, {**values, "model_max_length": served})]
     renamed = _TOKENIZER_CLASS.get(values.get("tokenizer_class"))
     if renamed is None:
         return []

@@ -11,6 +11,9 @@
   Phi-3 and MiniCPM, nothing for others, which then do not scale at all;
 - dynamic: nothing.
 
+Some classes write none of these `rope.scaling` keys (Cohere, Phi-3), some not even `rope.freq_base` (Falcon, Gemma);
+`patches/engines/llama.cpp.json` lists them. They get their tables from flags.
+
 A context (`src/llama-context.cpp`) then reads `yarn_beta_fast` and `yarn_beta_slow` for a few architectures only. It
 overwrites `yarn_attn_factor`, and the flag, wherever YaRN is on; it always multiplies by `rope.scaling.attn_factor`.
 A table that its YaRN cannot express is therefore written as `rope_freqs.weight`, the divisor of every pair, and
@@ -41,6 +44,8 @@ from hf_posenc.engines.engine import (
     Setup,
     TableError,
     entry_of,
+    gguf_architectures,
+    known_names,
 )
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.source import Source, open_source
@@ -48,6 +53,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.patch.request import MethodLike
 
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+_ORIGINAL = "original_max_position_embeddings"
 
 
 class LlamaCpp(Engine):
@@ -58,18 +64,15 @@ class LlamaCpp(Engine):
     fixed_table = True
 
     def drafts(self, source: Source) -> Iterator[Draft]:
-        context = ("-c", str(source.reach))
+        context, known = ("-c", str(source.reach)), known_names(self.name)
         native = source.forms().get("rope_parameters")
         if native is not None:
             entry = entry_of(native, "full_attention")
-            notes = _without_converting(entry, source)
-            if (kind := entry["rope_type"]) in ("llama3", "longrope"):
-                some = (
-                    f"convert_hf_to_gguf writes the tensors of {kind} for some architectures only"
-                )
-                notes = (f"{some}: check the file with this command and --gguf FILE.",)
             values = {**source.lengths(), "rope_parameters": native}
+            notes = _without_converting(entry, source)
             yield Draft("rope_parameters", values, (*context, *_beta_flags(entry)), notes)
+            if _architecture(source) in known["without_scaling"]:
+                yield Draft("flags", values, (*context, *_table_flags(entry, None)))
         yield from self._tensors(source, context)
 
     def _tensors(self, source: Source, context: tuple[str, ...]) -> Iterator[Draft]:
@@ -92,10 +95,8 @@ class LlamaCpp(Engine):
             current = getattr(source.text_config, "rope_parameters", None) or {}
             rope = {**current, table.label: rope}
         values = {**source.lengths(), "rope_parameters": rope}
-        architectures = ", ".join(sorted(divisors.architectures))
         way = "convert the exported folder, then run this command again with --gguf FILE"
-        reading = f"llama.cpp reads it for the architectures {architectures}"
-        notes = [f"The table goes into the GGUF file: {way}. {reading}."]
+        notes = [f"The table goes into the GGUF file: {way}."]
         if short != long:
             notes.append(
                 f"With -c above {source.original} llama.cpp uses the long list for short texts too; at or below it, "
@@ -105,46 +106,49 @@ class LlamaCpp(Engine):
 
     def compute(self, setup: Setup) -> Table | str:
         rope, dim, divisors = setup.config["rope_parameters"], setup.table.dim, setup.draft.divisors
+        name = _architecture(setup.source)
+        if (architecture := gguf_architectures().get(name)) is None:
+            return f"its convert_hf_to_gguf has no {name}"
         if setup.table.label == "sliding_attention":  # {arch}.rope.freq_base_swa, never scaled
             return Table(formulas.plain(float(rope["sliding_attention"]["rope_theta"]), dim))
-        keys, tensors = converted(setup.config, dim)
+        keys, tensors = converted(setup.config, dim, name)
         if divisors is not None:
-            tensors = dict(divisors.tensors(max(divisors.architectures)))
-            keys.update(divisors.keys(max(divisors.architectures)))
+            if architecture not in divisors.architectures:
+                return f"it reads no table from a GGUF file of the architecture {architecture}"
+            tensors = dict(divisors.tensors(architecture))
+            keys.update(divisors.keys(architecture))
         return runtime(keys, tensors, dim, setup.source.reach, flags=setup.draft.flags)
 
 
 def converted(
-    config: Mapping[str, Any], dim: int
+    config: Mapping[str, Any], dim: int, name: str
 ) -> tuple[dict[str, Any], dict[str, Sequence[float]]]:
     """Return the converter's keys for a config, without the architecture's name in front, and its tensors.
 
-    Those of llama3 and longrope are written for the architectures that have them.
+    `name` is that of the model's class in transformers.
     """
+    known, architecture = known_names("llama.cpp"), gguf_architectures().get(name)
     rope = entry_of(config["rope_parameters"], "full_attention")
-    keys: dict[str, Any] = {
-        "context_length": config["max_position_embeddings"],
-        "rope.freq_base": float(rope["rope_theta"]),
-    }
+    keys: dict[str, Any] = {"context_length": config["max_position_embeddings"]}
+    if name in known["without_base"]:
+        return keys, {}
+    keys["rope.freq_base"] = theta = float(rope["rope_theta"])
     kind = rope.get("rope_type")
-    if kind in ("linear", "yarn"):
+    if kind in ("linear", "yarn") and name not in known["without_scaling"]:
         keys["rope.scaling.type"], keys["rope.scaling.factor"] = kind, float(rope["factor"])
-    if kind == "yarn":
-        original = rope["original_max_position_embeddings"]
-        keys["rope.scaling.original_context_length"] = original
-        for key, name in (("attention_factor", "attn_factor"), *((beta, beta) for beta in _BETAS)):
-            if rope.get(key) is not None:
-                keys[f"rope.scaling.yarn_{name}"] = float(rope[key])
+        if kind == "yarn":
+            keys["rope.scaling.original_context_length"] = rope[_ORIGINAL]
+            for key, sub in (("attention_factor", "attn_factor"), *((b, b) for b in _BETAS)):
+                if rope.get(key) is not None:
+                    keys[f"rope.scaling.yarn_{sub}"] = float(rope[key])
     tensors: dict[str, Sequence[float]] = {}
-    if kind == "llama3":
-        theta, factor = float(rope["rope_theta"]), float(rope["factor"])
+    if kind == "llama3" and architecture in known["llama3"]:
         ends = rope["low_freq_factor"], rope["high_freq_factor"]
-        original = rope["original_max_position_embeddings"]
-        slowed = formulas.llama3(theta, dim, factor, *ends, original)
+        slowed = formulas.llama3(theta, dim, float(rope["factor"]), *ends, rope[_ORIGINAL])
         tensors[GGUF_TENSORS[0]] = (formulas.plain(theta, dim) / slowed).tolist()
-    if kind == "longrope":
-        original = rope["original_max_position_embeddings"]
-        keys["rope.scaling.type"], keys["rope.scaling.original_context_length"] = kind, original
+    if kind == "longrope" and architecture in known["longrope"]:
+        original = rope[_ORIGINAL]
+        keys["rope.scaling.original_context_length"] = original
         factor = formulas.longrope_factor(config["max_position_embeddings"], original)
         keys["rope.scaling.attn_factor"] = factor
         tensors = {GGUF_TENSORS[1]: rope["short_factor"], GGUF_TENSORS[2]: rope["long_factor"]}
@@ -200,8 +204,25 @@ def _beta_flags(entry: Mapping[str, Any]) -> tuple[str, ...]:
     flags: list[str] = []
     for beta, default in _BETAS.items():
         if float(entry.get(beta) or default) != default:
-            flags += [f"--yarn-{beta.replace('_', '-')}", f"{float(entry[beta]):g}"]
+            flags += [f"--yarn-{beta.replace('_', '-')}", _shortest(entry[beta])]
     return tuple(flags)
+
+
+def _shortest(value: Any) -> str:
+    """Return the shortest text that parses to the same float."""
+    return repr(float(value)).removesuffix(".0")
+
+
+def _table_flags(entry: Mapping[str, Any], theta: float | None) -> tuple[str, ...]:
+    """Return the flags that override the keys of a file, which has the base `theta`, if any."""
+    flags: list[str] = []
+    if float(entry["rope_theta"]) != theta:
+        flags += ["--rope-freq-base", _shortest(entry["rope_theta"])]
+    if (kind := entry["rope_type"]) in ("linear", "yarn"):
+        flags += ["--rope-scaling", kind, "--rope-scale", _shortest(entry["factor"])]
+    if kind == "yarn":
+        flags += ["--yarn-orig-ctx", str(entry[_ORIGINAL])]
+    return (*flags, *_beta_flags(entry))
 
 
 def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, ...]:
@@ -209,16 +230,16 @@ def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, 
     before = entry_of(source.text_config.rope_parameters, "full_attention")
     if source.patch is None or before.get("rope_type", "default") != "default":
         return ()
-    flags = ["-c", str(source.reach)]
-    if float(entry["rope_theta"]) != float(before["rope_theta"]):
-        flags += ["--rope-freq-base", f"{float(entry['rope_theta']):.17g}"]
-    if entry["rope_type"] != "default":
-        flags += ["--rope-scaling", entry["rope_type"]]
-        flags += ["--rope-scale", f"{float(entry['factor']):g}"]
-    if entry["rope_type"] == "yarn":
-        flags += ["--yarn-orig-ctx", str(entry["original_max_position_embeddings"])]
-    line = " ".join((*flags, *_beta_flags(entry)))
+    if entry["rope_type"] not in ("default", "linear", "yarn"):
+        return ()
+    line = " ".join(("-c", str(source.reach), *_table_flags(entry, float(before["rope_theta"]))))
     return (f"On a GGUF file of the same weights that was converted without the patch: {line}",)
+
+
+def _architecture(source: Source) -> str:
+    """Return the class name by which the converter chooses its code."""
+    names = getattr(source.text_config, "architectures", None) or source.config.architectures
+    return str(names[0]) if names else type(source.model).__name__
 
 
 # Rotary tables in GGUF files: read from a file, compared with a model, and replaced in a copy.

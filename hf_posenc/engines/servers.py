@@ -4,7 +4,9 @@ vLLM and SGLang make their tables from `rope_parameters`, and read other keys of
 
 - longrope takes its factor on cos and sin from `short_mscale` and `long_mscale`, never from `attention_factor`;
 - SGLang's yarn has no `attention_factor` either, and multiplies its own factor by `attn_factor`;
-- both multiply the length of a linear table, and the longest text, by `factor` once more.
+- both multiply the length of a linear table, and the longest text, by `factor` once more;
+- both refuse a length flag above the longest text that they derive, where `factor` times a length is rounded down, and
+  vLLM one above the tokenizer's `model_max_length`.
 
 vLLM 0.33.0: `model_executor/layers/rotary_embedding/`, `config/model.py` (`_get_and_verify_max_len`). SGLang 0.5.23:
 `srt/layers/rotary_embedding/`, `srt/utils/hf_transformers/common.py` (`get_context_length`).
@@ -13,7 +15,9 @@ vLLM 0.33.0: `model_executor/layers/rotary_embedding/`, `config/model.py` (`_get
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +31,9 @@ from hf_posenc.model.rotary import is_half_split, rotary_output
 from hf_posenc.patch.export import config_parts
 
 _ORIGINAL = "original_max_position_embeddings"
+_LENGTH = "max_position_embeddings"
+# Other names of it that some configs have, in the order in which SGLang reads them.
+_LENGTHS = ("max_sequence_length", "seq_length", "max_seq_len", "model_max_length")
 
 
 class Transformers5(Engine):
@@ -108,7 +115,7 @@ class VLLM(Engine):
     )
 
     def drafts(self, source: Source) -> Iterator[Draft]:
-        flags = (self.length_flag, str(source.reach))
+        stored = {**vars(source.text_config), "model_type": source.text_config.model_type}
         for form, rope_parameters in source.forms().items():
             values, result = dict(source.lengths()), dict(rope_parameters)
             for table in source.tables:
@@ -116,13 +123,19 @@ class VLLM(Engine):
                     continue
                 entry = self._entry(entry_of(rope_parameters, table.label), source, table)
                 result = {**result, table.label: entry} if table.label in result else entry
-                if entry["rope_type"] == "linear":
-                    values["max_position_embeddings"] = source.original
+                # For Gemma 3 and entries by layer type, an engine does not multiply by the factor.
+                if result is entry and entry["rope_type"] == "linear" and not _is_gemma3(stored):
+                    values[_LENGTH] = source.original
                 if _one_list(entry) and _ORIGINAL in values:
                     values[_ORIGINAL] = source.reach  # wins over the entry's
             switches = source.length_dependent and result.get("rope_type") == "longrope"
             note = self.switch_note.format(flag=self.length_flag, original=source.original)
             notes = (note,) if switches else ()
+            values |= {
+                key: values[_LENGTH] for key in _LENGTHS if _LENGTH in values and stored.get(key)
+            }
+            longest = self._longest({**stored, **values, "rope_parameters": result})
+            flags = (self.length_flag, str(min(source.reach, longest)))
             yield Draft(form, {**values, "rope_parameters": result}, flags, notes)
 
     def _entry(
@@ -166,6 +179,17 @@ class VLLM(Engine):
         divisors = rope["long_factor" if past else "short_factor"]
         return Table(formulas.longrope(theta, dim, divisors), float(factor))
 
+    def _longest(self, config: Mapping[str, Any], tokenizer: float = math.inf) -> int:
+        """Return the longest text that the engine accepts: `_get_and_verify_max_len`."""
+        longest = min(config[key] for key in (_LENGTH, *_LENGTHS) if config.get(key))
+        longest, factor = min(longest, tokenizer), 1.0
+        for entry in () if _is_gemma3(config) else _entries(config["rope_parameters"]):
+            if entry["rope_type"] not in ("llama3", "longrope"):
+                factor = entry.get("factor") or factor
+            if entry["rope_type"] == "yarn":
+                longest = entry[_ORIGINAL]
+        return int(longest * factor)
+
     def _yarn_factor(self, rope: Mapping[str, Any]) -> float:
         return formulas.yarn_factor_of(rope)
 
@@ -178,7 +202,10 @@ class VLLM(Engine):
         return reach > original  # by --max-model-len, for every text
 
     def overrides(self, config: Mapping[str, Any], source: Source) -> tuple[str, ...]:
-        keys = (*source.lengths(), "rope_parameters")
+        config = {**config, "model_type": source.text_config.model_type}
+        if self._longest(config, tokenizer_length(source.base)) < self._longest(config):
+            return ()
+        keys = (*source.lengths(), *_LENGTHS, "rope_parameters")
         before = vars(dict(config_parts(source.stored))[source.text_path])
         changed: dict[str, Any] = {
             key: config[key] for key in keys if key in config and config[key] != before.get(key)
@@ -186,6 +213,14 @@ class VLLM(Engine):
         for name in reversed(source.text_path.split(".") if source.text_path else []):
             changed = {name: changed}
         return (self.override_flag, json.dumps(changed)) if changed else ()
+
+
+def tokenizer_length(folder: str | Path) -> float:
+    """Return the longest text by a tokenizer's config; infinity where a folder has none."""
+    file = Path(folder) / "tokenizer_config.json"
+    if not file.is_file():
+        return math.inf
+    return float(json.loads(file.read_text(encoding="utf-8")).get("model_max_length") or math.inf)
 
 
 class SGLang(VLLM):
@@ -222,8 +257,25 @@ class SGLang(VLLM):
         growth = factor * factor - (factor - 1)
         return formulas.plain(theta * growth ** (dim / (dim - 2)), dim)
 
+    def _longest(self, config: Mapping[str, Any], tokenizer: float = math.inf) -> int:
+        """Return the longest text that the engine accepts: `get_context_length`."""
+        longest = next(config[key] for key in (*_LENGTHS, _LENGTH) if config.get(key))
+        rope = config["rope_parameters"]  # it reads no entries by layer type
+        scaled = rope.get("rope_type") != "llama3" and _ORIGINAL not in rope
+        return int(longest * (rope.get("factor") or 1)) if scaled else int(longest)
+
     def _past(self, reach: int, original: int, length: int) -> bool:
         return length > original
+
+
+def _entries(rope_parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the entry of every layer type, or the one for all layers."""
+    entries = [rope_parameters, *rope_parameters.values()]
+    return [entry for entry in entries if isinstance(entry, Mapping) and "rope_type" in entry]
+
+
+def _is_gemma3(config: Mapping[str, Any]) -> bool:
+    return "gemma3" in str(config.get("model_type"))
 
 
 def _one_list(entry: Mapping[str, Any]) -> bool:

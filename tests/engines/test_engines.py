@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posenc import PosencError, get_method, patch_model
-from hf_posenc.engines import ENGINES, TableError, export, formulas, survey
+from hf_posenc.engines import ENGINES, TableError, export, formulas, survey, write_export
 from hf_posenc.engines.exporting import export_source, find_engine, measure
 from hf_posenc.engines.source import open_source
 from tests.patch.test_patching import OPTIONS
@@ -40,6 +40,36 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     patch_model(model, "ntk_mixed", scale=4)
     model.save_pretrained(folder)
     return folder
+
+
+def vllm_longest(config: Any, tokenizer: int) -> float:
+    """vLLM's `_get_and_verify_max_len`, from reading it."""
+    names = ("max_position_embeddings", "max_sequence_length", "max_seq_len", "seq_length")
+    longest = min(getattr(config, name) for name in names if getattr(config, name, None))
+    longest = min(longest, tokenizer)
+    rope = config.rope_parameters
+    entries = list(rope.values()) if "full_attention" in rope else [rope]
+    if "gemma3" in config.model_type:
+        return float(longest)
+    scaling = 1.0
+    for entry in entries:
+        if entry["rope_type"] not in ("su", "longrope", "llama3"):
+            scaling = entry.get("factor", scaling)
+            if entry["rope_type"] == "yarn":
+                longest = entry["original_max_position_embeddings"]
+    return longest * scaling
+
+
+def sglang_longest(config: Any, tokenizer: int) -> int:
+    """SGLang's `get_context_length`, from reading it; it reads no tokenizer."""
+    rope = config.rope_scaling
+    factor = rope.get("factor", 1)
+    if "original_max_position_embeddings" in rope or rope.get("rope_type") == "llama3":
+        factor = 1
+    for name in ("max_sequence_length", "seq_length", "max_seq_len", "max_position_embeddings"):
+        if getattr(config, name, None) is not None:
+            return int(factor * getattr(config, name))
+    return 2048
 
 
 def measured(*arguments: Any) -> TableError:
@@ -188,6 +218,40 @@ class TestServers:
         found = export(llama, engine, method="pi", scale=4)
         assert found.config["max_position_embeddings"] == 64
         assert found.flags[1] == "256"
+
+    @pytest.mark.parametrize("engine", SERVERS)
+    @pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3", "longrope", "ntk_mixed"])
+    @pytest.mark.parametrize(
+        ("model_type", "scale", "lengths"),
+        [
+            ("llama", 3.3, {}),
+            ("llama", 10 / 3, {}),
+            ("llama", 4.0, {"max_sequence_length": 64}),  # beside max_position_embeddings
+            ("gemma3_text", 4.0, {}),
+        ],
+    )
+    def test_the_length_flag_is_accepted(
+        self, tmp_path: Path, model_type: str, scale: float, lengths: Any, method: str, engine: str
+    ) -> None:
+        config = zoo.tiny_config(model_type, max_position_embeddings=64)
+        for key, value in lengths.items():
+            setattr(config, key, value)
+        zoo.from_config(config).save_pretrained(tmp_path)
+        limit = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 64}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(limit), encoding="utf-8")
+        options = {**OPTIONS[method], "scale": scale}
+        found = export(tmp_path, engine, method=method, **options)
+        if not found.possible:
+            pytest.skip(found.reason)
+        write_export(found, tmp_path / "out", weights="copy")
+        written, flag = AutoConfig.from_pretrained(tmp_path / "out"), int(found.flags[1])
+        stored = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+        accepted = {"vllm": vllm_longest, "sglang": sglang_longest}[engine]
+        assert scale * 64 - 1 <= flag <= accepted(written, stored["model_max_length"])
+        if found.overrides:
+            for key, value in json.loads(found.overrides[1]).items():
+                setattr(config, key, value)
+            assert flag <= accepted(config, 64)
 
     @pytest.mark.parametrize("engine", SERVERS)
     def test_longrope_says_when_it_switches(self, llama: Path, engine: str) -> None:

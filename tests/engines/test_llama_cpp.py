@@ -32,15 +32,45 @@ class TestLlamaCpp:
             *(("yarn", "rope_parameters"), ("pi", "rope_parameters"), ("ntk", "rope_parameters")),
             *(("abf", "rope_parameters"), ("llama3", "rope_parameters")),
             *(("ntk_by_parts", "tensors"), ("ntk_mixed", "tensors"), ("nope", "tensors")),
+            ("longrope", "tensors"),
         ],
     )
     def test_words_or_tensors(self, llama: Path, method: str, form: str) -> None:
         assert export(llama, "llama.cpp", method=method, **OPTIONS[method]).form == form
 
+    @pytest.mark.parametrize(
+        ("model_type", "method", "form"),
+        [
+            ("mistral", "llama3", "rope_parameters"),
+            ("granite", "longrope", "tensors"),
+            ("qwen2", "yarn", "rope_parameters"),
+            ("qwen2", "llama3", "a frequency differs by 3 "),
+            ("qwen2", "longrope", "a frequency differs by 2 "),
+            ("qwen2", "ntk_mixed", "reads no table from a GGUF file of the architecture qwen2"),
+            ("smollm3", "llama3", "a frequency differs by 3 "),  # its tensor is written, not read
+            ("phi3", "longrope", "rope_parameters"),
+            ("phi3", "pi", "tensors"),
+            ("falcon", None, "rope_parameters"),  # the default base, without a key
+            ("falcon", "ntk", "flags"),
+            ("gemma2", "yarn", "flags"),
+            ("gpt_neox", "pi", "flags"),
+            ("cohere", "ntk", "rope_parameters"),
+            ("cohere", "pi", "flags"),
+            ("minimax", None, "convert_hf_to_gguf has no MiniMaxForCausalLM"),
+        ],
+    )
+    def test_what_the_converter_does_for_an_architecture(
+        self, tmp_path: Path, model_type: str, method: str | None, form: str
+    ) -> None:
+        zoo.build(model_type).save_pretrained(tmp_path)
+        options = {} if method is None else {"method": method, **OPTIONS[method]}
+        found = export(tmp_path, "llama.cpp", **options)
+        assert found.form == form or (found.form is None and form in found.reason), found
+
     def test_the_ends_of_the_ramp_are_flags(self, llama: Path) -> None:
         found = export(llama, "llama.cpp", method="yarn", scale=4, beta_fast=8, beta_slow=2)
         assert found.flags[2:] == ("--yarn-beta-fast", "8", "--yarn-beta-slow", "2")
-        keys, tensors = converted(found.config, 16)
+        keys, tensors = converted(found.config, 16, "LlamaForCausalLM")
         source = open_source(llama, "yarn", scale=4, beta_fast=8, beta_slow=2)
         meant = source.tables[0].in_force(256)
         with_flags = runtime(keys, tensors, 16, 256, found.flags)
@@ -52,7 +82,7 @@ class TestLlamaCpp:
     def test_the_flags_for_a_file_from_before_the_patch(self, llama: Path, method: str) -> None:
         found = export(llama, "llama.cpp", method=method, **OPTIONS[method])
         line = found.notes[0].split(": ", 1)[1].split()
-        keys, tensors = converted(vars(AutoConfig.from_pretrained(llama)), 16)
+        keys, tensors = converted(vars(AutoConfig.from_pretrained(llama)), 16, "LlamaForCausalLM")
         told = runtime(keys, tensors, 16, 256, line)
         meant = open_source(llama, method, **OPTIONS[method]).tables[0].in_force(256)
         torch.testing.assert_close(told.inv_freq, meant.inv_freq, rtol=1e-6, atol=0)

@@ -16,7 +16,7 @@ def converted_file(path: Path, config: Mapping[str, Any], architecture: str = "l
     """Write the file that the converter makes from a config that it supports."""
     gguf = pytest.importorskip("gguf")
     kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
-    keys, tensors = converted(config, 16)
+    keys, tensors = converted(config, 16, "LlamaForCausalLM")
     assert not tensors
     writer = gguf.GGUFWriter(path, architecture)
     for name, value in keys.items():
