@@ -83,11 +83,12 @@ def default_chunk(model: Any) -> int:
     """Return the tokens whose logits are a quarter as many as the weights of the head, or `LEAST_LOGITS`.
 
     The loss then needs about the memory of the head's gradient, and each product with the head is large enough to
-    amortise reading its weights: 1,024 tokens of a model with 4,096 features.
+    amortise reading its weights: 1,024 tokens of a model with 4,096 features. Rounded up: the C library returns blocks
+    of 32 MiB and more to the system, and keeps smaller ones in a heap that fragments.
     """
     text = model.config.get_text_config()
     features, vocabulary = int(getattr(text, "hidden_size", 0)), int(text.vocab_size)
-    return max(1, features // _PART_OF_HEAD, LEAST_LOGITS // vocabulary)
+    return max(1, features // _PART_OF_HEAD, -(-LEAST_LOGITS // vocabulary))
 
 
 class ChunkedLoss:

@@ -124,6 +124,8 @@ def test_what_wraps_it_is_kept() -> None:
 
 def test_the_default_chunk() -> None:
     assert default_chunk(zoo.build("llama", vocab_size=4096)) == 2**23 // 4096
+    # At least 32 MiB of float32 logits: smaller blocks stay in a heap, which fragmented to a gigabyte at 32,000.
+    assert default_chunk(zoo.build("llama", vocab_size=32_000)) * 32_000 * 4 >= 2**25
     wide: Any = zoo.tiny_config("llama", hidden_size=4096, vocab_size=128_256)
     with torch.device("meta"):
         model = LlamaForCausalLM(wide)
