@@ -23,6 +23,7 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.patching import get_patch, patch_model
+from hf_posenc.patch.saving import restore_withheld, stored_config
 
 FILE = "posenc_config.json"
 PARAMETER_FILE = "posenc.safetensors"
@@ -173,7 +174,7 @@ def from_pretrained(
         PosencError: A patch that the model cannot take, a checkpoint without weights that the model has or with
             weights of another shape, a config without layers, or an adapter that does not name its base model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.utils.peft_utils import find_adapter_config_file
 
     adapter = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
@@ -181,7 +182,7 @@ def from_pretrained(
         kwargs["allow_missing_weights"] = allow_missing_weights
         return _with_adapter(path_or_id, adapter, auto_class, kwargs)
     options = _some(kwargs, (*_HUB, "trust_remote_code"))
-    config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path_or_id, **options)
+    config = kwargs.pop("config", None) or stored_config(path_or_id, **options)
     check_layers(config, path_or_id)
     patch = take_patch(config, path_or_id)
     loader: Any = AutoModelForCausalLM if auto_class is None else auto_class
@@ -291,7 +292,7 @@ def _names(keys: Sequence[str], most: int = 9) -> str:
 
 def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
     """Return the patch that a checkpoint was saved with, if any, and restore its config from before the patch."""
-    block: Mapping[str, Any] | None = vars(config).pop(export.BLOCK, None)
+    block: Mapping[str, Any] | None = vars(restore_withheld(config)).pop(export.BLOCK, None)
     if block is None:
         beside = Path(path_or_id) / FILE
         return read_patch(beside) if beside.is_file() else None

@@ -102,9 +102,9 @@ def _check_hub(name: str, revision: str | None, given: str) -> None:
 
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Return the config of a model, of an adapter that of its base model; raise if it cannot be read."""
-    from transformers import AutoConfig
     from transformers.utils.peft_utils import find_adapter_config_file
 
+    from hf_posenc.patch.saving import stored_config
     from hf_posenc.saving import check_layers
 
     folder = Path(name)
@@ -137,7 +137,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             )
         _read_json(folder / "config.json", name)
     try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+        config = stored_config(name, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # an unknown model type, values of a wrong type, custom code
         raise PosencError(f"The config.json of {name} cannot be read: {_reason(error)}") from error
     check_layers(config, name)
@@ -282,18 +282,20 @@ def live_model(
     """
     from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
-    from hf_posenc.patch.export import BLOCK
-    from hf_posenc.saving import FILE
+    from hf_posenc.methods import seam_of
+    from hf_posenc.saving import take_patch
 
     quiet_transformers()
     name = check_name(name, revision)
     origin: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = load_config(name, **origin)
+    saved = take_patch(config, name)
+    whole |= saved is not None and any(seam_of(method) != "rotary" for method in saved.build())
     # An adapter's config names the base model and the patch.
     if whole or (Path(name) / ADAPTER_CONFIG_NAME).is_file():
         return load_model(name, **origin)
-    if hasattr(config, BLOCK) or (Path(name) / FILE).is_file():
-        return load_model(name, device_map="meta", **origin)  # saved with a patch
+    if saved is not None:
+        return load_model(name, device_map="meta", **origin)
     empty = build_empty(name, config, causal=False, trust_remote_code=trust_remote_code)
     return load_model(name, device_map="meta", **origin) if empty is None else empty
 

@@ -26,6 +26,7 @@ from hf_posenc.patch.export import PatchedTable, config_parts, lengths_of, rope_
 from hf_posenc.patch.patching import get_patch, patch_model
 from hf_posenc.patch.report import Patch
 from hf_posenc.patch.request import MethodLike, resolve_request
+from hf_posenc.patch.saving import stored_config
 from hf_posenc.saving import apply_config, take_patch
 
 
@@ -169,7 +170,7 @@ def open_source(
 ) -> Source:
     """Read a saved model or adapter, with a patch as for `patch_model`; `unpatched`: without the one that was saved."""
     base, of_adapter = _of_adapter(path)
-    stored = stored_config(base)
+    stored = _config_of(base)
     config = copy.deepcopy(stored)
     saved = take_patch(config, base) or of_adapter
     if unpatched:
@@ -214,12 +215,10 @@ def _of_adapter(path: str | Path) -> tuple[str, PatchConfig | None]:
     return config.base_model_name_or_path, patch
 
 
-def stored_config(name: str) -> Any:
+def _config_of(name: str) -> Any:
     """Load the config of a folder or hub name."""
-    from transformers import AutoConfig
-
     try:
-        return AutoConfig.from_pretrained(name)
+        return stored_config(name)
     except Exception as error:  # no such name, no config.json, an unknown model type
         raise PosencError(
             f"The config of {name} cannot be loaded: {' '.join(str(error).split())}"

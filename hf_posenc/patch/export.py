@@ -42,7 +42,7 @@ _SCALING_KEYS = frozenset(
 )
 # The divisor for a frequency of 0 in a longrope list: an infinity would not pass through JSON.
 _STANDSTILL = 1e30
-_ABSENT = "<absent>"
+ABSENT = "<absent>"
 _ORIGINAL = "original_max_position_embeddings"
 
 
@@ -116,7 +116,7 @@ def write(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
     before: dict[str, Any] = {}
     for key, value in values.items():
         key = mapping.get(key, key)
-        before[key] = copy.deepcopy(vars(config).get(key, _ABSENT))
+        before[key] = copy.deepcopy(vars(config).get(key, ABSENT))
         # Not by setattr: `rope_scaling` is a property there that would replace the whole block.
         vars(config)[key] = copy.deepcopy(value)
     return before
@@ -125,7 +125,7 @@ def write(config: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 def restore(config: Any, before: Mapping[str, Any]) -> None:
     """Undo `write`."""
     for key, value in before.items():
-        if isinstance(value, str) and value == _ABSENT:
+        if isinstance(value, str) and value == ABSENT:
             vars(config).pop(key, None)
         else:
             vars(config)[key] = copy.deepcopy(value)

@@ -1,8 +1,16 @@
-"""The `save_pretrained` of a patched model, which wraps that of its class while it is patched."""
+"""The `save_pretrained` of a patched model, which wraps that of its class while it is patched.
+
+A folder whose patch plain transformers cannot compute is one that it refuses: names that no version knows stand for the
+attention, the activation and the architecture, most of them a sentence on how to load it. The true values are in the
+config's block. As for the Hub's custom models, an `auto_map` names a file of the folder, here one that calls hf_posenc.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
+import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -12,11 +20,34 @@ from typing import Any
 
 from torch import nn
 
-from hf_posenc.patch.state import state_of
+from hf_posenc.patch import export
+from hf_posenc.patch.state import State, state_of
 
 _NAME = "save_pretrained"
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
 _SCALING = "rope_scaling"
+_WITHHELD = "withheld"
+"""The key of the config's block with the values, by part of the config, that the saved config has others for."""
+_MODULE = "modeling_hf_posenc"
+_CODE = '''"""Loads this model with its patch, {method}: AutoModel....from_pretrained(..., trust_remote_code=True).
+
+Needs hf_posenc, whose own hf_posenc.from_pretrained loads the model without this file.
+"""
+
+import hf_posenc
+import transformers
+'''
+_CLASS = """
+
+class {name}:
+    @classmethod
+    def from_pretrained(cls, path, *args, **kwargs):
+        return hf_posenc.from_pretrained(path, auto_class=transformers.{name}, **kwargs)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class=None):
+        pass
+"""
 
 
 def wrap_saving(model: nn.Module) -> None:
@@ -31,16 +62,17 @@ def unwrap_saving(model: nn.Module) -> None:
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Save a patched model as its class does.
+    """Save a patched model as its class does, with a config that its readers understand or refuse.
 
-    The Trainer reads a `checkpoint-N` to resume as a config without a model type. As such, transformers 5 fails on the
-    `rope_scaling` of transformers 4, so that key is left out there. Warns once where plain transformers cannot
-    compute the patch.
+    Warns once where plain transformers cannot compute the patch.
     """
     _warn_once(model, save_directory)
-    resumable = _OF_TRAINER.fullmatch(Path(save_directory).name)
-    with _without_scaling(model.config) if resumable else contextlib.nullcontext():
+    config = vars(model.config)
+    config[_NAME] = functools.partial(_save_config, model)  # before the class uploads the folder
+    try:
         return getattr(type(model), _NAME)(model, save_directory, *args, **kwargs)
+    finally:
+        config.pop(_NAME, None)
 
 
 def _warn_once(model: Any, save_directory: Any) -> None:
@@ -50,17 +82,121 @@ def _warn_once(model: Any, save_directory: Any) -> None:
         return
     state.warned = True
     warnings.warn(
-        f"Plain transformers cannot compute {' + '.join(name for name, _ in state.config.parts)} and would load this "
-        f"model without it, silently. Load it with hf_posenc.from_pretrained({str(save_directory)!r}).",
+        f"Plain transformers cannot compute {_methods(state)} and refuses to load this model. Load it with "
+        f"hf_posenc.from_pretrained({str(save_directory)!r}), or with trust_remote_code=True where hf_posenc is "
+        "installed.",
         stacklevel=3,
     )
 
 
-@contextlib.contextmanager
-def _without_scaling(config: Any) -> Iterator[None]:
-    values = vars(config)
-    scaling = {_SCALING: values.pop(_SCALING)} if _SCALING in values else {}
-    try:
-        yield
-    finally:
-        values.update(scaling)
+def _methods(state: State) -> str:
+    return " + ".join(name for name, _ in state.config.parts)
+
+
+def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:
+    """Save the config as its class does, and edit what was written.
+
+    The Trainer reads a `checkpoint-N` to resume as a config without a model type. As such, transformers 5 fails on the
+    `rope_scaling` of transformers 4, so that key is left out there.
+    """
+    state = state_of(model)
+    del vars(model.config)[_NAME]
+    model.config.save_pretrained(directory, **kwargs)
+    file = Path(directory) / "config.json"
+    values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if state is not None and state.export is None and export.BLOCK in values:
+        _withhold(values, model, _methods(state))
+        autos = values["auto_map"] = dict(values.get("auto_map") or {})
+        code = _CODE.format(method=_methods(state))
+        for name in _auto_classes(model):
+            autos[name] = f"{_MODULE}.{name}"
+            code += _CLASS.format(name=name)
+        (file.parent / f"{_MODULE}.py").write_text(code, encoding="utf-8")
+    if _OF_TRAINER.fullmatch(file.parent.name):
+        values.pop(_SCALING, None)
+    file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _withhold(values: dict[str, Any], model: Any, method: str) -> None:
+    """Put into a config's JSON what plain transformers and other engines refuse, and keep the true values in its block.
+
+    The attention is refused in every family, but an `attn_implementation=...` of the caller replaces it; so a value of
+    the decoder is refused too, where its config class takes one: tokenizers and commands read the config.
+
+    Args:
+        values: The JSON, edited in place.
+        model: The patched model.
+        method: The methods of the patch.
+    """
+    advice = (
+        f"{method} needs hf_posenc. Load this model with hf_posenc.from_pretrained, or with trust_remote_code=True "
+        "where hf_posenc is installed."
+    )
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    paths = (path for path, part in export.config_parts(config) if part is text)
+    names = [f"HfPosenc{name}" for name in values.get("architectures") or ("Model",)]
+    outer = {"architectures": names, "attn_implementation": advice, "auto_map": None}
+    decoder = next(paths, "")
+    for refused in _refused(model, text, advice):
+        edited, withheld = copy.deepcopy(values), dict[str, dict[str, Any]]()
+        for path, changes in (("", outer), (decoder, refused)):
+            part = edited
+            for key in filter(None, path.split(".")):
+                part = part.setdefault(key, {})
+            true = {key: part.get(key, export.ABSENT) for key in changes}
+            withheld[path] = withheld.get(path, {}) | true
+            part.update(changes)
+        edited[export.BLOCK][_WITHHELD] = withheld
+        with contextlib.suppress(Exception), export.quiet():
+            type(config).from_dict(copy.deepcopy(edited))
+            values.update(edited)
+            return
+
+
+def _refused(model: nn.Module, text: Any, advice: str) -> Iterator[dict[str, Any]]:
+    """Yield values of a decoder's config from which no model can be built, best first, and at last none."""
+    from transformers.activations import ACT2FN
+
+    used = {type(module) for module in model.modules()}
+    names = {key: name for key, name in vars(text).items() if "act" in key and str(name) in ACT2FN}
+    activations = {key: advice for key, name in names.items() if type(ACT2FN[name]) in used}
+    if activations:
+        yield activations
+    rope: dict[str, Any] = dict(getattr(text, "rope_parameters", None) or {})
+    tables = [key for key, value in rope.items() if isinstance(value, dict)]
+    if rope:
+        changes: dict[str, Any] = {key: {**rope[key], "rope_type": advice} for key in tables}
+        yield {"rope_parameters": rope | (changes or {"rope_type": advice})}
+    yield {}
+
+
+def _auto_classes(model: Any) -> Iterator[str]:
+    """Yield the names of the auto classes that load a model's class."""
+    from transformers.models.auto import modeling_auto
+
+    for name, auto in vars(modeling_auto).items():
+        mapping = getattr(auto, "_model_mapping", None) if name.startswith("AutoModel") else None
+        if mapping is not None and mapping.get(type(model.config), None) is type(model):
+            yield name
+
+
+def restore_withheld(config: Any) -> Any:
+    """Give a loaded config the values that its folder withholds from plain transformers; return the config."""
+    block = vars(config).get(export.BLOCK) or {}
+    configs = dict(export.config_parts(config))
+    for path, values in block.pop(_WITHHELD, {}).items():
+        true = dict(values)
+        if true.pop("attn_implementation", None) and "hf_posenc" in str(
+            config._attn_implementation
+        ):
+            config._attn_implementation = None  # a property; of the configs inside too
+        export.restore(configs[path], true)
+    return config
+
+
+def stored_config(name: Any, **options: Any) -> Any:
+    """Load the config of a folder or hub name, with the values that it withholds from plain transformers."""
+    from transformers import AutoConfig
+
+    return restore_withheld(AutoConfig.from_pretrained(name, **options))

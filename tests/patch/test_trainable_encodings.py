@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from hf_posenc import available_methods, from_pretrained, get_method, get_patch, patch_model
 from hf_posenc.errors import PosencError
@@ -112,7 +112,7 @@ def test_loading_reports_no_key_but_those_that_matter(
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(logger, "level", logging.WARNING)
     patch_model(reader(), "t5").save_pretrained(tmp_path)
-    AutoModelForCausalLM.from_pretrained(tmp_path)
+    LlamaForCausalLM.from_pretrained(tmp_path, config=reader().config)
     assert "posenc" in caplog.text
     assert any("mUNEXPECTED" in record.getMessage() for record in caplog.records) == terminal
     caplog.clear()
@@ -163,5 +163,5 @@ def test_the_encoding_alone_learns_and_is_saved(method: str, tmp_path: Path) -> 
     assert all(torch.equal(trained_parameters(loaded)[name], value) for name, value in mine.items())
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=fresh).logits, model(input_ids=fresh).logits)
-        alone = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        alone = LlamaForCausalLM.from_pretrained(tmp_path, config=reader().config).eval()
         assert float(loss_of(alone, fresh, delay)) > 2 * after  # it was the encoding

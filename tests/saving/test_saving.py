@@ -8,11 +8,18 @@ import sys
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    pipeline,
+)
 
 from hf_posenc import (
     PatchConfig,
@@ -26,14 +33,19 @@ from hf_posenc import (
     save_patch,
     unpatch_model,
 )
+from hf_posenc.cli import main
+from hf_posenc.embedded import model_path
 from hf_posenc.patch.config import parse_method
 from tests.patch.test_patching import OPTIONS, logits
 from tests.support import zoo
 
 STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
 
-# Only in hf_posenc: their tables follow the length, and transformers has no such rope_type.
-NOT_NATIVE = ("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn")
+# Only in hf_posenc: their tables follow the length, or they compute attention.
+NOT_NATIVE = (
+    *("dynamic_pi", "dynamic_partial_ntk", "dynamic_yarn", "dynamic_ntk"),
+    *("alibi", "rerope", "self_extend", "log_n", "xpos"),
+)
 
 
 @pytest.fixture
@@ -60,19 +72,99 @@ def test_plain_transformers_loads_what_save_pretrained_wrote(
     assert zoo.relative_difference(logits(plain(tmp_path)), logits(model)) < 1e-4
 
 
-@pytest.mark.parametrize("method", NOT_NATIVE)
-def test_what_transformers_cannot_express_is_said_and_loads_unpatched(
-    model: PreTrainedModel, method: str, tmp_path: Path
-) -> None:
-    before = logits(model)
-    patch_model(model, method)
-    patch = get_patch(model)
-    assert patch is not None
-    assert patch.export is None
-    assert "hf_posenc.from_pretrained only" in str(patch)
-    saved(model, tmp_path)
-    assert torch.equal(logits(plain(tmp_path)), before)
-    assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+class TestOnlyWithHfPosenc:
+    """What plain transformers cannot compute it refuses, with a sentence; with trust_remote_code it loads the patch."""
+
+    @pytest.mark.parametrize("method", NOT_NATIVE)
+    def test_a_method(self, model: PreTrainedModel, method: str, tmp_path: Path) -> None:
+        patch_model(model, method)
+        patch = get_patch(model)
+        assert patch is not None
+        assert patch.export is None
+        assert "hf_posenc.from_pretrained only" in str(patch)
+        saved(model, tmp_path)
+        refused(model, tmp_path, method)
+        for loaded in (
+            AutoModelForCausalLM.from_pretrained(tmp_path, trust_remote_code=True),
+            from_pretrained(tmp_path),
+        ):
+            assert torch.equal(logits(loaded), logits(model))
+            assert loaded.config.architectures == ["LlamaForCausalLM"]
+
+    @pytest.mark.parametrize(
+        ("family", "method"),
+        [("phi3", "alibi"), ("gpt_oss", "alibi"), ("gemma3", "log_n"), ("gptj", "yarn")],
+    )
+    def test_a_family(self, family: str, method: str, tmp_path: Path) -> None:
+        model = zoo.build(family)
+        before = model.config.to_dict()
+        patch_model(model, method, scale=4 if method == "yarn" else None)
+        saved(model, tmp_path)
+        refused(model, tmp_path, method)
+        loaded = from_pretrained(tmp_path, auto_class=type(model))
+        ids = zoo.tokens(60)
+        assert torch.equal(zoo.logits(loaded, ids), zoo.logits(model, ids))
+        after = unpatch_model(loaded).config.to_dict()
+        assert {key for key in before | after if before.get(key) != after.get(key)} <= {
+            "_name_or_path",
+            "architectures",
+        }
+
+    def test_tokenizers_commands_and_the_next_save(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32)
+        tokenizer: Any = AutoTokenizer.from_pretrained(model_path())
+        patch_model(model, "alibi").save_pretrained(tmp_path, max_shard_size="900KB")
+        tokenizer.save_pretrained(tmp_path)
+        found = AutoTokenizer.from_pretrained(tmp_path)
+        assert type(found) is type(tokenizer)
+        text = pipeline("text-generation", str(tmp_path), trust_remote_code=True)
+        assert get_patch(text.model) is not None
+        with pytest.raises(SystemExit) as done:
+            main(["inspect", str(tmp_path)])
+        assert not done.value.code
+        assert "alibi" in capsys.readouterr().out
+        name, folder = str(tmp_path), tmp_path / "again"
+        config = AutoConfig.from_pretrained(name)
+        again = from_pretrained(name, config=config, attn_implementation="eager")
+        saved(again, folder)
+        assert torch.equal(logits(from_pretrained(folder)), logits(model))
+        config = AutoConfig.from_pretrained(model_path()).to_diff_dict()
+        assert saved(unpatch_model(again), tmp_path / "plain") == config | {"dtype": "float32"}
+
+    def test_the_code_is_uploaded(
+        self, model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        uploaded: list[dict[str, str]] = []
+
+        def upload(_: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
+            files = (path for path in Path(folder).iterdir() if path.suffix in (".py", ".json"))
+            uploaded.append({path.name: path.read_text(encoding="utf-8") for path in files})
+
+        monkeypatch.setattr("transformers.modeling_utils.hf_api", MagicMock())
+        monkeypatch.setattr("transformers.modeling_utils.create_and_tag_model_card", MagicMock())
+        monkeypatch.setattr(type(model), "_upload_modified_files", upload)
+        patch_model(model, "alibi").save_pretrained(tmp_path, push_to_hub=True)
+        (files,) = uploaded
+        assert "hf_posenc.from_pretrained(path" in files["modeling_hf_posenc.py"]
+        assert "alibi needs hf_posenc" in files["config.json"]
+
+    def test_a_folder_of_an_earlier_version(self, model: PreTrainedModel, tmp_path: Path) -> None:
+        values = saved(patch_model(model, "alibi"), tmp_path)
+        withheld = values["hf_posenc"].pop("withheld")[""]
+        true = {key: withheld.get(key, value) for key, value in values.items()}
+        kept = {key: value for key, value in true.items() if value != "<absent>"}
+        assert "needs hf_posenc" not in str(kept)
+        (tmp_path / "config.json").write_text(json.dumps(kept))
+        assert torch.equal(logits(from_pretrained(tmp_path)), logits(model))
+
+
+def refused(model: PreTrainedModel, folder: Path, method: str) -> None:
+    cases: tuple[dict[str, Any], ...] = ({}, {"attn_implementation": "eager"})
+    for options in cases:
+        with pytest.raises((ValueError, KeyError), match=f"{method} needs hf_posenc. Load this"):
+            type(model).from_pretrained(folder, **options)
 
 
 @pytest.mark.parametrize("method", zoo.frequency_methods())

@@ -185,6 +185,15 @@ def test_the_tokenizer_loads(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
+def test_what_only_hf_posenc_computes_is_refused(tmp_path: Path) -> None:
+    model = patch_model(zoo.build("llama"), "alibi")
+    model.save_pretrained(tmp_path / "model")
+    found = loaded([(tmp_path / "model", name) for name in ("AutoModelForCausalLM",)], tmp_path)
+    assert "alibi needs hf_posenc" in str(found[str(tmp_path / "model")])
+    with pytest.raises(PosencError, match="alibi needs hf_posenc"):
+        verify_export(tmp_path / "model", model, packages=PACKAGES)
+
+
 def test_an_architecture_that_it_does_not_know(tmp_path: Path) -> None:
     zoo.build("ministral3").save_pretrained(tmp_path)
     assert "has no model type ministral3" in export(tmp_path, "transformers4").reason

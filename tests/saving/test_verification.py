@@ -33,12 +33,15 @@ def test_the_same_model(model: PreTrainedModel, tmp_path: Path) -> None:
 
 
 def test_another_method_and_a_weight_that_is_missing(tmp_path: Path) -> None:
-    model = patch_model(zoo.build("llama"), "rerope", window=16)  # plain transformers has none
-    model.save_pretrained(tmp_path)
+    patched = patch_model(zoo.build("llama"), "rerope", window=16)  # plain transformers has none
+    patched.save_pretrained(tmp_path / "rerope")
+    with pytest.raises(PosencError, match=r"cannot load .*rerope needs hf_posenc"):
+        verify_export(tmp_path / "rerope")
+    zoo.build("llama").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     kept = {name: value for name, value in weights.items() if "layers.3.mlp.up" not in name}
     save_file(kept, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = verify_export(tmp_path)
+    found = verify_export(tmp_path, patched)
     assert found.error > 1e-2
     assert found.missing == ("model.layers.3.mlp.up_proj.weight",)
     with pytest.raises(VerificationError, match=r"ANOTHER model.*up_proj"):
