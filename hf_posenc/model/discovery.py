@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from hf_posenc.adapters import ArchAdapter, get_adapter
@@ -202,6 +203,12 @@ def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mappin
     rope_type = getattr(module, "rope_type", None)
     if isinstance(rope_type, Mapping):
         rope_type = rope_type.get(label)
+    version = transformers.__version__
+    if "dynamic" in (rope_type or "") and tuple(map(int, version.split(".")[:2])) < (5, 13):
+        raise UnsupportedModelError(
+            f"This checkpoint has a RoPE of type {rope_type}, and transformers {version} keeps the table of a long "
+            "text for every shorter one after it. Install transformers 5.13 or newer."
+        )
     return rope_type or "default", dict(parameters)
 
 

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import masking_utils
 from transformers.masking_utils import (
     causal_mask_function,
     find_packed_sequence_indices,
     prepare_padding_mask,
-    sdpa_mask,
 )
 
 from hf_posenc.attention.call import Mask, Run
@@ -37,6 +37,21 @@ _KEPT = 16
 _latest: dict[int, LazyMask] = {}
 _count = itertools.count()
 _ATTRIBUTE = "_hf_posenc_mask"
+
+
+def sdpa_mask(
+    q_length: int, q_offset: Any = 0, device: Any = "cpu", **kwargs: Any
+) -> Tensor | None:
+    """Compute transformers' `sdpa_mask`, which before 5.4 takes the positions of the queries."""
+    if _POSITIONS:
+        kwargs["cache_position"] = torch.arange(q_length, device=device) + q_offset
+    else:
+        kwargs |= {"q_length": q_length, "q_offset": q_offset, "device": device}
+    mask: Tensor | None = masking_utils.sdpa_mask(**kwargs)
+    return mask
+
+
+_POSITIONS = "cache_position" in inspect.signature(masking_utils.sdpa_mask).parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,6 +115,8 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
     """
     kwargs.pop("dtype", None)
     kwargs.pop("config", None)
+    if (positions := kwargs.pop("cache_position", None)) is not None:  # transformers before 5.4
+        kwargs |= {"q_length": len(positions), "q_offset": positions[0], "device": positions.device}
     short = kwargs["q_length"] * kwargs["kv_length"] <= DENSE
     if short or kwargs.get("use_vmap") or torch.compiler.is_compiling():
         return sdpa_mask(**kwargs)

@@ -24,6 +24,7 @@ from hf_posenc.model.discovery import RotaryTable
 from hf_posenc.model.rotary import (
     PosencRotary,
     computes,
+    moves_with_length,
     native_rotary,
     probed_length,
     rotary_output,
@@ -81,6 +82,16 @@ class PatchedTable:
         if isinstance(gain, Tensor) and not gain.is_meta:
             inv_freq = inv_freq * gain.detach().to(inv_freq).exp()
         return computes(self.output_of(rotary), inv_freq, factor)
+
+    def proven_by(self, rotary: nn.Module) -> bool:
+        """Return whether a module of transformers gives the patched rotation for text after text.
+
+        Before 5.13 its dynamic table keeps the longest length; before 5.15 a longrope table of one layer type raises at
+        the second long text.
+        """
+        label, device = self.table.label, self.wrapper.device
+        moves = moves_with_length(rotary, label, torch.device("cpu"))
+        return moves == moves_with_length(self.wrapper, label, device) and self.computed_by(rotary)
 
 
 def plan_edit(
@@ -225,9 +236,9 @@ def _proven(config: Any, values: Mapping[str, Any], tables: list[PatchedTable]) 
     try:
         with quiet():
             fresh = {kind: kind(loaded) for kind in kinds} if loaded is not None else {}
+        return bool(fresh) and all(one.proven_by(fresh[type(one.table.module)]) for one in tables)
     except Exception:
         return False
-    return bool(fresh) and all(one.computed_by(fresh[type(one.table.module)]) for one in tables)
 
 
 def reloaded(config: Any) -> Any:
