@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.grid import Field, Grid, Span, number, percent
+from hf_posenc.evaluation.measuring.statistics import side_of_one
 from hf_posenc.evaluation.page.collect import Source, grouped, interval_of, settings_differ
 from hf_posenc.evaluation.page.perplexity import (
     missing_field,
@@ -19,6 +21,7 @@ from hf_posenc.evaluation.page.perplexity import (
     row_name,
 )
 from hf_posenc.evaluation.perplexity.protocols import Settings
+from hf_posenc.evaluation.plots import CONTROL
 
 # Retrieval. Heat maps are tables with shaded fields, so that colour alone carries no information.
 
@@ -43,10 +46,51 @@ def retrieval(sources: Sequence[Source]) -> list[dict[str, Any]]:
                 "haystack": "sentences of noise"
                 if data["haystack"].get("kind") == "noise"
                 else json.dumps(data["haystack"]),
+                "verdict": _found(group),
                 "tasks": [_task(group, task) for task in tasks],
             }
         )
     return sections
+
+
+def _found(group: Sequence[Source]) -> str:
+    """Compare the method that finds most to the control, at the longest length, by McNemar's exact test."""
+    right: dict[str, dict[tuple[Any, ...], tuple[bool, bool]]] = {}
+    methods: dict[str, str | None] = {}
+    length = max(max(source.data["settings"]["lengths"]) for source in group)
+    for source in group:
+        mark = f" [{source.number}]" if len(group) > 1 else ""
+        methods |= {entry["label"] + mark: entry["method"] for entry in source.data["methods"]}
+        for record in source.data["records"]:
+            if record["length"] == length:
+                key = record["task"], record["depth"], record["sample"]
+                right.setdefault(record["method"] + mark, {})[key] = (
+                    record["correct"],
+                    record["rank"] == 1,
+                )
+    where = f"{length:,} tokens"
+    control = next((label for label in right if methods[label] == CONTROL), next(iter(right), None))
+    rivals = [label for label in right if methods[label] not in (None, CONTROL)]
+    if control is None or not rivals:
+        return f"{where}: no method has answers to compare."
+    ranked = not any(correct for found in right.values() for correct, _ in found.values())
+    hits = {
+        label: {key for key, outcome in found.items() if outcome[ranked]} & right[control].keys()
+        for label, found in right.items()
+    }
+    best = max(rivals, key=lambda label: len(hits[label]))
+    both = right[best].keys() & right[control].keys()
+    won, lost = len(hits[best] - hits[control]), len(hits[control] & both - hits[best])
+    tail = sum(math.comb(won + lost, count) for count in range(min(won, lost) + 1))
+    chance = min(1.0, 2 * tail / 2 ** (won + lost))
+    verb = "ranks the answer first in" if ranked else "answers"
+    sure = "" if chance < 0.05 else "not "
+    word = "different" if sure else "better" if won > lost else "worse"
+    none = "" if word == "better" else "no method is significantly better; "
+    return (
+        f"{where}, {control} as the control, {len(both)} prompts: {none}{best} {verb} {len(hits[best])}, {control} "
+        f"{len(hits[control] & both)}; {sure}significantly {word} (exact McNemar test, p = {chance:.2g})."
+    )
 
 
 def _prompts(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -245,12 +289,35 @@ def tuning(sources: Sequence[Source]) -> list[dict[str, Any]]:
         {
             "source": source,
             "title": TITLES[source.kind],
+            "verdict": _chosen(source.data),
             "table": _tuning(source.data, TITLES[source.kind]),
             "recipe": json.dumps(source.data["recipe"], indent=2),
         }
         for source in sources
         if source.kind in TITLES
     ]
+
+
+def _chosen(data: Mapping[str, Any]) -> str:
+    """Compare the best method to the control, from the control's ratio to it."""
+    rows = {row["label"]: row for row in data["summary"]}
+    control, compared = rows.get(CONTROL, {}), rows.get(CONTROL, {}).get("to_best")
+    where = f"{data['settings']['target']:,} tokens"
+    best = data.get("winner") or ("search" if data.get("best") else None)
+    if best is None or compared is None:
+        return f"{where}: no method has a number to compare with {CONTROL}."
+    side = side_of_one(interval_of(compared["interval"]), control["documents"])
+    word = {
+        1: "significantly better than",
+        0: "not significantly different from",
+        -1: "significantly worse than",
+    }
+    times = Field().add(ratio_span(1 / compared["ratio"])).text
+    none = "" if side > 0 else "no method is significantly better than the control; "
+    return (
+        f"{where}, {control['documents']} documents: {none}{best} is {word[side]} {CONTROL}, with {times} "
+        "times its perplexity."
+    )
 
 
 def _tuning(data: Mapping[str, Any], title: str) -> Grid:

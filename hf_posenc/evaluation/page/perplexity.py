@@ -20,6 +20,7 @@ from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.grid import Field, Grid, Span, failure_field, number
 from hf_posenc.evaluation.measuring.result import nan_if_none
 from hf_posenc.evaluation.measuring.statistics import (
+    FEW_DOCUMENTS,
     ROUNDING,
     Cell,
     Interval,
@@ -376,12 +377,53 @@ def _parts(group: Sequence[Source], figures: bool) -> list[dict[str, Any]]:
             {
                 "merged": merged,
                 "apart": apart,
+                "verdicts": _verdicts(merged),
                 "summary": _summary(merged),
                 "pictures": pictures(merged) if figures else [],
                 "table": _table(merged),
             }
         )
     return parts
+
+
+def _verdicts(merged: Merged) -> list[str]:
+    """Compare the best method of each model to the control, at the longest length."""
+    models: dict[str, list[Line]] = {}
+    for line in merged.candidates:
+        models.setdefault(variant(line.source), []).append(line)
+    return [_verdict(lines, merged) for lines in models.values()]
+
+
+def _verdict(lines: Sequence[Line], merged: Merged) -> str:
+    length, documents = merged.settings.lengths[-1], len(lines[0].source.data["documents"])
+    baseline = next((line for line in lines if line.label == lines[0].baseline), lines[0])
+    control = next((line for line in lines if line.method == plots.CONTROL), baseline)
+    rivals = []
+    for line in lines:
+        ratio, interval = against(line, control, merged.protocol, length, length)
+        if line.method not in (None, plots.CONTROL) and ratio is not None and math.isfinite(ratio):
+            rivals.append((ratio, line.label, interval))
+    where = f"{length:,} tokens, {control.label} as the control, {documents} documents"
+    if not rivals:
+        return f"{where}: no method has a number to compare."
+    rivals.sort(key=lambda rival: rival[0])
+    ratio, label, interval = rivals[0]
+    times = Field().add(ratio_span(ratio), *range_spans(" (", interval, ratio_span, ")")).text
+    size = f"with {times} times its perplexity"
+    if documents < FEW_DOCUMENTS:
+        return f"{where}: too few for a verdict; {label} is lowest, {size}."
+    better = [label for _, label, ends in rivals if side_of_one(ends, documents) < 0]
+    if better:
+        also = f"; so are {', '.join(better[1:])}" if better[1:] else ""
+        text = f"{label} is significantly better, {size}, the best of {len(rivals)}{also}"
+    else:
+        worse = "worse" if side_of_one(interval, documents) > 0 else "different"
+        text = (
+            f"no method is significantly better; {label} is nearest, {size}, and "
+            f"{'' if worse == 'worse' else 'not '}significantly {worse}"
+        )
+    broken = "" if control.method else ". An unpatched model breaks down: add sliding_window"
+    return f"{where}: {text}{broken if merged.original and length > merged.original else ''}."
 
 
 def _about(line: Line, merged: Merged) -> str:

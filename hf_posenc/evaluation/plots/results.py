@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Retrieval: heat maps of needle depth and prompt length, small multiples over tasks and methods.
 
-HEAT = ("#F0496E", "#EBB839", "#0CD79F")  # those of EasyContext's needle plots
+HEAT = "cividis"  # the same with and without colour blindness, and ordered by lightness
 NO_NUMBER = "#e6e6e6"
 INK = "#222222"
 MAX_COLUMNS = 4
@@ -55,10 +55,9 @@ def heat_figure(
     plots.require()
     import matplotlib as mpl
     from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.figure import Figure
 
-    colours = LinearSegmentedColormap.from_list("retrieval", HEAT).with_extremes(bad=NO_NUMBER)
+    colours = mpl.colormaps[HEAT].with_extremes(bad=NO_NUMBER)
     by_task = {
         task: [m for m in maps if m.task == task] for task in dict.fromkeys(m.task for m in maps)
     }
@@ -127,7 +126,8 @@ def _panel(
         elif len(lengths) <= WRITTEN:
             for row in range(rows):
                 text = percent(heat.shares[row][column]).removesuffix("%")
-                panel.text(column, row, text, fontsize=5.5, color=INK, **look)
+                colour = "white" if heat.shares[row][column] < 0.5 else INK
+                panel.text(column, row, text, fontsize=5.5, color=colour, **look)
     if original:
         within = sum(length <= original for length in lengths)
         panel.axvline(within - 0.5, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))

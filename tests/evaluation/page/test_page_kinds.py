@@ -13,7 +13,7 @@ from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.page import collect
 from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
 from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
-from tests.support.page_results import exact, page, result, write
+from tests.support.page_results import CURVES, Page, exact, page, result, write
 
 DEPTHS = (0.0, 0.5, 1.0)
 
@@ -236,3 +236,82 @@ def test_a_sweep_shows_its_rows_the_price_on_short_texts_and_the_recipe(
     assert '"note": "<b>"' in made.root.text
     assert not made.root.all("b")
     assert "tail at 1,024" in made.root.text
+
+
+# Verdicts
+
+
+def verdicts(made: Page) -> list[str]:
+    assert made.root.all("h2")[0].text == "Verdict"
+    return [item.text for item in made.root.all("main")[0].all("ul")[0].all("li")]
+
+
+def test_the_page_opens_with_the_best_method_against_the_control(tmp_path: Path) -> None:
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "bench.json").write_text("[]")
+    better = {**CURVES, "yarn": (15.5, 14.7, 13.9, 9.0), "pi": (15.5, 14.7, 13.9, 12.0)}
+    data = result(better, protocols=("tail",))
+    made = page(write(tmp_path / "a", data), tmp_path / "wrong")
+    yarn, control = (
+        next(c for c in data["summary"] if (c["method"], c["length"]) == (method, 1024))
+        for method in ("yarn", "sliding_window")
+    )
+    (said,) = verdicts(made)
+    assert said.startswith(
+        "Perplexity, tail, 1,024 tokens, sliding_window as the control, 6 documents: yarn is "
+        f"significantly better, with {yarn['perplexity'] / control['perplexity']:.3g} ("
+    )
+    assert said.endswith("the best of 2; so are pi.")
+    assert made.root.all("h2")[-1].text == "Not in this report"
+
+
+@pytest.mark.parametrize(
+    ("curves", "documents", "expected"),
+    [
+        (CURVES, 6, "no method is significantly better; yarn is nearest, with 1.1"),
+        (CURVES, 3, "too few for a verdict; yarn is lowest"),
+        ({"none": CURVES["none"]}, 6, "no method has a number to compare"),
+        ({"none": CURVES["none"], "yarn": CURVES["yarn"]}, 6, "breaks down: add sliding_window"),
+    ],
+)
+def test_the_verdict_claims_no_more_than_was_shown(
+    tmp_path: Path, curves: dict[str, tuple[float, ...]], documents: int, expected: str
+) -> None:
+    data = result(curves, documents=documents, protocols=("tail",))
+    assert expected in verdicts(page(write(tmp_path / "a", data)))[0]
+
+
+def test_retrieval_is_judged_by_the_same_prompts(tmp_path: Path) -> None:
+    data = retrieval({"none": (0.0, 0.0, 0.0), "pi": (0.5, 1.0, 1.0)})
+    data["settings"]["lengths"] = [256, 512]
+    (said,) = verdicts(page(write(tmp_path / "a", data, "retrieval")))
+    assert "512 tokens, none as the control, 12 prompts: pi answers 10, none 0" in said
+    assert said.endswith(f"significantly better (exact McNemar test, p = {2 / 2**10:.2g}).")
+    few = retrieval({"none": (0.0, 0.0, 0.0), "pi": (0.0, 0.25, 1.0)})  # 5 of 12 more
+    few["settings"]["lengths"] = [256, 512]
+    (said,) = verdicts(page(write(tmp_path / "b", few, "retrieval")))
+    assert "no method is significantly better; pi answers 5, none 0" in said
+    assert said.endswith("not significantly different (exact McNemar test, p = 0.062).")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "interval", "expected"),
+    [
+        (
+            1.25,
+            [1.1, 1.4],
+            "yarn (scale 4) is significantly better than sliding_window, with 0.800",
+        ),
+        (1.25, [0.9, 1.6], "no method is significantly better than the control"),
+        (0.8, [0.7, 0.9], "is significantly worse than sliding_window, with 1.25"),
+    ],
+)
+def test_the_verdict_on_a_sweep(
+    tmp_path: Path, ratio: float, interval: list[float], expected: str
+) -> None:
+    data = sweep()
+    to_best = {"ratio": ratio, "interval": interval}
+    window = {"label": "sliding_window", "control": True, "to_best": to_best}
+    data["summary"].append({**data["summary"][0], **window})
+    assert expected in verdicts(page(write(tmp_path / "a", data, "sweep")))[0]
+    assert "no method has a number" in verdicts(page(write(tmp_path / "b", sweep(), "sweep")))[0]

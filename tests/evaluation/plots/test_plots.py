@@ -9,13 +9,15 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.plots import MAX_LABEL, SPAN, position_points, shortened, thinned
+from hf_posenc.evaluation.plots.results import HEAT
 
-pytest.importorskip("matplotlib")
+mpl = pytest.importorskip("matplotlib")
 
 LENGTHS = (128, 256, 512)
 
@@ -175,3 +177,9 @@ def test_a_name_is_no_formula() -> None:
     file = StringIO()
     plots.save(plots.figure(shown), file, "svg")
     assert "$x_{" in file.getvalue()
+
+
+def test_heat_maps_are_ordered_by_lightness() -> None:
+    """Red and green of the same lightness are one colour to one man in twelve."""
+    colours = mpl.colormaps[HEAT](np.linspace(0, 1, 64))[:, :3]
+    assert (np.diff(colours @ (0.2126, 0.7152, 0.0722)) > 0).all()
