@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -117,11 +118,31 @@ def test_every_library_that_is_imported_is_declared() -> None:
                 assert roots <= sys.stdlib_module_names | declared | {"scripts", "tests"}, path
 
 
-def test_the_version_is_the_same_everywhere() -> None:
-    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert f"\nversion: {hf_posenc.__version__}\n" in citation
+def test_the_changelog_begins_with_the_version() -> None:
+    """`hf_posenc.__version__` is the one place of the version; the changelog and the tag follow it."""
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    assert Version(hf_posenc.__version__).base_version in changelog
+    version = Version(hf_posenc.__version__)
+    headings = re.findall(r"^## (.*)$", changelog, re.MULTILINE)
+    dated = rf"\[{re.escape(str(version))}\] - \d{{4}}-\d{{2}}-\d{{2}}"
+    assert re.fullmatch(r"\[Unreleased\]" if version.is_devrelease else dated, headings[0])
+    assert "version" not in (ROOT / "CITATION.cff").read_text(encoding="utf-8").replace(
+        "cff-version", ""
+    )
+
+
+def test_the_release_publishes_what_ci_has_passed_without_a_token() -> None:
+    folder = ROOT / ".github" / "workflows"
+    release, ci = (
+        yaml.safe_load((folder / f"{name}.yml").read_text()) for name in ("release", "ci")
+    )
+    assert [step.get("run") for step in ci["jobs"]["ci"]["steps"]][-1] == ".ci/run"
+    jobs = release["jobs"]
+    assert jobs["ci"]["uses"] == "./.github/workflows/ci.yml"
+    assert jobs["publish"]["needs"] == ["ci", "build"]
+    assert jobs["publish"]["permissions"] == {"id-token": "write"}
+    assert release["permissions"] == {}
+    assert "secrets." not in (folder / "release.yml").read_text()
+    assert any("twine check --strict" in step.get("run", "") for step in jobs["build"]["steps"])
 
 
 def test_the_linter_refuses_an_adapter_imported_by_name(tmp_path: Path) -> None:
