@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posenc.errors import PosencError
@@ -248,8 +249,10 @@ def _move_into_place(unfinished: Path, folder: Path) -> None:
     unfinished.rmdir()
 
 
-def reason_of(error: Exception) -> str:
+def reason_of(error: BaseException) -> str:
     """Return why a save failed, in one line."""
+    if isinstance(error, CheckpointException):  # of shards: the processes that failed
+        error = next(iter(error.failures.values()))[0]
     text = " ".join(str(error).split()).rstrip(".")
     if "inline_container" in text:  # torch.save on a full disk
         return "torch.save could not write a file to its end"

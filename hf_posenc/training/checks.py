@@ -139,10 +139,11 @@ def _check_fsdp(arguments: TrainingArguments | None) -> None:
             "FSDP1 flattens weights into buffers, which leaves no separate parameters for a patch and for the head. "
             f"Set fsdp_version: 2, as {_CONFIGS}fsdp2.yaml does."
         )
-    if "FULL" not in str(plugin.state_dict_type):
+    sharded = "SHARDED" in str(plugin.state_dict_type)
+    if sharded and arguments is not None and arguments.save_on_each_node:
         raise PosencError(
-            f"fsdp_state_dict_type {plugin.state_dict_type.name}: the Trainer would write no model at the end. Set it "
-            f"to FULL_STATE_DICT, as {_CONFIGS}fsdp2.yaml does."
+            "--save_on_each_node: a checkpoint in shards is read from one disk by all machines. Give an --output_dir "
+            "that they share, or set fsdp_state_dict_type: FULL_STATE_DICT in the launch file."
         )
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from accelerate import Accelerator, PartialState
 from filelock import FileLock, Timeout
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import Trainer, TrainingArguments
 
 from hf_posenc.errors import PosencError
@@ -264,7 +265,7 @@ class TrainingFolder:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception | CheckpointException):
                 self._explain(error)
         finally:
             self._lock.release()
@@ -279,6 +280,9 @@ class TrainingFolder:
         checkpoint = None if self.checkpoint is None else str(self.checkpoint)
         with configs_of_both_styles():
             trainer.train(resume_from_checkpoint=checkpoint)
+        sharding = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+        if sharding is not None:  # checkpoints may be in shards, the result is whole
+            sharding.set_state_dict_type("FULL_STATE_DICT")
         if self._interruption.received:
             if self._arguments.process_index == 0:
                 done = f"step {trainer.state.global_step:,}, and saved: the same command resumes."
@@ -320,7 +324,9 @@ class TrainingFolder:
             self.checkpoint = self.path / f"checkpoint-{max(common)}" if common else None
         else:
             self.checkpoint = states[0][1]
-        visible = gather(self.checkpoint is None or self.checkpoint.is_dir())
+        # Processes write their shards to the disk that they see, the first one this file to its own.
+        point = self.checkpoint
+        visible = gather(point is None or (point / "trainer_state.json").is_file())
         if not all(visible):
             self._raise_on_all(
                 f"Process {visible.index(False)} does not see {self.checkpoint}. Give an --output_dir that all "
@@ -336,7 +342,7 @@ class TrainingFolder:
             raise PosencError(problem)
         sys.exit(2)  # the first process raises the error
 
-    def _explain(self, error: Exception) -> None:
+    def _explain(self, error: BaseException) -> None:
         """Replace the error of a failed save by one line; other errors are unchanged."""
         partial = partial_checkpoints(self.path)
         if not partial:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from accelerate.utils.modeling import get_non_persistent_buffers
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import deepspeed_config
@@ -203,18 +203,18 @@ def loading_dtype(name: str, dtype: str, arguments: TrainingArguments) -> str:
 def _stored_dtype(name: str) -> str | None:
     """Return the dtype of a checkpoint's weights, if all have the same; those of a patch are always float32."""
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
-    files = [SAFE_WEIGHTS_NAME]
-    if (index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options)) is not None:
-        files = sorted(
-            {*json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()}
-        )
-    dtypes = set()
-    for file in files:
-        if (path := cached_file(name, file, **options)) is None:
-            return None  # an adapter, or another format
-        with safe_open(path, "pt") as weights:
-            keys = [key for key in weights.keys() if f".{PARAMETERS}." not in key]  # noqa: SIM118
-            dtypes |= {weights.get_slice(key).get_dtype() for key in keys}
+    files, dtypes = {SAFE_WEIGHTS_NAME}, set()
+    try:
+        if (index := cached_file(name, SAFE_WEIGHTS_INDEX_NAME, **options)) is not None:
+            files = {*json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()}
+        for file in sorted(files):
+            if (path := cached_file(name, file, **options)) is None:
+                return None  # an adapter, or another format
+            with safe_open(path, "pt") as weights:
+                keys = [key for key in weights.keys() if f".{PARAMETERS}." not in key]  # noqa: SIM118
+                dtypes |= {weights.get_slice(key).get_dtype() for key in keys}
+    except (OSError, ValueError, KeyError, SafetensorError):
+        return None  # loading raises the same, in words
     return _HALF.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
@@ -239,14 +239,8 @@ def partition_weights(model: nn.Module, arguments: TrainingArguments) -> None:
         )
     for parameter in model.parameters():
         weights = parameter.data
-        if (
-            copied is not None
-            and weights.is_floating_point()
-            and (zero3 or parameter.requires_grad)
-        ):
-            dtype = copied
-        else:
-            dtype = weights.dtype
+        cast = weights.is_floating_point() and (zero3 or parameter.requires_grad)
+        dtype = copied if copied is not None and cast else weights.dtype
         # Memory that nothing is written to takes no space.
         first = arguments.process_index == 0
         parameter.data = weights.to(dtype) if first else torch.empty_like(weights, dtype=dtype)

@@ -14,7 +14,8 @@ import sys
 from typing import Any
 
 
-def main() -> None:
+def allow() -> None:
+    """Lets accelerate use FSDP in this process, and the Trainer --bf16 beside it."""
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     import torch.distributed as dist
     from accelerate.state import PartialState
@@ -29,6 +30,10 @@ def main() -> None:
     PartialState._prepare_backend = choose
     # --bf16 without --use_cpu, which would leave FSDP out
     vars(training_args)["is_torch_bf16_gpu_available"] = lambda: True
+
+
+def main() -> None:
+    allow()
     sys.argv = sys.argv[1:]
     runpy.run_path(sys.argv[0], run_name="__main__")
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -21,7 +21,9 @@ from hf_posenc import patch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.training.folder import TrainingFolder, settings_of
 from hf_posenc.training.parameters import choose_parameters
+from hf_posenc.training.preparation import partition_weights
 from tests.support.file_operations import Moment, count_operations
+from tests.support.fsdp_on_cpu import allow
 
 REFUSED = 3
 """Exit status of a process that ended with one line."""
@@ -56,6 +58,16 @@ class _AtStep(TrainerCallback):
             os.waitpid(sender, 0)
 
 
+SHARDED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
+"""As `accelerate launch --config_file scripts/configs/fsdp2.yaml` sets them."""
+
+
 def train(
     folder: Path, moment: Moment | None = None, *, kind: str = "full", **options: Any
 ) -> None:
@@ -72,7 +84,11 @@ def train(
         attention_dropout=0.2,
     )
     patched: Any = patch_model(LlamaForCausalLM(config), "yarn", scale=2)
-    chosen: Any = kind
+    sharded, chosen = kind.startswith("sharded"), cast(Any, kind.removeprefix("sharded "))
+    if sharded:
+        os.environ.update(SHARDED)
+        del os.environ["ACCELERATE_USE_CPU"]
+        allow()
     model: Any = choose_parameters(patched, chosen, lora_rank=2, lora_dropout=0.2)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     ids = torch.randint(0, 48, (20 * processes, 24)).tolist()
@@ -87,11 +103,12 @@ def train(
         "learning_rate": 1e-2,
         "report_to": [],
         "disable_tqdm": True,
-        "use_cpu": True,
+        "use_cpu": not sharded,
         "ddp_find_unused_parameters": False,
         **options,
     }
     arguments = TrainingArguments(str(folder), **values)
+    partition_weights(model, arguments)
     with TrainingFolder(arguments, settings_of(arguments, kind=kind)) as run:
         trainer = Trainer(
             model, arguments, train_dataset=rows, eval_dataset=rows[:4], callbacks=[_AtStep(moment)]

@@ -220,8 +220,45 @@ def test_all_processes_of_the_job_are_told_and_the_workers_of_the_dataloader_wit
     run.check(tmp_path / "run")
 
 
+SHARDED: dict[str, Any] = {"processes": 2, "kind": "sharded full"}
+"""FSDP2, whose processes write a checkpoint together."""
+
+
+@pytest.mark.parametrize(
+    ("operation", "number", "rank"),
+    [
+        ("rename .metadata.tmp", 3, 0),  # checkpoint-6 has the shards of the weights, no optimizer
+        pytest.param("open __0_0.distcp", 4, 0, marks=pytest.mark.slow),
+        pytest.param("", 16, 1, marks=pytest.mark.slow),  # a shard of the other process
+    ],
+)
+def test_killed_while_processes_write_their_shards(
+    whole: Any, tmp_path: Path, operation: str, number: int, rank: int
+) -> None:
+    run, folder = whole(**SHARDED), tmp_path / "run"
+    place = run.place(operation, number) if operation else number
+    assert launch(folder, Moment(place, rank=rank), **SHARDED)[rank] == SIGKILLED
+    assert [path.name for path in complete_checkpoints(folder)] == ["checkpoint-3"]
+    run.check(folder)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "processes"), [("full", 1), ("full", 2), ("lora", 2)])
+def test_a_full_disk_under_a_shard_is_one_line_of_each_process(whole: Any, tmp_path: Path) -> None:
+    run, folder = whole(**SHARDED), tmp_path / "run"
+    moment = Moment(run.after(run.place("mkdir checkpoint-6"), "open __0_0"), "full")
+    assert launch(folder, moment, **SHARDED) == [REFUSED, REFUSED]
+    lines = [line for line in output(folder).splitlines() if "rror" in line.lower()]
+    assert len(lines) == 2, lines
+    for line in lines:
+        assert line.startswith("ERROR checkpoint-6 could not be saved: [Errno 28] No space left")
+    run.check(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "processes"),
+    [("full", 1), ("full", 2), ("lora", 2), ("sharded full", 2), ("sharded lora", 2)],
+)
 def test_ten_kills(whole: Any, tmp_path: Path, kind: str, processes: int) -> None:
     run = whole(processes=processes, kind=kind)
     chance = random.Random(processes)

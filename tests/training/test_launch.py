@@ -11,12 +11,15 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
+from accelerate.utils import merge_fsdp_weights
 from safetensors.torch import load_file
 
+from hf_posenc import from_pretrained, get_patch
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.arguments import parse_arguments
 from scripts.finetune import RECIPE, finetune
@@ -51,8 +54,8 @@ def command(folder: Path, output: Path, training: str, batch: int) -> list[str]:
     return given.split()
 
 
-def launched(config: str, script: list[str]) -> subprocess.CompletedProcess[str]:
-    """Runs a script under `accelerate launch`, from the root of the checkout."""
+def started(config: str, script: list[str]) -> subprocess.Popen[str]:
+    """A script under `accelerate launch`, from the root of the checkout."""
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -60,15 +63,28 @@ def launched(config: str, script: list[str]) -> subprocess.CompletedProcess[str]
         "CUDA_VISIBLE_DEVICES": "",
         "DS_ACCELERATOR": "cpu",
     }
-    return subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", "accelerate.commands.launch", *config.split(), *script],
         env=environment,
         cwd=ROOT,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=600,
-        check=False,
     )
+
+
+def launched(config: str, script: list[str], *, machines: int = 1) -> list[Any]:
+    """Runs a script under `accelerate launch`; several machines are as many launchers on this one."""
+    runs = [started(config.format(rank=rank), script) for rank in range(machines)]
+    try:
+        outputs = [run.communicate(timeout=600) for run in runs]
+    finally:
+        for run in runs:
+            run.kill()
+    return [
+        subprocess.CompletedProcess(run.args, run.returncode, *output)
+        for run, output in zip(runs, outputs, strict=True)
+    ]
 
 
 def numbers(output: Path, name: str) -> list[float]:
@@ -80,16 +96,23 @@ def weights(output: Path) -> dict[str, torch.Tensor]:
     return load_file(file)
 
 
-def check(config: str, training: str, folder: Path, tmp_path: Path) -> None:
-    """The training in one process, and under a launch file in two: losses, gradients and weights to rounding."""
+def check(config: str, training: str, folder: Path, tmp_path: Path, *options: str) -> None:
+    """The training in one process, and under a launch file in two: losses, gradients and weights to rounding.
+
+    With `options` of the launcher, the two run on two machines.
+    """
     one, two = tmp_path / "one", tmp_path / "two"
     finetune(parse_arguments(RECIPE, [*command(folder, one, training, 2), "--use_cpu"]))
-    script = [*IN_FRONT.get(config, []), "scripts/finetune.py", *command(folder, two, training, 1)]
-    done = launched(
-        f"--config_file scripts/configs/{config}.yaml", [*script, *BEHIND.get(config, [])]
+    kind = config.removesuffix("_two_nodes")
+    script = [*IN_FRONT.get(kind, []), "scripts/finetune.py", *command(folder, two, training, 1)]
+    runs = launched(
+        f"--config_file scripts/configs/{config}.yaml {' '.join(options)}",
+        [*script, *BEHIND.get(kind, [])],
+        machines=2 if options else 1,
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("step 4/4") == 1, "two processes that train alone, or one"
+    assert [run.returncode for run in runs] == [0] * len(runs), [run.stderr for run in runs]
+    printed = "".join(run.stdout for run in runs)
+    assert printed.count("step 4/4") == 1, "two processes that train alone, or one"
     assert numbers(two, "loss") == pytest.approx(numbers(one, "loss"), rel=1e-5)
     assert numbers(two, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=1e-4)
     expected, found = weights(one), weights(two)
@@ -113,15 +136,47 @@ def test_what_is_trained_makes_no_difference(
 
 
 @pytest.mark.slow
-def test_weights_read_in_the_dtype_of_the_checkpoint_train_the_same(tmp_path: Path) -> None:
+def test_shards_of_two_processes_resume_in_four_or_become_a_model(
+    folder: Path, tmp_path: Path
+) -> None:
+    """In four with the same examples in a step: the losses to rounding, from Adam's averages in other shards."""
+    config = "--config_file scripts/configs/fsdp2.yaml --num_processes"
+    shards = tmp_path / "two" / "checkpoint-2"
+
+    def run(output: str, processes: int, options: str) -> tuple[list[float], Any, str]:
+        given = [*command(folder, tmp_path / output, "full", 1), *options.split()]
+        script = [*IN_FRONT["fsdp2"], "scripts/finetune.py"]
+        (done,) = launched(f"{config} {processes}", [*script, *given])
+        assert done.returncode == 0, done.stderr
+        return numbers(tmp_path / output, "loss"), weights(tmp_path / output), done.stderr
+
+    losses, trained, _ = run("two", 2, "")
+    resumed = f"--resume_from_checkpoint {shards}"
+    again, found, output = run("four", 4, f"{resumed} --gradient_accumulation_steps 1")
+    assert "processes.count was 2, is 4" in output
+    assert again == pytest.approx(losses, rel=1e-5)
+    assert all(torch.allclose(found[name], trained[name], atol=1e-5) for name in trained)
+
+    merge_fsdp_weights(str(shards / "pytorch_model_fsdp_0"), str(tmp_path / "merged"))
+    _, saved, _ = run("between", 2, f"{resumed} --max_steps 2")
+    merged = weights(tmp_path / "merged")
+    assert all(torch.equal(saved[name], merged[name]) for name in saved)
+    assert get_patch(from_pretrained(tmp_path / "between")) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("training", TRAININGS)
+def test_weights_read_in_the_dtype_of_the_checkpoint_train_the_same(
+    training: str, tmp_path: Path
+) -> None:
     model = tiny_checkpoint(tmp_path / "model", dtype="bfloat16")
     (model / "text.txt").write_text(prose(6_000))
     found = []
     for loading in ("true", "false"):
         output = tmp_path / loading
         config = "--config_file scripts/configs/fsdp2.yaml --fsdp_cpu_ram_efficient_loading"
-        script = [*IN_FRONT["fsdp2"], "scripts/finetune.py", *command(model, output, "full", 1)]
-        done = launched(f"{config} {loading}", [*script, "--bf16"])
+        script = [*IN_FRONT["fsdp2"], "scripts/finetune.py", *command(model, output, training, 1)]
+        (done,) = launched(f"{config} {loading}", [*script, "--bf16"])
         assert done.returncode == 0, done.stderr
         found.append((numbers(output, "loss"), weights(output)))
     assert found[0][0] == found[1][0]
@@ -146,7 +201,7 @@ def test_one_process_in_the_place_of_two_is_refused(
         yaml.safe_dump({**config, "distributed_type": "MULTI_CPU"})
     )
     given = command(folder, tmp_path / "run", "full", 1)
-    done = launched(
+    (done,) = launched(
         launch.format(multi_cpu=tmp_path / "multi.yaml"), ["scripts/finetune.py", *given]
     )
     assert done.returncode != 0
@@ -158,10 +213,10 @@ def test_a_launch_file_for_gpus_runs_on_a_cpu_and_sharding_is_refused_there(
     folder: Path, tmp_path: Path
 ) -> None:
     script = ["scripts/finetune.py", *command(folder, tmp_path / "run", "full", 1)]
-    done = launched("--config_file scripts/configs/fsdp2.yaml", script)
+    (done,) = launched("--config_file scripts/configs/fsdp2.yaml", script)
     assert done.returncode != 0
     assert "error: FSDP was requested, but accelerate supports it on GPUs only" in done.stderr
     for config in ("one_process", "two_processes"):
-        done = launched(f"--config_file scripts/configs/{config}.yaml", [*script, "--fresh"])
+        (done,) = launched(f"--config_file scripts/configs/{config}.yaml", [*script, "--fresh"])
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("step 4/4") == 1

@@ -85,20 +85,18 @@ def test_how_many_processes_a_launcher_was_asked_for(
     assert launched_processes() == LAUNCHERS[line]
 
 
-FSDP: dict[str, tuple[dict[str, Any], str]] = {
-    "version": ({"fsdp_version": 1}, "fsdp_version: 2"),
-    "shards": ({"state_dict_type": "SHARDED_STATE_DICT"}, "would write no model at the end"),
-}
+def test_fsdp_that_leaves_no_model_or_no_checkpoint() -> None:
+    def check(save_on_each_node: bool = False, **plugin: Any) -> None:
+        given = {"fsdp_version": 2, "state_dict_type": "SHARDED_STATE_DICT", **plugin}
+        arguments = SimpleNamespace(fsdp_plugin_args=given, save_on_each_node=save_on_each_node)
+        launching._check_fsdp(arguments)  # type: ignore[arg-type]
 
-
-@pytest.mark.parametrize("case", FSDP)
-def test_fsdp_that_leaves_no_model(case: str) -> None:
-    good = {"fsdp_version": 2, "state_dict_type": "FULL_STATE_DICT"}
-    launching._check_fsdp(SimpleNamespace(fsdp_plugin_args=good))  # type: ignore[arg-type]
-    wrong, reason = FSDP[case]
-    wrong = {**good, **wrong}
-    with pytest.raises(PosencError, match=reason):
-        launching._check_fsdp(SimpleNamespace(fsdp_plugin_args=wrong))  # type: ignore[arg-type]
+    check()
+    check(True, state_dict_type="FULL_STATE_DICT")
+    with pytest.raises(PosencError, match="fsdp_version: 2"):
+        check(fsdp_version=1)
+    with pytest.raises(PosencError, match="read from one disk by all machines"):
+        check(True)
 
 
 def test_deepspeed_that_leaves_no_model_or_does_not_clip() -> None:
