@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -189,6 +190,19 @@ def test_weights_read_in_the_dtype_of_the_checkpoint_train_the_same(
 @pytest.mark.parametrize("training", TRAININGS)
 def test_zero3_equals_one_process(training: str, folder: Path, tmp_path: Path) -> None:
     check("zero3", training, folder, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["fsdp2_two_nodes", "zero3_two_nodes"])
+def test_two_machines_equal_one_process(config: str, folder: Path, tmp_path: Path) -> None:
+    """Two launchers on this machine, that know of each other by address and rank alone."""
+    if config == "zero3_two_nodes":
+        pytest.importorskip("deepspeed")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    place = f"--main_process_ip 127.0.0.1 --main_process_port {port} --machine_rank {{rank}}"
+    check(config, "full", folder, tmp_path, "--num_processes 2", place)
 
 
 @pytest.mark.slow
