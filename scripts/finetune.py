@@ -24,6 +24,7 @@ from hf_posenc.evaluation.measuring.identity import weights_hash
 from hf_posenc.training import arguments as options
 from hf_posenc.training import callbacks, checks, preparation, result
 from hf_posenc.training.folder import settings_of
+from hf_posenc.training.log import RunTime
 from hf_posenc.training.scoring import precision_of
 
 RECIPE = Path(__file__).parent / "recipes" / "embedded.yaml"
@@ -119,7 +120,10 @@ def finetune(parsed: options.Arguments) -> None:
             eval_dataset=[],  # the scores are the evaluation
             data_collator=collator,
             processing_class=tokenizer,
-            callbacks=[collator, callbacks.StopOnNonFinite(), callbacks.ProgressLines()],
+            callbacks=[
+                *(collator, RunTime()),
+                *(callbacks.StopOnNonFinite(), callbacks.ProgressLines()),
+            ],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.remove_callback(ProgressCallback)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, cast
@@ -30,6 +32,15 @@ from hf_posenc.training.parameters import Trained
 from hf_posenc.training.preparation import Lengths
 
 _HELP = "See finetune.py --help."
+# The least value of each number, and the first one above that is too large.
+_LIMITS: Mapping[str, tuple[float, float]] = {
+    "per_device_train_batch_size gradient_accumulation_steps max_steps": (1, math.inf),
+    "learning_rate weight_decay adam_epsilon max_grad_norm warmup_steps": (0, math.inf),
+    "num_train_epochs logging_steps save_steps eval_steps neftune_noise_alpha": (0, math.inf),
+    "dataloader_num_workers save_total_limit": (0, math.inf),
+    "adam_beta1 adam_beta2 label_smoothing_factor": (0, 1),
+    "seed data_seed": (0, 2**32),
+}
 _SOURCE_OPTIONS = (
     *("text", "dataset", "dataset_config", "split", "column", "streaming", "tokenized"),
     "documents",
@@ -168,27 +179,53 @@ class FinetuneArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        for names, (least, limit) in _LIMITS.items():
+            for name in names.split():
+                value = getattr(self, name)
+                if value is None or (name, value) == ("max_steps", -1):
+                    continue
+                if not least <= value < limit:  # nan too
+                    below = "a finite number" if math.isinf(limit) else f"below {limit:g}"
+                    raise PosencError(
+                        f"--{name} {value:g}: at least {least:g} and {below} is needed."
+                    )
         super().__post_init__()  # type: ignore[no-untyped-call]
+        if self.max_steps == -1 and self.num_train_epochs == 0:
+            raise PosencError("--num_train_epochs 0 gives no step: give more, or --max_steps.")
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # torch warns that it has no effect there
             if self.fp16:
                 raise PosencError(
                     "fp16 on a CPU computes in float32 silently: use --bf16 or neither."
                 )
-        for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "max_steps"):
-            value = getattr(self, name)
-            if value < 1 and (name, value) != ("max_steps", -1):
-                raise PosencError(f"--{name} {value}: at least 1 is needed.")
-        if not self.learning_rate >= 0:
-            raise PosencError(f"--learning_rate {self.learning_rate:g}: a rate is not negative.")
         if self.train_sampling_strategy == "group_by_length":
             raise PosencError(
                 "--train_sampling_strategy group_by_length: all blocks have one length; leave it out."
             )
-        optimizer = str(self.optim).lower()  # a string, or an enum
-        if any(mark in optimizer for mark in ("8bit", "32bit")) and "galore" not in optimizer:
-            Trainer.get_optimizer_cls_and_kwargs(self)  # ImportError without bitsandbytes
+        try:
+            Trainer.get_optimizer_cls_and_kwargs(self)  # ImportError without its package
+        except ValueError as error:
+            if "model" not in str(error):  # some are built from the model, which is not loaded yet
+                raise
         _check_trackers(self.report_to)
+
+
+def _check_resumption(choice: PatchArguments, arguments: FinetuneArguments) -> None:
+    """Refuse a checkpoint of other parameters: the Trainer would refuse it after everything is read and scored."""
+    checkpoint = Path(arguments.resume_from_checkpoint or "true")
+    if not (checkpoint / "trainer_state.json").is_file():
+        return  # the last one of the folder, or none, which `TrainingFolder` refuses
+    file, adapter = checkpoint / "adapter_config.json", None
+    if file.is_file():
+        adapter = json.loads(file.read_text(encoding="utf-8")).get("r")
+    requested = choice.lora_rank if choice.train == "lora" else None
+    if adapter != requested:
+        held = "the whole weights" if adapter is None else f"a LoRA of rank {adapter}"
+        way = "--train full" if adapter is None else f"--train lora --lora_rank {adapter}"
+        raise PosencError(
+            f"--resume_from_checkpoint {checkpoint}: it holds {held}, which --train {choice.train} cannot resume. "
+            f"Give {way}, or leave --resume_from_checkpoint out."
+        )
 
 
 def _check_trackers(report_to: str | Sequence[str] | None) -> None:
@@ -235,6 +272,7 @@ def parse_arguments(default_recipe: Path, argv: Sequence[str] | None = None) -> 
         raise
     except (ValueError, ImportError) as error:  # unknown or mutually exclusive options
         raise PosencError(f"{one_line(error).rstrip('.')}. {_HELP}") from error
+    _check_resumption(parsed[0], parsed[2])
     return cast(Arguments, tuple(parsed))
 
 

@@ -188,6 +188,17 @@ def test_a_patched_model_is_trained_further_as_it_is(
     assert longer.extended_length == 2048
 
 
+def test_a_resumed_run_is_described_as_a_whole(tmp_path: Path, texts: dict[str, Path]) -> None:
+    first = TrainingLog.read(run(tmp_path, texts, "--no_score"))
+    log = TrainingLog.read(run(tmp_path, texts, "--no_score"))  # resumes after the last step
+    last = log.log_history[-1]
+    assert last["train_loss"] == pytest.approx(first.log_history[-1]["train_loss"])
+    seconds = [entry["seconds"] for entry in first.log_history]
+    assert seconds == sorted(seconds)
+    assert log.run["seconds"] == last["train_runtime"] > seconds[-2]
+    assert last["train_steps_per_second"] == pytest.approx(2 / last["train_runtime"])
+
+
 BEST = ("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end")
 
 
@@ -246,6 +257,27 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "half precision on a CPU": (("--fp16",), "fp16 on a CPU computes in float32 silently"),
     "examples by length": (("--train_sampling_strategy", "group_by_length"), "have one length"),
     "an optimizer that is not installed": (("--optim", "adamw_8bit"), "install `bitsandbytes`"),
+    "an optimizer by its full name": (("--optim", "adamw_bnb_8bit"), "install `bitsandbytes`"),
+    "a seed below zero": (("--seed", "-1"), r"--seed -1: at least 0 and below 4\.29497e\+09"),
+    "a data seed below zero": (("--data_seed", "-1"), "--data_seed -1: at least 0"),
+    "a beta of 2": (("--adam_beta2", "2"), "--adam_beta2 2: at least 0 and below 1 is needed"),
+    "a beta of 1": (("--adam_beta1", "1"), "--adam_beta1 1: at least 0 and below 1"),
+    "an epsilon below zero": (("--adam_epsilon=-1e-8",), "--adam_epsilon -1e-08: at least 0"),
+    "clipping at no number": (("--max_grad_norm", "nan"), "--max_grad_norm nan: at least 0 and a finite"),
+    "clipping at infinity": (("--max_grad_norm", "inf"), "--max_grad_norm inf: at least 0"),
+    "clipping below zero": (("--max_grad_norm", "-1"), "--max_grad_norm -1: at least 0"),
+    "a rate that is no number": (("--learning_rate", "nan"), "--learning_rate nan"),
+    "an infinite rate": (("--learning_rate", "inf"), "--learning_rate inf"),
+    "a decay that is no number": (("--weight_decay", "nan"), "--weight_decay nan"),
+    "a warmup below zero": (("--warmup_steps", "-1"), "--warmup_steps -1: at least 0"),
+    "a warmup that is no number": (("--warmup_steps", "nan"), "--warmup_steps nan"),
+    "infinite epochs": (("--num_train_epochs", "inf"), "--num_train_epochs inf"),
+    "no epochs": (("--max_steps", "-1", "--num_train_epochs", "0"), "num_train_epochs 0 gives no step"),
+    "saves that are no number": (("--save_steps", "nan"), "--save_steps nan"),
+    "logs below zero": (("--logging_steps", "-1"), "--logging_steps -1: at least 0"),
+    "smoothing above 1": (("--label_smoothing_factor", "1.5"), "--label_smoothing_factor 1.5"),
+    "workers below zero": (("--dataloader_num_workers", "-1"), "--dataloader_num_workers -1"),
+    "no accumulation": (("--gradient_accumulation_steps", "0"), "gradient_accumulation_steps 0: at least 1"),
     "no such tracker": (("--report_to", "paper"), "paper is not supported"),
     "a tracker that is not installed": (("--report_to", "comet_ml"), "package is not installed"),
     "a wrong choice": (("--positions", "posee"), r"'cream'\). See finetune.py --help.$"),
@@ -263,6 +295,19 @@ def test_what_cannot_be_done_is_one_line(tmp_path: Path, texts: dict[str, Path],
     with pytest.raises(PosencError, match=message) as raised:
         run(tmp_path, texts, *given)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("held", "train"), [(None, "lora"), (16, "full"), (8, "lora")])
+def test_a_checkpoint_of_other_parameters_is_refused(
+    tmp_path: Path, held: int | None, train: str
+) -> None:
+    (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
+    if held is not None:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"r": held}), encoding="utf-8")
+    given = ["--resume_from_checkpoint", str(tmp_path), "--train", train]
+    way = "--train full" if held is None else f"--train lora --lora_rank {held}"
+    with pytest.raises(PosencError, match=f"cannot resume. Give {way}"):
+        parse_arguments(RECIPE, given)
 
 
 def test_nothing_held_out_is_said_before_anything_is_trained(

@@ -63,8 +63,10 @@ def cream(length: int, target: int, random: np.random.Generator) -> Numbers:
     As in the authors' code, head and tail have k tokens each: k = n / 3 or k = 4 L / n with even odds (the paper's
     relativity and continuity). x is drawn from a Gaussian of mean 1 + L / n, clipped to [2, 2 L / n], and rounded down
     to alpha. The last position of the middle's m = n - 2k tokens is uniform from k + (m - 1) alpha / 2 to
-    n alpha / 2 - k - 1. The clipped mass of the Gaussian lies on the two ends, as in the interpolation of the authors'
-    code. Without it, alpha = 2 L / n would never be drawn and the positions in front of the tail would never be used.
+    n alpha / 2 - k - 1. The Gaussian is therefore centred on the last position that the middle can reach, about L / 2,
+    and the middle itself lies before it on average. The clipped mass of the Gaussian lies on the two ends, as in the
+    interpolation of the authors' code. Without it, alpha = 2 L / n would never be drawn and the positions in front of
+    the tail would never be used.
 
     Differences: k is drawn for every example, not once for 3,000; L / n need not be whole; k is at most n / 3, so that
     short examples have a middle; the text is continuous, as in `pose`.

@@ -191,6 +191,21 @@ def test_draws_have_the_probabilities_of_the_paper(
     assert chi < freedom + 4 * math.sqrt(2 * max(freedom, 1))  # mean and deviation of chi squared
 
 
+@pytest.mark.parametrize(("n", "target"), [(256, 1024), (256, 2048), (4096, 32_768)])
+def test_the_middle_of_cream_lies_before_the_centre_on_average(n: int, target: int) -> None:
+    """The page says so; it comes from the authors' bounds, where alpha limits the last position."""
+    random, centres, ends = np.random.default_rng(0), [], []
+    for _ in range(400):
+        row = cream(n, target, random)
+        first, last = np.flatnonzero(np.diff(row) > 1)[[0, -1]]  # of the gaps around the middle
+        if first < last:
+            centres.append((row[first + 1] + row[last]) / 2 / target)
+            ends.append(row[last] / target)
+    assert 0.35 < float(np.mean(centres)) < 0.5
+    assert float(np.mean(np.array(centres) < 0.5)) > 0.5
+    assert max(ends) > 0.9
+
+
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWN)
 @pytest.mark.parametrize(("n", "target"), [(1, 1), (1, 9), (2, 8), (7, 7), (64, 1000), (100, 250)])
 def test_any_lengths_give_rising_positions_within_the_long_context(
