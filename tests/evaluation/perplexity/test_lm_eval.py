@@ -182,6 +182,15 @@ def test_a_task_of_the_harness(model: Any, tokenizer: Any, texts: list[str]) -> 
     assert math.log2(found["byte_perplexity,none"]) == pytest.approx(bits, rel=1e-9)
 
 
+@pytest.mark.parametrize("text", ["one two", " one two", "one  two\n", "\n one\ttwo \n"])
+def test_the_harness_counts_a_word_more_at_white_ends(text: str) -> None:
+    """The difference that docs/evaluation.md names, by the function of its wikitext task."""
+    from lm_eval.tasks.wikitext.preprocess_wikitext import process_results
+
+    _, counted = process_results({"page": text}, (-1.0,))["word_perplexity"]
+    assert counted == len(text.split()) + text[0].isspace() + text[-1].isspace()
+
+
 @pytest.mark.slow
 def test_a_task_of_ruler() -> None:
     """Its passkey task, the one whose text is not downloaded, on the embedded model at eight times its length."""
