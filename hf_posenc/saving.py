@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -265,15 +265,7 @@ def _check_weights(
             f"{tuple(needed)} in the model{others if mismatched[1:] else ''}. Restore the config.json that belongs to "
             "the weights."
         )
-    missing = sorted(info["missing_keys"])
-    if missing:
-        lacks = f"{path_or_id} lacks {len(missing)} of the model's weights: {_names(missing)}."
-        if not allow_missing:
-            raise PosencError(
-                f"{lacks} They would be drawn at random. Get the whole checkpoint, or load it all the same with "
-                "allow_missing_weights=True (on the command line: --allow-missing-weights)."
-            )
-        warnings.warn(f"{lacks} They are drawn at random, from a fixed seed.", stacklevel=3)
+    _check_missing(path_or_id, info["missing_keys"], "model", allow_missing)
     # A patch's own parameters are loaded after the patch.
     unexpected = sorted(key for key in info["unexpected_keys"] if f".{PARAMETERS}." not in key)
     if unexpected:
@@ -282,6 +274,21 @@ def _check_weights(
             "Check that its config.json belongs to it.",
             stacklevel=3,
         )
+
+
+def _check_missing(
+    path_or_id: str | Path, missing: Iterable[str], whose: str, allow_missing: bool
+) -> None:
+    if not missing:
+        return
+    names = sorted(missing)
+    lacks = f"{path_or_id} lacks {len(names)} of the {whose}'s weights: {_names(names)}."
+    if not allow_missing:
+        raise PosencError(
+            f"{lacks} They would be drawn at random. Get the whole checkpoint, or load it all the same with "
+            "allow_missing_weights=True (on the command line: --allow-missing-weights)."
+        )
+    warnings.warn(f"{lacks} They are drawn at random, from a fixed seed.", stacklevel=4)
 
 
 def _names(keys: Sequence[str], most: int = 9) -> str:
@@ -303,7 +310,12 @@ def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
 
 
 def load_adapter(
-    model: nn.Module, path_or_id: str | Path, *, is_trainable: bool = False, **kwargs: Any
+    model: nn.Module,
+    path_or_id: str | Path,
+    *,
+    is_trainable: bool = False,
+    allow_missing_weights: bool = False,
+    **kwargs: Any,
 ) -> Any:
     """Add a saved adapter to a loaded model, and the patch that it carries.
 
@@ -311,13 +323,14 @@ def load_adapter(
         model: The adapter's base model: not patched, or with the adapter's patch.
         path_or_id: The directory or the hub repository of the adapter.
         is_trainable: Train it further; otherwise it is frozen.
+        allow_missing_weights: As for `from_pretrained`, of the adapter's weights.
         **kwargs: For `PeftModel.from_pretrained`.
 
     Returns:
         A `PeftModel` around the same model.
 
     Raises:
-        PosencError: There is no adapter, the model has another patch, or it cannot take the adapter's.
+        PosencError: There is no adapter, it lacks weights, the model has another patch, or cannot take the adapter's.
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
@@ -329,7 +342,7 @@ def load_adapter(
         )
     from peft import PeftModel
 
-    from hf_posenc.lora import read_adapter
+    from hf_posenc.patch.lora import read_adapter
 
     config, required = read_adapter(file)
     if required is not None:
@@ -342,9 +355,39 @@ def load_adapter(
                 f"is patched with {_short(patch.config)}. Give hf_posenc.load_adapter a model that is not patched "
                 "(unpatch_model), or one with that very patch."
             )
-    return PeftModel.from_pretrained(
-        model, str(path_or_id), config=config, is_trainable=is_trainable, **kwargs
-    )
+    try:
+        with _same_random_weights(allow_missing_weights):
+            adapted = PeftModel.from_pretrained(
+                model, str(path_or_id), config=config, is_trainable=is_trainable, **kwargs
+            )
+    except KeyError as error:  # a module that was trained whole; PEFT cannot go on without
+        if not str(error.args[0]).startswith("base_model."):
+            raise
+        _check_missing(path_or_id, error.args, "adapter", allow_missing=False)
+        raise
+    missing = _missing_of_adapter(adapted, path_or_id, _some(kwargs, _HUB))
+    try:
+        _check_missing(path_or_id, missing, "adapter", allow_missing_weights)
+    except PosencError:
+        adapted.unload()
+        raise
+    return adapted
+
+
+def _missing_of_adapter(model: Any, path_or_id: str | Path, options: Mapping[str, Any]) -> set[str]:
+    """Return the weights of a loaded LoRA that its file lacks; none where the file has other names for them."""
+    from peft import get_peft_model_state_dict
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+    from transformers.utils.hub import cached_file
+
+    optional = {**options, "_raise_exceptions_for_missing_entries": False}
+    file = cached_file(path_or_id, SAFETENSORS_WEIGHTS_NAME, **optional)
+    if file is None:
+        return set()
+    with safe_open(file, "pt") as weights:
+        stored = set(weights.keys())
+    needed = set(get_peft_model_state_dict(model, save_embedding_layers=False))
+    return set() if any("lora_" in key for key in stored - needed) else needed - stored
 
 
 def _short(patch: PatchConfig) -> str:
@@ -357,7 +400,7 @@ def _with_adapter(
     path_or_id: str | Path, file: str, auto_class: Any, kwargs: dict[str, Any]
 ) -> Any:
     """An adapter with its base model, which is loaded as it was for the training of the adapter."""
-    from hf_posenc.lora import read_adapter
+    from hf_posenc.patch.lora import read_adapter
 
     config, _ = read_adapter(file)
     if not config.base_model_name_or_path:  # PEFT 0.18 writes "" for a model made from a config
@@ -365,7 +408,8 @@ def _with_adapter(
             f"The adapter in {path_or_id} does not name its base model. Load that yourself and add the adapter "
             "with hf_posenc.load_adapter(model, ...)."
         )
-    own = {"is_trainable": kwargs.pop("is_trainable", False), **_some(kwargs, _HUB)}
+    own = _some(kwargs, (*_HUB, "allow_missing_weights"))
+    own["is_trainable"] = kwargs.pop("is_trainable", False)
     of_adapter = ("revision", "subfolder", "force_download")
     rest = {key: value for key, value in kwargs.items() if key not in of_adapter}
     if config.revision:

@@ -23,7 +23,6 @@ LAYERS = (
     ("attention", "adapters"),
     ("model",),
     ("patch",),
-    ("lora",),
     ("saving",),
     ("engines", "verification"),
     ("evaluation",),

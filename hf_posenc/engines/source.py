@@ -207,7 +207,7 @@ def _of_adapter(path: str | Path) -> tuple[str, PatchConfig | None]:
     file = Path(path) / "adapter_config.json"
     if not file.is_file():
         return str(path), None
-    from hf_posenc.lora import read_adapter
+    from hf_posenc.patch.lora import read_adapter
 
     config, patch = read_adapter(file)
     if not config.base_model_name_or_path:  # PEFT 0.18 writes "" for a model made from a config

@@ -54,11 +54,27 @@ def wrap_saving(model: nn.Module) -> None:
     """Make a model's `save_pretrained` write what the readers of the folder need; a copy of the model has its own."""
     if hasattr(type(model), _NAME):
         vars(model)[_NAME] = MethodType(save_pretrained, model)
+    model.register_state_dict_pre_hook(_before_state_dict)
 
 
 def unwrap_saving(model: nn.Module) -> None:
-    """Undo `wrap_saving`."""
+    """Undo `wrap_saving`, before the patch is undone."""
     vars(model).pop(_NAME, None)
+    hooks, state = model._state_dict_pre_hooks, state_of(model)
+    for key in [key for key, hook in hooks.items() if hook is _before_state_dict]:
+        del hooks[key]
+    for adapter in state.adapters if state is not None else ():
+        adapter.__class__ = adapter.__class__.__base__
+        del vars(adapter)[export.BLOCK]
+
+
+def _before_state_dict(model: nn.Module, *_: Any) -> None:
+    """Make adapters carry the patch; whoever saves them, PEFT or transformers, first collects their weights."""
+    state = state_of(model)
+    if state is not None and getattr(model, "peft_config", None):
+        from hf_posenc.patch.lora import carry_patch
+
+        carry_patch(model, state)
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:

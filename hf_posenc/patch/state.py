@@ -30,7 +30,8 @@ class State:
         attention: The attention implementation that the engine replaces, as in `Patch`.
         changes: Every config and module with attributes that were set, and their values from before.
         tensors: The sin-cos tables that were swapped, and their tensors from before.
-        warned: True once saving has warned that plain transformers cannot compute the patch.
+        warned: True once saving has warned that the patch is not loaded with the folder by everyone.
+        adapters: The PEFT configs that saving has made carry the patch.
     """
 
     config: PatchConfig
@@ -42,6 +43,7 @@ class State:
     changes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     tensors: list[tuple[SinCosTable, Tensor]] = field(default_factory=list)
     warned: bool = False
+    adapters: list[Any] = field(default_factory=list)
 
     @property
     def in_attention(self) -> list[Method]:

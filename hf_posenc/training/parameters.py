@@ -147,7 +147,7 @@ def lora_config(
         raise PosencError("LoRA needs the peft library: pip install 'hf-posenc[train]'.")
     from peft import LoraConfig
 
-    from hf_posenc.lora import PosencLoraConfig
+    from hf_posenc.patch.lora import PosencLoraConfig
 
     whole: Any = model
     if hasattr(model, "peft_config"):

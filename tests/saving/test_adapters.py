@@ -6,12 +6,14 @@ import copy
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, Trainer
 
 from hf_posenc import (
     PosencError,
@@ -25,8 +27,10 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.cli import main
+from hf_posenc.embedded import model_path
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters, lora_config
+from tests.saving.test_resuming import settings
 from tests.support import zoo
 from tests.training.test_training_parameters import is_tied, stepped
 
@@ -168,6 +172,98 @@ class TestCarriesItsPatch:
         assert not torch.equal(zoo.logits(fresh, IDS), plain)
         for name, value in trained_parameters(fresh).items():
             assert torch.equal(value, trained_parameters(model.get_base_model())[name])
+
+
+def plain_config(**options: Any) -> Any:
+    return peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, **options)
+
+
+class TestPlainConfig:
+    """An adapter of a plain `LoraConfig` on a patched model carries the patch all the same."""
+
+    @pytest.mark.parametrize("method", ["yarn", "alibi"])
+    @pytest.mark.parametrize("way", ["before", "after", "add_adapter", "Trainer", "SFTTrainer"])
+    def test_ways(self, base: Path, tmp_path: Path, way: str, method: str) -> None:
+        model: Any = load(base) if way == "after" else patch_model(load(base), **PATCHES[method])
+        config, adapter = plain_config(init_lora_weights=False), tmp_path / "adapter"
+        if way == "add_adapter":
+            model.add_adapter(config)
+        elif way != "SFTTrainer":
+            model = peft.get_peft_model(model, config)
+        if way == "after":
+            patch_model(model, **PATCHES[method])
+        if way in ("Trainer", "SFTTrainer"):
+            model, adapter = self.trained_by(way, model, config, tmp_path)
+        else:
+            saved(model, adapter)
+        assert json.loads((adapter / "adapter_config.json").read_text())["peft_type"] != "LORA"
+        expected = zoo.logits(model.eval(), IDS)
+        loaded = from_pretrained(adapter).eval()
+        assert torch.equal(zoo.logits(loaded, IDS), expected)
+        with pytest.raises(PosencError, match=r"hf_posenc.from_pretrained"):
+            peft.PeftModel.from_pretrained(load(base), str(adapter))
+        unpatch_model(model)
+        assert type(next(iter(model.peft_config.values()))) is peft.LoraConfig
+
+    def trained_by(self, way: str, model: Any, config: Any, folder: Path) -> tuple[Any, Path]:
+        """Train two steps, the second one after a resume; return the model and its checkpoint."""
+        ids = zoo.tokens(40, batch=4).tolist()
+        if way == "Trainer":
+            rows = [{"input_ids": row, "labels": row} for row in ids]
+            trainer: Any = Trainer(model, settings(folder), train_dataset=rows)
+        else:
+            datasets, trl = (pytest.importorskip(name) for name in ("datasets", "trl"))
+            trainer = trl.SFTTrainer(
+                model=model,
+                args=settings(folder, trl.SFTConfig, max_length=40, bf16=False),
+                train_dataset=datasets.Dataset.from_dict({"input_ids": ids}),
+                processing_class=AutoTokenizer.from_pretrained(model_path()),
+                peft_config=config,
+            )
+        trainer.train()
+        whole = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+        assert all(
+            torch.equal(whole[name], value) for name, value in trainer.model.state_dict().items()
+        )
+        return trainer.model, folder / "checkpoint-2"
+
+    def test_what_is_lost_is_a_warning(self, base: Path, tmp_path: Path) -> None:
+        ia3 = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
+        for method, config, expected in (
+            ("alibi", ia3, r"\(IA3\) is saved without the patch, alibi"),
+            ("t5", plain_config(), "without the parameters of t5"),
+        ):
+            model = peft.get_peft_model(patch_model(load(base), method), config)
+            with pytest.warns(UserWarning, match=expected):
+                saved(model, tmp_path / method)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", UserWarning)
+                saved(model, tmp_path / method)
+
+
+def test_an_adapter_that_lacks_weights(base: Path, tmp_path: Path) -> None:
+    adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")
+    file = adapter / "adapter_model.safetensors"
+    weights = load_file(file)
+
+    def without(*names: str) -> int:
+        kept = {key: value for key, value in weights.items() if not all(n in key for n in names)}
+        save_file(kept, file, {"format": "pt"})
+        return len(weights) - len(kept)
+
+    for names in (("base_model",), ("layers.1.input_layernorm",)):
+        without(*names)
+        with pytest.raises(PosencError, match=r"lacks \d+ of the adapter's weights: base_model"):
+            from_pretrained(adapter)
+    lost, model = without("layers.1.", "lora_A"), load(base)
+    with pytest.raises(PosencError, match=rf"lacks {lost} of the adapter's weights: .*lora_A"):
+        load_adapter(model, adapter)
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    with pytest.warns(UserWarning, match="of the adapter's weights"):
+        one = from_pretrained(adapter, allow_missing_weights=True)
+    two = from_pretrained(adapter, allow_missing_weights=True)
+    assert torch.equal(zoo.logits(one.eval(), IDS), zoo.logits(two.eval(), IDS))
 
 
 class TestTiedEmbeddings:

@@ -9,6 +9,7 @@ read the type, but refuses modules that were trained whole (`modules_to_save`): 
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +17,11 @@ from typing import Any, NoReturn
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig
 
 from hf_posenc.errors import PosencError
+from hf_posenc.methods import available_methods
+from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.patch.config import PatchConfig
+from hf_posenc.patch.export import BLOCK
+from hf_posenc.patch.state import State
 
 PEFT_TYPE = "LORA_NEEDS_HF_POSENC"
 """The type of the adapter on disk; plain PEFT raises an error with this name, so it names what is needed."""
@@ -61,6 +66,33 @@ class _LoadedWithout:
             "hf_posenc.from_pretrained(...), which loads the base model and patches it, or add it to a model that is "
             "loaded with hf_posenc.load_adapter(model, ...)."
         )
+
+
+def carry_patch(model: Any, state: State) -> None:
+    """Make the plain LoRA configs of a patched model such that carry its patch; warn once of what is not saved."""
+    lost = []
+    own = [name for name, _ in state.config.parts if name not in available_methods()]
+    for name, config in model.peft_config.items():
+        whole = config.modules_to_save or () if isinstance(config, LoraConfig) else ()
+        if type(config) is LoraConfig and not own:
+            config.__class__ = PosencLoraConfig
+            vars(config)[BLOCK] = state.config.to_dict()
+            state.adapters.append(config)
+            if PARAMETERS not in whole and trained_parameters(model):
+                lost.append(
+                    f"The adapter {name!r} is saved without the parameters of {state.config.method}, which the base "
+                    "model must have. hf_posenc.training.lora_config gives a LoRA that holds them."
+                )
+        elif not isinstance(config, PosencLoraConfig):
+            kind = "a method of your own" if own else config.peft_type.value
+            lost.append(
+                f"The adapter {name!r} ({kind}) is saved without the patch, {state.config.method}, and PEFT would load "
+                "it on an unpatched model. Use a LoRA with a method of hf_posenc, or patch the base model before you "
+                "load the adapter."
+            )
+    if lost and not state.warned:
+        state.warned = True
+        warnings.warn(" ".join(lost), stacklevel=2)
 
 
 PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = _LoadedWithout  # type: ignore[index, assignment]
