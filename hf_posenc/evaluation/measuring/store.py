@@ -1,10 +1,10 @@
 """Records of a run, in files that survive a kill at any moment and are shared by several processes.
 
-`FOLDER/records/<fingerprint>/` holds `settings.json` and one append-only file of JSON lines per process. A line is on
-the disk before the next item begins, and ends with a checksum: a damaged one is reported and never used. The
-fingerprint is a hash of everything that determines a number: a run with other settings has another folder. Processes
-meet in this folder only, without collectives, and share out items by index; so any launcher can start them, and one
-that dies leaves the others running.
+`FOLDER/records/<fingerprint>/` holds `settings.json` and one append-only file of JSON lines per process. A line is in
+the file before the next item begins, so that a kill loses none, and on the disk a second later (`SYNC`). It ends with a
+checksum: a damaged one is reported and never used. The fingerprint is a hash of everything that determines a number: a
+run with other settings has another folder. Processes meet in this folder only, without collectives, and share out items
+by index; so any launcher can start them, and one that dies leaves the others running.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import time
 import warnings
 import zlib
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,8 @@ class Shard:
 
 
 ALONE = Shard()
+SYNC = 1.0
+"""Least seconds from one `fsync`, which takes milliseconds, to the next: what a power failure may cost."""
 
 
 def current_shard(text: str | None = None) -> Shard:
@@ -139,6 +142,7 @@ class Store(Records):
             self.threads = self._first_threads()
             self._remove_torn_line()
             self._file: BinaryIO = self._path.open("ab")
+            self._unsynced, self._synced_at = False, 0.0
             self.refresh()
         except (OSError, PosencError) as error:
             self._lock.release()
@@ -149,29 +153,33 @@ class Store(Records):
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-        self._lock.release()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            with contextlib.suppress(*() if kind is None else (PosencError,)):
+                self._sync()
+        finally:
+            self._file.close()
+            self._lock.release()
 
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
-        """Store a value; on return it is on the disk. If it cannot be written, all earlier records are intact."""
+        """Store a value; on return it is in the file. If it cannot be written, all earlier records are intact."""
         line = _line(key, value)
         end = self._file.tell()
         try:
             self._file.write(line)
             self._file.flush()
-            os.fsync(self._file.fileno())
         except OSError as error:
             self._undo_write(end)
-            raise PosencError(
-                f"{self._path} cannot be written: {error.strerror or error}. Everything measured before is kept: "
-                "make room and run the same command again."
-            ) from error
+            raise self._unwritable(error) from error
+        self._unsynced = True
+        if time.monotonic() >= self._synced_at + SYNC:
+            self._sync()
         # As a reader gets it: a resumed and an uninterrupted run get the same values.
         self._records[key] = json.loads(line)["value"]
 
     def refresh(self) -> None:
         """Read the lines that processes have written since the last time; an incomplete line is left for the next."""
+        self._sync()  # the other processes may wait for these
         for path in sorted(self.folder.glob("shard-*.jsonl")):
             damaged: list[tuple[int, int]] = []
             at = self._read_to.get(path, 0)
@@ -224,6 +232,21 @@ class Store(Records):
         with self._path.open("rb+") as file:
             text = file.read()
             file.truncate(text.rfind(b"\n") + 1)
+
+    def _sync(self) -> None:
+        """Wait until all lines of this process are on the disk."""
+        if self._unsynced:
+            try:
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise self._unwritable(error) from error
+            self._unsynced, self._synced_at = False, time.monotonic()
+
+    def _unwritable(self, error: OSError) -> PosencError:
+        return PosencError(
+            f"{self._path} cannot be written: {error.strerror or error}. Everything measured before is kept: "
+            "make room and run the same command again."
+        )
 
     def _undo_write(self, end: int) -> None:
         """After a failed write: drop the buffer, and truncate the file to its last complete line."""

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 import zlib
 from pathlib import Path
@@ -45,19 +46,29 @@ def test_what_was_appended_is_there_for_the_next_process(tmp_path: Path) -> None
         assert missing(store, KEYS) == KEYS[1:]
 
 
-def test_every_line_is_on_the_disk_when_append_returns(
+def test_every_line_is_in_the_file_when_append_returns_and_soon_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor))
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     with Store(tmp_path, SETTINGS) as store:
-        before = len(synced)
-        store.append(KEYS[0], {"n": 0})
-        assert len(synced) == before + 1
+        monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(descriptor))
         (path,) = files(tmp_path)
-        entry = {"key": list(KEYS[0]), "value": {"n": 0}}
-        checksum = zlib.crc32(json.dumps(entry).encode()[:-1])
-        assert json.loads(path.read_text()) == {**entry, "crc32": checksum}
+        for number, (later, expected) in enumerate([(0, 1), (0.5, 1), (0.4, 1), (0.2, 2)]):
+            now += later
+            store.append(KEYS[number], {"n": number})
+            entry = {"key": list(KEYS[number]), "value": {"n": number}}
+            checksum = zlib.crc32(json.dumps(entry).encode()[:-1])
+            assert json.loads(path.read_text().splitlines()[-1]) == {**entry, "crc32": checksum}
+            assert len(synced) == expected
+        store.refresh()
+        assert len(synced) == 2
+        store.append(("another",), {})
+        store.refresh()
+        assert len(synced) == 3
+        store.append(("one more",), {})
+    assert len(synced) == 4
 
 
 def test_a_torn_last_line_is_healed_and_measured_again(tmp_path: Path) -> None:
