@@ -66,8 +66,10 @@ class Frame:
         **more: Any,
     ) -> PreparedT:
         """Load the model, and prepare a measurement of it; show the document that is being read."""
-        from hf_posenc.evaluation.documents.source import source_of
+        from hf_posenc.evaluation.documents.source import refuse_ignored, source_of
 
+        if documents is not None:
+            refuse_ignored(documents)
         source = None if documents is None else source_of(documents)
         (loaded, tokenizer, name), console = open_session(model), err()
         more |= {"name": name, "command": self._command}

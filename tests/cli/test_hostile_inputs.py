@@ -50,7 +50,8 @@ RUN = "perplexity {model} --text {texts} --output {out}"
 TWICE = "is given twice, and takes one value: give it once."
 
 # A command line, a part of the one line on stderr, and the exit status. {model} is a checkpoint trained at 64 tokens,
-# {texts} a folder of texts, {out} a folder for results. A line of "" stands for none.
+# {texts} a folder of texts, {rows} a file of JSON lines with a column "body", {out} a folder for results. A line of ""
+# stands for none.
 COMMANDS: list[tuple[str, str, int]] = [
     ('perplexity ""', f"error: The value after perplexity {EMPTY}", 2),
     ('perplexity "  "', f"error: The value after perplexity {EMPTY}", 2),
@@ -72,6 +73,37 @@ COMMANDS: list[tuple[str, str, int]] = [
     (RUN + " --lengths 32 --lengths 64", f"error: --lengths {TWICE}", 2),
     (RUN + " --chunk=1 --chunk 2 --lengths 32", f"error: --chunk {TWICE}", 2),
     (RUN + " --tokenized input_ids --lengths 32", "and --tokenized names one: leave it out", 2),
+    (
+        RUN + " --lengths 32 --split train",
+        "error: --split train is for a --dataset, and nothing",
+        2,
+    ),
+    (RUN + " --lengths 32 --config en", "--config en is for a --dataset on the hub, and noth", 2),
+    (RUN + " --lengths 32 --no-streaming", "--no-streaming is for a --dataset on the hub, and", 2),
+    (
+        RUN + " --lengths 32 --column body",
+        "--column body is for rows (a --dataset, JSON lines or",
+        2,
+    ),
+    (
+        RUN + " --lengths 32 --token-dtype int32",
+        "--token-dtype int32 is for a .bin file in --text",
+        2,
+    ),
+    ("perplexity {model} --output {out} --split train", "--split train is for a --dataset, and", 2),
+    (
+        "bench {model} --output {out} --column body",
+        "and nothing here would use it: leave it out.",
+        2,
+    ),
+    ("sweep {model} --output {out} --config en", "and nothing here would use it: leave it out.", 2),
+    ("search {model} --output {out} --token-dtype int64", "nothing here would use it: leave it", 2),
+    (RUN + " --text {rows} --column body --lengths 32 --patch none --dry-run", "", 0),
+    (
+        RUN + " --text {rows} --column body --tokenized ids",
+        "without --tokenized, and nothing here",
+        2,
+    ),
     (RUN + " --patch yarn:scale=8,scale=4", "scale is given twice; give it once.", 2),
     (RUN + " --patch yarn:scale=8,scale=8", "scale is given twice; give it once.", 2),
     (RUN + " --patch yarn:scale=", "'scale=' is not option=value", 2),
@@ -111,7 +143,9 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "texts").mkdir()
     for index in range(3):
         (folder / "texts" / f"{index}.txt").write_text(prose(300, index))
-    return {"model": tiny_checkpoint(folder / "model"), "texts": folder / "texts"}
+    (folder / "rows.jsonl").write_text(json.dumps({"body": prose(300)}))
+    model = tiny_checkpoint(folder / "model")
+    return {"model": model, "texts": folder / "texts", "rows": folder / "rows.jsonl"}
 
 
 @pytest.mark.parametrize(("command", "line", "status"), COMMANDS, ids=lambda v: str(v)[:60])

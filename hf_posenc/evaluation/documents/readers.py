@@ -85,10 +85,10 @@ def read_paths(
         if not argument:  # an empty shell variable, which pathlib takes for the current folder
             yield Skipped("(an empty name)", "no such file")
             continue
-        if folder and _is_saved(path):
+        if folder and is_saved(path):
             yield from read_dataset(str(path), split=split, column=column, tokenized=tokenized)
             continue
-        for file in _files(argument, path, folder):
+        for file in files_of(argument, path, folder):
             if isinstance(file, Skipped):
                 yield file
                 continue
@@ -106,7 +106,7 @@ def read_paths(
                 yield Skipped(name, str(error))
 
 
-def _files(argument: str, path: Path, folder: bool) -> Iterator[Path | Skipped]:
+def files_of(argument: str, path: Path, folder: bool) -> Iterator[Path | Skipped]:
     """Yield the files of an argument: itself, those below a folder, or the matches of a pattern."""
     files: Iterable[Path | Skipped]
     if os.path.lexists(path):
@@ -454,7 +454,7 @@ def read_dataset(
             "A dataset needs the datasets library: pip install 'hf-posenc[data]'. Text files work without it (--text)."
         ) from error
     folder, rows = Path(name), Column(column, tokenized)
-    saved = _is_saved(folder)
+    saved = is_saved(folder)
     name = printable(folder) if saved else name
     title = f"{name} ({config})" if config and not saved else name
     index = -1
@@ -483,7 +483,7 @@ def read_dataset(
         yield Skipped(f"{name}[{split}]", "a split without rows")
 
 
-def _is_saved(folder: Path) -> bool:
+def is_saved(folder: Path) -> bool:
     """Return whether `save_to_disk` of the datasets library wrote a folder."""
     one = all((folder / name).is_file() for name in ("state.json", "dataset_info.json"))
     return one or (folder / "dataset_dict.json").is_file()

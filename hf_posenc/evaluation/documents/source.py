@@ -23,7 +23,7 @@ from hf_posenc.evaluation.documents.document import (
     as_entries,
     printable,
 )
-from hf_posenc.evaluation.documents.readers import read_dataset, read_paths
+from hf_posenc.evaluation.documents.readers import files_of, is_saved, read_dataset, read_paths
 from hf_posenc.evaluation.documents.storage import COLUMNS, Spool, Stored, TokenCache
 from hf_posenc.evaluation.documents.tokens import Tokens, joined
 from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
@@ -137,6 +137,43 @@ def source_of(options: DocumentOptions) -> Source:
     if options.tokenized is not None:
         raise PosencError("--tokenized names a column of a --dataset, or of rows in --text files.")
     return Source(token_cache=cache)
+
+
+def refuse_ignored(options: DocumentOptions) -> None:
+    """Raise if an option was given that nothing in these documents would use."""
+    paths, hub = [Path(path).expanduser() for path in options.text or ()], options.dataset
+    saved = [is_saved(path) for path in (*paths, *(() if hub is None else (Path(hub),)))]
+
+    def any_file(*endings: str) -> bool:
+        files = (file for path in paths for file in files_of(str(path), path, path.is_dir()))
+        return any(end in printable(f) for f in files if isinstance(f, Path) for end in endings)
+
+    with_rows = hub is not None or any(saved)
+    users: dict[str, tuple[str, Callable[[], bool]]] = {
+        "config": ("a --dataset on the hub", lambda: hub is not None and not any(saved)),
+        "split": ("a --dataset", lambda: with_rows),
+        "streaming": ("a --dataset on the hub", lambda: hub is not None and not any(saved)),
+        "column": (
+            "rows (a --dataset, JSON lines or parquet) without --tokenized",
+            lambda: (
+                options.tokenized is None
+                and (with_rows or any_file(".jsonl", ".ndjson", ".parquet"))
+            ),
+        ),
+        "token_dtype": (
+            "a .bin file in --text",
+            lambda: any(str(path).endswith(".bin") for path in paths),
+        ),
+    }
+    for name, (user, is_used) in users.items():
+        value = getattr(options, name)
+        if value != getattr(DocumentOptions, name) and not is_used():
+            given = (
+                "--no-streaming" if name == "streaming" else f"--{name.replace('_', '-')} {value}"
+            )
+            raise PosencError(
+                f"{given} is for {user}, and nothing here would use it: leave it out."
+            )
 
 
 def load_documents(

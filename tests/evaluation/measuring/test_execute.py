@@ -157,7 +157,7 @@ def test_processes_with_other_numbers_of_threads_give_the_same_bytes(tmp_path: P
     sizes = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 2}
     model = zoo.build("llama", vocab_size=VOCABULARY, **sizes)
     texts = [prose(300, seed) for seed in range(4)]
-    options = PerplexityOptions(methods=["none"], lengths=[64, 256], resamples=50)
+    options = PerplexityOptions(methods=["none"], lengths=[64, 256])
     own, results = torch.get_num_threads(), []
     try:
         for name, numbers in (("one", (1, 1)), ("two", (1, 2))):
