@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from typer.core import TyperGroup
 
 from hf_posenc.cli import export, inspection, measure
 from hf_posenc.cli.command import check_arguments, expand
-from hf_posenc.cli.console import accept_any_character, one_line_warnings, print_error
+from hf_posenc.cli.console import is_verbose, one_line_warnings, prepare_terminal, print_error
 from hf_posenc.errors import PosencError
 
 _ARGUMENTS = "hf_posenc.arguments"
@@ -21,7 +22,7 @@ class OneLineErrors(TyperGroup):
     """Prints the errors of commands as one line on stderr."""
 
     def main(self, *args: Any, **options: Any) -> Any:
-        accept_any_character()
+        prepare_terminal()
         return super().main(*args, **options)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -36,6 +37,8 @@ class OneLineErrors(TyperGroup):
             with one_line_warnings():
                 return super().invoke(ctx)
         except PosencError as error:
+            if is_verbose():
+                traceback.print_exc()
             print_error(str(error))
         except KeyboardInterrupt:
             print_error("interrupted")
@@ -65,7 +68,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 )
 for command in COMMANDS:
     app.command()(expand(command))
-app.command("inspect")(inspection.inspect_model)
+app.command("inspect")(expand(inspection.inspect_model))
 
 
 @app.callback(invoke_without_command=True)

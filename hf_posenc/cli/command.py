@@ -13,21 +13,25 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from hf_posenc.cli.console import TerminalOptions, terminal
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import PANELS, Flag
 
 _METAVARS = {int: "N", str: "NAME", Path: "DIR"}
 _ARGUMENTS = "hf_posenc.arguments"
 _WITH_A_VALUE = ("--output", "--shard", "--token-cache")
-_NOT_PART_OF_THE_RESULT = (*_WITH_A_VALUE, "--plot", "--no-plot")
+_SHOWN = ("--plot", "--no-plot", "--json", "--quiet", "--verbose")
+_NOT_PART_OF_THE_RESULT = (*_WITH_A_VALUE, *_SHOWN)
+TERMINAL = "terminal"
 
 
 def expand(function: Callable[..., None]) -> Callable[..., None]:
     """Return a command with every option of its option classes as a parameter of its own, for typer.
 
-    Parameters annotated with an option class receive an instance of it; the others stay as they are.
+    Parameters annotated with an option class receive an instance of it; the others stay as they are. Every command has
+    `TerminalOptions` too.
     """
-    hints = get_type_hints(function, include_extras=True)
+    hints = get_type_hints(function, include_extras=True) | {TERMINAL: TerminalOptions}
     classes: dict[str, Any] = {
         name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)
     }
@@ -52,7 +56,9 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
             if value is None or value == []:
                 continue  # the field's own default
             fields[name][field.name] = value if flag.parse is None else flag.parse(value)
-        function(**values, **{name: kind(**fields[name]) for name, kind in classes.items()})
+        given = {name: kind(**fields[name]) for name, kind in classes.items()}
+        with terminal(given.pop(TERMINAL)):
+            function(**values, **given)
 
     parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in kept] + expanded
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -9,9 +9,49 @@ import sys
 import unicodedata
 import warnings
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TextIO
 
 from rich.console import Console
+
+from hf_posenc.evaluation.options import output_option
+from hf_posenc.files import to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class TerminalOptions:
+    """Options that every command has."""
+
+    json: bool = output_option(
+        "Print the result as JSON on stdout, and nothing else there.", False, rank=2
+    )
+    quiet: bool = output_option(
+        "Print results and errors only: no progress, notes or warnings.", False, rank=2
+    )
+    verbose: bool = output_option(
+        "Print the messages of transformers too, and an error's traceback.", False, rank=2
+    )
+
+
+class _Terminal:
+    """The options of the command that runs, and its stdout."""
+
+    options = TerminalOptions()
+    stdout: TextIO = sys.stdout
+
+
+@contextlib.contextmanager
+def terminal(options: TerminalOptions) -> Iterator[None]:
+    """Print as these options say; with `--json`, whatever else is written to stdout goes to stderr."""
+    _Terminal.options, _Terminal.stdout = options, sys.stdout
+    with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
+        yield
+
+
+def is_verbose() -> bool:
+    """Return true where `--verbose` was given."""
+    return _Terminal.options.verbose
+
 
 SUBSTITUTES = dict(zip("×↑↓→…−–—·•‘’“”━╸", "x^v>~---.*''\"\"--", strict=True)) | {"≤": "<="}
 """Text in the place of a character that the terminal's encoding lacks. Columns of tables keep their width."""
@@ -32,21 +72,35 @@ def _substitute(error: UnicodeError) -> tuple[str, int]:
 codecs.register_error("hf_posenc", _substitute)
 
 
-def accept_any_character() -> None:
-    """Let stdout and stderr substitute what their encoding lacks, instead of raising."""
+def prepare_terminal() -> None:
+    """Let stdout and stderr substitute what their encoding lacks, instead of raising; forget earlier options."""
+    _Terminal.options = TerminalOptions()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="hf_posenc")
 
 
 def out() -> Console:
-    """Return the console for results."""
-    return Console(highlight=False)
+    """Return the console for results in words, which `--json` replaces."""
+    return Console(highlight=False, quiet=_Terminal.options.json)
 
 
 def err() -> Console:
     """Return the console for progress, warnings and errors."""
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, quiet=_Terminal.options.quiet)
+
+
+def print_json(values: Any) -> bool:
+    """Print a result as JSON if `--json` was given; return true if so."""
+    if _Terminal.options.json:
+        _Terminal.stdout.write(to_json(values))
+    return _Terminal.options.json
+
+
+def print_note(text: str) -> None:
+    """Print a line about what was done, such as the files that were written."""
+    if not _Terminal.options.quiet:
+        (err() if _Terminal.options.json else out()).print(text, markup=False, soft_wrap=True)
 
 
 def print_error(message: str) -> None:
@@ -56,7 +110,8 @@ def print_error(message: str) -> None:
 
 def print_warning(message: str) -> None:
     """Print a warning on one line."""
-    sys.stderr.write(f"warning: {' '.join(message.split())}\n")
+    if not _Terminal.options.quiet:
+        sys.stderr.write(f"warning: {' '.join(message.split())}\n")
 
 
 @contextlib.contextmanager
@@ -76,7 +131,9 @@ def one_line_warnings() -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Disable the log lines and progress bars of transformers and its hub client; errors are still raised."""
+    """Disable the log lines and progress bars of transformers and its hub client, unless `--verbose` was given."""
+    if is_verbose():
+        return
     import transformers
     from huggingface_hub.utils import logging
 

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hf_posenc.cli.console import err, out, print_error, quiet_transformers
+from hf_posenc.cli.console import (
+    err,
+    out,
+    print_error,
+    print_json,
+    print_note,
+    quiet_transformers,
+)
 from hf_posenc.cli.loading import check_name, parse_patch
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import output_option, plain_option
@@ -50,6 +57,7 @@ class ExportOptions:
         "Load the export in a clean process without hf_posenc and compare logits (transformers only).",
         False,
     )
+    dry_run: bool = output_option("Show the form, the flags and the error; write nothing.", False)
     packages: Path | None = output_option(
         "With --verify: packages that come first there, as pip install --target DIR transformers==4.57.1 made them."
     )
@@ -74,16 +82,29 @@ def export(options: ExportOptions) -> None:
         _check_file(options.gguf, name, to, patch, options.output)
         return
     exported = engines.export(name, to, **patch)
-    if not exported.possible:
+    if not exported.possible or options.dry_run:
+        print_json(_about(exported))
         _show(exported)
+    if not exported.possible:
         print_error(f"{to} cannot have {name}: {exported.reason}. See --methods")
         raise typer.Exit(1)
+    if options.dry_run:
+        return
     folder = options.output or Path(f"{Path(name).resolve().name}-{to}")
     written = engines.write_export(exported, folder, weights=options.weights)
+    about = _about(exported) | {"folder": str(folder), "files": [path.name for path in written]}
     _show(exported)
-    out().print(f"Wrote {', '.join(path.name for path in written)} to {folder}", markup=False)
+    print_note(f"Wrote {', '.join(path.name for path in written)} to {folder}")
     if options.verify:
-        _verify(exported, folder, options.packages, patch)
+        about["verified"] = _verify(exported, folder, options.packages, patch)
+    print_json(about)
+
+
+def _about(exported: Export) -> dict[str, Any]:
+    """Return an export as its `export.json` describes it."""
+    values = dataclasses.asdict(exported)
+    del values["config"]
+    return values
 
 
 def _show(exported: Export) -> None:
@@ -118,6 +139,8 @@ def _print_methods(name: str, engine: str) -> None:
     grid = Grid.of("", "method", "written as", "why not")
     with err().status("Trying every method"):
         rows = survey(name, engine)
+    if print_json([dataclasses.asdict(row) for row in rows]):
+        return
     for row in rows:
         grid.row(row.method, row.form or "-", row.reason)
     out().print(to_rich(grid))
@@ -136,14 +159,17 @@ def _check_file(
     check = engines.check_gguf(file, name, flags=flags, **patch)
     console = out()
     console.print(_file_line(check), markup=False)
+    about = {"path": check.path, "right": check.right, "error": dataclasses.asdict(check.error)}
     if check.right:
+        print_json(about)
         with_flags = f", with {' '.join(flags)}" if len(flags) > 2 else ""
         console.print(f"It is right as it is{with_flags}.", markup=False)
         return
     folder = output or Path()
     folder.mkdir(parents=True, exist_ok=True)
     target = engines.write_gguf(check, folder / f"{file.stem}-posenc.gguf")
-    console.print(f"Wrote {target}", markup=False)
+    print_json(about | {"written": str(target)})
+    print_note(f"Wrote {target}")
     console.print(_file_line(engines.check_gguf(target, name, **patch)), markup=False)
 
 
@@ -154,7 +180,7 @@ def _file_line(check: GGUFCheck) -> str:
     )
 
 
-def _verify(exported: Export, folder: Path, packages: Path | None, patch: dict[str, Any]) -> None:
+def _verify(exported: Export, folder: Path, packages: Path | None, patch: dict[str, Any]) -> str:
     from hf_posenc.engines.exporting import merged_dtype
     from hf_posenc.patch.patching import patch_model
     from hf_posenc.saving import from_pretrained
@@ -176,3 +202,4 @@ def _verify(exported: Export, folder: Path, packages: Path | None, patch: dict[s
     result = verify_export(folder, model, packages=packages)
     require(result)
     out().print(str(result), markup=False)
+    return str(result)

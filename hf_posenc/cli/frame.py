@@ -8,13 +8,13 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import typer
 from rich.markup import escape
 
 from hf_posenc.cli.command import command_line
-from hf_posenc.cli.console import err, out, print_error, print_warning
+from hf_posenc.cli.console import err, out, print_error, print_json, print_note, print_warning
 from hf_posenc.cli.loading import open_session
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, OutputOptions, RunOptions
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.documents import Skipped
     from hf_posenc.evaluation.grid import Grid, Result
     from hf_posenc.evaluation.measuring.execute import Measurement, Progress
-    from hf_posenc.evaluation.perplexity.measurement import Item, PerplexityRun
+    from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
     from hf_posenc.evaluation.perplexity.protocols import Settings
+    from hf_posenc.evaluation.retrieval.run import RetrievalRun
     from hf_posenc.evaluation.scoring.estimate import Cost
     from hf_posenc.evaluation.tuning.objective import TailJob
 
@@ -36,6 +37,7 @@ PreparedT = TypeVar("PreparedT")
 SHOWN_SKIPPED = 5
 GIB = 2**30
 _MORE_FILES = {"bench": ("table.md", "curve.*", "heatmap.*")}
+ANSWER = 64  # tokens of an answer, in the estimate of a retrieval's cost
 
 
 class Frame:
@@ -110,11 +112,11 @@ class Frame:
         with self._progress() as progress:
             result = job.run(self.output, self.shard, progress, _report_waiting)
         if result is None and job.missing and not self.shard.launched:
-            out().print(
+            print_json({"shard": self.shard.index + 1, "missing": job.missing, "parts": job.total})
+            print_note(
                 f"Share {self.shard.index + 1} of {self.shard.count} is done; {job.missing:,} of {job.total:,} parts "
                 "are the others'. The last process to finish prints the result, as does the same command without "
-                "--shard.",
-                markup=False,
+                "--shard."
             )
         return result
 
@@ -154,6 +156,7 @@ class Frame:
 
         kept = _keep_other_run(result, self.output)
         console, names = out(), result.write(self.output, plots=self.plots)
+        print_json(result.to_dict())
         console.print(
             f"\n[bold]{escape(str(model['name']))}[/bold]: {model['class']}, {model['parameters'] / 1e6:,.1f} M "
             f"parameters, {model['dtype']} on {model['device']}, {model['attention']} attention\n"
@@ -167,13 +170,11 @@ class Frame:
             console.print(to_rich(grid))
             for line in lines:
                 console.print(line, markup=False)
-        console.print(f"Wrote {', '.join(names)} to {self.output}", markup=False)
+        print_note(f"Wrote {', '.join(names)} to {self.output}")
         if kept:
-            console.print(kept, markup=False, soft_wrap=True)
+            print_note(kept)
         if not available():
-            console.print(
-                "No plot: it needs matplotlib (pip install 'hf-posenc[plot]').", markup=False
-            )
+            print_note("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').")
 
 
 def _decide_plot(plot: bool | None) -> bool:
@@ -252,21 +253,27 @@ def exit_on(problems: Iterable[str]) -> None:
 # `--dry-run`: the cost of a run, method by method, before anything is run.
 
 
-def print_cost(run: PerplexityRun) -> None:
+def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
     """Print tokens, operations and peak memory of every method, and the free memory."""
     from hf_posenc.evaluation.grid import Grid, to_rich
     from hf_posenc.evaluation.scoring.memory import free_memory
 
-    rows = []
-    for label, group in itertools.groupby(run.items, key=lambda item: item.label):
+    rows: list[tuple[Any, ...]] = []
+    jobs = cast("list[Any]", run.items)
+    for label, group in itertools.groupby(jobs, key=lambda item: item.label):
         items = list(group)
-        costs = [
-            _cost(run, list(same))
-            for _, same in itertools.groupby(items, key=lambda item: item.lengths)
-        ]
+        costs = [_cost(run, list(same)) for _, same in itertools.groupby(items, key=_lengths)]
         tokens, flops = sum(cost.tokens for cost in costs), sum(cost.flops for cost in costs)
-        windows = sum(len(item.windows) for item in items)
+        windows = sum(len(_windows(item)) for item in items)
         rows.append((label, windows, tokens, flops, max(costs, key=lambda cost: cost.total)))
+    names = ("method", "forwards", "tokens", "flops")
+    records = [
+        dict(zip(names, row, strict=False))
+        | {"peak_bytes": row[4].total, "logit_bytes": row[4].logits}
+        for row in rows
+    ]
+    if print_json({"cost": records, "weight_bytes": rows[0][4].weights, **more}):
+        return
     grid = Grid()
     grid.column("method", footer="in all")
     grid.column("forwards", numeric=True, footer=f"{sum(row[1] for row in rows):,}")
@@ -290,19 +297,31 @@ def print_cost(run: PerplexityRun) -> None:
     )
 
 
-def _cost(run: PerplexityRun, items: list[Item]) -> Cost:
+def _lengths(item: Any) -> tuple[int, ...]:
+    """Return the lengths of an item; a prompt has one."""
+    return tuple(getattr(item, "lengths", (item.length,)))
+
+
+def _windows(item: Any) -> list[tuple[int, int]]:
+    """Return the tokens of every forward of an item and how many of them are scored; of a prompt, its answer."""
+    if hasattr(item, "windows"):
+        return [(w.forwarded, w.tokens - w.first_scored) for w in item.windows]
+    return [(item.length, min(item.length, ANSWER))]
+
+
+def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> Cost:
     """Return the cost of items of one method and the same lengths, with the method in force."""
     from hf_posenc.evaluation.scoring.estimate import run_cost
 
     settings, candidate = run.settings, items[0].candidate
     assert candidate is not None
-    windows = [(w.forwarded, w.tokens - w.first_scored) for item in items for w in item.windows]
-    with candidate.applied(run.model, items[0].lengths[-1]):
+    prefill = None if candidate.length_dependent else getattr(settings, "prefill", None)
+    with candidate.applied(run.model, _lengths(items[0])[-1]):
         return run_cost(
             run.model,
-            windows,
-            batch=settings.batch,
+            [window for item in items for window in _windows(item)],
+            batch=getattr(settings, "batch", 1),
             chunk=settings.chunk,
-            prefill_chunk=None if candidate.length_dependent else settings.prefill,
+            prefill_chunk=prefill,
             full_logits=not run.scorer.scorer.replays,
         )

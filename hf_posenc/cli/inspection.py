@@ -8,11 +8,11 @@ import inspect
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from hf_posenc.cli.console import out
+from hf_posenc.cli.console import out, print_json
 from hf_posenc.errors import unknown
 from hf_posenc.evaluation.options import REVISION_HELP, TRUST_HELP, parse_target, plain_option
 from hf_posenc.lengths import read_length
@@ -37,6 +37,8 @@ def methods() -> None:
     from hf_posenc.evaluation.grid import Field, Grid, to_rich
 
     groups = kinds()
+    if print_json([_about(method) for group in groups.values() for method in group]):
+        return
     width = max(len(method.name) for group in groups.values() for method in group)
     for title, group in groups.items():
         grid = Grid()
@@ -49,6 +51,16 @@ def methods() -> None:
         out().print(f"\n[bold]{title}[/bold]", to_rich(grid), sep="\n")
 
 
+def _about(method: type[Method]) -> dict[str, Any]:
+    """Return what `methods` and `show` print of a method; a knob that must be given has no default."""
+    names = ("name", "aliases", "kind", "summary", "needs", "source")
+    knobs = {
+        knob: {} if value is dataclasses.MISSING else {"default": value}
+        for knob, value in method.knobs().items()
+    }
+    return {**{name: getattr(method, name) for name in names}, "knobs": knobs}
+
+
 def show(name: Annotated[str, typer.Argument(help="A method or one of its aliases.")]) -> None:
     """Show a method: its equation, knobs with their defaults, source, and what it needs."""
     from hf_posenc.evaluation.grid import Grid, to_rich
@@ -58,6 +70,11 @@ def show(name: Annotated[str, typer.Argument(help="A method or one of its aliase
     meanings = {
         k: v for base in reversed(method.__mro__) for k, v in _read_docstring(base)[1].items()
     }
+    about = _about(method)
+    for knob, values in about["knobs"].items():
+        values["meaning"] = meanings.get(knob, "")
+    if print_json({**about, "description": paragraphs}):
+        return
     console = out()
     also = f" (also {', '.join(method.aliases)})" if method.aliases else ""
     console.print(f"{method.name}{also}", style="bold")
@@ -102,6 +119,8 @@ def models() -> None:
     from hf_posenc import available_architectures
 
     names = available_architectures()
+    if print_json(names):
+        return
     console = out()
     console.print(Columns(names, equal=True, column_first=True))
     console.print(
@@ -114,6 +133,8 @@ def recipes() -> None:
     from hf_posenc.evaluation.grid import Grid, to_rich
     from hf_posenc.saving import available_recipes, get_recipe
 
+    if print_json({name: get_recipe(name) for name in available_recipes()}):
+        return
     heads = ("recipe", "method", "scale", "original", "model types", "checkpoint")
     grid = Grid.of("", *heads)
     for name in available_recipes():
@@ -163,12 +184,16 @@ def inspect_model(
     if candidate is not None:
         method, options = candidate.arguments()
         patch_model(live, method, **options)
+    in_force, rotary = get_patch(live), inspect_rope(live)
+    tables = [{**vars(table), "inv_freq": table.inv_freq.tolist()} for table in rotary]
+    patched = None if in_force is None else in_force.config.to_dict()
+    if print_json({"model": type(live).__name__, "patch": patched, "tables": tables}):
+        return
     console = out()
     console.print(f"[bold]{name}[/bold]: {type(live).__name__}")
-    in_force = get_patch(live)
     if in_force is not None:
         console.print("\n".join(str(in_force).splitlines()[:2]), markup=False)
-    for table in inspect_rope(live):
+    for table in rotary:
         layers, factor = table.layer_type or "all layers", table.attention_factor
         cos_sin = f", cos and sin x {factor:.6g}" if factor != 1 else ""
         theta = "" if table.theta is None else f", rope_theta {table.theta:g}"
@@ -237,7 +262,6 @@ class RecommendOptions:
     )
     dtype: str = plain_option("Number format of the cache: bfloat16, float16, float32.", "bfloat16")
     weights: bool = plain_option("Load the weights, and try every method on the model too.", False)
-    json: bool = plain_option("Print JSON.", False)
     revision: str | None = plain_option(REVISION_HELP, metavar="REV")
     trust_remote_code: bool = plain_option(TRUST_HELP, False)
 
@@ -250,7 +274,6 @@ def recommend(options: RecommendOptions) -> None:
     from hf_posenc.evaluation.grid import to_rich
     from hf_posenc.evaluation.recommend import advice as report
     from hf_posenc.evaluation.recommend import recommend as advise
-    from hf_posenc.files import to_json
 
     model, dtype = options.model, options.dtype
     if dtype not in DTYPES:
@@ -268,8 +291,7 @@ def recommend(options: RecommendOptions) -> None:
         original=options.original,
         dtype=getattr(torch, dtype),
     )
-    if options.json:
-        typer.echo(to_json(advice.to_dict()), nl=False)
+    if print_json(advice.to_dict()):
         return
     console = out()
     console.print(f"[bold]{model or 'the embedded model'}[/bold]: {advice.model_class}")

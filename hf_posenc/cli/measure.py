@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posenc.cli.command import Command, expand
-from hf_posenc.cli.console import out, print_error, print_warning
+from hf_posenc.cli.console import out, print_error, print_json, print_note, print_warning
 from hf_posenc.cli.frame import Frame, exit_on, print_cost
 from hf_posenc.cli.loading import open_session
 from hf_posenc.errors import PosencError
@@ -21,7 +21,6 @@ from hf_posenc.evaluation.options import (
     BenchOptions,
     DocumentOptions,
     ModelOptions,
-    OutputOptions,
     PerplexityOptions,
     RetrievalOptions,
     RunOptions,
@@ -92,7 +91,7 @@ def retrieval(
     context: typer.Context,
     model: ModelOptions,
     options: RetrievalOptions,
-    output: OutputOptions,
+    output: RunOptions,
     haystack: Annotated[
         list[str] | None,
         typer.Option(
@@ -120,7 +119,7 @@ def retrieval(
     frame = Frame(context, output)
     text = _read(haystack) if haystack else None
     job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
-    result = frame.measure(job)
+    result = frame.measure(job, lambda: print_cost(job))
     if result is not None:
         frame.present(result, result.model)
         exit_on(result.problems())
@@ -177,14 +176,14 @@ def bench(
 
 def _print_costs(job: Any) -> None:
     """Print the cost of a benchmark: the perplexities by method, the rest in tokens."""
-    print_cost(job.perplexity)
     parts = {
         "retrieval": job.shared.get("retrieval"),
         "timed prefill, warm-ups included": job.speed,
     }
-    for name, part in parts.items():
-        if part is not None:
-            out().print(f"{name}: {part.forwarded:,} tokens", markup=False)
+    tokens = {name: part.forwarded for name, part in parts.items() if part is not None}
+    print_cost(job.perplexity, tokens=tokens)
+    for name, count in tokens.items():
+        out().print(f"{name}: {count:,} tokens", markup=False)
 
 
 def sweep(
@@ -231,7 +230,7 @@ def search(
 def _tune(frame: Frame, job: TailJob[Any]) -> Any:
     """Run a sweep or a search, print it, and write result, recipe and plot; exit with status 1 without a recipe."""
     frame.announce(job.settings.protocol, job.skipped)
-    result = frame.measure(job, lambda: out().print(job.cost_line(), markup=False))
+    result = frame.measure(job, lambda: _print_line(job))
     if result is None:
         return None
     frame.present(result, result.about["model"])
@@ -243,6 +242,11 @@ def _tune(frame: Frame, job: TailJob[Any]) -> Any:
     recipe = str(frame.output / f"{result.kind}_recipe.json")
     out().print(f"Use it: hf_posenc.load_patch(model, {recipe!r})", markup=False, soft_wrap=True)
     return result
+
+
+def _print_line(job: TailJob[Any]) -> None:
+    print_json({"tokens": job.forwarded, "cost": job.cost_line()})
+    out().print(job.cost_line(), markup=False)
 
 
 def report(
@@ -276,4 +280,12 @@ def report(
     count, waiting = len(collection.sources), len(collection.unfinished)
     also = f" and {waiting} unfinished run{'s' * (waiting != 1)}" if waiting else ""
     results = f"{count} result{'s' * (count != 1)}"
-    out().print(f"Wrote {output}: {results}{also}", markup=False)
+    print_json(
+        {
+            "page": str(output),
+            "results": [{"name": source.name, "kind": source.kind} for source in collection.files],
+            "unfinished": [run.name for run in collection.unfinished],
+            "remarks": collection.remarks,
+        }
+    )
+    print_note(f"Wrote {output}: {results}{also}")

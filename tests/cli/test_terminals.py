@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
@@ -34,12 +35,14 @@ COMMANDS = [
     "perplexity {model} --text {texts} --lengths 32,64,128 --patch none --patch yarn --output {out}",
     "perplexity {model} --text {texts} --lengths 32,64 --patch none --dry-run",
     "retrieval {model} --tasks passkey --lengths 256 --samples 1 --depths 2 --patch none --output {out}",
+    "retrieval {model} --tasks passkey --lengths 256 --patch yarn --dry-run",
     "bench {model} --text {texts} --suite smoke --lengths 64,128 --rounds 0 --output {out} --no-plot",
     "bench {model} --text {texts} --suite smoke --lengths 64,128 --dry-run",
     "sweep {model} --patch pi --patch yarn " + TAIL,
     "search {model} --budget 8 " + TAIL,
     "report {run} --output {out}.html",
     "export {model} --to vllm --patch yarn:scale=4 --output {out}",
+    "export {model} --to vllm --patch yarn:scale=4 --dry-run",
     "export {model} --to vllm --methods",
 ]
 
@@ -76,6 +79,43 @@ def test_a_terminal_of_ascii_gets_substitutes(
     assert result.stdout.isascii()
     assert result.stdout.strip()
     assert "?" not in result.stdout, "a character without a substitute"
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_json_is_alone_on_stdout(line: str, places: dict[str, Path], tmp_path: Path) -> None:
+    result = invoke(f"{line} --json --quiet", places, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert values
+    assert not result.stderr
+    written = tmp_path / "out" / f"{line.split()[0]}.json"
+    if written.is_file():
+        assert json.loads(written.read_text()).items() <= values.items()
+        assert "--json" not in json.dumps(values)
+    elif "--dry-run" in line or "--methods" in line:
+        assert not (tmp_path / "out").exists()
+
+
+def test_notes_and_warnings_go_to_stderr_or_nowhere(
+    places: dict[str, Path], tmp_path: Path
+) -> None:
+    line = COMMANDS[7].replace("yarn", "shaw")
+    plain = invoke(line, places, tmp_path / "out")
+    assert "Wrote perplexity.json" in plain.stdout
+    assert "warning: shaw" in plain.stderr
+    assert "Wrote perplexity.json" in invoke(line + " --json", places, tmp_path / "out").stderr
+    quiet = invoke(line + " --quiet", places, tmp_path / "out")
+    assert not quiet.stderr
+    assert "Wrote" not in quiet.stdout
+    assert "shaw" in quiet.stdout
+
+
+def test_verbose_prints_the_traceback(tmp_path: Path) -> None:
+    for option, traceback in (("", False), ("--verbose", True)):
+        result = CliRunner().invoke(app, ["show", "yran", *option.split()])
+        assert result.exit_code == 2
+        assert ("Traceback" in result.stderr) == traceback
+        assert result.stderr.splitlines()[-1].startswith("error: Unknown method 'yran'.")
 
 
 @pytest.mark.parametrize("width", [40, 60, 80])
