@@ -2,43 +2,58 @@
 
 from __future__ import annotations
 
-from hf_posenc.adapters import available_architectures
-from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
-from hf_posenc.methods import Method, available_methods, get_method
-from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.patching import get_patch, inspect_rope, patch_model, patched, unpatch_model
-from hf_posenc.patch.report import EffectiveTable, Patch
-from hf_posenc.saving import (
-    available_recipes,
-    from_pretrained,
-    get_recipe,
-    load_adapter,
-    load_patch,
-    save_patch,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_posenc.adapters import available_architectures as available_architectures
+    from hf_posenc.errors import PosencError as PosencError
+    from hf_posenc.errors import UnsupportedModelError as UnsupportedModelError
+    from hf_posenc.errors import VerificationError as VerificationError
+    from hf_posenc.methods import Method as Method
+    from hf_posenc.methods import available_methods as available_methods
+    from hf_posenc.methods import get_method as get_method
+    from hf_posenc.patch.config import PatchConfig as PatchConfig
+    from hf_posenc.patch.patching import get_patch as get_patch
+    from hf_posenc.patch.patching import inspect_rope as inspect_rope
+    from hf_posenc.patch.patching import patch_model as patch_model
+    from hf_posenc.patch.patching import patched as patched
+    from hf_posenc.patch.patching import unpatch_model as unpatch_model
+    from hf_posenc.patch.report import EffectiveTable as EffectiveTable
+    from hf_posenc.patch.report import Patch as Patch
+    from hf_posenc.saving import available_recipes as available_recipes
+    from hf_posenc.saving import from_pretrained as from_pretrained
+    from hf_posenc.saving import get_recipe as get_recipe
+    from hf_posenc.saving import load_adapter as load_adapter
+    from hf_posenc.saving import load_patch as load_patch
+    from hf_posenc.saving import save_patch as save_patch
 
 __version__ = "0.1.0.dev0"
 
-__all__ = [
-    "EffectiveTable",
-    "Method",
-    "Patch",
-    "PatchConfig",
-    "PosencError",
-    "UnsupportedModelError",
-    "VerificationError",
-    "available_architectures",
-    "available_methods",
-    "available_recipes",
-    "from_pretrained",
-    "get_method",
-    "get_patch",
-    "get_recipe",
-    "inspect_rope",
-    "load_adapter",
-    "load_patch",
-    "patch_model",
-    "patched",
-    "save_patch",
-    "unpatch_model",
-]
+# Importing the package loads neither torch nor transformers: a name is imported from its module on first use.
+_MODULES = {
+    "adapters": "available_architectures",
+    "errors": "PosencError UnsupportedModelError VerificationError",
+    "methods": "Method available_methods get_method",
+    "patch.config": "PatchConfig",
+    "patch.patching": "get_patch inspect_rope patch_model patched unpatch_model",
+    "patch.report": "EffectiveTable Patch",
+    "saving": "available_recipes from_pretrained get_recipe load_adapter load_patch save_patch",
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
+_ROOMS = {module.split(".")[0] for module in _MODULES} | {"attention", "files", "model", "rope"}
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in _ROOMS:  # `import hf_posenc` alone makes `hf_posenc.methods` usable
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

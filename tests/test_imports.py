@@ -143,6 +143,8 @@ import transformers
 transformers.PreTrainedModel
 before, loaded = state(), set(sys.modules)
 import hf_posenc
+for name in hf_posenc.__all__:
+    getattr(hf_posenc, name)
 unchanged = [a == b for a, b in zip(before, state(), strict=True)]
 print(json.dumps({"unchanged": unchanged, "new": sorted(set(sys.modules) - loaded)}))
 """
@@ -168,6 +170,39 @@ def test_importing_the_package_loads_no_optional_library(probe: dict[str, list[o
     assert not roots & heavy
     ours = {str(name).split(".")[1] for name in probe["new"] if str(name).startswith("hf_posenc.")}
     assert not ours & {"cli", "evaluation", "training", "embedded"}, "these load on first use"
+
+
+def test_names_of_the_package_are_loaded_on_first_use() -> None:
+    probe = (
+        "import json, pickle, sys, hf_posenc as h; before = sorted(sys.modules); listed = dir(h)\n"
+        "from hf_posenc import *\n"
+        "assert h.methods.YaRN is get_method('yarn') and h.patch_model is patch_model\n"
+        "assert pickle.loads(pickle.dumps(Method)) is Method\n"
+        "print(json.dumps([before, listed, h.__all__, [n in globals() for n in h.__all__]]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    before, listed, names, found = json.loads(done.stdout.splitlines()[-1])
+    assert [name for name in before if name.startswith("hf_posenc")] == ["hf_posenc"]
+    assert not {"torch", "numpy", "transformers"} & set(before)
+    assert set(names) <= set(listed)
+    assert all(found)
+
+
+def test_the_names_are_those_that_type_checkers_see() -> None:
+    import hf_posenc
+
+    tree = ast.parse((ROOT / "hf_posenc" / "__init__.py").read_text(encoding="utf-8"))
+    seen = {
+        alias.name: str(node.module)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("hf_posenc.")
+        for alias in node.names
+    }
+    homes = {name: f"hf_posenc.{module}" for name, module in hf_posenc._HOMES.items()}
+    assert seen == homes
 
 
 def test_what_programs_call_is_found_at_the_top_and_loaded_on_first_use() -> None:

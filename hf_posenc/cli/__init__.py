@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `hf-posenc` with these arguments, or those of the process, and exit."""
-    from hf_posenc.cli.app import app
+    try:
+        from hf_posenc.cli.app import app
 
-    app(args=None if arguments is None else list(arguments), prog_name="hf-posenc")
+        app(args=None if arguments is None else list(arguments), prog_name="hf-posenc")
+    except KeyboardInterrupt:  # during the imports above
+        sys.stderr.write("error: interrupted\n")
+        sys.exit(130)

@@ -23,7 +23,12 @@ class OneLineErrors(TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         prepare_terminal()
-        return super().main(*args, **options)
+        try:
+            return super().main(*args, **options)
+        except SystemExit as end:
+            if end.code == 130:  # typer's own for a KeyboardInterrupt
+                print_error("interrupted")
+            raise
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_ARGUMENTS] = list(args)
@@ -40,9 +45,6 @@ class OneLineErrors(TyperGroup):
             if is_verbose():
                 traceback.print_exc()
             print_error(str(error))
-        except KeyboardInterrupt:
-            print_error("interrupted")
-            raise typer.Exit(130) from None
         except Exception as error:
             # typer's own usage errors, whose module moved between its versions: wrong option, value or subcommand
             if not hasattr(error, "format_message"):

@@ -94,6 +94,7 @@ def print_json(values: Any) -> bool:
     """Print a result as JSON if `--json` was given; return true if so."""
     if _Terminal.options.json:
         _Terminal.stdout.write(to_json(values))
+        _Terminal.stdout.flush()  # a closed pipe is noticed here, and not at the end of the process
     return _Terminal.options.json
 
 

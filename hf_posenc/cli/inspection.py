@@ -8,7 +8,7 @@ import inspect
 import math
 import re
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,7 +16,9 @@ from hf_posenc.cli.console import out, print_json
 from hf_posenc.errors import unknown
 from hf_posenc.evaluation.options import REVISION_HELP, TRUST_HELP, parse_target, plain_option
 from hf_posenc.lengths import read_length
-from hf_posenc.methods import METHODS, Method, RotaryBands, get_method
+
+if TYPE_CHECKING:
+    from hf_posenc.methods import Method, RotaryBands
 
 KINDS = {
     "frequencies": "Frequencies: the rotary table is changed, attention stays the model's own",
@@ -29,6 +31,8 @@ KINDS = {
 
 def kinds() -> dict[str, list[type[Method]]]:
     """Return the methods by the title of their kind."""
+    from hf_posenc.methods import METHODS
+
     return {title: [m for m in METHODS if m.kind == kind] for kind, title in KINDS.items()}
 
 
@@ -64,6 +68,7 @@ def _about(method: type[Method]) -> dict[str, Any]:
 def show(name: Annotated[str, typer.Argument(help="A method or one of its aliases.")]) -> None:
     """Show a method: its equation, knobs with their defaults, source, and what it needs."""
     from hf_posenc.evaluation.grid import Grid, to_rich
+    from hf_posenc.methods import get_method
 
     method = get_method(name)
     paragraphs, _ = _read_docstring(method)
@@ -171,6 +176,7 @@ def inspect_model(
     """
     from hf_posenc.cli.loading import embedded_model, live_model, parse_patch
     from hf_posenc.evaluation.grid import Column, Grid, to_rich
+    from hf_posenc.methods import RotaryBands
     from hf_posenc.patch.patching import get_patch, inspect_rope, patch_model
 
     name = model or embedded_model()

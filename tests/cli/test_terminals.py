@@ -171,3 +171,48 @@ def test_files_are_written_before_anything_is_printed(
     assert "the terminal is gone" in str(result.exception)
     name = "config" if line.startswith("export") else line.split()[0]
     assert (tmp_path / "out" / f"{name}.json").is_file()
+
+
+def command(code: str, **options: Any) -> subprocess.Popen[str]:
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes, **options)
+
+
+@pytest.mark.parametrize(
+    "module", ["rich", "typer", "hf_posenc.cli.app", "hf_posenc.cli.measure", "hf_posenc.methods"]
+)
+def test_an_interrupt_during_imports_is_one_line(module: str) -> None:
+    code = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name == {module!r}:\n"
+        "            raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from hf_posenc.cli import main; main(['methods'])"
+    )
+    process = command(code)
+    out, error = process.communicate(timeout=300)
+    assert (process.returncode, out, error) == (130, "", "error: interrupted\n")
+
+
+def test_an_interrupt_in_a_measurement_is_one_line(
+    places: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_posenc.evaluation.measuring.execute.Measurement.run", interrupt)
+    result = invoke(COMMANDS[7], places, tmp_path / "out")
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "error: interrupted"
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_closed_pipe_is_quiet(options: list[str]) -> None:
+    process = command(f"from hf_posenc.cli import main; main({['methods', *options]})")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait(timeout=300) == 1
