@@ -71,7 +71,7 @@ SWEEP = "sweep {model} --text {texts} --target-length 128 --patch pi"
 SECOND_RUNS = [
     (f"{PERPLEXITY} --patch none --patch pi:scale=2", f"{PERPLEXITY} --patch none", False),
     (f"{PERPLEXITY} --patch none", f"{PERPLEXITY} --patch none --patch pi:scale=2", True),
-    (f"{PERPLEXITY} --patch none --plot", f"{PERPLEXITY} --patch none --seed 3 --no-plot", True),
+    (f"{PERPLEXITY} --patch none --plot", f"{PERPLEXITY} --patch none --no-plot", True),
     (f"{PERPLEXITY} --patch none", f"{PERPLEXITY},48 --patch none", True),
     (f"{PERPLEXITY},48 --patch none", f"{PERPLEXITY} --patch none", False),
     (f"{PERPLEXITY} --patch none", f"{PERPLEXITY} --patch none --limit 2", False),
