@@ -71,6 +71,7 @@ class TokenizedDocument:
             it counts with the token in which it begins. `None` if the text is unknown.
         hashed_bytes: UTF-8 bytes that the hash covers, up to the end of the last token, if reading stopped early.
             `None`: the hash covers the whole text, before any cut.
+        white_ends: Number of ends of the text, front and back, that are white space.
         trained: For each token, True if it counts in the loss of a training, shape (n,), bool. `None`: all do.
     """
 
@@ -80,6 +81,7 @@ class TokenizedDocument:
     sha256: str | None
     word_ends: Tensor | None = None
     hashed_bytes: int | None = None
+    white_ends: int = 0
     trained: Tensor | None = None
 
     def __len__(self) -> int:

@@ -266,6 +266,7 @@ class _Text:
         self.name, self.stored = name, Stored()
         self.digest, self.bytes, self.blank = hashlib.sha256(), 0, True
         self.hashed_bytes: int | None = None
+        self.first = self.last = ""
 
     def __len__(self) -> int:
         return self.stored.count
@@ -279,6 +280,7 @@ class _Text:
                 f"holds half of a surrogate pair ({half}), which is not a character"
             ) from error
         self.blank &= not chunk.strip()
+        self.first, self.last = self.first or chunk[:1], chunk[-1:] or self.last
         self.digest.update(data)
         self.bytes += len(data)
 
@@ -287,7 +289,9 @@ class _Text:
         ids, byte_ends, word_ends = (spool.column(self.stored, name) for name in COLUMNS)
         assert ids is not None
         sha256 = self.digest.hexdigest()
-        return TokenizedDocument(self.name, ids, byte_ends, sha256, word_ends, self.hashed_bytes)
+        ends = self.first.isspace() + self.last.isspace()
+        about = (sha256, word_ends, self.hashed_bytes, ends)
+        return TokenizedDocument(self.name, ids, byte_ends, *about)
 
 
 def _tokenized(

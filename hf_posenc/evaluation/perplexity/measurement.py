@@ -255,6 +255,9 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
                 sums[key] = _plus(sums.get(key, NOTHING), numbers)
             if value.get("curve"):
                 _add_curve(curves, item.label, value["curve"])
+        for (*_, index), total in sums.items() if self.settings.preset == "lm-eval" else ():
+            if total[3] is not None:  # the harness counts re.split(r"\s+"): white ends too
+                total[3] += self.documents[index].white_ends
         labels = [candidate.label for candidate in self.candidates]
         protocols, longest = self.settings.protocols, self.settings.lengths[-1]
         reasons = Failures.of(self.items, values.get).reasons()

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from hf_posenc import patch_model, patched
 from hf_posenc.embedded import held_out_documents, model_path
+from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer, evaluation_mode
 from tests.support import peers
 
@@ -183,12 +184,16 @@ def test_a_task_of_the_harness(model: Any, tokenizer: Any, texts: list[str]) -> 
 
 
 @pytest.mark.parametrize("text", ["one two", " one two", "one  two\n", "\n one\ttwo \n"])
-def test_the_harness_counts_a_word_more_at_white_ends(text: str) -> None:
-    """The difference that docs/evaluation.md names, by the function of its wikitext task."""
+def test_word_perplexity_of_the_preset_is_that_of_the_harness(
+    model: Any, tokenizer: Any, text: str
+) -> None:
     from lm_eval.tasks.wikitext.preprocess_wikitext import process_results
 
-    _, counted = process_results({"page": text}, (-1.0,))["word_perplexity"]
-    assert counted == len(text.split()) + text[0].isspace() + text[-1].isspace()
+    options: dict[str, Any] = {"methods": ["none"], "lengths": [TRAINED], "preset": "lm-eval"}
+    (cell,) = measure_perplexity(model, tokenizer, [text], **options).cells
+    nats, words = process_results({"page": text}, (-cell.nats,))["word_perplexity"]
+    assert cell.words == words
+    assert cell.word_perplexity == pytest.approx(peers.weighted_perplexity([nats], [words]))
 
 
 @pytest.mark.slow

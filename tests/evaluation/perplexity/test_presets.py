@@ -103,7 +103,7 @@ def test_lm_eval() -> None:
     assert made.tokens == sum(map(len, IDS))
     sizes = [document.bytes_between(0, len(document.ids)) or 0 for document in DOCUMENTS]
     assert made.bits_per_byte == pytest.approx(peers.bits_per_byte(sums, sizes), rel=FLOAT32)
-    words = [document.words_between(0, len(document.ids)) or 0 for document in DOCUMENTS]
+    words = [(d.words_between(0, len(d.ids)) or 0) + d.white_ends for d in DOCUMENTS]
     assert made.word_perplexity == pytest.approx(
         peers.weighted_perplexity(sums, words), rel=FLOAT32
     )
