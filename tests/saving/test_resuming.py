@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 from hf_posenc import available_methods, from_pretrained, get_method, get_patch, patch_model
@@ -73,28 +74,31 @@ def test_trainer(method: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", STATIC)
 def test_bare_loop(method: str, tmp_path: Path) -> None:
-    ids = zoo.tokens(80, batch=2)
+    ids, accelerator = zoo.tokens(80, batch=2), Accelerator(cpu=True)
 
     def train(model: Any, steps: int, state: Any = None) -> Any:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        model, optimizer = accelerator.prepare(model, optimizer)
         if state is not None:
             optimizer.load_state_dict(state)
         for _ in range(steps):
             optimizer.zero_grad()
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            accelerator.backward(model(input_ids=ids, labels=ids, use_cache=False).loss)
             optimizer.step()
         return optimizer.state_dict()
 
     whole, half = patched(method).train(), patched(method).train()
     train(whole, STEPS)
     state = train(half, STEPS // 2)
-    half.save_pretrained(tmp_path / "half")
+    weights = accelerator.get_state_dict(half)
+    accelerator.unwrap_model(half).save_pretrained(tmp_path / "half", state_dict=weights)
     resumed = from_pretrained(tmp_path / "half").train()
     train(resumed, STEPS // 2, state)
     assert equal(resumed, whole)
 
 
-def test_sft_trainer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["yarn", "llama3", "ntk_mixed", "alibi"])  # one of each form
+def test_sft_trainer(method: str, tmp_path: Path) -> None:
     datasets: Any = pytest.importorskip("datasets")
     trl: Any = pytest.importorskip("trl")
     from transformers import AutoTokenizer
@@ -105,8 +109,8 @@ def test_sft_trainer(tmp_path: Path) -> None:
 
     def train(folder: str | None = None) -> Any:
         trainer = trl.SFTTrainer(
-            model=patched("yarn"),
-            args=settings(tmp_path, trl.SFTConfig, max_length=80),
+            model=patched(method),
+            args=settings(tmp_path, trl.SFTConfig, max_length=80, bf16=False),
             train_dataset=rows,
             processing_class=AutoTokenizer.from_pretrained(model_path()),
         )
