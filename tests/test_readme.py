@@ -1,17 +1,184 @@
-"""The README says what is: its generated parts are up to date, its Python runs, its links lead somewhere."""
+"""The README and the pages: generated parts are up to date, links lead somewhere, and every block of code runs.
+
+The blocks of a page run in order, in one folder that holds what they name (`folder`). The models there are tiny and
+know 64 positions instead of 4,096, so lengths in the code are divided by 64. A command runs with `--dry-run` if it has
+that. What follows `<!-- not run: REASON -->`, or has one of the options of `<!-- not run (OPTION, ...): REASON -->`, is
+only checked: names, keyword arguments and options of hf_posenc in it exist. So is a block in a generated part, which
+its generator runs.
+"""
 
 from __future__ import annotations
 
+import ast
+import gzip
+import importlib
+import inspect
 import re
+import shlex
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from hf_posenc.cli.app import app
+from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"(?:^<!-- (?P<marker>not run|command)(?: \((?P<options>[^)\n]+)\))?: [^\n]+ -->\n)?"
+    r"^```(?P<language>\w+)\n(?P<code>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
+GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
+LAUNCHER = re.compile(r"(accelerate launch( --\w+ \S+)*|torchrun --nproc-per-node \d+|python) ")
+SMALLER = 64
+COMMANDS: Any = get_command(app)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of code; `runs` is False if all of it is only checked, `skips` names options of such commands."""
+
+    code: str
+    runs: bool
+    skips: tuple[str, ...]
+
+
+def blocks(page: Path, language: str) -> Iterator[Block]:
+    """Yield the blocks of a page; not those that `.ci/run` runs, after `<!-- command: NAME -->`."""
+    text = page.read_text(encoding="utf-8")
+    spans = [match.span() for match in GENERATED.finditer(text)]
+    for match in BLOCK.finditer(text):
+        if match["language"] == language and match["marker"] != "command":
+            generated = any(start < match.start() < end for start, end in spans)
+            skips = tuple((match["options"] or "").split(", ")) if match["options"] else ()
+            yield Block(
+                match["code"], not generated and (not match["marker"] or bool(skips)), skips
+            )
+
+
+def pages_with(language: str) -> list[Any]:
+    return [pytest.param(page, id=page.name) for page in PAGES if any(blocks(page, language))]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the pages name: models, texts and runs."""
+    place = tmp_path_factory.mktemp("pages")
+    model = tiny_checkpoint(place / "MODEL", num_hidden_layers=4)
+    shutil.copytree(model, place / "meta-llama/Llama-2-7b-hf")
+    shutil.copytree(model, place / "DIR")
+    shutil.copytree(ROOT / "docs/data/demo", place / "runs/demo")
+    text = prose(4000)
+    for name in (
+        "book.txt",
+        "huge.txt",
+        *(f"{d}/{i}.txt" for d in ("books", "essays") for i in range(6)),
+    ):
+        (place / name).parent.mkdir(exist_ok=True)
+        (place / name).write_text(text)
+    with gzip.open(place / "notes.txt.gz", "wt") as file:
+        file.write(text)
+    return place
+
+
+@pytest.fixture
+def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Change to a copy of `prepared`."""
+    shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+class Smaller(ast.NodeTransformer):
+    """Divides every length in a program: multiples of 512."""
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        if type(node.value) is int and node.value and node.value % 512 == 0:
+            return ast.copy_location(ast.Constant(node.value // SMALLER), node)
+        return node
+
+
+@pytest.mark.parametrize("page", pages_with("python"))
+@pytest.mark.filterwarnings("ignore:.*starts untrained", "ignore:Plain transformers cannot")
+def test_the_python_of_a_page_runs(page: Path, folder: Path) -> None:
+    names: dict[str, Any] = {}
+    for block in blocks(page, "python"):
+        tree = ast.fix_missing_locations(Smaller().visit(ast.parse(block.code)))
+        if block.runs:
+            exec(compile(tree, page.name, "exec"), names)
+        else:
+            check_names(tree)
+
+
+def check_names(tree: ast.Module) -> None:
+    """Check that the names of hf_posenc in a program exist, and take the keywords that they are called with."""
+    known: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("hf_posenc"):
+            module = importlib.import_module(node.module or "")
+            known |= {
+                alias.asname or alias.name: getattr(module, alias.name) for alias in node.names
+            }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in known:
+            keywords = {keyword.arg or "": None for keyword in node.keywords}
+            inspect.signature(known[node.func.id]).bind(*node.args, **keywords)
+
+
+@pytest.mark.parametrize("page", pages_with("bash"))
+def test_the_commands_of_a_page_run(page: Path, folder: Path) -> None:
+    for block in blocks(page, "bash"):
+        for line in block.code.replace("\\\n", "").splitlines():
+            words = shlex.split(LAUNCHER.sub("", line), comments=True)
+            if not words:
+                continue
+            if words[0] == "scripts/perplexity.py":
+                words[:1] = ["hf-posenc", "perplexity"]
+            runs = block.runs and not {*block.skips} & {*words}
+            if words[0] == "hf-posenc":
+                run_command(words[1:], runs)
+            else:
+                assert not runs, f"{line}: say why it is not run"
+                check_command(line, words)
+
+
+def run_command(words: list[str], runs: bool) -> None:
+    """Run a command, or parse its options alone."""
+    command = COMMANDS.commands[words[0]]
+    if not runs:
+        command.make_context(words[0], words[1:])
+        return
+    if "MODEL" in words:  # else the embedded model, with its own lengths
+        words = [
+            re.sub(r"\b(\d+)k\b", lambda k: str(int(k[1]) * 1024 // SMALLER), w) for w in words
+        ]
+    words = [name for word in words for name in (sorted(map(str, Path().glob(word))) or [word])]
+    if any("--dry-run" in option.opts for option in command.params):
+        words.append("--dry-run")
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, f"hf-posenc {shlex.join(words)}\n{result.output}"
+
+
+def check_command(line: str, words: list[str]) -> None:
+    """Check the options of a script, and that the files exist which other tools are given."""
+    from hf_posenc.training.arguments import parse_arguments
+
+    for path in re.findall(r"\b(?:scripts|tests)[./]\S+", line):
+        path = path if "/" in path else f"{path.replace('.', '/')}.py"
+        assert (ROOT / path).exists(), line
+    if words[0] == "scripts/finetune.py":
+        parse_arguments(ROOT / "scripts/recipes/embedded.yaml", [*words[1:], "--use_cpu"])
 
 
 def test_generated_parts_are_up_to_date() -> None:
@@ -26,17 +193,14 @@ def test_has_at_most_200_lines_and_code_in_the_first_screen() -> None:
     assert lines.index("```python") < 15
 
 
-def test_the_first_example_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """On the embedded model instead of the one that it names."""
-    from hf_posenc.embedded import model_path
-
-    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
-    assert code is not None
-    program = code[1].replace("meta-llama/Llama-2-7b-hf", str(model_path()))
-    assert program != code[1]
-    monkeypatch.chdir(tmp_path)
-    exec(compile(program, "README.md", "exec"), {})
-    assert (tmp_path / "llama-2-7b-32k" / "config.json").is_file()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_block_of_code_is_overlooked(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    fences = re.findall(r"^[ >]*```([a-z]+)", text, re.MULTILINE)
+    assert fences == [match["language"] for match in BLOCK.finditer(text)]
+    assert set(fences) <= {"python", "bash", "yaml", "text"}
+    for block in blocks(page, "yaml"):
+        yaml.safe_load(block.code)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -409,15 +409,16 @@ class Result(abc.ABC):
         """Write the rows of the CSV file; a number that could not be measured has a `status` and no value."""
         write_atomically(path, to_csv(self.columns, self.csv_rows()))
 
-    def write(self, folder: Path, *, plots: bool = True) -> list[str]:
-        """Write the files, and the figures if `plots`, each whole or not at all; return the names of the files.
+    def write(self, folder: str | Path, *, plots: bool = True) -> list[str]:
+        """Write the files to a folder, and the figures if `plots`, each whole or not at all; return the files' names.
 
         Raises:
             PosencError: A file cannot be written, or matplotlib is not installed.
         """
         from hf_posenc.evaluation.plots import write_figure
 
-        files = self.files()
+        files, folder = self.files(), Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
             write_atomically(folder / name, text)
         written = list(files)

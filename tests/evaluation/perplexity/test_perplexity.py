@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -293,20 +291,3 @@ def test_the_original_length_is_the_patches_or_the_configs() -> None:
     assert original_length(model, [Candidate.parse("none")]) == 64
     model.config.max_position_embeddings = 1024
     assert original_length(model, [Candidate.parse("none")]) == 1024
-
-
-def test_the_python_example_of_the_documentation_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
-    code = re.search(r"```python\n(.*?)```", page, re.DOTALL)
-    assert code is not None
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "book.txt").write_text(prose(300))
-    program = code[1].replace("1024", "64").replace("4096", "256")
-    names: dict[str, Any] = {"model": tiny(), "tokenizer": byte_tokenizer()}
-    exec(compile(program, "docs/evaluation.md", "exec"), names)
-    labels = [(cell.method, cell.protocol, cell.length) for cell in names["cells"]]
-    assert labels == [
-        (m, p, n) for m in ("none", "yarn (auto)") for p in ("prefix", "tail") for n in (64, 256)
-    ]
