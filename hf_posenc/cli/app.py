@@ -59,7 +59,6 @@ app = typer.Typer(
     name="hf-posenc",
     help="Change how a Hugging Face model encodes position, and see what that does to long documents.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -93,12 +93,20 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
             min=flag.least if int in parts else None,
             show_default=flag.shown,
             rich_help_panel=flag.panel,
+            autocompletion=_method_names if name == "patch" else None,
         )
     if default is dataclasses.MISSING:
         default = inspect.Parameter.empty
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
+
+
+def _method_names(incomplete: str) -> list[str]:
+    """Return the names that complete a word of the command line."""
+    from hf_posenc.methods import available_methods
+
+    return [name for name in available_methods() if name.startswith(incomplete)]
 
 
 def check_arguments(arguments: Sequence[str], command: Any) -> None:

@@ -19,6 +19,7 @@ from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.evaluation.options import DocumentOptions
+from hf_posenc.lengths import read_length
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.batches.blocks import (
     STANDARD_LIBRARY,
@@ -51,6 +52,16 @@ def _option(default: Any, text: str) -> Any:
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": text})
     return field(default=default, metadata={"help": text})
+
+
+class Length(int):
+    """A length on the command line: 32768, or 32k."""
+
+    def __new__(cls, text: str) -> Length:
+        try:
+            return super().__new__(cls, read_length(text, "length"))
+        except PosencError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
 
 @dataclass
@@ -120,10 +131,10 @@ class DataArguments:
         "contiguous: blocks of one document; packed: short documents side by side that do not attend to each other; "
         "pose, random, cream: short blocks whose positions reach the target length.",
     )
-    target_length: int | None = _option(
+    target_length: Length | None = _option(
         None, "Context in tokens to train for; by default the length that the patch reaches."
     )
-    block_length: int | None = _option(
+    block_length: Length | None = _option(
         None,
         "Tokens in an example; by default the target length, and the original length for pose, random and cream.",
     )
@@ -133,7 +144,7 @@ class DataArguments:
     score_dataset: str | None = _option(None, "As --dataset, for the held-out documents.")
     score_split: str = _option("test", "Split of --score_dataset.")
     score_documents: int = _option(8, "Number of held-out documents.")
-    score_lengths: list[int] = _option(
+    score_lengths: list[Length] = _option(
         [], "Context lengths of the perplexities; by default the original and the target length."
     )
     tail_tokens: int | None = _option(

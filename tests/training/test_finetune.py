@@ -237,8 +237,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         "cannot express rerope",
     ),
     "an adapter to be verified": (("--train", "lora", "--verify_export"), "saves an adapter"),
-    "a target that is no length": (("--target_length", "-5"), "--target_length -5: a context has"),
-    "a block of no tokens": (("--block_length", "0"), "--block_length 0: an example has"),
+    "a target that is no length": (("--target_length", "-5"), "--target_length.*'-5' is no length"),
+    "a block of no tokens": (("--block_length", "0"), "--block_length.*'0' is no length"),
     "no documents": (("--documents", "0"), "0 documents: at least 1"),
     "no rank": (("--train", "lora", "--lora_rank", "0"), "lora_rank=0.*at least 1"),
     "no probability": (("--train", "lora", "--lora_dropout", "2"), "lora_dropout=2.*below 1"),
@@ -341,6 +341,12 @@ def test_an_interruption_is_one_line(
         main()
     assert raised.value.code == 130
     assert "The same command resumes" in capsys.readouterr().err
+
+
+def test_lengths_may_be_given_in_thousands() -> None:
+    given = ["--target_length", "2k", "--block_length", "512", "--score_lengths", "256", "1k"]
+    _, data, _ = parse_arguments(RECIPE, [*given, "--use_cpu"])
+    assert (data.target_length, data.block_length, data.score_lengths) == (2048, 512, [256, 1024])
 
 
 def test_a_recipe_sets_what_the_command_line_does_not(tmp_path: Path) -> None:

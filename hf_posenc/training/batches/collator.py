@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerState
 
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.lengths import read_length
 
 Numbers = NDArray[np.int64]
 Draw = Callable[[int, int, np.random.Generator], Numbers]
@@ -105,7 +106,7 @@ class PositionCollator(TrainerCallback):
     Args:
         positions: `"contiguous"`: 0 .. n - 1. `"packed"`: an example holds several documents, which begin at 0 each
             and do not attend to each other. `"pose"`, `"random"`, `"cream"`: the draws of `DRAWS`.
-        target_length: The long context that drawn positions reach, in tokens; unused by the other two.
+        target_length: The long context that drawn positions reach, in tokens, also as `"32k"`; unused by the other two.
         seed: The seed of the draws.
         pad_token_id: Padding behind the shorter examples of a batch; it is masked.
         flatten: For packed batches: put all examples into one row. Flash attention, which gets no mask, separates
@@ -119,7 +120,7 @@ class PositionCollator(TrainerCallback):
         self,
         positions: str = "contiguous",
         *,
-        target_length: int | None = None,
+        target_length: int | str | None = None,
         seed: int = 0,
         pad_token_id: int = 0,
         flatten: bool = False,
@@ -130,7 +131,9 @@ class PositionCollator(TrainerCallback):
             raise PosencError(
                 f"positions={positions!r} draws positions up to a long context: give target_length, in tokens."
             )
-        self.positions, self.target_length = positions, target_length
+        self.positions, self.target_length = positions, None
+        if target_length is not None:
+            self.target_length = read_length(target_length, "target_length")
         self.seed, self.pad_token_id = seed, pad_token_id
         self.flatten = flatten and positions == "packed"
         # Shared memory: persistent workers would otherwise keep a copy.

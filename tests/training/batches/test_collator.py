@@ -105,6 +105,10 @@ def test_the_input_is_left_alone() -> None:
     assert row["input_ids"].tolist() == before["input_ids"].tolist()
 
 
+def test_a_length_may_be_given_in_thousands() -> None:
+    assert PositionCollator("pose", target_length="32k").target_length == 32768
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
