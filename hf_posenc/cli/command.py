@@ -19,7 +19,7 @@ from hf_posenc.evaluation.options import PANELS, Flag
 
 _METAVARS = {int: "N", str: "NAME", Path: "DIR"}
 _ARGUMENTS = "hf_posenc.arguments"
-_WITH_A_VALUE = ("--output", "--shard", "--token-cache")
+_WITH_A_VALUE = ("--output", "--shard", "--token-cache", "--report-to")
 _SHOWN = ("--plot", "--no-plot", "--json", "--quiet", "--verbose")
 _NOT_PART_OF_THE_RESULT = (*_WITH_A_VALUE, *_SHOWN)
 TERMINAL = "terminal"

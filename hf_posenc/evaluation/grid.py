@@ -390,6 +390,10 @@ class Result(abc.ABC):
     def figures(self) -> dict[str, Figure]:
         """Draw the figures, by the names of their files. Needs matplotlib."""
 
+    def scalars(self) -> Iterator[tuple[str, int, float]]:
+        """Yield the numbers that trackers plot: name, length in tokens, value."""
+        return iter(())
+
     def csv_rows(self) -> Iterable[Mapping[str, Any]]:
         """Return the rows of the CSV file."""
         return ()

@@ -83,6 +83,8 @@ class MethodsResult(Result, Generic[CellT]):
     version: ClassVar[int]
     intervals: ClassVar[Sequence[tuple[str, str]]]
     """Columns of the CSV file with a `_low` and a `_high`, and the attribute of a cell that holds both."""
+    tracked: ClassVar[Sequence[str]]
+    """Attributes of a cell that trackers plot."""
 
     settings: Any
     candidates: Sequence[MethodEntry]
@@ -146,6 +148,16 @@ class MethodsResult(Result, Generic[CellT]):
             "command": values["command"],
             "fingerprint": values["fingerprint"],
         }
+
+    def scalars(self) -> Iterator[tuple[str, int, float]]:
+        """Yield the tracked numbers of every cell."""
+        lengths = self.settings.lengths
+        for entry, name, length in itertools.product(self.candidates, self.conditions, lengths):
+            cell = self.cell(entry.label, name, length)
+            for attribute in self.tracked if cell is not None else ():
+                value: float | None = getattr(cell, attribute)
+                if value is not None:
+                    yield f"{name}/{entry.label}/{attribute}", length, value
 
     def csv_rows(self) -> Iterator[Mapping[str, Any]]:
         """Yield the rows of every method, condition and length: one per cell, or one with the reason of its absence."""

@@ -71,6 +71,7 @@ class PerplexityResult(MethodsResult[Cell]):
     condition = "protocol"
     version = 2
     columns = COLUMNS
+    tracked = ("perplexity",)
     intervals = (("perplexity", "interval"), ("ratio", "ratio_interval"))
 
     settings: Settings

@@ -217,6 +217,7 @@ class RetrievalResult(MethodsResult[Cell]):
     condition = "task"
     version = 1
     columns = COLUMNS
+    tracked = ("accuracy", "first")
     intervals = (("accuracy", "interval"), ("first", "first_interval"))
 
     settings: RetrievalSettings
