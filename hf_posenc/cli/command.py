@@ -60,6 +60,9 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
         with terminal(given.pop(TERMINAL)):
             function(**values, **given)
 
+    # typer keeps the line breaks of a paragraph, which are not those of the terminal.
+    paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+    command.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
     parameters = [p.replace(kind=p.KEYWORD_ONLY, annotation=hints[p.name]) for p in kept] + expanded
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

@@ -107,3 +107,11 @@ def test_the_shell_completes_words(words: str, completed: list[str]) -> None:
     }
     result = RUNNER.invoke(main_app, [], prog_name="hf-posenc", env=environment)
     assert sorted(result.output.split()) == sorted(completed)
+
+
+def test_help_is_wrapped_to_the_terminal_and_nowhere_else() -> None:
+    result = RUNNER.invoke(main_app, ["perplexity", "--help"], env={"COLUMNS": "100"})
+    lines = [line.strip() for line in result.output.splitlines()]
+    first = next(index for index, line in enumerate(lines) if line.startswith("Without arguments"))
+    last = next(index for index in range(first, len(lines)) if not lines[index])
+    assert all(len(line) > 70 for line in lines[first : last - 1])
