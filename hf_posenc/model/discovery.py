@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 
 from hf_posenc.adapters import ArchAdapter, get_adapter
@@ -197,6 +196,8 @@ def _text_rotaries(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
 
 
 def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mapping[str, Any]]:
+    import transformers  # `hf-posenc recipes` does without it
+
     parameters = getattr(config, "rope_parameters", None) or {}
     if label and isinstance(parameters.get(label), Mapping):
         parameters = parameters[label]

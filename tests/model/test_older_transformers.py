@@ -45,12 +45,12 @@ def test_a_dynamic_table_that_never_shrinks_is_refused(monkeypatch: pytest.Monke
     model = zoo.build(
         "llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
     )
-    monkeypatch.setattr("hf_posenc.model.discovery.transformers.__version__", "5.12.1")
+    monkeypatch.setattr("transformers.__version__", "5.12.1")
     for function in (inspect_rope, lambda model: patch_model(model, "yarn", scale=4, replace=True)):
         with pytest.raises(PosencError, match=r"type dynamic, and transformers 5\.12\.1"):
             function(model)
     assert patch_model(zoo.build("llama"), "dynamic_ntk", scale=2) is not None  # our own
-    monkeypatch.setattr("hf_posenc.model.discovery.transformers.__version__", "5.13.0")
+    monkeypatch.setattr("transformers.__version__", "5.13.0")
     assert inspect_rope(model)
 
 
