@@ -73,7 +73,7 @@ def pages_with(language: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the pages name: models, texts and runs."""
+    """Everything that the pages name: models, texts and runs."""
     place = tmp_path_factory.mktemp("pages")
     model = tiny_checkpoint(place / "MODEL", num_hidden_layers=4)
     shutil.copytree(model, place / "meta-llama/Llama-2-7b-hf")

@@ -1,4 +1,4 @@
-"""What older versions of transformers 5 do differently; `.ci/run` runs a part of the tests in the oldest itself."""
+"""Differences of older versions of transformers 5; `.ci/run` runs a part of the tests in the oldest itself."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_plain_transformers_loads_what_save_pretrained_wrote(
 
 
 class TestOnlyWithHfPosenc:
-    """What plain transformers cannot compute it refuses, with a sentence; with trust_remote_code it loads the patch."""
+    """Plain transformers refuses a patch that it cannot compute; with trust_remote_code it loads it."""
 
     @pytest.mark.parametrize("method", NOT_NATIVE)
     def test_a_method(self, model: PreTrainedModel, method: str, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ class TokenScorer:
 
     @property
     def refused(self) -> str | None:
-        """Why the last texts were not run in pieces, although `prefill` is set."""
+        """The reason that the last texts were not run in pieces, although `prefill` is set."""
         return self._pieces.refused
 
     @torch.no_grad()
