@@ -123,8 +123,8 @@ class VLLM(Engine):
                     continue
                 entry = self._entry(entry_of(rope_parameters, table.label), source, table)
                 result = {**result, table.label: entry} if table.label in result else entry
-                # For Gemma 3 and entries by layer type, an engine does not multiply by the factor.
-                if result is entry and entry["rope_type"] == "linear" and not _is_gemma3(stored):
+                multiplied = result is entry and not _without_factor(stored)
+                if multiplied and entry["rope_type"] == "linear":
                     values[_LENGTH] = source.original
                 if _one_list(entry) and _ORIGINAL in values:
                     values[_ORIGINAL] = source.reach  # wins over the entry's
@@ -183,7 +183,7 @@ class VLLM(Engine):
         """Return the longest text that the engine accepts: `_get_and_verify_max_len`."""
         longest = min(config[key] for key in (_LENGTH, *_LENGTHS) if config.get(key))
         longest, factor = min(longest, tokenizer), 1.0
-        for entry in () if _is_gemma3(config) else _entries(config["rope_parameters"]):
+        for entry in () if _without_factor(config) else _entries(config["rope_parameters"]):
             if entry["rope_type"] not in ("llama3", "longrope"):
                 factor = entry.get("factor") or factor
             if entry["rope_type"] == "yarn":
@@ -274,8 +274,9 @@ def _entries(rope_parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [entry for entry in entries if isinstance(entry, Mapping) and "rope_type" in entry]
 
 
-def _is_gemma3(config: Mapping[str, Any]) -> bool:
-    return "gemma3" in str(config.get("model_type"))
+def _without_factor(config: Mapping[str, Any]) -> bool:
+    """Return whether the engines do not multiply the length of this model type by the factor of its RoPE."""
+    return config.get("model_type") in known_names("vllm")["without_factor"]
 
 
 def _one_list(entry: Mapping[str, Any]) -> bool:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.evaluation.grid import Result, to_markdown
 
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
@@ -30,8 +30,19 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def report(result: Result, name: str, folder: Path) -> None:
-    """Log the numbers and tables of a result to a tracker, which writes to `folder/runs` or by its own settings."""
+    """Log the numbers and tables of a result to a tracker, which writes to `folder/runs` or by its own settings.
+
+    Raises:
+        PosencError: The tracker is unknown, not installed, or fails: no login, no network, a full disk.
+    """
     check_trackers([name])
+    try:
+        _log(result, name, folder)
+    except Exception as error:  # each tracker has errors of its own
+        raise PosencError(f"--report-to {name} failed: {one_line(error)}") from error
+
+
+def _log(result: Result, name: str, folder: Path) -> None:
     scalars = sorted(result.scalars(), key=lambda scalar: scalar[1])
     grids = [
         (grid.title or f"table {number}", grid) for number, grid in enumerate(result.tables(), 1)

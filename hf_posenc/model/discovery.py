@@ -207,8 +207,8 @@ def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mappin
     version = transformers.__version__
     if "dynamic" in (rope_type or "") and tuple(map(int, version.split(".")[:2])) < (5, 13):
         raise UnsupportedModelError(
-            f"This checkpoint has a RoPE of type {rope_type}, and transformers {version} keeps the table of a long "
-            "text for every shorter one after it. Install transformers 5.13 or newer."
+            f"This checkpoint has a RoPE of type {rope_type}. In transformers {version} its table does not shrink "
+            "after a long text, so shorter texts after it are computed wrongly. Install transformers 5.13 or newer."
         )
     return rope_type or "default", dict(parameters)
 

@@ -84,9 +84,8 @@ def _patch(
     earlier = state_of(model)
     put_back = _suspend(inner, earlier)
     try:
-        with torch.device(
-            "cpu"
-        ):  # inside `with torch.device("meta")` too, tables and probes are real
+        # Inside `with torch.device("meta")` too, tables and probes are real.
+        with torch.device("cpu"):
             tables = tables_of(inner)
             state = resolve_request(tables, method, **request)
             if earlier is not None:

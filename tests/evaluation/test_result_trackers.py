@@ -87,6 +87,18 @@ def test_weights_and_biases_offline(folder: Path, monkeypatch: pytest.MonkeyPatc
     assert b"passkey/none/accuracy" in written.read_bytes()
 
 
+def test_a_tracker_that_fails_is_one_line_and_the_files_are_there(folder: Path) -> None:
+    output = folder / "blocked"
+    output.mkdir()
+    (output / "runs").write_text("a file where the folder goes")
+    given = ["perplexity", str(folder / "model"), "--text", str(folder / "0.txt")]
+    more = ["--no-plot", "--lengths", "128", "--patch", "none", "--report-to", "tensorboard"]
+    result = RUNNER.invoke(app, [*given, *more, "--output", str(output)])
+    assert result.exit_code == 2
+    assert "error: --report-to tensorboard failed: " in result.output
+    assert (output / "perplexity.json").is_file()
+
+
 def test_other_trackers_are_refused_before_anything_is_measured(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -326,7 +326,7 @@ def prepare_blocks(
         source: Description of the entries, from `source_of` of the command line; part of the cache's key. The sizes
             and modification times of the files in it count too.
         seen: Called with each document's name, for progress.
-        workers: Processes that tokenize; the blocks do not depend on their number.
+        workers: Processes that tokenize; the blocks do not depend on their number. A stream takes none.
         stream: Make the blocks while they are read. Needs a source, and documents that can be read again.
 
     Raises:
@@ -344,6 +344,11 @@ def prepare_blocks(
         )
     if workers < 1:
         raise PosencError(f"{workers} processes for tokenization: at least 1 is needed.")
+    if stream and workers > 1:
+        raise PosencError(
+            f"{workers} processes for tokenization: a stream is tokenized where it is read. Leave them out, and give "
+            "--dataloader_num_workers 1 to do that in a process beside the training."
+        )
     ending = tokenizer.eos_token_id
     suffix = [] if ending is None else [int(ending)]
 
@@ -361,6 +366,7 @@ def prepare_blocks(
     decisive = {
         "format": _FORMAT,
         "tokenizer": tokenizer_hash(tokenizer),
+        "chat_template": getattr(tokenizer, "chat_template", None),
         "length": length,
         "packed": positions == "packed",
         "special": [list(prefix), suffix],

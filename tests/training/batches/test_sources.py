@@ -140,6 +140,15 @@ def test_a_tokenizer_without_a_chat_template_is_refused() -> None:
         prepare_blocks([conversation("one", "two")], chat_tokenizer(None), length=4)
 
 
+def test_another_chat_template_is_not_read_from_the_cache(tmp_path: Path) -> None:
+    made = chat_tokenizer(PLAIN)
+    options: dict[str, Any] = {"length": 12, "positions": "packed", "source": SOURCE}
+    first = prepare_blocks([conversation("hi", "yes")] * 3, made, cache=tmp_path, **options)
+    made.chat_template = PLAIN.replace("</>", "</turn>")
+    other = prepare_blocks([conversation("hi", "yes")] * 3, made, cache=tmp_path, **options)
+    assert rows_of(first) != rows_of(other)
+
+
 def test_rows_of_messages_are_conversations(tmp_path: Path) -> None:
     rows = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
@@ -230,6 +239,12 @@ def test_a_stream_writes_nothing_and_reads_only_what_is_needed() -> None:
 def test_a_stream_needs_documents_that_can_be_read_again() -> None:
     with pytest.raises(PosencError, match="reads its documents in every epoch"):
         prepare_blocks(iter(documents(40)), byte_tokenizer(), length=10, stream=True, source=SOURCE)
+
+
+def test_a_stream_takes_no_processes() -> None:
+    options: dict[str, Any] = {"length": 10, "stream": True, "source": SOURCE, "workers": 2}
+    with pytest.raises(PosencError, match="a stream is tokenized where it is read"):
+        prepare_blocks(documents(40), byte_tokenizer(), **options)
 
 
 def test_a_stream_repeats_and_one_without_a_block_is_an_error() -> None:
