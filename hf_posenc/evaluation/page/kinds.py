@@ -316,7 +316,7 @@ def _chosen(data: Mapping[str, Any]) -> str:
     none = "" if side > 0 else "no method is significantly better than the control; "
     return (
         f"{where}, {control['documents']} documents: {none}{best} is {word[side]} {CONTROL}, with {times} "
-        "times its perplexity."
+        "times the control's perplexity."
     )
 
 

@@ -409,7 +409,7 @@ def _verdict(lines: Sequence[Line], merged: Merged) -> str:
     rivals.sort(key=lambda rival: rival[0])
     ratio, label, interval = rivals[0]
     times = Field().add(ratio_span(ratio), *range_spans(" (", interval, ratio_span, ")")).text
-    size = f"with {times} times its perplexity"
+    size = f"with {times} times the control's perplexity"
     if documents < FEW_DOCUMENTS:
         return f"{where}: too few for a verdict; {label} is lowest, {size}."
     better = [label for _, label, ends in rivals if side_of_one(ends, documents) < 0]
