@@ -14,8 +14,8 @@ from pathlib import Path
 from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.evaluation.grid import Result, to_markdown
 
-TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb"}
-"""The trackers, by transformers' names of them, and their packages."""
+TRACKERS = ("tensorboard", "wandb")
+"""The trackers, by transformers' names of them, which are those of their packages."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
@@ -23,10 +23,8 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise unknown("tracker", name, TRACKERS)
-        if importlib.util.find_spec(TRACKERS[name]) is None:
-            raise PosencError(
-                f"--report-to {name} needs its package: pip install {TRACKERS[name]}."
-            )
+        if importlib.util.find_spec(name) is None:
+            raise PosencError(f"--report-to {name} needs its package: pip install {name}.")
 
 
 def report(result: Result, name: str, folder: Path) -> None:
