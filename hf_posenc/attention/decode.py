@@ -7,7 +7,8 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call, RotatedKeys
 from hf_posenc.attention.encoding import BandBranch, Encoding
-from hf_posenc.attention.exact import grouped_scores, score_bias, weighted_values
+from hf_posenc.attention.exact import score_bias
+from hf_posenc.attention.softmax import grouped_scores, weighted_values
 
 QUERIES = 8
 """More queries than this are left to other paths."""

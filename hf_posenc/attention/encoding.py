@@ -103,7 +103,10 @@ class Encoding:
         """Return queries, (batch, heads, queries, head_dim), times the factor of positions (batch or 1, queries)."""
         method = self.query or self.method
         factor = None if method is None else method.query_factor(m, self.original)
-        return query if factor is None else query * factor[:, None, :, None].to(query.dtype)
+        if factor is None:
+            return query
+        exact = torch.promote_types(query.dtype, torch.float32)
+        return (query * factor[:, None, :, None].to(exact)).to(query.dtype)
 
     @property
     def plain(self) -> bool:

@@ -10,12 +10,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.flash import accumulation_dtype
+from hf_posenc.attention.softmax import grouped_scores, weighted_values
 from hf_posenc.methods import DistanceBias
 
 SCRATCH = 1 << 24
@@ -94,56 +93,6 @@ def _block(
         scores, call.value, visible, sinks=call.sinks, dropout=call.dropout
     )
     return out, weights.to(call.value.dtype) if call.weights else None
-
-
-def grouped_scores(query: Tensor, key: Tensor, scaling: float) -> Tensor:
-    """Compute `q.k * scaling` of queries (B, H, Q, D) and keys (B, HK, KV, D), float32 (float64 for float64).
-
-    The queries of one key head are rows of one product, so that every key is read once.
-    """
-    # Scores are the largest thing in memory: as few copies as possible. A half is scaled after the product, so that it
-    # is rounded once.
-    dtype = accumulation_dtype(query.dtype)
-    early, late = (scaling, 1.0) if query.dtype == dtype else (1.0, scaling)
-    scores = _folded(query * early, key.shape[1]) @ key.transpose(-1, -2)
-    scores = scores.view(*query.shape[:-1], key.shape[2]).to(dtype)
-    return scores if late == 1.0 else scores.mul_(late)
-
-
-def weighted_values(
-    scores: Tensor,
-    value: Tensor,
-    visible: Tensor | None = None,
-    *,
-    sinks: Tensor | None = None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Return values (B, HK, KV, DV) weighted by the softmax of scores (B, H, Q, KV), and that softmax.
-
-    The scores are overwritten. A query without any visible key gives zeros. `sinks`, (H,), are logits that take part in
-    the softmax and have no value (gpt-oss).
-    """
-    if visible is not None:
-        # Finite, since a row of nothing but -inf has neither a softmax nor a gradient; it is emptied below.
-        scores = scores.masked_fill_(~visible, torch.finfo(scores.dtype).min)
-    if sinks is None:
-        weights = scores.softmax(-1)
-    else:
-        sink = sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
-    weights = F.dropout(weights, dropout, training=dropout > 0)
-    out = _folded(weights.to(value.dtype), value.shape[1]) @ value
-    out = out.view(*weights.shape[:-1], value.shape[-1])
-    if visible is not None:
-        empty = ~visible.any(-1, keepdim=True)
-        out, weights = out.masked_fill(empty, 0.0), weights.masked_fill(empty, 0.0)
-    return out, weights
-
-
-def _folded(rows: Tensor, key_heads: int) -> Tensor:
-    """From (B, H, Q, N) to (B, HK, H / HK * Q, N): the rows of all query heads that share a key head."""
-    batch, heads, length, features = rows.shape
-    return rows.reshape(batch, key_heads, heads // key_heads * length, features)
 
 
 def score_bias(

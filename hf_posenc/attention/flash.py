@@ -18,15 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_posenc.attention.softmax import accumulation_dtype
 from hf_posenc.errors import PosencError
 
 _OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of masks, biases, log-sum-exps and sums: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _dense(x: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.flash import Part, accumulation_dtype, attend_parts, check_shapes
+from hf_posenc.attention.flash import Part, attend_parts, check_shapes
+from hf_posenc.attention.softmax import accumulation_dtype
 from hf_posenc.errors import PosencError
 
 BLOCK = 1024
