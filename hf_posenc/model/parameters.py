@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -90,17 +91,18 @@ def damaged_weights(named: Iterable[tuple[str, Tensor]], *, sampled: bool = Fals
         tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if tensor.is_meta or not tensor.numel() or not tensor.is_floating_point():
             continue
-        if tensor.element_size() < 2:  # 8 bits have no minimum in torch
+        if tensor.element_size() < 2:  # 8 bits have no norm in torch
             continue
-        least, most = torch.aminmax(tensor[:1] if sampled and tensor.ndim > 1 else tensor)
-        if not bool(torch.isfinite(least) & torch.isfinite(most)):
+        row = tensor[0] if sampled and tensor.ndim > 1 else tensor
+        largest = float(torch.linalg.vector_norm(row, math.inf))
+        if not math.isfinite(largest):
             return (
                 f"The weights of the model are not finite: {name} has NaN or infinity. Load another checkpoint, "
                 "or this one in the dtype that it was saved in."
             )
         if tensor.ndim > 1:
             matrices += 1
-            zeros += not bool(least) and not bool(most)
+            zeros += largest == 0
     if matrices and zeros == matrices:
         return "The weights of the model are all zero: every matrix is. Load a checkpoint that is whole."
     return None

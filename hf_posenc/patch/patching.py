@@ -84,6 +84,7 @@ def _patch(
     earlier = state_of(model)
     put_back = _suspend(inner, earlier)
     try:
+        damage = damaged_weights(inner.named_parameters(), sampled=True)
         # Inside `with torch.device("meta")` too, tables and probes are real.
         with torch.device("cpu"):
             tables = tables_of(inner)
@@ -95,14 +96,14 @@ def _patch(
                 _check_replaceable(state, earlier, temporary=temporary)
             if state.in_attention:
                 _refuse_prompts(model)
-            _refuse_damaged(inner, state, sampled=True)
+            _refuse_damaged(damage, state)
             setattr(inner, STATE, state)
             try:
                 _install(inner, state, own_config(model, tables))
             except BaseException as error:
                 _undo(inner, state)
                 if isinstance(error, UnsupportedModelError) and state.in_attention:
-                    _refuse_damaged(inner, state, sampled=False)
+                    _refuse_damaged(damaged_weights(inner.named_parameters()), state)
                 raise
     except BaseException:
         put_back()
@@ -155,9 +156,8 @@ def _check_replaceable(state: State, earlier: State, *, temporary: bool) -> None
     raise PosencError(f"This model is already patched with {earlier.config}. {way}")
 
 
-def _refuse_damaged(model: nn.Module, state: State, *, sampled: bool) -> None:
+def _refuse_damaged(damage: str | None, state: State) -> None:
     """Raise for weights that are not finite or all zero, on which attention cannot be tried; warn where it is not."""
-    damage = damaged_weights(model.named_parameters(), sampled=sampled)
     if damage is not None and state.in_attention:
         raise UnsupportedModelError(damage)
     if damage is not None:

@@ -21,6 +21,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 STATIC = tuple(name for name in available_methods() if not get_method(name).length_dependent)
+# The slow suite resumes TRL with the others: a method of each form is enough for every day.
+OF_EACH_FORM = ("yarn", "llama3", "ntk_mixed", "alibi")
 STEPS = 2
 
 
@@ -97,7 +99,10 @@ def test_bare_loop(method: str, tmp_path: Path) -> None:
     assert equal(resumed, whole)
 
 
-@pytest.mark.parametrize("method", ["yarn", "llama3", "ntk_mixed", "alibi"])  # one of each form
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(m, marks=() if m in OF_EACH_FORM else pytest.mark.slow) for m in STATIC],
+)
 def test_sft_trainer(method: str, tmp_path: Path) -> None:
     datasets: Any = pytest.importorskip("datasets")
     trl: Any = pytest.importorskip("trl")
