@@ -73,13 +73,14 @@ def export(options: ExportOptions) -> None:
 
     quiet_transformers()
     name, to = check_name(options.model), options.to
+    _check_verification(options)
     if options.methods:
         _print_methods(name, to)
         return
     method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()
     patch: dict[str, Any] = {"method": method, **knobs}
     if options.gguf is not None:
-        _check_file(options.gguf, name, to, patch, options.output)
+        _check_file(options, name, patch)
         return
     exported = engines.export(name, to, **patch)
     if not exported.possible or options.dry_run:
@@ -146,12 +147,27 @@ def _print_methods(name: str, engine: str) -> None:
     out().print(to_rich(grid))
 
 
-def _check_file(
-    file: Path, name: str, engine: str, patch: dict[str, Any], output: Path | None
-) -> None:
+def _check_verification(options: ExportOptions) -> None:
+    """Refuse what `--verify` cannot try or would not use, before anything is written."""
+    if options.verify and not options.to.startswith("transformers"):
+        raise PosencError(f"--verify loads in transformers; {options.to} cannot be tried here.")
+    if options.packages is None:
+        return
+    if not options.verify:
+        raise PosencError("Only --verify reads --packages: add --verify, or leave --packages out.")
+    if not (options.packages / "transformers").is_dir():
+        raise PosencError(
+            f"There is no transformers in {options.packages}, the folder of --packages. Install one there: "
+            f"pip install --target {options.packages} transformers==4.57.1"
+        )
+
+
+def _check_file(options: ExportOptions, name: str, patch: dict[str, Any]) -> None:
     """Print the difference between llama.cpp's reading of a file and the model; if there is one, write a right file."""
     from hf_posenc import engines
 
+    file, engine, output = options.gguf, options.to, options.output
+    assert file is not None
     if engine != "llama.cpp":
         raise PosencError(f"--gguf goes with --to llama.cpp, not with --to {engine}.")
     result = engines.export(name, engine, **patch)
@@ -164,6 +180,9 @@ def _check_file(
         print_json(about)
         with_flags = f", with {' '.join(flags)}" if len(flags) > 2 else ""
         console.print(f"It is right as it is{with_flags}.", markup=False)
+        return
+    if options.dry_run:
+        print_json(about)
         return
     folder = output or Path()
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,16 +200,12 @@ def _file_line(check: GGUFCheck) -> str:
 
 
 def _verify(exported: Export, folder: Path, packages: Path | None, patch: dict[str, Any]) -> str:
+    import torch
+
     from hf_posenc.engines.exporting import merged_dtype
     from hf_posenc.patch.patching import patch_model
     from hf_posenc.saving import from_pretrained
     from hf_posenc.verification import require, verify_export
-
-    if not exported.engine.startswith("transformers"):
-        raise PosencError(
-            f"--verify loads in transformers; {exported.engine} cannot be tried here."
-        )
-    import torch
 
     if exported.is_adapter:  # merged in the precision of what was written
         dtype = merged_dtype(exported.path)

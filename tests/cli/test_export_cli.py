@@ -93,6 +93,8 @@ def test_checks_and_mends_a_gguf_file(model: Path, tmp_path: Path) -> None:
     assert invoke(*given, "--output", tmp_path / "out").exit_code == 0
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     file = converted_file(tmp_path / "m.gguf", config)
+    invoke(*given, "--gguf", file, "--output", tmp_path, "--dry-run")
+    assert not (tmp_path / "m-posenc.gguf").exists()
     result = invoke(*given, "--gguf", file, "--output", tmp_path)
     assert result.exit_code == 0, result.output
     assert "m-posenc.gguf" in result.stdout

@@ -58,6 +58,21 @@ COMMANDS: list[tuple[str, str, int]] = [
     ('inspect ""', f"error: The value after inspect {EMPTY}", 2),
     ('recommend "" --target-length 4k', f"error: The value after recommend {EMPTY}", 2),
     ('export "" --to vllm', f"error: The value after export {EMPTY}", 2),
+    (
+        "export {model} --to vllm --verify",
+        "--verify loads in transformers; vllm cannot be tried",
+        2,
+    ),
+    (
+        "export {model} --to transformers4 --packages {out}",
+        "Only --verify reads --packages: add",
+        2,
+    ),
+    (
+        "export {model} --to transformers4 --verify --packages {texts}",
+        "the folder of --packages. Install one there: pip install --target",
+        2,
+    ),
     ('report ""', f"error: The value after report {EMPTY}", 2),
     ('show ""', f"error: The value after show {EMPTY}", 2),
     ('""', f"error: The value after hf-posenc {EMPTY}", 2),
