@@ -103,10 +103,14 @@ def export_source(source: Source, name: str) -> Export:
     engine = find_engine(name)
     result = Export(engine.name, engine.version, source.path, source.base)
     beyond = [method.name for method in source.methods if seam_of(method) != "rotary"]
-    if beyond:
+    if beyond or (source.methods and source.patch is None):
+        what = (
+            f"{' and '.join(beyond)} changes attention and not the frequencies alone"
+            if beyond
+            else f"{source.config.model_type} keeps a precomputed table of sines and cosines"
+        )
         reason = (
-            f"{' and '.join(beyond)} changes attention and not the frequencies alone, which no config can express: "
-            "it loads with hf_posenc.from_pretrained only"
+            f"{what}, which no config can express: it loads with hf_posenc.from_pretrained only"
         )
         return replace(result, reason=reason)
     failures: list[str] = []

@@ -180,10 +180,13 @@ def open_source(
             f"{path} is already patched with {saved.method}. Leave the patch out, or give the model from before."
         )
     model = empty_model(config)
+    found = tables_of(model)
     methods = () if saved is None else saved.build()
     if method is not None:
-        methods = resolve_request(tables_of(model), method, **options).methods
-    if any(seam_of(part) != "rotary" for part in methods):
+        methods = resolve_request(found, method, **options).methods
+    # Sines and cosines that a model keeps precomputed are in the weights, which are not here.
+    precomputed = any(isinstance(table, SinCosTable) for table in found)
+    if methods and (precomputed or any(seam_of(part) != "rotary" for part in methods)):
         return Source(str(path), base, stored, config, methods, model)
     if saved is not None:
         apply_config(model, saved)
@@ -194,7 +197,7 @@ def open_source(
     tables: dict[str, SourceTable] = {}
     for table in tables_of(model):
         if isinstance(table, SinCosTable):
-            continue  # in the weights, which are not here
+            continue
         wrapper = wrappers.get(id(table.module))
         if wrapper is not None and table.label not in wrapper.specs:
             wrapper = None

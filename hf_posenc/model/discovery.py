@@ -88,6 +88,11 @@ class SinCosTable(RotaryTable):
 
     def live(self) -> tuple[Tensor, float]:
         """Return the frequencies and the factor, read from the row of position 1."""
+        if self.tensor().is_meta:
+            raise UnsupportedModelError(
+                f"{self.name}.{self.attribute} is on the meta device, without values. Load the model first, then patch "
+                "it."
+            )
         sin, cos = self.tensor()[1].detach().double().chunk(2)
         return torch.atan2(sin, cos).float(), float(torch.hypot(sin, cos).mean())
 

@@ -302,6 +302,14 @@ def test_a_table_in_the_weights_stays_with_transformers(tmp_path: Path) -> None:
     assert possible == {"transformers4", "transformers5"}
 
 
+def test_a_patched_table_in_the_weights_goes_nowhere(tmp_path: Path) -> None:
+    zoo.build("gptj").save_pretrained(tmp_path / "base")
+    patch_model(zoo.build("gptj"), "pi", scale=2).save_pretrained(tmp_path / "patched")
+    for path, method in (("base", "pi"), ("patched", None)):
+        result = export(tmp_path / path, "vllm", method, **({"scale": 2} if method else {}))
+        assert "keeps a precomputed table of sines and cosines" in result.reason
+
+
 def test_a_checkpoint_that_is_scaled_already(tmp_path: Path) -> None:
     model = zoo.from_config(
         zoo.tiny_config(
