@@ -1,8 +1,13 @@
-"""The attention seam: one registered function, which reads from the layer that calls it what to compute."""
+"""The attention seam: registered functions, which read from the layer that calls them what to compute.
+
+`posenc_attention` computes attention in the engine. `scaled_attention` multiplies queries and leaves the rest to the
+attention function that the model had.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +32,7 @@ from hf_posenc.model.repositioned import (
     text_positions,
 )
 
+_SCALED = f"{ENGINE}_"
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""
 KNOWN = frozenset(
@@ -188,6 +194,7 @@ class Layer:
     rotary: RepositionedRotary | None = None  # inside the attention module
     watch: CacheWatch | None = None  # where frequencies move with the length
     rotated: RotatedKeys | None = None
+    native: str | None = None  # the implementation that computes attention with scaled queries
     # Of the current call, where the module does not pass them to attention itself.
     positions: Tensor | None = field(default=None, repr=False)
 
@@ -195,14 +202,31 @@ class Layer:
         return {**self.__dict__, "positions": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        register()  # a model that was unpickled in another process
         self.__dict__.update(state)
+        register()  # a model that was unpickled in another process
+        if self.native is not None:
+            register_scaled(self.native)
 
 
 def register() -> None:
     """Register the attention function in transformers; models that do not choose it are as before."""
     AttentionInterface.register(ENGINE, posenc_attention)
     AttentionMaskInterface.register(ENGINE, posenc_mask)
+
+
+def register_scaled(native: str) -> str:
+    """Register an attention implementation a second time, with scaled queries; return its name there."""
+    name = _SCALED + native
+    AttentionInterface.register(name, functools.partial(scaled_attention, native))
+    masks: Mapping[str, Any] = AttentionMaskInterface._global_mapping
+    if native in masks:
+        AttentionMaskInterface.register(name, masks[native])
+    return name
+
+
+def native_implementation(name: str) -> str:
+    """Return the attention implementation that computes under a name of `register_scaled`, or under its own."""
+    return name.removeprefix(_SCALED)
 
 
 def catch_positions(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -254,9 +278,7 @@ def posenc_attention(
     additive, or a handle of `posenc_mask`.
     """
     if _calls is not None:
-        _calls.setdefault(module, []).append(Recorded(query.clone(), key.clone(), kwargs))
-        groups = query.shape[1] // value.shape[1]
-        return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
+        return _recorded(module, query, key, value, kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is None:  # another model with the same config, or a layer that is not patched
         if attention_mask is not None and attention_mask.dtype == HANDLE:
@@ -265,13 +287,7 @@ def posenc_attention(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
         return native
-    positions = kwargs.get("position_ids")
-    if positions is None:
-        positions = layer.positions if layer.rotary is None else layer.rotary.latest
-    if positions is None:
-        raise PosencError(
-            f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model."
-        )
+    query_position = _query_position(module, layer, kwargs)
     trained: Any = parameters_in_force(module)
     # Another adapter of PEFT's may be active by now, or merged.
     if trained is not layer.encoding.parameters:
@@ -281,7 +297,6 @@ def posenc_attention(
             "Continuous batching keeps keys in pages of its own, in an order from which positions cannot be derived. "
             "Use generate() with an ordinary cache, or a frequency method."
         )
-    query_position = text_positions(positions)
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None and queries > 1:
         key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
@@ -309,6 +324,73 @@ def posenc_attention(
     )
     out, weights = attend(call, layer.encoding)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def scaled_attention(
+    native: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Scale queries and call the attention implementation `native`; arguments and mask are that one's."""
+    if _calls is not None:
+        return _recorded(module, query, key, value, kwargs)
+    layer: Layer | None = module.__dict__.get(LAYER)
+    if layer is not None and layer.patched:
+        query = layer.encoding.scaled(query, _query_position(module, layer, kwargs))
+    if native == "eager":  # the one in the file of the module
+        function = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+    else:
+        function = ALL_ATTENTION_FUNCTIONS[native]
+    caller = _Named(module, native) if "flash" in native else module
+    result: tuple[Tensor, Tensor | None] = function(
+        caller, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+    )
+    return result
+
+
+class _Named:
+    """A module or a config whose attention implementation has another name, which flash attention reads there."""
+
+    def __init__(self, original: Any, name: str) -> None:
+        self._original, self._name = original, name
+
+    @property
+    def config(self) -> _Named:
+        return _Named(self._original.config, self._name)
+
+    @property
+    def _attn_implementation(self) -> str:
+        return self._name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self.__dict__["_original"], attribute)
+
+
+def _recorded(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]
+) -> tuple[Tensor, None]:
+    assert _calls is not None
+    _calls.setdefault(module, []).append(Recorded(query.clone(), key.clone(), kwargs))
+    groups = query.shape[1] // value.shape[1]
+    return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
+
+
+def _query_position(module: nn.Module, layer: Layer, kwargs: Mapping[str, Any]) -> Tensor:
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = layer.positions if layer.rotary is None else layer.rotary.latest
+    if positions is None:
+        raise PosencError(
+            f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model."
+        )
+    return text_positions(positions)
 
 
 def _key_position(query_position: Tensor, mask: Mask, queries: int, keys: int) -> Tensor:

@@ -28,6 +28,7 @@ class RepositionedRotary(RotaryWrapper):
     def __init__(self, base: nn.Module, config: Any, labels: Collection[str]) -> None:
         super().__init__(base)
         self.seam_config = config
+        self.implementation = config._attn_implementation
         # Determines where keys are cached; `None`: at their own positions.
         self.encoding: Encoding | None = None
         self.labels = frozenset(labels)
@@ -46,7 +47,7 @@ class RepositionedRotary(RotaryWrapper):
             PosencError: Another attention implementation was set after the patch and would ignore the patch.
         """
         chosen = self.seam_config._attn_implementation
-        if chosen != ENGINE:
+        if chosen != self.implementation:
             raise PosencError(
                 f"This model is patched with a method that computes attention itself, but its attention implementation "
                 f"was set to {chosen!r} afterwards. Call unpatch_model(model), choose it, and patch again."

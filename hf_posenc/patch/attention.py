@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
-from hf_posenc.methods import LengthDependent, Method
+from hf_posenc.methods import LengthDependent, Method, seam_of
 from hf_posenc.model.attention import (
     LAYER,
     CacheWatch,
@@ -20,6 +20,7 @@ from hf_posenc.model.attention import (
     catch_positions,
     count_positions,
     register,
+    register_scaled,
 )
 from hf_posenc.model.calibration import CalibratedLayer, calibrate, run, trial, trial_tokens, verify
 from hf_posenc.model.discovery import RotaryTable, attends_locally, layer_index, read_spec
@@ -53,14 +54,15 @@ def install_attention(
     with trial(model):
         ids = trial_tokens(owner)
         subject, expected = _reference(model, owner, ids)
-    _choose_engine(owner, state)
+    native = _choose_engine(owner, state)
     wrappers = _reposition(model, owner, every)
     with trial(model):
         layers = calibrate(model, owner, ids, every, wrappers, methods)
-        verify(subject, ids, expected, layers, wrappers)
-        _give_encodings(layers, tables, wrappers, methods, state)
+        verify(subject, ids, expected, layers, wrappers, engine=native is None)
+        _give_encodings(layers, tables, wrappers, methods, state, native)
         _count_positions(model, owner)
-        _watch_cache(owner, layers, state.original)
+        if native is None:
+            _watch_cache(owner, layers, state.original)
         run(subject, ids)  # the patched model runs
 
 
@@ -131,8 +133,12 @@ def _reference(model: nn.Module, owner: nn.Module, ids: Tensor) -> tuple[nn.Modu
         return owner, of_owner
 
 
-def _choose_engine(owner: Any, state: State) -> None:
-    """Set the attention implementation of the decoder, and of nothing that it contains (an audio codec)."""
+def _choose_engine(owner: Any, state: State) -> str | None:
+    """Set the attention implementation of the decoder, and of nothing that it contains (an audio codec).
+
+    Returns:
+        The model's own implementation where the methods only scale its queries; `None` where the engine computes.
+    """
     register()
     parts = [part for _, part in config_parts(owner.config)]
     before = [vars(part).get(_IMPLEMENTATION) for part in parts]
@@ -149,6 +155,13 @@ def _choose_engine(owner: Any, state: State) -> None:
             f"{type(owner).__name__} computes attention in its own code, which no other function can replace. "
             f"{FREQUENCY_METHODS_WORK}"
         )
+    if any(seam_of(method) != "query" for method in state.in_attention):
+        return None
+    native = state.attention
+    for part in parts:
+        if vars(part)[_IMPLEMENTATION] == ENGINE:
+            vars(part)[_IMPLEMENTATION] = register_scaled(native)
+    return native
 
 
 def _reposition(
@@ -174,6 +187,7 @@ def _give_encodings(
     wrappers: Mapping[int, RepositionedRotary],
     methods: Sequence[Method],
     state: State,
+    native: str | None,
 ) -> None:
     """Give every attention layer its encoding, and the rotary modules the positions at which keys are cached."""
     base = Encoding.of(methods, state.original)
@@ -191,10 +205,11 @@ def _give_encodings(
             encoding = _encoding(base, layer, methods, state)
         elif layer in sharing:
             encoding = replace(encoding, cached_by=base)
-        setattr(layer.module, LAYER, Layer(encoding, layer in chosen, rotary=layer.rotary))
+        seam = Layer(encoding, layer in chosen, rotary=layer.rotary, native=native)
+        setattr(layer.module, LAYER, seam)
     for wrapper in wrappers.values():
-        native = native_rotary(wrapper)
-        wrapper.labels = frozenset(table.label for table in tables if table.module is native)
+        module = native_rotary(wrapper)
+        wrapper.labels = frozenset(table.label for table in tables if table.module is module)
         wrapper.encoding = base if wrapper.labels else None
 
 

@@ -111,7 +111,8 @@ def test_kernels_run_where_they_can(
     apply(model, name)
     used.clear()
     zoo.logits(model, zoo.tokens(70))
-    assert used == {"exact"} if name in GENERAL_ONLY else used == {"prefill"}
+    expected = {"exact"} if name in GENERAL_ONLY else {"prefill"}
+    assert used == (expected if name != "log_n" else set())  # the model's own attention
 
 
 HEADS = {"MHA": (4, 4), "MQA": (4, 1), "six_heads": (6, 3)}

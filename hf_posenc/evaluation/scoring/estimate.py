@@ -29,7 +29,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
-from hf_posenc.model.attention import LAYER
+from hf_posenc.model.attention import LAYER, native_implementation
 from hf_posenc.model.discovery import layer_type
 
 # Activations that create one tensor in one call; others are composed of several.
@@ -346,7 +346,7 @@ def read_shape(model: nn.Module) -> ModelShape:
     inside = {id(module) for layer in layers for module in layer.modules()} | {id(head)}
     around = [module for module in _of_text(decoder) if id(module) not in inside]
     hidden = _first_int(config, ("hidden_size",)) or int(embeddings.weight.shape[-1])
-    implementation = str(getattr(config, "_attn_implementation", None) or "eager")
+    implementation = native_implementation(getattr(config, "_attn_implementation", None) or "eager")
     # A family outside transformers' attention interface, or one that adds sinks to its scores.
     own_attention = any(hasattr(module, "sinks") for module in decoder.modules()) or not getattr(
         decoder, "_supports_attention_backend", False
@@ -490,7 +490,7 @@ def _read_attention(module: nn.Module, config: Any) -> Attention | None:
         value_dim=_first_int(module, ("v_head_dim",)) or size,
         window=config.attention_chunk_size if chunked else _window(module, kind, config),
         chunked=chunked,
-        encoding=layer.encoding if layer is not None and layer.patched else None,
+        encoding=layer.encoding if layer and layer.patched and not layer.native else None,
     )
 
 
