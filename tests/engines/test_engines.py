@@ -305,8 +305,10 @@ def test_a_table_in_the_weights_stays_with_transformers(tmp_path: Path) -> None:
 def test_a_patched_table_in_the_weights_goes_nowhere(tmp_path: Path) -> None:
     zoo.build("gptj").save_pretrained(tmp_path / "base")
     patch_model(zoo.build("gptj"), "pi", scale=2).save_pretrained(tmp_path / "patched")
-    for path, method in (("base", "pi"), ("patched", None)):
-        result = export(tmp_path / path, "vllm", method, **({"scale": 2} if method else {}))
+    for result in (
+        export(tmp_path / "base", "vllm", method="pi", scale=2),
+        export(tmp_path / "patched", "vllm"),
+    ):
         assert "keeps a precomputed table of sines and cosines" in result.reason
 
 
