@@ -66,6 +66,7 @@ def test_a_finished_run_is_shown_again_without_a_forward(
 
 PERPLEXITY = "perplexity {model} --text {texts} --lengths 32"
 SWEEP = "sweep {model} --text {texts} --target-length 128 --patch pi"
+SEARCH = "search {model} --text {texts} --target-length 128"
 
 # A command, another one in the same folder, and whether the second has everything of the first.
 SECOND_RUNS = [
@@ -82,6 +83,7 @@ SECOND_RUNS = [
     ),
     (f"{SWEEP} --scales 2", f"{SWEEP} --scales 3", False),
     (f"{SWEEP} --scales 2", f"{SWEEP} --scales 2,3", True),
+    (f"{SEARCH} --budget 8", f"{SEARCH} --budget 8 --seed 1", False),
     (
         "bench {model} --text {texts} --suite smoke --rounds 0 --tasks none --lengths 32",
         "bench {model} --text {texts} --suite smoke --rounds 0 --tasks none --lengths 48",
