@@ -11,6 +11,7 @@ from hf_posenc.attention import decode, prefill
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
+from hf_posenc.attention.kernels import decode as triton_decode
 
 Result = tuple[Tensor, Tensor | None]
 
@@ -31,6 +32,7 @@ class Backend:
 
 
 BACKENDS: tuple[Backend, ...] = (
+    Backend("triton decode", triton_decode.accepts, triton_decode.run),
     Backend("prefill", prefill.accepts, prefill.prefill),
     Backend("few", decode.accepts_few, decode.few),
     Backend("moving", decode.accepts_moving, decode.moving),

@@ -1,0 +1,75 @@
+"""Biases as kernels read them: a closed form or a table, and trained parameters as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.encoding import Encoding
+from hf_posenc.methods import T5, ALiBi, DistanceBias, KerpleLog, KerplePower
+
+KINDS = ("alibi", "kerple_log", "kerple_power", "buckets", "table")
+"""`-a d`, `-a ln(1 + b d)`, `-a d^b`, `table[index[d]]` and `table[d]` of a distance d."""
+
+
+class Operands(NamedTuple):
+    """A bias in the form of a kernel.
+
+    Attributes:
+        kind: One of `KINDS`; empty: no bias.
+        first: The a of each head, (heads,); or a table (heads, entries).
+        second: The b of each head; or the entry of each distance, int32. Beyond its end, and beyond that of a table
+            without it, all distances are alike.
+    """
+
+    kind: str = ""
+    first: Tensor | None = None
+    second: Tensor | None = None
+
+    @property
+    def distances(self) -> int:
+        """The number of distances that a table tells apart; 1 for closed forms."""
+        entries = self.second if self.kind == "buckets" else self.first
+        return 1 if entries is None else entries.shape[-1]
+
+
+def operands_of(
+    encoding: Encoding, queries: int, keys: int, device: torch.device
+) -> Operands | None:
+    """Return the bias of an encoding for a call of that size; `None` where it has neither form.
+
+    A table by distance ends with the keys. Keys that outnumber the queries are a cache, whose positions have no gaps.
+    """
+    method, heads, parameters = encoding.bias, encoding.heads, encoding.parameters or {}
+    if method is None:
+        return Operands()
+    if type(method) is ALiBi:
+        slopes = _kept(encoding, device, 1, lambda _: method.slopes(heads).float())
+        return Operands("alibi", slopes)
+    if type(method) in (KerpleLog, KerplePower):
+        return Operands(method.name, parameters["r1"], parameters["r2"])
+    if type(method) is T5:
+        index = _kept(encoding, device, 2 * method.max_distance, lambda d: method.bucket(d).int())
+        return Operands("buckets", parameters["table"].T, index)
+    if not isinstance(method, DistanceBias) or method.of_query or parameters or keys <= queries:
+        return None
+    size = max(1024, 1 << (keys - 1).bit_length())  # serves the following steps too
+    table = _kept(encoding, device, size, lambda d: method.bias(d.float(), heads, {}))
+    return Operands("table", table)
+
+
+def _kept(
+    encoding: Encoding, device: torch.device, size: int, make: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What the method makes of so many distances: once, and kept on the plan, where a traced graph finds it too."""
+    name = f"_bias of {size} on {device}"
+    found: Tensor | None = getattr(encoding.plan, name, None)
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():  # a training step may read it later
+            found = make(torch.arange(size)).contiguous().to(device)
+        if not torch.compiler.is_compiling():
+            setattr(encoding.plan, name, found)
+    return found

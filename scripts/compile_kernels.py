@@ -1,0 +1,169 @@
+"""Compile every Triton kernel ahead of time and compare what it needs with docs/data/kernels.json; no GPU is needed.
+
+    python -m scripts.compile_kernels            # exits 1 if a number rose: registers, stack or shared memory
+    python -m scripts.compile_kernels --write    # after an improvement, or for a kernel that is new
+
+Run it from the checkout with the Triton that the file names (scripts/check_kernels.sh makes the environment). The
+operators are called as a model calls them; only the launch is replaced by a compilation for another device, so that
+the specialization is the real one. A stack above zero means that registers are spilled to memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends import nvidia
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import JITFunction
+
+from hf_posenc.attention.kernels import decode
+from hf_posenc.attention.rotation import Layout
+from tests.support.kernel_cases import Case
+
+RECORD = Path(__file__).parents[1] / "docs/data/kernels.json"
+CUOBJDUMP = Path(nvidia.__file__).parent / "bin/cuobjdump"
+DEVICES = (80, 90, 100)
+SPLITS = 32
+"""Shares of the keys, as a GPU with a hundred multiprocessors has them at this size."""
+Needs = dict[str, int]
+
+
+class Offline:
+    """A driver without a device, for one compute capability."""
+
+    capability = DEVICES[0]
+
+    def get_current_device(self) -> int:
+        return self.capability  # compiled kernels are kept by device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return GPUTarget("cuda", self.capability, 32)
+
+
+def step(case: Case) -> Callable[[], object]:
+    """Return a call of the decode operator, with the shapes of an 8B model unless the case has others."""
+    encoding = case.encoding()
+    call = case.call(encoding)
+    return lambda: decode.run(call, encoding)
+
+
+LLAMA = Case(
+    "rerope",
+    length=1024,
+    heads=32,
+    key_heads=8,
+    head_dim=128,
+    value_dim=128,
+    layout=Layout(0, 128, interleaved=False),
+    dtype=torch.bfloat16,
+    original=512,
+)
+PAIRS = Layout(0, 64, interleaved=True)
+CALLS: dict[str, Callable[[], object]] = {
+    "rerope": step(LLAMA),
+    "rerope, float32": step(replace(LLAMA, dtype=torch.float32)),
+    "rerope, head_dim 256": step(
+        replace(LLAMA, head_dim=256, value_dim=256, layout=Layout(0, 256, interleaved=False))
+    ),
+    "self_extend, half of 128 features in pairs, 4 queries": step(
+        replace(LLAMA, method="self_extend", layout=PAIRS, queries=4)
+    ),
+    "dual_chunk": step(replace(LLAMA, method="dual_chunk")),
+    "alibi": step(replace(LLAMA, method="alibi")),
+    "sandwich, soft cap": step(replace(LLAMA, method="sandwich", softcap=30.0)),
+}
+
+
+def needs(kernel: Any) -> Needs:
+    """Return the registers of a thread, its stack in bytes, and the shared memory of a program in bytes."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[0]
+    return {"registers": int(registers), "stack": int(stack), "shared": kernel.metadata.shared}
+
+
+def compiled() -> dict[str, dict[str, Needs]]:
+    """Compile what every call launches, for every device; by kernel and call, then by device."""
+    offline = Offline()
+    found: dict[str, dict[str, Needs]] = {}
+    driver.set_active(offline)
+    launched: list[tuple[str, Any]] = []
+
+    def launch(kernel: Any, grid: Any) -> Callable[..., None]:
+        def run(*arguments: Any, **constants: Any) -> None:
+            done = kernel.run(*arguments, grid=grid, warmup=True, **constants)
+            launched.append((kernel.__name__, done))
+
+        return run
+
+    JITFunction.__getitem__ = launch
+    decode._splits = lambda device, programs, blocks: SPLITS
+    for name, call in CALLS.items():
+        for Offline.capability in DEVICES:
+            launched.clear()
+            call()
+            for kernel, done in launched:
+                of_call = found.setdefault(f"{kernel}: {name}", {})
+                of_call[f"sm_{offline.capability}"] = needs(done)
+                print(f"{kernel}: {name}, sm_{offline.capability}: {needs(done)}", flush=True)
+    return found
+
+
+def main() -> int:
+    """Compare with the record, or write it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help="record the numbers")
+    write = parser.parse_args().write
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if not write and recorded.get("triton") != triton.__version__:
+        print(f"{RECORD.name} is of Triton {recorded.get('triton')}, not {triton.__version__}.")
+        return 1
+    found = compiled()
+    if write:
+        text = json.dumps({"triton": triton.__version__, "kernels": found}, indent=1)
+        # One line for each device.
+        RECORD.write_text(re.sub(r"\{\s+(\"registers[^}]*?)\s+\}", _one_line, text) + "\n")
+        return 0
+    worse = differences(recorded["kernels"], found)
+    print("\n".join(worse) or "Nothing needs more than recorded.")
+    return int(bool(worse))
+
+
+def _one_line(match: re.Match[str]) -> str:
+    return "{" + re.sub(r"\s+", " ", match[1]) + "}"
+
+
+def differences(
+    recorded: dict[str, dict[str, Needs]], found: dict[str, dict[str, Needs]]
+) -> list[str]:
+    """Return a line for each number that rose, and for each kernel that only one of the two has."""
+    lines = [f"{name}: only in one of the two; run with --write" for name in {*recorded} ^ {*found}]
+    for name in recorded.keys() & found.keys():
+        for device, numbers in found[name].items():
+            for what, number in numbers.items():
+                before = recorded[name][device][what]
+                if number > before:
+                    lines.append(f"{name}, {device}: {what} rose from {before} to {number}")
+    return sorted(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""Kernels' operators where no kernel can run: what they accept, launch and return, eager and traced."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_posenc.attention import engine
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.kernels import decode
+from hf_posenc.methods import get_method
+from tests.support.kernel_cases import Case, Written
+
+BANDS = (
+    *("rerope", "leaky_rerope", "self_extend", "dual_chunk", "string"),
+    *("lm_infinite", "attention_sinks", "sliding_window"),
+)
+BIASES = ("alibi", "kerple_log", "kerple_power", "t5", "sandwich")
+LAUNCHES = {"hf_posenc::decode": decode.LAUNCHES}
+VIEWS = {
+    *(
+        "view",
+        "expand",
+        "slice",
+        "transpose",
+        "t",
+        "permute",
+        "unsqueeze",
+        "select",
+        "alias",
+        "detach",
+    ),
+    *("empty", "new_empty", "as_strided"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "available", lambda device: True)
+
+
+def on_meta(case: Case) -> tuple[Call, Encoding]:
+    """A call whose tensors have no data: whatever waits for a value raises."""
+    encoding = case.encoding()
+    call = case.call(encoding)
+
+    def moved(x: Any) -> Any:
+        return x.to("meta") if isinstance(x, Tensor) else x
+
+    rotation = encoding.rotation
+    assert rotation is not None
+    assert isinstance(call.mask, Written)
+    parameters = {name: moved(value) for name, value in (encoding.parameters or {}).items()}
+    encoding = replace(
+        encoding,
+        rotation=replace(rotation, inv_freq=moved(rotation.inv_freq)),
+        parameters=parameters,
+    )
+    values = {name: moved(value) for name, value in vars(call).items()}
+    return Call(**{**values, "mask": Written(moved(call.mask.visible))}), encoding
+
+
+class Launches(TorchDispatchMode):
+    """Counts what a GPU would be given to do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name
+        if name.removeprefix("aten::") not in VIEWS:
+            self.names += [name] * LAUNCHES.get(name, 1)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("padding", [(0,), (0, 9)], ids=str)
+@pytest.mark.parametrize("name", [*BANDS, *BIASES])
+def test_a_step_is_two_launches_and_no_wait(name: str, padding: tuple[int, ...]) -> None:
+    call, encoding = on_meta(Case(name, padding=padding, slots=10))
+    assert engine.choose(call, encoding).name == "triton decode"
+    engine.attend(call, encoding)  # tables are made once
+    with Launches() as launches:
+        out, weights = engine.attend(call, encoding)
+    assert out.shape == (len(padding), 4, 1, 16)
+    assert weights is None
+    assert launches.names == ["hf_posenc::decode"] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_fake_output_has_the_layout_of_transformers(dtype: torch.dtype) -> None:
+    call, encoding = on_meta(Case("alibi", queries=3, padding=(0, 1), value_dim=24, dtype=dtype))
+    out, _ = decode.run(call, encoding)
+    assert (out.shape, out.dtype) == ((2, 4, 3, 24), dtype)
+    assert out.transpose(1, 2).is_contiguous()
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout": 0.1},
+    "weights": {"weights": True},
+    "nine queries": {"query": torch.zeros(1, 4, 9, 16)},
+    "float64": {name: torch.zeros(1, 4, 1, 16).double() for name in ("query", "key", "value")},
+    "wide heads": {"query": torch.zeros(1, 4, 1, 512)},
+    "strided features": {"value": torch.zeros(1, 2, 16, 70).mT},
+    "gradients": {"query": torch.zeros(1, 4, 1, 16, requires_grad=True)},
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_is_not_accepted(change: str) -> None:
+    case = Case("rerope")
+    encoding = case.encoding()
+    call = case.call(encoding)
+    assert decode.accepts(call, encoding)
+    assert not decode.accepts(replace(call, **REFUSED[change]), encoding)
+
+
+@pytest.mark.parametrize("name", ["fire", "shaw", "xpos", "rope_bias", "dynamic_ntk"])
+def test_methods_of_other_forms_are_not_accepted(name: str) -> None:
+    options = {"update": "row"} if name == "dynamic_ntk" else {}
+    method: Any = get_method(name)
+    encoding = Encoding.of([method(**options)], 32)
+    case = Case("alibi")
+    call = case.call(case.encoding())
+    assert not decode.accepts(call, replace(encoding, heads=4))
+
+
+def test_a_table_is_not_read_beyond_the_distances_of_a_cache() -> None:
+    """Without a cache, positions may have gaps, and a distance may exceed the number of keys."""
+    case = Case("sandwich", queries=4, length=4)
+    encoding = case.encoding()
+    assert not decode.accepts(case.call(encoding), encoding)
+
+
+def test_a_mask_that_adds_to_the_scores_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("alibi")
+    encoding = case.encoding()
+    call = case.call(encoding)
+    monkeypatch.setattr(Written, "added", lambda mask, start, stop: mask.visible.float())
+    assert not decode.accepts(call, encoding)
+
+
+def test_without_triton_or_off_cuda_nothing_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_posenc.attention.kernels import device
+
+    assert not device.available(torch.device("cpu"))
+    monkeypatch.setattr(device, "_installed", lambda: True)
+    assert device.available(torch.device("cuda"))
+    monkeypatch.setattr(device, "_installed", lambda: False)
+    assert not device.available(torch.device("cuda"))
+
+
+def test_the_engine_does_not_import_triton() -> None:
+    code = "import sys, hf_posenc.attention.engine; print('triton' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["rerope", "alibi", "t5", "sandwich"])
+def test_a_step_is_traced_in_one_graph(name: str) -> None:
+    prefill, encoding = on_meta(Case(name, queries=70, slots=10))
+    assert not decode.accepts(prefill, encoding)  # the first eager call prepares the steps
+    call, _ = on_meta(Case(name, slots=10))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        moved = replace(call, query=query, key=key, value=value)
+        return engine.attend(moved, encoding)[0]
+
+    assert step(call.query, call.key, call.value).shape == call.query.shape
+    assert len(graphs) == 1
+    assert "hf_posenc.decode" in str(graphs[0].graph)
