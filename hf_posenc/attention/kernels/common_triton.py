@@ -1,7 +1,10 @@
 """Device functions of all kernels: biases by distance, soft cap, cosine and sine."""
 
-import triton
-import triton.language as tl
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    from hf_posenc.attention.kernels.absent import tl, triton
 
 from hf_posenc.methods.penalties import LEAST, KerplePower
 

@@ -1,7 +1,10 @@
 """Decode kernels: a share of the keys for the query heads of a key head, and the merge of the shares."""
 
-import triton
-import triton.language as tl
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    from hf_posenc.attention.kernels.absent import tl, triton
 
 from hf_posenc.attention.kernels.common_triton import (
     LOG2E,
