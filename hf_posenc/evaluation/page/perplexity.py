@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import json
 import math
 import re
@@ -18,7 +19,6 @@ from markupsafe import Markup
 
 from hf_posenc.evaluation import plots
 from hf_posenc.evaluation.grid import Field, Grid, Span, failure_field, number
-from hf_posenc.evaluation.measuring.result import nan_if_none
 from hf_posenc.evaluation.measuring.statistics import (
     FEW_DOCUMENTS,
     ROUNDING,
@@ -28,7 +28,7 @@ from hf_posenc.evaluation.measuring.statistics import (
     side_of_one,
     summarize,
 )
-from hf_posenc.evaluation.page.collect import Source, grouped, interval_of, settings_differ
+from hf_posenc.evaluation.page.collect import Source, grouped, settings_differ
 from hf_posenc.evaluation.perplexity.result import record_of
 
 if TYPE_CHECKING:
@@ -116,19 +116,29 @@ class Line:
         name: The method's label in the result.
         label: Its unique label here: with the number of its result if several results have it.
         method: The method's name; `None` for the model as it was loaded.
+        records: Its sums by length; the documents' names are their indices.
+        failures: The reason why there is no number, by length.
         also: Other results with the very same numbers.
         cells: The numbers by length, with ratios to the row with the label `baseline`, which may be this one.
-        failures: The reason why there is no number, by length.
     """
 
     source: Source
     name: str
     label: str
     method: str | None
+    records: dict[int, list[Record]]
+    failures: dict[int, str]
     also: list[Source] = field(default_factory=list)
     cells: dict[int, Cell] = field(default_factory=dict)
-    failures: dict[int, str] = field(default_factory=dict)
     baseline: str = ""
+
+    @property
+    def model(self) -> str:
+        """The model of the result. A ratio between two models would not be a method's."""
+        model = self.source.data["model"]
+        names = ("weights_sha256", "config_sha256", "patch", "class", "parameters", "dtype")
+        values = [model.get(name) for name in names]
+        return json.dumps([*values, None if model.get("weights_sha256") else model.get("name")])
 
 
 @dataclass
@@ -161,24 +171,27 @@ def merge(sources: Sequence[Source]) -> list[Merged]:
 
 def _merged(protocol: str, sources: list[Source]) -> Merged:
     lines: list[Line] = []
-    for source in sources:
-        for method in source.data["methods"]:
-            line = _line(source, method, protocol)
-            twin = next((other for other in lines if _same(other, line)), None)
-            if twin is None:
-                lines.append(line)
-            else:
-                twin.also.append(source)
+    for line in (_line(s, method, protocol) for s in sources for method in s.data["methods"]):
+        twin = next((other for other in lines if _same(other, line)), None)
+        if twin is None:
+            lines.append(line)
+        else:
+            twin.also.append(line.source)
     names = [line.name for line in lines]
     for line in lines:
         if names.count(line.name) > 1:
-            line.label = f"{line.name} [{line.source.number}]"
-    for line in lines:
-        baseline = _baseline(line, lines)
-        line.baseline = baseline.label
-        for length, cell in line.cells.items() if baseline.source is not line.source else ():
-            ratio, interval = against(line, baseline, protocol, length, length)
-            line.cells[length] = replace(cell, ratio=ratio, ratio_interval=interval)
+            line.label += f" [{line.source.number}]"
+    for own in _by_model(lines):
+        baseline = _baseline(own)
+        records = [
+            replace(record, method=line.label)
+            for line in own
+            for record in itertools.chain(*line.records.values())
+        ]
+        cells = _compared(baseline, records)
+        for line in own:
+            line.baseline = baseline.label
+            line.cells = {cell.length: cell for cell in cells if cell.method == line.label}
     settings = [source.data["settings"] for source in sources]
     lengths = sorted({length for values in settings for length in values["lengths"]})
     originals = {source.data.get("original_max_position_embeddings") for source in sources}
@@ -193,51 +206,52 @@ def _merged(protocol: str, sources: list[Source]) -> Merged:
     )
 
 
-def variant(source: Source) -> str:
-    """Identify the model of a result. A ratio between two models would not be a method's."""
-    model = source.data["model"]
-    names = ("weights_sha256", "config_sha256", "patch", "class", "parameters", "dtype")
-    values = [model.get(name) for name in names]
-    return json.dumps([*values, None if model.get("weights_sha256") else model.get("name")])
-
-
 def _line(source: Source, method: Mapping[str, Any], protocol: str) -> Line:
-    line = Line(source, method["label"], method["label"], method["method"])
-    for entry in _entries(line, protocol, "summary"):
-        values = {each.name: entry[each.name] for each in fields(Cell)}
-        values["perplexity"] = nan_if_none(entry["perplexity"])
-        for name in ("interval", "ratio_interval"):
-            values[name] = interval_of(entry[name])
-        line.cells[entry["length"]] = Cell(**values)
-    line.failures = {e["length"]: e["reason"] for e in _entries(line, protocol, "failures")}
-    return line
+    name = method["label"]
+    measured, failed = (
+        [e for e in source.data[part] if (e["method"], e["protocol"]) == (name, protocol)]
+        for part in ("records", "failures")
+    )
+    documents = {document["name"]: str(i) for i, document in enumerate(source.data["documents"])}
+    records: dict[int, list[Record]] = {}
+    for entry in measured:
+        document = documents.get(entry["document"], entry["document"])
+        values = {each.name: entry[each.name] for each in fields(Record)}
+        record = record_of({**values, "document": document})
+        records.setdefault(record.length, []).append(record)
+    failures = {entry["length"]: entry["reason"] for entry in failed}
+    return Line(source, name, name, method["method"], records, failures)
 
 
 def _same(one: Line, two: Line) -> bool:
     """Return whether the second line repeats the first: the same model, method and numbers, to the last bit."""
     first, second = (
-        {n: (c.nats, c.tokens, c.perplexity, c.interval) for n, c in line.cells.items()}
-        | {length: (reason,) for length, reason in line.failures.items()}
+        {length: repr(records) for length, records in line.records.items()} | line.failures
         for line in (one, two)
     )
-    named = one.name == two.name and variant(one.source) == variant(two.source)
+    named = one.name == two.name and one.model == two.model
     return named and bool(second) and second.items() <= first.items()
 
 
-def _entries(line: Line, protocol: str, name: str) -> list[Any]:
-    """The entries of one of a result's lists that belong to a line."""
-    key = (line.name, protocol)
-    return [e for e in line.source.data[name] if (e["method"], e["protocol"]) == key]
+def _by_model(lines: Sequence[Line]) -> list[list[Line]]:
+    models: dict[str, list[Line]] = {}
+    for line in lines:
+        models.setdefault(line.model, []).append(line)
+    return list(models.values())
 
 
-def _baseline(line: Line, lines: Sequence[Line]) -> Line:
-    """The first method of a result of the same model, preferably the model as it was loaded."""
-    own = [other for other in lines if variant(other.source) == variant(line.source)]
-    firsts = {
-        other.source.number: other for other in reversed(own)
-    }  # each result's, the last first
-    loaded = (other for other in reversed(firsts.values()) if other.method is None)
-    return next(loaded, own[0])
+def _baseline(lines: Sequence[Line]) -> Line:
+    """The first method of a result, of rows of one model, preferably the model as it was loaded."""
+    firsts = {line.source.number: line for line in reversed(lines)}  # of the last result first
+    loaded = (line for line in reversed(firsts.values()) if line.method is None)
+    return next(loaded, lines[0])
+
+
+def _compared(baseline: Line, records: Sequence[Record]) -> list[Cell]:
+    """The numbers of records of a model, and their ratios to the baseline's."""
+    settings = baseline.source.data["settings"]
+    how = {name: settings.get(name) for name in ("aggregate", "base")}
+    return summarize(records, **how, baseline=baseline.label)
 
 
 def _curve(lines: Sequence[Line]) -> dict[str, Any] | None:
@@ -255,34 +269,19 @@ def _curve(lines: Sequence[Line]) -> dict[str, Any] | None:
 
 
 def against(
-    line: Line, other: Line, protocol: str, length: int, other_length: int
+    line: Line, other: Line, length: int, other_length: int
 ) -> tuple[float | None, Interval | None]:
     """Divide a row's perplexity by another's, with the paired 95 % interval over documents; `None` if one is missing.
 
     Both have read the same documents, and under `tail` the same targets at any length.
     """
-    base = _records(other, protocol, other_length, "base")
-    rows = _records(line, protocol, length, "row")
+    base, rows = other.records.get(other_length, []), line.records.get(length, [])
     if not rows or len(rows) != len(base):
         return None, None
-    settings = line.source.data["settings"]
-    how = {name: settings.get(name) for name in ("aggregate", "base")}
-    cells = summarize([*base, *rows], **how)
-    cell = next((cell for cell in cells if cell.method == "row"), None)
-    return (None, None) if cell is None else (cell.ratio, cell.ratio_interval)
-
-
-def _records(line: Line, protocol: str, length: int, name: str) -> list[Record]:
-    """A row's sums under names that do not depend on the machine: the document's index, and length 0."""
-    documents = enumerate(line.source.data["documents"])
-    indices = {document["name"]: str(index) for index, document in documents}
-    records = []
-    for entry in _entries(line, protocol, "records"):
-        if entry["length"] == length:
-            document = indices.get(entry["document"], entry["document"])
-            values = {**entry, "method": name, "length": 0, "document": document}
-            records.append(record_of({each.name: values[each.name] for each in fields(Record)}))
-    return records
+    records = [replace(record, method=other.label, length=0) for record in base]
+    records += [replace(record, method="", length=0) for record in rows]
+    *_, cell = [None, *_compared(other, records)]
+    return (None, None) if cell is None or cell.method else (cell.ratio, cell.ratio_interval)
 
 
 # Fields of the page: numbers with their exact values, ranges, and the conclusions that intervals allow.
@@ -377,7 +376,7 @@ def _parts(group: Sequence[Source], figures: bool) -> list[dict[str, Any]]:
             {
                 "merged": merged,
                 "apart": apart,
-                "verdicts": _verdicts(merged),
+                "verdicts": [_verdict(own, merged) for own in _by_model(merged.candidates)],
                 "summary": _summary(merged),
                 "pictures": pictures(merged) if figures else [],
                 "table": _table(merged),
@@ -386,21 +385,14 @@ def _parts(group: Sequence[Source], figures: bool) -> list[dict[str, Any]]:
     return parts
 
 
-def _verdicts(merged: Merged) -> list[str]:
-    """Compare the best method of each model to the control, at the longest length."""
-    models: dict[str, list[Line]] = {}
-    for line in merged.candidates:
-        models.setdefault(variant(line.source), []).append(line)
-    return [_verdict(lines, merged) for lines in models.values()]
-
-
 def _verdict(lines: Sequence[Line], merged: Merged) -> str:
+    """Compare the best method of a model to the control, at the longest length."""
     length, documents = merged.settings.lengths[-1], len(lines[0].source.data["documents"])
     baseline = next((line for line in lines if line.label == lines[0].baseline), lines[0])
     control = next((line for line in lines if line.method == plots.CONTROL), baseline)
     rivals = []
     for line in lines:
-        ratio, interval = against(line, control, merged.protocol, length, length)
+        ratio, interval = against(line, control, length, length)
         if line.method not in (None, plots.CONTROL) and ratio is not None and math.isfinite(ratio):
             rivals.append((ratio, line.label, interval))
     where = f"{length:,} tokens, {control.label} as the control, {documents} documents"
@@ -432,7 +424,7 @@ def _about(line: Line, merged: Merged) -> str:
         return ""
     runs = ", ".join(str(source.number) for source in (line.source, *line.also))
     about = f"run {runs}" if not line.also else f"runs {runs}, the same numbers"
-    if len({variant(source) for source in merged.sources}) > 1:
+    if len(_by_model(merged.candidates)) > 1:
         model = line.source.data["model"]
         about += f": {model.get('name', '')}, {model.get('dtype', '')}"
     return about
@@ -445,8 +437,7 @@ def _summary(merged: Merged) -> Grid | None:
     long = lengths[-1]
     if short is None or long == short:
         return None
-    protocol, base = merged.protocol, merged.candidates[0]
-    title = f"Short and long texts, {protocol}"
+    base, title = merged.candidates[0], f"Short and long texts, {merged.protocol}"
     caption = (
         f"{title}: perplexity as a multiple of another, with the paired 95 % interval over documents. The price on "
         "texts of the trained length is shown beside the effect on long ones."
@@ -457,12 +448,12 @@ def _summary(merged: Merged) -> Grid | None:
     others = [(line, long) for line in merged.candidates if line.method == plots.CONTROL][:1]
     for control, _ in others:
         grid.column(f"{long:,} tokens, to {control.label}")
-    if protocol == "tail":
+    if merged.protocol == "tail":
         grid.column(f"{long:,} tokens, to {base.label} at {short:,}")
         others.append((base, short))
     for line in merged.candidates:
         fields = [_to_baseline(line, short), _to_baseline(line, long)]
-        fields += [_to_other(line, long, *other, protocol) for other in others]
+        fields += [_to_other(line, long, *other) for other in others]
         grid.row(row_name(line.label, _about(line, merged)), *fields)
     return grid
 
@@ -476,10 +467,10 @@ def _to_baseline(line: Line, length: int) -> Field:
     return ratio_field(cell.ratio, cell.ratio_interval, cell.documents)
 
 
-def _to_other(line: Line, length: int, other: Line, other_length: int, protocol: str) -> Field:
+def _to_other(line: Line, length: int, other: Line, other_length: int) -> Field:
     if line is other and length == other_length:
         return _BASELINE
-    ratio, interval = against(line, other, protocol, length, other_length)
+    ratio, interval = against(line, other, length, other_length)
     return ratio_field(ratio, interval, len(line.source.data["documents"]))
 
 
