@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,15 @@ from hf_posenc.evaluation.measuring.execute import (
     wait_for_all,
     write_timings,
 )
-from hf_posenc.evaluation.measuring.identity import check_weights, describe_model, name_of
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
-from hf_posenc.evaluation.options import PERPLEXITY_METHODS, BenchOptions, with_fields
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, joined, settings_of
-from hf_posenc.evaluation.perplexity.protocols import special_tokens
-from hf_posenc.evaluation.published import comparable
-from hf_posenc.evaluation.published import get as get_table
+from hf_posenc.evaluation.options import (
+    PERPLEXITY_METHODS,
+    BenchOptions,
+    PerplexityOptions,
+    ProtocolOptions,
+    with_fields,
+)
+from hf_posenc.evaluation.perplexity import measurement
 from hf_posenc.evaluation.retrieval import TASKS, RetrievalRun, RetrievalSettings
 
 
@@ -53,7 +54,7 @@ class Suite:
         """Return the suite with the options that replace its own."""
         changes: dict[str, Any] = {"documents": options.limit, "methods": options.methods}
         changes |= {"tasks": options.tasks, "rounds": options.rounds}
-        return dataclasses.replace(self, **{k: v for k, v in changes.items() if v is not None})
+        return replace(self, **{k: v for k, v in changes.items() if v is not None})
 
 
 # In every suite the second method is the control: plain attention to as many tokens as the model was trained at.
@@ -126,7 +127,7 @@ class BenchJob:
     prefill. `about` are the other fields of the result, `missing` the items that other processes have not stored yet.
     """
 
-    perplexity: PerplexityRun
+    perplexity: measurement.PerplexityRun
     shared: Mapping[str, Measurement[Any, Any]]
     speed: SpeedRun | None
     about: Mapping[str, Any]
@@ -220,39 +221,23 @@ def prepare(
     command: str | None = None,
 ) -> BenchJob:
     """Check the methods against the model, read the documents and lay out the prompts."""
-    check_weights(model)
     suite = get_suite(options.suite).replaced(options)
-    candidates = [candidate.checked(model) for candidate in parse_candidates(suite.methods)]
-    original = original_length(model, candidates)
     lengths, target = options.lengths, options.target_length
     if lengths is not None and target is not None:
         raise PosencError("Lengths and a target length exclude each other: give one of them.")
-    settings, policy = settings_of(
-        options, original, lengths or suite_lengths(suite, original, target)
+    if not lengths:
+        candidates = [candidate.checked(model) for candidate in parse_candidates(suite.methods)]
+        lengths = suite_lengths(suite, original_length(model, candidates), target)
+    shared = {field.name: getattr(options, field.name) for field in fields(ProtocolOptions)}
+    shared |= {"limit": suite.documents, "methods": suite.methods, "lengths": lengths}
+    run = measurement.prepare(
+        model, tokenizer, source, PerplexityOptions(**shared), name=name, command=command
     )
-    for table in options.compare:
-        comparable(get_table(table), settings)
-    special = special_tokens(tokenizer, policy)
-    needed = max(1, settings.shortest_document - len(special))
-    documents, skipped, about = source.load(
-        tokenizer,
-        dataclasses.replace(options, limit=suite.documents),
-        min_tokens=needed,
-        embedded_tokens=max(needed, settings.lengths[-1] - len(special)),
-    )
-    remarks, count = [], len(documents)
-    if count < suite.documents:
-        remarks.append(f"{count} documents are long enough; {suite.documents} were requested.")
-    metadata = {
-        "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
-        "original": original,
-        "command": command,
-    }
-    used = joined(documents) if settings.streams else documents
-    about = {**metadata, "source": about, "skipped": skipped}
-    run = PerplexityRun(model, used, candidates, settings, special=special, metadata=about)
-    shared: dict[str, Measurement[Any, Any]] = {"perplexity": run}
-    speed = None
+    remarks, settings = [], run.settings
+    if run.read < suite.documents:
+        remarks.append(f"{run.read} documents are long enough; {suite.documents} were requested.")
+    metadata = {name: run.metadata[name] for name in ("model", "original", "command")}
+    parts: dict[str, Measurement[Any, Any]] = {"perplexity": run}
     if suite.tasks:
         prompts = RetrievalSettings(
             lengths=settings.lengths,
@@ -262,22 +247,19 @@ def prepare(
             seed=options.seed,
             chunk=settings.chunk,
         )
+        special, noise = run.special.tolist(), {**metadata, "haystack": {"kind": "noise"}}
         try:
-            shared["retrieval"] = RetrievalRun(
-                model,
-                tokenizer,
-                candidates,
-                prompts,
-                special=special,
-                metadata={**metadata, "haystack": {"kind": "noise"}},
+            parts["retrieval"] = RetrievalRun(
+                model, tokenizer, run.candidates, prompts, special=special, metadata=noise
             )
         except PosencError as error:
             remarks.append(f"No retrieval: {error}")
+    speed = None
     if suite.rounds:
         speed = SpeedRun(
             model,
-            window_of(used, settings.lengths[-1], run.special),
-            candidates,
+            window_of(run.documents, settings.lengths[-1], run.special),
+            run.candidates,
             rounds=suite.rounds,
             chunk=settings.chunk,
             prefill=settings.prefill,
@@ -285,4 +267,4 @@ def prepare(
         )
     compare = tuple(options.compare)
     about = {"suite": options.suite, "compare": compare, "remarks": tuple(remarks)}
-    return BenchJob(run, shared, speed, about)
+    return BenchJob(run, parts, speed, about)

@@ -92,7 +92,8 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
 
     Documents have at least `settings.shortest_document` tokens, with the token ids `special` in front. For `longppl`,
     `key_tokens` returns which tokens of a document, given by its index, are key, shape (n,), bool; it is called while
-    nothing is patched in. `metadata` has `model`, `source`, `original`, `skipped` and `command` of the result.
+    nothing is patched in. `metadata` has `model`, `source`, `original`, `skipped` and `command` of the result. `read`
+    is the number of documents before they are joined.
 
     Raises:
         PosencError: The model is not a causal language model, or the tokens are another model's.
@@ -109,7 +110,8 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
         key_tokens: Callable[[int], Tensor] | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model, self.documents, self.candidates = model, documents, candidates
+        self.model, self.candidates, self.read = model, candidates, len(documents)
+        self.documents = joined(documents) if settings.streams else documents
         self.settings, self._find_key_tokens = settings, key_tokens
         self.metadata = metadata or {}
         self._key_tokens: dict[int, Tensor] = {}
@@ -400,7 +402,7 @@ def prepare(
         )
     return PerplexityRun(
         model,
-        joined(documents) if settings.streams else documents,
+        documents,
         candidates,
         settings,
         special=special,
