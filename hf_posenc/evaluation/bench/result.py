@@ -23,7 +23,7 @@ from hf_posenc.evaluation.grid import (
     percent_range,
     to_markdown,
 )
-from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, Cell
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
 from hf_posenc.evaluation.published import beside, get, remarks
@@ -68,13 +68,11 @@ def pooled(
 
     A failure leaves no number but its reason: a share of the remaining samples would not be comparable.
     """
+    tasks = result.settings.tasks if tasks is None else tasks
+    lengths = result.settings.lengths if lengths is None else lengths
 
     def selected(entry: Failure | Record) -> bool:
-        return (
-            entry.method == method
-            and (tasks is None or entry.task in tasks)
-            and (lengths is None or entry.length in lengths)
-        )
+        return entry.method == method and entry.task in tasks and entry.length in lengths
 
     reasons = [failure.reason for failure in result.failures if selected(failure)]
     if reasons:
@@ -117,59 +115,42 @@ class BenchResult(Result):
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON-ready values. All but `speed` is deterministic."""
-        parts = {name: getattr(self, name) for name in _PARTS}
-        values: dict[str, Any] = finite(
-            {
-                "format": FORMAT,
-                "kind": self.kind,
-                "suite": self.suite,
-                "compare": list(self.compare),
-                "remarks": list(self.remarks),
-                **{name: part and part.to_dict() for name, part in parts.items()},
-            }
-        )
-        return values
+        values: dict[str, Any] = {"format": FORMAT, "kind": self.kind}
+        values |= {name: getattr(self, name) for name in ("suite", "compare", "remarks", *_PARTS)}
+        values |= {name: values[name] and values[name].to_dict() for name in _PARTS}
+        ready: dict[str, Any] = finite(values)
+        return ready
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> BenchResult:
         """Read the values of `to_dict`."""
-        parts = {
-            name: values[name] and kind.from_dict(values[name]) for name, kind in _PARTS.items()
-        }
-        compare, remarks = tuple(values["compare"]), tuple(values["remarks"])
-        return cls(**parts, suite=values["suite"], compare=compare, remarks=remarks)
-
-    # Files
+        parts = {n: values[n] and kind.from_dict(values[n]) for n, kind in _PARTS.items()}
+        return cls(**parts, **{name: values[name] for name in ("suite", "compare", "remarks")})
 
     def files(self) -> dict[str, str]:
         return {**super().files(), "bench.csv": self._csv(), "table.md": self._repr_markdown_()}
 
     def _csv(self) -> str:
         """A row per method and length: perplexity by protocol, retrieval, and speed at the longest length."""
-        protocols = self.perplexity.settings.protocols
-        columns = ["method", "length", "scale"]
-        columns += [f"{protocol}_{name}" for protocol in protocols for name in _OF_PROTOCOL]
-        columns += [*(f"retrieval_{x}" for x in _OF_RETRIEVAL), *(f"speed_{x}" for x in _OF_SPEED)]
-        rows = []
-        for entry in self.perplexity.candidates:
-            for length in self.perplexity.settings.lengths:
-                parts = {p: self._of_protocol(entry.label, p, length) for p in protocols}
-                parts["retrieval"] = self._of_retrieval(entry.label, length)
-                parts["speed"] = self._of_speed(entry.label, length)
-                row = {"method": entry.label, "length": length, "scale": entry.scale_at(length)}
-                for name, part in parts.items():
-                    row |= {f"{name}_{column}": value for column, value in part.items()}
-                rows.append(row)
-        return to_csv(columns, rows)
-
-    def _of_protocol(self, method: str, protocol: str, length: int) -> dict[str, Any]:
-        cell = self.perplexity.cell(method, protocol, length)
-        if cell is None:
-            return {"status": self.perplexity.failure(method, protocol, length)}
-        low, high = cell.interval or (None, None)
-        values = (cell.perplexity, low, high, *difference(cell))
-        status = "ok" if math.isfinite(cell.nats) else "not finite"
-        return dict(zip(_OF_PROTOCOL, (*values, status), strict=True))
+        columns: dict[str, Sequence[str]] = dict.fromkeys(
+            self.perplexity.settings.protocols, _OF_PROTOCOL
+        )
+        columns |= {"retrieval": _OF_RETRIEVAL, "speed": _OF_SPEED}
+        rows: dict[tuple[str, int], dict[str, Any]] = {}
+        for cell in self.perplexity.csv_rows():
+            method, length = key = cell["method"], cell["length"]
+            row = rows.setdefault(key, {"method": method, "length": length, "scale": cell["scale"]})
+            ends = ("", "_low", "_high")
+            logs = {f"difference{end}": log_ratio(cell.get(f"ratio{end}")) for end in ends}
+            parts = {
+                cell["protocol"]: {**cell, **logs},
+                "retrieval": self._of_retrieval(*key),
+                "speed": self._of_speed(*key),
+            }
+            for name, part in parts.items():
+                row |= {f"{name}_{column}": part.get(column) for column in columns[name]}
+        names = [f"{name}_{column}" for name, own in columns.items() for column in own]
+        return to_csv(["method", "length", "scale", *names], rows.values())
 
     def _of_retrieval(self, method: str, length: int) -> dict[str, Any]:
         if self.retrieval is None:
@@ -209,11 +190,9 @@ class BenchResult(Result):
             lines.append(f"\nTo reproduce it:\n\n```bash\n{measured.command}\n```")
         return "\n".join(lines) + "\n"
 
-    # Figures
-
     def figures(self) -> dict[str, Figure]:
-        drawn = {"curve": self.plot(), "heatmap": self.heatmap()}
-        return {name: figure for name, figure in drawn.items() if figure is not None}
+        heatmap = self.heatmap()
+        return {"curve": self.plot(), **({"heatmap": heatmap} if heatmap else {})}
 
     def plot(self) -> Figure:
         """Draw perplexity by position in the text if `prefix` was measured, else by length. Needs matplotlib."""
@@ -224,17 +203,19 @@ class BenchResult(Result):
         """Draw retrieval by length and depth of the needle, if it was measured. Needs matplotlib."""
         return None if self.retrieval is None else self.retrieval.plot()
 
-    # Tables
-
-    @property
-    def _baseline(self) -> str:
-        return self.perplexity.candidates[0].label
-
     def tables(self) -> list[Grid]:
         """Return the main table, retrieval by task if there are several, and the published tables."""
         grids = [self.table()]
         if self.retrieval is not None and len(self.retrieval.settings.tasks) > 1:
-            grids.append(_task_table(self.retrieval))
+            tasks, longest = self.retrieval.settings.tasks, self.retrieval.settings.lengths[-1]
+            grid = Grid(f"Retrieval by task, prompts of up to {longest:,} tokens")
+            grid.column("method")
+            for task in tasks:
+                grid.column(task, numeric=True)
+            for entry in self.retrieval.candidates:
+                shares = (_share(self.retrieval, entry.label, [task]) for task in tasks)
+                grid.row(entry.label, *shares)
+            grids.append(grid)
         return [*grids, *(beside(get(name), self.perplexity) for name in self.compare)]
 
     def table(self) -> Grid:
@@ -272,8 +253,8 @@ class BenchResult(Result):
         if cell.interval is not None and math.isfinite(cell.perplexity):
             low, high = (_bounded(end, 3) for end in cell.interval)
             field.append(f"\n{low}-{high}", "aside")
-        change, *_ = difference(cell)
-        if change is not None and math.isfinite(change) and method != self._baseline:
+        change = log_ratio(cell.ratio)
+        if change is not None and math.isfinite(change) and method != measured.candidates[0].label:
             rounded = round(change, 3) or 0.0  # no -0.000
             field.append(f"\n({rounded:+.3f}){'*' * bool(cell.differs)}")
         return field
@@ -288,22 +269,20 @@ class BenchResult(Result):
                 yield from [failure_field(cell.failed)] * 2
                 return
             speed = Field(f"{cell.tokens_per_second:,.0f}")
-            if cell.ratio is not None and method != self._baseline:
+            if cell.ratio is not None and method != self.speed.methods[0]:
                 speed.append(f"\nx{cell.ratio:.2f}", "aside")
             yield speed
             yield Field("-" if cell.peak_bytes is None else number(cell.peak_bytes / GIB, 3))
 
-    # Notes
-
     def notes(self) -> Iterator[str]:
         measured, settings = self.perplexity, self.perplexity.settings
-        count = len(measured.documents)
+        count, baseline = len(measured.documents), measured.candidates[0].label
         for protocol in settings.protocols:
             yield f"{protocol}: {settings.definition(protocol)}."
         yield (
             f"In each field the perplexity over {count} document{'s' * (count != 1)}, its 95 % interval over "
             f"documents, and in parentheses the difference in log-perplexity (nats per token) "
-            f"to {self._baseline} on the same documents; *: the paired 95 % interval of that difference excludes 0."
+            f"to {baseline} on the same documents; *: the paired 95 % interval of that difference excludes 0."
         )
         ends = (end for c in measured.cells for end in (c.perplexity, *(c.interval or ())))
         if any(end > BOUND for end in ends):
@@ -315,8 +294,7 @@ class BenchResult(Result):
         if self.retrieval is not None:
             yield from _retrieval_notes(self.retrieval)
         if self.speed is not None:
-            replays = measured.head_replay != "off"
-            yield from _speed_notes(self.speed, self._baseline, replays)
+            yield from _speed_notes(self.speed, measured.head_replay != "off")
         for name in self.compare:
             yield from remarks(get(name))
         yield from measured.guide()
@@ -331,31 +309,13 @@ class BenchResult(Result):
                     yield f"{cell.method}: the prefill failed at length {self.speed.length:,}: {cell.failed}"
 
 
-def difference(cell: Cell) -> tuple[float | None, float | None, float | None]:
-    """Return a cell's mean loss less the baseline's, in nats per token, and the ends of its paired interval."""
-
-    def log(ratio: float | None) -> float | None:
-        if ratio is None:
-            return None
-        return math.log(ratio) if ratio > 0 else -math.inf
-
-    low, high = cell.ratio_interval or (None, None)
-    return log(cell.ratio), log(low), log(high)
+def log_ratio(ratio: float | None) -> float | None:
+    """Return the difference in mean loss behind a ratio of perplexities, in nats per token."""
+    return None if ratio is None else math.log(ratio) if ratio > 0 else -math.inf
 
 
 def _bounded(value: float, digits: int = 4) -> str:
     return ">1e3" if value > BOUND else number(value, digits)
-
-
-def _task_table(result: RetrievalResult) -> Grid:
-    tasks, lengths = result.settings.tasks, result.settings.lengths
-    grid = Grid(f"Retrieval by task, prompts of up to {lengths[-1]:,} tokens")
-    grid.column("method")
-    for task in tasks:
-        grid.column(task, numeric=True)
-    for entry in result.candidates:
-        grid.row(entry.label, *(_share(result, entry.label, [task]) for task in tasks))
-    return grid
 
 
 def _share(result: RetrievalResult, method: str, tasks: list[str] | None) -> Field:
@@ -392,15 +352,14 @@ def _retrieval_notes(result: RetrievalResult) -> Iterator[str]:
             yield f"{task} has no prompt as short as {listed(short)} tokens."
 
 
-def _speed_notes(speed: SpeedResult, baseline: str, replays: bool) -> Iterator[str]:
-    threads = (
-        "" if speed.threads is None else f", {speed.threads} thread{'s' * (speed.threads != 1)}"
-    )
+def _speed_notes(speed: SpeedResult, replays: bool) -> Iterator[str]:
+    count = speed.threads
+    threads = "" if count is None else f", {count} thread{'s' * (count != 1)}"
     logits = "the last token" if replays else "every token, as this model cannot do with fewer"
     yield (
         f"tok/s: prefill of {speed.length:,} tokens (one forward without a key-value cache, logits of {logits}), "
         f"median of {len(speed.rounds)} after a warm-up each, methods in turn, on {speed.device}{threads}; x: times as "
-        f"fast as {baseline}, median over the rounds."
+        f"fast as {speed.methods[0]}, median over the rounds."
     )
     if speed.memory is not None:
         yield f"GiB: {speed.memory}, in the timed forward."

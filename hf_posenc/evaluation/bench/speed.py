@@ -33,9 +33,6 @@ ON_CPU = (
     "resident in memory at the peak, of the whole process: Python, libraries and weights included"
 )
 
-_STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
-
 
 class Clock:
     """Measures time and peak memory on the devices of a model, where its weights are.
@@ -88,14 +85,14 @@ class Clock:
 def _reset_peak() -> bool:
     """Reset the kernel's high-water mark to what is resident now; return whether that is possible here."""
     try:
-        _CLEAR.write_text("5")
+        Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
     return _peak() is not None
 
 
 def _peak() -> int | None:
-    kibibytes = _entry(_STATUS, "VmHWM")
+    kibibytes = _entry(Path("/proc/self/status"), "VmHWM")
     return None if kibibytes is None else int(kibibytes.split()[0]) * 1024
 
 
@@ -169,16 +166,14 @@ class SpeedResult:
         return cls(**{name: value for name, value in values.items() if name != "summary"})
 
     def _cell(self, label: str) -> SpeedCell:
-        own = [values[label] for values in self.rounds]
+        own, first = ([values[name] for values in self.rounds] for name in (label, self.methods[0]))
         failed = next((values["failed"] for values in own if "failed" in values), None)
         if failed is not None or not own:
             return SpeedCell(label, failed=failed or "not measured")
-        seconds = [values["seconds"] for values in own]
-        first = [values[self.methods[0]] for values in self.rounds]
-        ratio = None
+        ratio, seconds = None, [values["seconds"] for values in own]
         if not any("failed" in values for values in first):
-            pairs = zip(first, own, strict=True)
-            ratio = statistics.median(theirs["seconds"] / ours["seconds"] for theirs, ours in pairs)
+            pairs = zip(first, seconds, strict=True)
+            ratio = statistics.median(theirs["seconds"] / ours for theirs, ours in pairs)
         peaks = [values["peak_bytes"] for values in own]
         pieces = [values["prefill"] for values in own if values["prefill"] is not None]
         return SpeedCell(
