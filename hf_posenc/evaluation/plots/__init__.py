@@ -59,15 +59,6 @@ STYLE: Any = {
 }
 
 
-class Named(Protocol):
-    """A method of a result: its `label` in reports, and its name `method`; `None` for the model as loaded."""
-
-    @property
-    def label(self) -> str: ...
-    @property
-    def method(self) -> str | None: ...
-
-
 @dataclass(frozen=True)
 class Scope:
     """Protocols, lengths and tail of a figure, in tokens."""
@@ -78,14 +69,17 @@ class Scope:
 
 
 class Measured(Protocol):
-    """Perplexities that can be drawn: a `PerplexityResult`, or several of them merged."""
+    """Perplexities that can be drawn: a `PerplexityResult`, or several of them merged.
+
+    Each of the candidates has a `label` in reports, and a name `method`; `None` for the model as loaded.
+    """
 
     @property
     def settings(self) -> Settings | Scope: ...
     @property
     def original(self) -> int | None: ...
     @property
-    def candidates(self) -> Sequence[Named]: ...
+    def candidates(self) -> Sequence[Any]: ...
     @property
     def curve(self) -> Mapping[str, Any] | None: ...
     def cell(self, method: str, protocol: str, length: int, /) -> Cell | None: ...
@@ -102,7 +96,7 @@ def require() -> None:
         raise PosencError("The plot needs matplotlib: pip install 'hf-posenc[plot]'.")
 
 
-def looks(candidates: Sequence[Named]) -> list[dict[str, Any]]:
+def looks(candidates: Sequence[Any]) -> list[dict[str, Any]]:
     """Return the look of each line: a colour per method, dashes for its further and dynamic forms, the control grey."""
     seen: dict[str, int] = {}
     styles = []
@@ -171,15 +165,28 @@ def mark_trained(panel: Axes, original: int | None, *, below: bool = False) -> N
     if not original or not low <= original <= high:
         return
     panel.axvline(original, color=CONTROL_COLOUR, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+    at, side = ((3, 3), "bottom") if below else ((3, -2), "top")
+    name_mark(panel, "trained length", original, at, color=REMARK, va=side, bottom=below)
+
+
+def name_mark(
+    panel: Axes,
+    text: str,
+    x: float,
+    points: tuple[float, float],
+    *,
+    bottom: bool = False,
+    **look: Any,
+) -> None:
+    """Write the name of a vertical line so many points from its upper or lower end."""
     panel.annotate(
-        "trained length",
-        (original, 0 if below else 1),
+        text,
+        (x, 0 if bottom else 1),
         xycoords=("data", "axes fraction"),
-        xytext=(3, 3 if below else -2),
+        xytext=points,
         textcoords="offset points",
-        va="bottom" if below else "top",
-        color=REMARK,
         fontsize=7,
+        **look,
     )
 
 
@@ -229,15 +236,13 @@ def name_lines(panel: Axes, labels: Collection[str], height: float) -> None:
     """Write the name of each line of a log axis beside its end, moved apart where ends are close; height in points."""
     low, high = (math.log(limit) for limit in panel.get_ylim())
     lines: list[Any] = [line for line in panel.get_lines() if line.get_label() in labels]
-    ends = {
-        line: (math.log(line.get_ydata()[-1]) - low) / (high - low)
-        for line in lines
-        if len(line.get_ydata())
-    }
+    lines = [line for line in lines if len(line.get_ydata())]
+    ends = {line: (math.log(line.get_ydata()[-1]) - low) / (high - low) for line in lines}
     gap = LABEL_SIZE * LINE / height
     for (line, end), place in zip(ends.items(), spread(list(ends.values()), gap), strict=True):
+        label = str(line.get_label())
         panel.annotate(
-            shortened(str(line.get_label())),
+            label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 1]}…",
             (line.get_xdata()[-1], math.exp(low + end * (high - low))),
             xytext=(1.07, place),
             textcoords="axes fraction",
@@ -254,11 +259,6 @@ def name_lines(panel: Axes, labels: Collection[str], height: float) -> None:
             },
             annotation_clip=False,
         )
-
-
-def shortened(label: str) -> str:
-    """Shorten a name to `MAX_LABEL` characters."""
-    return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 1]}…"
 
 
 def spread(places: list[float], gap: float) -> list[float]:
@@ -325,9 +325,8 @@ def _perplexity_panel(panel: Axes, result: Measured, protocol: str) -> None:
     panel.set_title(title.format(tail=f"{result.settings.tail_tokens:,}"), loc="left")
     length_axis(panel, result.settings.lengths)
     for candidate, look in zip(result.candidates, looks(result.candidates), strict=True):
-        cells = [
-            c for c in _cells(result, candidate.label, protocol) if math.isfinite(c.perplexity)
-        ]
+        cells = _cells(result, candidate.label, protocol)
+        cells = [cell for cell in cells if math.isfinite(cell.perplexity)]
         _line(panel, candidate.label, [(c.length, c.perplexity) for c in cells], look)
         ranges = [(cell.length, *cell.interval) for cell in cells if cell.interval is not None]
         if len(ranges) > 1 and len(result.candidates) <= MAX_BANDS:
@@ -346,10 +345,9 @@ def _line(
     panel: Axes, label: str, points: Sequence[tuple[float, float]], look: Mapping[str, Any]
 ) -> None:
     """Draw a line, with markers if it has few points."""
-    shown = {**look, **MARKED, "zorder": 3, "label": label}
-    if len(points) > MAX_MARKERS:
-        shown["marker"] = ""
-    panel.plot([x for x, _ in points], [y for _, y in points], **shown)
+    marker = "" if len(points) > MAX_MARKERS else look["marker"]
+    x, y = [x for x, _ in points], [y for _, y in points]
+    panel.plot(x, y, **{**look, **MARKED, "marker": marker}, zorder=3, label=label)
 
 
 STAGGER = 0.35
@@ -362,10 +360,6 @@ def difference_figure(result: Measured, protocol: str = "tail") -> Figure:
     """Draw perplexity on the left; on the right its ratio to the first method's, with paired 95 % intervals.
 
     An interval that excludes 1 shows a difference. Overlap of two intervals of perplexity is no evidence about it.
-
-    Args:
-        result: The perplexities.
-        protocol: One of its protocols.
 
     Raises:
         PosencError: matplotlib is not installed.
@@ -398,13 +392,8 @@ def _ratio_panel(panel: Axes, result: Measured, protocol: str) -> None:
     for index, (candidate, look) in enumerate(drawn):
         cells = _cells(result, candidate.label, protocol)
         shift = 2 ** (step * (index - (len(drawn) - 1) / 2))
-        ranges = [
-            (cell.length * shift, *cell.ratio_interval)
-            for cell in cells
-            if cell.ratio_interval is not None
-            and all(map(_positive, cell.ratio_interval))
-            and cell.ratio_interval[0] != cell.ratio_interval[1]
-        ]
+        intervals = [(cell.length * shift, *(cell.ratio_interval or (1, 1))) for cell in cells]
+        ranges = [(x, a, b) for x, a, b in intervals if _positive(a) and _positive(b) and a != b]
         if ranges:
             x, low, high = zip(*ranges, strict=True)
             panel.vlines(x, low, high, color=look["color"], linewidth=0.9, alpha=0.7, zorder=2)
@@ -430,9 +419,6 @@ def position_figure(result: Measured) -> Figure:
     """Draw the perplexity of tokens by their position in the text, over all documents, with the trained length marked.
 
     Every token is read with all tokens before it, in windows of the longest length.
-
-    Args:
-        result: The perplexities; its `curve` has the sums.
 
     Raises:
         PosencError: There is no curve (it comes from `prefix` windows), or matplotlib is not installed.
@@ -469,10 +455,9 @@ def position_points(curve: Mapping[str, Any], label: str) -> list[tuple[float, f
     if sums is None:
         return []
     points: list[tuple[float, float]] = []
-    begin, nats, tokens = 0, 0.0, 0
-    edges = curve["edges"]
-    buckets = zip(edges[:-1], edges[1:], sums["nats"], sums["tokens"], strict=True)
-    for first, stop, more, count in buckets:
+    begin, nats, tokens, edges = 0, 0.0, 0, curve["edges"]
+    buckets = zip(itertools.pairwise(edges), sums["nats"], sums["tokens"], strict=True)
+    for (first, stop), more, count in buckets:
         begin = first if not tokens else begin
         nats += math.nan if more is None else more
         tokens += count

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 # Retrieval: heat maps of needle depth and prompt length, small multiples over tasks and methods.
 
 HEAT = "cividis"  # the same with and without colour blindness, and ordered by lightness
-NO_NUMBER = "#e6e6e6"
-INK = "#222222"
 MAX_COLUMNS = 4
 WRITTEN = 8  # with at most so many lengths, each cell contains its number
 
@@ -57,14 +55,15 @@ def heat_figure(
     from matplotlib.cm import ScalarMappable
     from matplotlib.figure import Figure
 
-    colours = mpl.colormaps[HEAT].with_extremes(bad=NO_NUMBER)
+    colours = mpl.colormaps[HEAT].with_extremes(bad=plots.GRID)
     by_task = {
         task: [m for m in maps if m.task == task] for task in dict.fromkeys(m.task for m in maps)
     }
     panels = max(map(len, by_task.values()))
     columns = min(MAX_COLUMNS, panels)
     rows = -(-panels // columns)
-    heights = [rows * _panel_height(group[0]) + 0.45 for group in by_task.values()]
+    depths = [len(group[0].depths) for group in by_task.values()]
+    heights = [rows * (max(0.2, min(0.24, 2.6 / n)) * n + 0.75) + 0.45 for n in depths]
     width = max(0.42 * len(lengths), 1.5) * columns + 1.6
     with mpl.rc_context({**plots.STYLE, "axes.grid": False}):
         figure = Figure(figsize=(width, sum(heights) + 0.3), layout="constrained")
@@ -97,11 +96,6 @@ def heat_figure(
     return figure
 
 
-def _panel_height(heat: HeatMap) -> float:
-    rows = len(heat.depths)
-    return max(0.2, min(0.24, 2.6 / rows)) * rows + 0.75
-
-
 def _panel(
     panel: Axes, heat: HeatMap, lengths: Sequence[int], original: int | None, colours: Colormap
 ) -> None:
@@ -126,11 +120,11 @@ def _panel(
         elif len(lengths) <= WRITTEN:
             for row in range(rows):
                 text = percent(heat.shares[row][column]).removesuffix("%")
-                colour = "white" if heat.shares[row][column] < 0.5 else INK
+                colour = "white" if heat.shares[row][column] < 0.5 else plots.BASELINE
                 panel.text(column, row, text, fontsize=5.5, color=colour, **look)
     if original:
         within = sum(length <= original for length in lengths)
-        panel.axvline(within - 0.5, color=INK, linewidth=1.0, linestyle=(0, (4, 3)))
+        panel.axvline(within - 0.5, color=plots.BASELINE, linewidth=1.0, linestyle=(0, (4, 3)))
 
 
 def _thinned(count: int) -> list[int]:
@@ -166,17 +160,8 @@ def sweep_figure(rows: Sequence[Row], winner: str | None, documents: int, target
             colour = plots.BASELINE if row.label == "none" else plots.CONTROL_COLOUR
             x, dashes = row.perplexity, (0, (4, 3))
             panel.axvline(x, color=colour, linewidth=1, linestyle=dashes, zorder=1)
-            panel.annotate(
-                row.label,
-                (x, 1),
-                xycoords=("data", "axes fraction"),
-                xytext=(0, 2 + 9 * index),  # names above each other, however near
-                textcoords="offset points",
-                color=colour,
-                fontsize=7,
-                ha="center",
-                va="bottom",
-            )
+            above = (0, 2 + 9 * index)  # names above each other, however near
+            plots.name_mark(panel, row.label, x, above, color=colour, ha="center", va="bottom")
         plots.set_ticks(panel.xaxis, plots.value_ticks(*panel.get_xlim()), "{:g}".format)
         panel.set_xlabel(f"tail perplexity at {target:,} tokens")
     return drawn
@@ -204,13 +189,8 @@ def search_figure(
         for colour, (name, values) in zip(colours, starts.items(), strict=False):
             factors.plot(values, color=colour, linewidth=1.1, label=name)
         if best is not None:
-            look: dict[str, Any] = {
-                "label": "search",
-                "marker": "o",
-                "markersize": 3,
-                "linewidth": 1.4,
-            }
-            factors.plot(best, color=plots.COLOURS[1], **look)
+            look: dict[str, Any] = {"marker": "o", "markersize": 3, "linewidth": 1.4}
+            factors.plot(best, color=plots.COLOURS[1], label="search", **look)
         factors.set_xlabel("pair of features, from the fastest")
         factors.set_ylabel("divisor of its frequency")
         factors.legend(frameon=False, fontsize=7.5)

@@ -14,7 +14,7 @@ import pytest
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import plots
-from hf_posenc.evaluation.plots import MAX_LABEL, SPAN, position_points, shortened, thinned
+from hf_posenc.evaluation.plots import MAX_LABEL, SPAN, position_points, thinned
 from hf_posenc.evaluation.plots.results import HEAT
 
 mpl = pytest.importorskip("matplotlib")
@@ -162,16 +162,22 @@ def test_many_lengths_have_few_ticks_and_long_names_leave_room() -> None:
     assert ticks[-1] == many[-1]
     assert 4 <= len(ticks) <= 9
     assert set(ticks) <= set(many)
-    assert shortened("yarn") == "yarn"
-    assert len(shortened("x" * 100)) == MAX_LABEL
+    figure = plots.figure(renamed("x" * 100))
+    names = {text.get_text() for text in figure.axes[-1].texts} - {"trained length"}
+    assert names == {"none", "pi", "x" * (MAX_LABEL - 1) + "…"}
+
+
+def renamed(label: str) -> Shown:
+    """The example with another name for its second line."""
+    shown = example()
+    shown.candidates[1].label = label
+    cells = shown.cells.items()
+    shown.cells = {(label if name == "yarn" else name, n): cell for (name, n), cell in cells}
+    return shown
 
 
 def test_a_name_is_no_formula() -> None:
-    shown = example()
-    shown.candidates[1].label = "$x_{"
-    shown.cells = {
-        ("$x_{" if name == "yarn" else name, n): c for (name, n), c in shown.cells.items()
-    }
+    shown = renamed("$x_{")
     from io import StringIO
 
     file = StringIO()
