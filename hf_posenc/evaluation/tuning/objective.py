@@ -37,16 +37,13 @@ from hf_posenc.evaluation.measuring.identity import (
     environment,
     name_of,
 )
-from hf_posenc.evaluation.measuring.statistics import (
-    Interval,
-    estimate,
-    exp_or_inf,
-    side_of_one,
-)
+from hf_posenc.evaluation.measuring.result import nan_if_none
+from hf_posenc.evaluation.measuring.statistics import Interval, estimate, exp_or_inf, side_of_one
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
 from hf_posenc.evaluation.options import TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
+from hf_posenc.files import finite
 
 ResultT = TypeVar("ResultT")
 
@@ -99,9 +96,9 @@ class TailSettings:
         """The settings of the protocol `tail`."""
         windows = None if self.windows_per_document == 1 else self.windows_per_document
         return Settings(
-            lengths=self.lengths,
-            protocols=("tail",),
-            tail_tokens=self.tail_tokens,
+            self.lengths,
+            ("tail",),
+            self.tail_tokens,
             windows_per_document=windows,
             chunk=self.chunk,
             prefill=self.prefill,
@@ -126,17 +123,14 @@ class Loss:
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
-        if self.failed is not None:
-            return {"failed": self.failed}
-        return {"nats": self.nats if math.isfinite(self.nats) else None, "tokens": self.tokens}
+        values: dict[str, Any] = finite({"nats": self.nats, "tokens": self.tokens})
+        return values if self.failed is None else {"failed": self.failed}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Loss:
         """Read the values of `to_dict`."""
-        if "failed" in values:
-            return cls(math.nan, 0, str(values["failed"]))
-        nats = values["nats"]
-        return cls(math.nan if nats is None else float(nats), int(values["tokens"]))
+        nats, failed = nan_if_none(values.get("nats")), values.get("failed")
+        return cls(nats, values.get("tokens", 0), failed)
 
 
 def log_perplexity(losses: Sequence[Loss]) -> float:
@@ -167,16 +161,13 @@ Losses = Mapping[tuple[str, int, int], Loss]
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the table: a method over some documents.
+    """Row of the table: a method over so many documents, or the reason why it `failed`.
 
     Attributes:
-        documents: Number of documents that it was measured on.
-        perplexity: At the target length; NaN if it failed.
-        interval: Its 95 % interval over documents.
+        perplexity: At the target length, with its 95 % interval over documents; NaN if it failed.
         short: Its perplexity at the original length by that of the model as loaded, same tokens and documents: 1.02 is
             a regression of 2 %. `None` if one of them failed.
         to_best: Its perplexity at the target length by that of the best method, over the documents of this row.
-        failed: The reason why there is no number.
     """
 
     label: str
@@ -208,10 +199,6 @@ class Board:
     def of(self, label: str, length: int, documents: Sequence[int]) -> list[Loss]:
         """Return the losses of a method at a length on some documents."""
         return [self.losses[label, length, document] for document in documents]
-
-    def perplexity(self, label: str, documents: Sequence[int]) -> float:
-        """Return the tail perplexity at the target length."""
-        return exp_or_inf(log_perplexity(self.of(label, self.settings.target, documents)))
 
     def compare(
         self, label: str, other: str, length: int, documents: Sequence[int]
@@ -247,35 +234,31 @@ class Board:
         Methods past the bound follow those within it, the nearest to the bound first: few documents then do not
         exclude a method that more of them would admit.
         """
-        target = self.settings.target
-
-        def key(label: str) -> tuple[float, float]:
-            objective = log_perplexity(self.of(label, target, documents))
-            if self.within_bound(label, documents):
-                return 0.0, objective
-            short = self.short(label, documents)
-            return (math.inf if short is None else short.ratio), objective
-
-        working = [x for x in labels if failure_of(self.of(x, target, documents)) is None]
-        return sorted(working, key=key)  # stable: the first named wins a tie
+        order = {}
+        for label in labels:
+            losses, past = self.of(label, self.settings.target, documents), 0.0
+            if failure_of(losses) is None:
+                if not self.within_bound(label, documents):
+                    short = self.short(label, documents)
+                    past = math.inf if short is None else short.ratio
+                order[label] = past, log_perplexity(losses)
+        return sorted(order, key=order.__getitem__)  # stable: the first named wins a tie
 
     def row(self, label: str, documents: Sequence[int], best: str | None, *, control: bool) -> Row:
         """Return the row of a method over some documents."""
         target = self.settings.target
         losses = self.of(label, target, documents)
-        failed, interval, to_best = failure_of(losses), None, None
-        if failed is None:
-            interval = _powers(estimate(*_sums(losses))[1])
-        if best is not None and best != label:
-            to_best = self.compare(label, best, target, documents)
+        failed = failure_of(losses)
         return Row(
             label=label,
             control=control,
             documents=len(documents),
-            perplexity=self.perplexity(label, documents),
-            interval=interval,
+            perplexity=exp_or_inf(log_perplexity(losses)),
+            interval=_powers(estimate(*_sums(losses))[1]) if failed is None else None,
             short=None if label == self.baseline else self.short(label, documents),
-            to_best=to_best,
+            to_best=self.compare(label, best, target, documents)
+            if best and best != label
+            else None,
             failed=failed,
         )
 
@@ -331,14 +314,10 @@ class TailJob(Measurement[Item, Any], abc.ABC, Generic[ResultT]):
 
     @property
     def decisive(self) -> Mapping[str, Any]:
-        names = ("original", "target", "tail_tokens", "windows_per_document", "chunk", "prefill")
-        settings = {name: getattr(self.settings, name) for name in names}
-        return {
-            "kind": "tail",
-            "model": self.about["model"],
-            "settings": {"protocol": "tail", **settings},
-            "environment": self.about["environment"],
-        }
+        settings = {"protocol": "tail", **dataclasses.asdict(self.settings)}
+        del settings["max_regression"]  # determines no loss
+        about = {name: self.about[name] for name in ("model", "environment")}
+        return {"kind": "tail", "settings": settings, **about}
 
     def run(
         self,
@@ -424,13 +403,9 @@ class TailJob(Measurement[Item, Any], abc.ABC, Generic[ResultT]):
         ]
 
     def _windows(self, document: int, lengths: Sequence[int]) -> list[Window]:
-        return plan(
-            len(self.documents[document].ids),
-            self.settings.protocol,
-            special=len(self.special),
-            shared_prefix=False,
-            lengths=lengths,
-        )
+        tokens, special = len(self.documents[document].ids), len(self.special)
+        settings = self.settings.protocol
+        return plan(tokens, settings, special=special, shared_prefix=False, lengths=lengths)
 
 
 def prepared(

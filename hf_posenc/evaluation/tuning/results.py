@@ -13,6 +13,7 @@ from torch import nn
 
 from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
+from hf_posenc.evaluation.measuring.result import listed_fields
 from hf_posenc.evaluation.tuning.objective import (
     Board,
     Comparison,
@@ -63,9 +64,8 @@ class Trial:
     @classmethod
     def of(cls, candidate: Candidate, *, control: bool = False) -> Trial:
         """Describe a candidate whose scale is set."""
-        call = candidate.call if candidate.parts else None
-        scale = candidate.scale
-        return cls(candidate.label, candidate.spec, candidate.method, scale, control, call)
+        about = candidate.label, candidate.spec, candidate.method, candidate.scale
+        return cls(*about, control, candidate.call if candidate.parts else None)
 
 
 @dataclass(repr=False, kw_only=True)
@@ -78,7 +78,6 @@ class TuningResult(Result):
         documents: The documents, as `TokenizedDocument.to_dict` returns them.
         losses: By label, length and the document's index.
         recipe: The best method as `load_patch` reads it; `None` if there is none.
-        rows: The rows of the table.
     """
 
     title: ClassVar[str]
@@ -110,7 +109,7 @@ class TuningResult(Result):
             settings=job.settings,
             trials=[Trial.of(candidate, control=control) for candidate, control in candidates],
             documents=[document.to_dict() for document in job.documents],
-            skipped=[{"name": s.name, "reason": s.reason} for s in job.skipped],
+            skipped=listed_fields(job.skipped),
             losses={(labels[key], length, d): loss for (key, length, d), loss in ordered},
             **own,
         )
@@ -168,10 +167,10 @@ class TuningResult(Result):
         own = self._own()
         values = {
             **own,
-            "documents": list(self.documents),
-            "skipped": list(self.skipped),
-            "methods": [dataclasses.asdict(trial) for trial in self.trials],
-            "summary": [dataclasses.asdict(row) for row in self.rows],
+            "documents": self.documents,
+            "skipped": self.skipped,
+            "methods": listed_fields(self.trials),
+            "summary": listed_fields(self.rows),
             "recipe": self.recipe,
             "records": [
                 {"method": label, "length": length, "document": document, **loss.to_dict()}
@@ -194,10 +193,10 @@ class TuningResult(Result):
     def from_dict(cls: type[ResultT], values: Mapping[str, Any]) -> ResultT:
         """Read what `to_dict` returned; everything that follows from the losses is computed again."""
         own = dict(values["settings"])
-        settings = {entry.name: own.pop(entry.name) for entry in dataclasses.fields(TailSettings)}
+        shared = {entry.name: own.pop(entry.name) for entry in dataclasses.fields(TailSettings)}
         return cls(
             about={name: values[name] for name in _ABOUT},
-            settings=TailSettings(**settings),
+            settings=TailSettings(**shared),
             trials=[Trial(**trial) for trial in values["methods"]],
             documents=values["documents"],
             skipped=values["skipped"],
@@ -212,8 +211,7 @@ class TuningResult(Result):
     @classmethod
     def _own_fields(cls, values: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         """Read the fields of the subclass from the values of `to_dict` and its own settings."""
-        names = {entry.name for entry in dataclasses.fields(cls)}
-        return {name: value for name, value in settings.items() if name in names}
+        return settings
 
     def files(self) -> dict[str, str]:
         files = super().files()

@@ -64,16 +64,15 @@ class Genome:
 
     def candidate(self, scale: float, short_texts: str, beside: dict[str, Any]) -> Candidate:
         """Return the individual as a candidate to measure; the scale only determines the reach of the patch."""
-        native = short_texts == "native"
         factors = list(self.factors)
         options: dict[str, Any] = {
-            "short_factor": [1.0] * len(factors) if native else factors,
+            "short_factor": factors,
             "long_factor": factors,
             "scale": scale,
             "attention_factor": self.attention_factor,
         }
-        if native:
-            options["short_mscale"] = 1.0
+        if short_texts == "native":
+            options |= {"short_factor": [1.0] * len(factors), "short_mscale": 1.0}
         return Candidate.of([Part("longrope", options)], beside, LABEL)
 
 
@@ -105,9 +104,8 @@ def starts(rope: RopeSpec, scale: float, attention_factor: float | None) -> dict
         factors = torch.where(rotating, plain / torch.where(rotating, changed, 1.0), 1.0)
         # corrects an order that only rounding disturbs, and that of the pairs that do not rotate
         ordered = torch.cummax(factors, dim=0).values.clamp(min=1.0)
-        own = float(method.cos_sin_factor(rope))
-        attention = own if attention_factor is None else attention_factor
-        genomes[name] = Genome(tuple(ordered.tolist()), attention)
+        own = float(method.cos_sin_factor(rope)) if attention_factor is None else attention_factor
+        genomes[name] = Genome(tuple(ordered.tolist()), own)
     return genomes
 
 
@@ -138,9 +136,9 @@ class Space:
     @classmethod
     def of(cls, scale: float, attention_factor: float | None) -> Space:
         """Return the paper's space; the factor on cos and sin from 1 to twice as far as YaRN's `0.1 ln s + 1`."""
-        if attention_factor is not None:
-            return cls(scale * CEILING, (attention_factor, attention_factor))
-        return cls(scale * CEILING, (1.0, 1.0 + 0.2 * math.log(scale)))
+        searched = (1.0, 1.0 + 0.2 * math.log(scale))
+        fixed = attention_factor is not None and (attention_factor, attention_factor)
+        return cls(scale * CEILING, fixed or searched)
 
 
 def evolve(
@@ -241,16 +239,14 @@ class Step:
     score: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Return JSON-ready values."""
-        score = self.score if math.isfinite(self.score) else None
-        return {"kind": self.kind, **dataclasses.asdict(self.genome), "score": score}
+        """Return the values of the JSON file."""
+        return {"kind": self.kind, **dataclasses.asdict(self.genome), "score": self.score}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Step:
-        """Read the values of `to_dict`."""
+        """Read the values of the JSON file."""
         genome = Genome(tuple(values["factors"]), values["attention_factor"])
-        score = values["score"]
-        return cls(values["kind"], genome, math.inf if score is None else score)
+        return cls(values["kind"], genome, math.inf if values["score"] is None else values["score"])
 
 
 @dataclass(repr=False, kw_only=True)
@@ -319,9 +315,8 @@ class SearchResult(TuningResult):
 
     def plot(self) -> Figure:
         """Draw the path of the search, and the factors found beside those it began with. Needs matplotlib."""
-        perplexities = [
-            math.exp(step.score) if step.score < 700 else math.nan for step in self.steps
-        ]
+        scores = [step.score for step in self.steps]
+        perplexities = [math.exp(score) if score < 700 else math.nan for score in scores]
         begun = {step.kind: step.genome.factors for step in self._begun}
         best = None if self.best is None else self.best.genome.factors
         return search_figure(perplexities, begun, best, self.settings.target)
@@ -369,15 +364,13 @@ def _to_start(start: Row) -> str:
     """Compare the search to the best published start, on documents that neither was fitted to."""
     if start.to_best is None:
         return f"There is no number to compare with {start.label}."
+    verdict = f"is worse than {start.label}: keep that"
     if not start.significant:
-        return (
-            f"On documents that it has not read, the search is not significantly different from {start.label}: keep "
-            "that."
-        )
-    if start.to_best.ratio > 1:
+        verdict = f"is not significantly different from {start.label}: keep that"
+    elif start.to_best.ratio > 1:
         gain = 100 * (1 - 1 / start.to_best.ratio)
-        return f"On documents that it has not read, the search beats {start.label} by {gain:.1f} % of its perplexity."
-    return f"On documents that it has not read, the search is worse than {start.label}: keep that."
+        verdict = f"beats {start.label} by {gain:.1f} % of its perplexity"
+    return f"On documents that it has not read, the search {verdict}."
 
 
 def split(documents: int, requested: int) -> list[int]:
@@ -423,14 +416,13 @@ class SearchJob(TailJob[SearchResult]):
         plan, space = Plan.of(own.budget), Space.of(settings.scale, own.attention_factor)
         steps = evolve(begin, plan, space, own.seed, score)
         best = best_of(steps)
-        extra = "".join(f",{name}=true" for name in beside)
+        extra = ",replace=true" if own.replace else ""
         for name in begin:
             compared.append((Candidate.parse(f"{name}:scale={settings.scale!r}{extra}"), False))
         if best is not None:
             compared.append((candidate(best.genome), False))
         held_out = [index for index in range(len(self.documents)) if index not in searched]
-        final = [candidate for candidate, _ in compared]
-        losses = measure(final, held_out, settings.lengths)
+        losses = measure([each for each, _ in compared], held_out, settings.lengths)
         fields = {"search": dataclasses.asdict(own), "steps": steps, "searched": searched}
         return SearchResult.measured(self, compared, losses, **fields)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -60,31 +61,28 @@ def crossed(specs: Sequence[str], scales: Sequence[float]) -> list[tuple[Candida
 def at_scales(spec: str, scales: Sequence[float]) -> list[Candidate]:
     """Return the candidates of one value of `--patch`."""
     candidate = Candidate.parse(spec)
-    if "target_length" in candidate.beside:
+    takers = [part for part in candidate.parts if part.auto]
+    takers = takers or [part for part in candidate.parts if _has_default_scale(part)]
+    if "target_length" in candidate.beside or not takers:
         return [candidate]
-    takers = [index for index, part in enumerate(candidate.parts) if part.auto]
-    takers = takers or [i for i, part in enumerate(candidate.parts) if _has_default_scale(part)]
-    if not takers:
-        return [candidate]
-    return [_scaled(candidate, takers, scale) for scale in scales]
+    candidates = []
+    for scale in scales:
+        parts = [
+            dataclasses.replace(part, options={"scale": scale, **part.options}, auto=False)
+            if part in takers
+            else part
+            for part in candidate.parts
+        ]
+        for part in parts:
+            part.build(1.0)  # raises if the method refuses the scale
+        candidates.append(Candidate.of(parts, candidate.beside))
+    return candidates
 
 
 def _has_default_scale(part: Part) -> bool:
     """Return whether a method that works without a scale was given none (`dynamic_ntk`)."""
     default = get_method(part.method).knobs().get("scale")
     return isinstance(default, int | float) and "scale" not in part.options
-
-
-def _scaled(candidate: Candidate, takers: Sequence[int], scale: float) -> Candidate:
-    parts = tuple(
-        dataclasses.replace(part, options={"scale": scale, **part.options}, auto=False)
-        if index in takers
-        else part
-        for index, part in enumerate(candidate.parts)
-    )
-    for part in parts:
-        part.build(1.0)  # raises if the method refuses the scale
-    return Candidate.of(parts, candidate.beside)
 
 
 def tried(
@@ -114,12 +112,10 @@ class Rung:
 
 def rung_sizes(documents: int, first: int) -> list[int]:
     """Return the number of documents of each round: `first`, then twice as many each time, finally all."""
-    sizes = []
-    size = first
-    while size < documents:
-        sizes.append(size)
-        size *= 2
-    return [*sizes, documents]
+    sizes = [first]
+    while sizes[-1] < documents:
+        sizes.append(sizes[-1] * 2)
+    return [*sizes[:-1], documents]
 
 
 def kept_of(entered: int) -> int:
@@ -129,11 +125,7 @@ def kept_of(entered: int) -> int:
 
 def planned(racers: int, sizes: Sequence[int]) -> list[int]:
     """Return the number of methods in each round, if none fails."""
-    counts = []
-    for _ in sizes:
-        counts.append(racers)
-        racers = kept_of(racers)
-    return counts
+    return list(itertools.accumulate(sizes[1:], lambda count, _: kept_of(count), initial=racers))
 
 
 def run_rungs(
@@ -150,9 +142,8 @@ def run_rungs(
     rungs: list[Rung] = []
     entered = tuple(racers)
     for index, size in enumerate(sizes):
-        documents = range(size)
-        measure(entered, documents)
-        ranked = rank(entered, documents)
+        measure(entered, range(size))
+        ranked = rank(entered, range(size))
         last = index + 1 == len(sizes)
         kept = tuple(ranked if last else ranked[: kept_of(len(entered))])
         rungs.append(Rung(size, entered, kept))
@@ -167,8 +158,6 @@ class SweepResult(TuningResult):
     """Result of `hf-posenc sweep`; rounds, winner and rows follow from the losses.
 
     Attributes:
-        first_documents: Documents of the first round.
-        rungs: The rounds.
         winner: The label of the winner; `None` if no method gave numbers within the bound.
         rows: A row for every method: the controls, the winner, the others by the round that they reached, then by
             their rank in it.
@@ -193,25 +182,22 @@ class SweepResult(TuningResult):
         last = self.rungs[-1]
         within = last.kept and board.within_bound(last.kept[0], range(last.documents))
         self.winner = last.kept[0] if within else None
-        self.rows = [
-            board.row(trial.label, range(last.documents), self.winner, control=True)
-            for trial in self.trials
-            if trial.control
-        ]
-        seen: set[str] = set()
+        read = {trial.label: range(last.documents) for trial in self.trials if trial.control}
+        controls = set(read)
         for rung in reversed(self.rungs):
-            documents = range(rung.documents)
-            entered = [label for label in rung.entered if label not in seen]
-            ranked = board.rank(entered, documents)
-            order = [*ranked, *(label for label in entered if label not in ranked)]
-            self.rows += [board.row(x, documents, self.winner, control=False) for x in order]
-            seen.update(entered)
+            entered = [label for label in rung.entered if label not in read]
+            ranked = board.rank(entered, range(rung.documents))
+            read |= dict.fromkeys([*ranked, *entered], range(rung.documents))
+        self.rows = [
+            board.row(label, documents, self.winner, control=label in controls)
+            for label, documents in read.items()
+        ]
 
     def undecided(self) -> list[Row]:
         """Return the methods that do not differ significantly from the winner, the nearest first."""
-        compared = [(row.to_best, row) for row in self.rows if row.to_best and not row.control]
-        near = [(best.ratio, row) for best, row in compared if not row.significant]
-        return [row for _, row in sorted(near, key=lambda pair: pair[0])]
+        racing = [row for row in self.rows if row.to_best and not row.control]
+        near = [row for row in racing if not row.significant]
+        return sorted(near, key=lambda row: row.to_best.ratio if row.to_best else math.inf)
 
     @property
     def chosen(self) -> str | None:
@@ -261,22 +247,17 @@ class SweepResult(TuningResult):
     def _description(self) -> str:
         assert self.winner is not None
         row, settings = self.row(self.winner), self.settings
-        short = ""
-        if row.short is not None:
-            short = f"; {row.short.ratio - 1:+.1%} at {settings.original:,} tokens"
-        plain = self.board.perplexity(self.trials[0].label, range(row.documents))
+        price = row.short and f"; {row.short.ratio - 1:+.1%} at {settings.original:,} tokens"
+        plain = self.row(self.trials[0].label).perplexity
         return (
             f"{row.label}: tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} "
-            f"documents, unpatched {plain:.5g}{short}."
+            f"documents, unpatched {plain:.5g}{price or ''}."
         )
 
     def _no_winner(self) -> str:
         bound, settings = self.settings.max_regression, self.settings
-        shorts = [
-            (row.short.ratio, row.label)
-            for row in self.rows
-            if not row.control and row.short is not None and row.failed is None
-        ]
+        racing = (row for row in self.rows if not row.control and row.failed is None)
+        shorts = [(row.short.ratio, row.label) for row in racing if row.short is not None]
         if bound is None or not shorts:
             return "No method gave a number: there is no winner."
         ratio, label = min(shorts)
