@@ -127,16 +127,13 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, str]:
     """Nested values under dotted names; lists of plain values joined, lists of anything else left out."""
     flat: dict[str, str] = {}
     for key, value in data.items():
-        name = f"{above}{key}"
+        name, values = f"{above}{key}", value if isinstance(value, list) else [value]
         if not above and key in _ELSEWHERE:
             continue
         if isinstance(value, dict):
             flat |= _flat(value, f"{name}.")
-        elif isinstance(value, list):
-            if not any(isinstance(entry, dict | list) for entry in value):
-                flat[name] = ", ".join(map(_plain, value)) or "none"
-        else:
-            flat[name] = _plain(value)
+        elif not any(isinstance(entry, dict | list) for entry in values):
+            flat[name] = ", ".join(map(_plain, values)) or "none"
     return flat
 
 
@@ -156,15 +153,15 @@ def _methods(source: Source) -> Grid:
     heads = ("method", "--patch", "scale", "forwards for prefix")
     caption = "As they were requested, and the scale in force."
     grid = Grid.of(f"Methods of run {source.number}", *heads, caption=caption, kind="words")
+    forwards = {None: "-", True: "one for all lengths", False: "one for each length"}
     for method in source.data["methods"]:
-        shared, scale = method.get("prefix_from_one_forward"), method.get("scale")
+        scale, original = method.get("scale"), method.get("original")
         shown = "-" if scale is None else f"{scale:g}"
         if scale is None and method.get("auto_scale"):
-            original = method.get("original")
             shown = f"length / {original:,}, at least 1" if original else "auto"
-        forwards = "one for all lengths" if shared else "one for each length"
         spec = Field(str(method.get("spec", "")), "mono")
-        grid.row(str(method["label"]), spec, shown, "-" if shared is None else forwards)
+        shared = forwards[method.get("prefix_from_one_forward")]
+        grid.row(str(method["label"]), spec, shown, shared)
     return grid
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -119,11 +120,11 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) 
 def _lacking(kind: str, data: dict[str, Any]) -> str:
     """List the necessary parts that a result lacks; empty for a whole one."""
     lacking = [name for name in KINDS[kind] if not isinstance(data.get(name), dict | list)]
-    for part in PARTS if kind == "bench" else ():
-        inside = data.get(part)
-        if inside is not None:
-            more = _lacking(part, inside) if isinstance(inside, dict) else "everything"
-            lacking += [f"{part}: {more}"] if more else []
+    parts = [part for part in PARTS if kind == "bench" and data.get(part) is not None]
+    for part in parts:
+        whole = isinstance(data[part], dict)
+        if more := _lacking(part, data[part]) if whole else "everything":
+            lacking.append(f"{part}: {more}")
     return ", ".join(lacking)
 
 
@@ -135,13 +136,11 @@ def _unfinished_in(folder: Path, finished: set[Path]) -> list[Unfinished]:
         for file in sorted((run / RECORDS).glob("*/*.jsonl")):
             counts.setdefault(file.parent, []).append(file.read_bytes().count(b"\n"))
         store = max(counts, key=lambda store: sum(counts[store]))
-        values, processes = sum(counts[store]), len(counts[store])
-        try:
+        settings: Any = {}
+        with contextlib.suppress(OSError, ValueError):
             settings = json.loads((store / "settings.json").read_bytes())
-        except (OSError, ValueError):
-            settings = None
         known = settings if isinstance(settings, dict) else {}
-        runs.append(Unfinished(run.as_posix(), values, processes, known))
+        runs.append(Unfinished(run.as_posix(), sum(counts[store]), len(counts[store]), known))
     return runs
 
 
@@ -175,6 +174,5 @@ def _plain(value: Any) -> str:
 
 def interval_of(values: Sequence[float | None] | None) -> Interval | None:
     """Return an interval of a JSON file; `None` if an end is missing."""
-    if values is None or values[0] is None or values[1] is None:
-        return None
-    return values[0], values[1]
+    low, high = values or (None, None)
+    return None if low is None or high is None else (low, high)

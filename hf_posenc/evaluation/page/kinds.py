@@ -38,14 +38,13 @@ def retrieval(sources: Sequence[Source]) -> list[dict[str, Any]]:
     for group in groups:
         data = group[0].data
         tasks = dict.fromkeys(task for source in group for task in source.data["tasks"])
+        noise = data["haystack"].get("kind") == "noise"
         sections.append(
             {
                 "sources": group,
                 "apart": settings_differ(_prompts(groups[0][0].data), _prompts(data)),
                 "data": data,
-                "haystack": "sentences of noise"
-                if data["haystack"].get("kind") == "noise"
-                else json.dumps(data["haystack"]),
+                "haystack": "sentences of noise" if noise else json.dumps(data["haystack"]),
                 "verdict": _found(group),
                 "tasks": [_task(group, task) for task in tasks],
             }
@@ -64,10 +63,8 @@ def _found(group: Sequence[Source]) -> str:
         for record in source.data["records"]:
             if record["length"] == length:
                 key = record["task"], record["depth"], record["sample"]
-                right.setdefault(record["method"] + mark, {})[key] = (
-                    record["correct"],
-                    record["rank"] == 1,
-                )
+                outcome = record["correct"], record["rank"] == 1
+                right.setdefault(record["method"] + mark, {})[key] = outcome
     where = f"{length:,} tokens"
     control = next((label for label in right if methods[label] == CONTROL), next(iter(right), None))
     rivals = [label for label in right if methods[label] not in (None, CONTROL)]
@@ -136,21 +133,26 @@ def _task(group: Sequence[Source], task: str) -> dict[str, Any]:
         grid.row(
             row_name(name, about),
             *(_answers(data, label, task, length) for length in lengths),
-            _count(score.get("passing_context")),
-            _count(reached),
+            *("-" if n is None else f"{n:,}" for n in (score.get("passing_context"), reached)),
         )
     quantity, heats = _heats(methods, names, task)
-    definition = sources[0].data["tasks"][task]
-    values = {"table": grid, "quantity": quantity, "heats": heats}
-    return {"name": task, "definition": definition, **values}
+    values = {"name": task, "definition": sources[0].data["tasks"][task], "table": grid}
+    return {**values, "quantity": quantity, "heats": heats}
 
 
 def _answers(data: Mapping[str, Any], method: str, task: str, length: int) -> Field:
     key = (method, task, length)
-    cells = (c for c in data["summary"] if (c["method"], c["task"], c["length"]) == key)
-    cell = next(cells, None)
-    if cell is None:
-        return _no_answers(data, *key)
+    cells, failures = (
+        [e for e in data[part] if (e["method"], e["task"], e["length"]) == key]
+        for part in ("summary", "failures")
+    )
+    if not cells:
+        for entry in data["left_out"]:
+            if (entry["task"], entry["length"]) == (task, length):
+                hint = f"the shortest prompt has {entry['needed']:,} tokens"
+                return Field("-", "none", hint=hint)
+        return missing_field(failures[0]["reason"] if failures else None)
+    cell = cells[0]
     field = Field().add(_percent(cell["accuracy"], "value"))
     field.add(*range_spans("\n", cell["interval"], _percent))
     first, interval = cell["first"], interval_of(cell["first_interval"])
@@ -162,57 +164,36 @@ def _answers(data: Mapping[str, Any], method: str, task: str, length: int) -> Fi
     return field
 
 
-def _no_answers(data: Mapping[str, Any], method: str, task: str, length: int) -> Field:
-    for entry in data["left_out"]:
-        if (entry["task"], entry["length"]) == (task, length):
-            hint = f"the shortest prompt has {entry['needed']:,} tokens"
-            return Field("-", "none", hint=hint)
-    key = (method, task, length)
-    failures = (f for f in data["failures"] if (f["method"], f["task"], f["length"]) == key)
-    return missing_field(next((failure["reason"] for failure in failures), None))
-
-
 def _percent(share: float, mark: str = "aside") -> Span:
     return Span(percent(share).replace("%", "\N{NO-BREAK SPACE}%"), mark, share)
-
-
-def _count(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
 
 
 def _heats(
     methods: Sequence[tuple[Source, str]], names: Sequence[str], task: str
 ) -> tuple[str, list[Grid]]:
     """The quantity, which is ranks if no answer is right, and a map for every method of a task that has depths."""
-    by_method = [
-        [
-            cell
-            for cell in source.data.get("by_depth", ())
-            if (cell["method"], cell["task"]) == (label, task) and cell["depth"] is not None
-        ]
-        for source, label in methods
-    ]
-    cells = [cell for own in by_method for cell in own]
-    ranked = all(cell["beaten"] is not None and not cell["accuracy"] for cell in cells)
-    lengths = sorted({cell["length"] for cell in cells})
+    cells = {
+        (name, cell["depth"], cell["length"]): cell
+        for name, (source, label) in zip(names, methods, strict=True)
+        for cell in source.data.get("by_depth", ())
+        if (cell["method"], cell["task"]) == (label, task) and cell["depth"] is not None
+    }
+    ranked = all(cell["beaten"] is not None and not cell["accuracy"] for cell in cells.values())
+    lengths = sorted({length for *_, length in cells})
     heats = []
-    for name, own in zip(names, by_method, strict=True) if cells else ():
-        heads = ("depth", *(f"{length:,}" for length in lengths))
-        title = f"{name} in {task}, by depth and length"
-        grid = Grid.of(title, *heads, caption=name, kind="heat")
-        key = "beaten" if ranked else "accuracy"
-        shares = {(cell["depth"], cell["length"]): cell[key] for cell in own}
-        for depth in sorted({cell["depth"] for cell in cells}):
-            fields = [_shaded(shares.get((depth, length))) for length in lengths]
+    for name in names if cells else ():
+        title, heads = f"{name} in {task}, by depth and length", [f"{n:,}" for n in lengths]
+        grid = Grid.of(title, "depth", *heads, caption=name, kind="heat")
+        for depth in sorted({depth for _, depth, _ in cells}):
+            fields = []
+            for length in lengths:
+                cell = cells.get((name, depth, length))
+                share = cell and cell["beaten" if ranked else "accuracy"]
+                text = "-" if share is None else f"{100 * share:.0f}"
+                fields.append(Field(text, "", share, shade=round(100 * (share or 0))))
             grid.row(_percent(depth).text, *fields)
         heats.append(grid)
     return BEATEN if ranked else ACCURACY, heats
-
-
-def _shaded(share: float | None) -> Field:
-    if share is None:
-        return Field("-", shade=0)
-    return Field(f"{100 * share:.0f}", "", share, shade=round(100 * share))
 
 
 # Benchmarks: speed, memory and published tables. Their perplexities and retrieval are in the sections above.
@@ -307,15 +288,12 @@ def _chosen(data: Mapping[str, Any]) -> str:
     if best is None or compared is None:
         return f"{where}: no method has a number to compare with {CONTROL}."
     side = side_of_one(interval_of(compared["interval"]), control["documents"])
-    word = {
-        1: "significantly better than",
-        0: "not significantly different from",
-        -1: "significantly worse than",
-    }
-    times = Field().add(ratio_span(1 / compared["ratio"])).text
+    significance = ("not significantly different from", "better than", "worse than")[side]
+    word = f"significantly {significance}" if side else significance
+    times = ratio_span(1 / compared["ratio"]).text
     none = "" if side > 0 else "no method is significantly better than the control; "
     return (
-        f"{where}, {control['documents']} documents: {none}{best} is {word[side]} {CONTROL}, with {times} "
+        f"{where}, {control['documents']} documents: {none}{best} is {word} {CONTROL}, with {times} "
         "times the control's perplexity."
     )
 

@@ -77,16 +77,16 @@ def texts_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> list[str
 
 
 def _documents_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    hashes = [[document["text_sha256"] for document in d["documents"]] for d in (first, other)]
-    if hashes[0] == hashes[1] and None not in hashes[0]:
-        return "the same texts, cut at other lengths"
+    mine, theirs = ([each["text_sha256"] for each in d["documents"]] for d in (first, other))
     one, two = (set(texts(data)[0]) for data in (first, other))
+    if mine == theirs and None not in mine:
+        return "the same texts, cut at other lengths"
     if one == two:
         return "the same ones in another order"
     common = len(one & two)
-    cut = len(set(hashes[0]) & set(hashes[1]) - {None}) - common
+    cut = len(set(mine) & set(theirs) - {None}) - common
     also = f", {cut} more cut at other lengths" if cut > 0 else ""
-    return f"{len(hashes[1])} instead of {len(hashes[0])}, {common} in common{also}"
+    return f"{len(theirs)} instead of {len(mine)}, {common} in common{also}"
 
 
 def protocol_differs(first: Mapping[str, Any], other: Mapping[str, Any], protocol: str) -> str:
@@ -98,11 +98,8 @@ def protocol_differs(first: Mapping[str, Any], other: Mapping[str, Any], protoco
 
 def _decisive(data: Mapping[str, Any], protocol: str) -> dict[str, Any]:
     """The settings that give a protocol's numbers their meaning."""
-    kept = {
-        name: value
-        for name, value in data["settings"].items()
-        if name not in _FREE and protocol in _OF_PROTOCOL.get(name, (protocol,))
-    }
+    names = {n for n in data["settings"] if protocol in _OF_PROTOCOL.get(n, (protocol,))} - _FREE
+    kept = {name: value for name, value in data["settings"].items() if name in names}
     if kept.get("windows_per_document") not in (None, 1):  # spread over the rest of the longest
         kept["longest length"] = max(data["settings"]["lengths"])
     return kept
@@ -319,9 +316,8 @@ def ratio_field(ratio: float | None, interval: Interval | None, documents: int) 
     """Return a ratio of perplexities, its range and its verdict."""
     if ratio is None or not math.isfinite(ratio):
         return Field("-", "none", hint="one of the two was not measured")
-    return Field("×", "value").add(
-        ratio_span(ratio, "value"), *_range_and_verdict(interval, documents)
-    )
+    spans = _range_and_verdict(interval, documents)
+    return Field("×", "value").add(ratio_span(ratio, "value"), *spans)
 
 
 def missing_field(reason: str | None) -> Field:
@@ -442,18 +438,23 @@ def _summary(merged: Merged) -> Grid | None:
         f"{title}: perplexity as a multiple of another, with the paired 95 % interval over documents. The price on "
         "texts of the trained length is shown beside the effect on long ones."
     )
-    grid = Grid.of(title, "method", caption=caption, kind="numbers summary")
-    grid.column(f"{short:,} tokens, to the baseline")
-    grid.column(f"{long:,} tokens, to the baseline")
+    heads = [f"{length:,} tokens, to the baseline" for length in (short, long)]
     others = [(line, long) for line in merged.candidates if line.method == plots.CONTROL][:1]
-    for control, _ in others:
-        grid.column(f"{long:,} tokens, to {control.label}")
+    heads += [f"{long:,} tokens, to {control.label}" for control, _ in others]
     if merged.protocol == "tail":
-        grid.column(f"{long:,} tokens, to {base.label} at {short:,}")
+        heads.append(f"{long:,} tokens, to {base.label} at {short:,}")
         others.append((base, short))
+    grid = Grid.of(title, "method", *heads, caption=caption, kind="numbers summary")
     for line in merged.candidates:
         fields = [_to_baseline(line, short), _to_baseline(line, long)]
-        fields += [_to_other(line, long, *other) for other in others]
+        for other, length in others:
+            ratio, interval = against(line, other, long, length)
+            count = len(line.source.data["documents"])
+            fields.append(
+                _BASELINE
+                if other is line and length == long
+                else ratio_field(ratio, interval, count)
+            )
         grid.row(row_name(line.label, _about(line, merged)), *fields)
     return grid
 
@@ -465,13 +466,6 @@ def _to_baseline(line: Line, length: int) -> Field:
     if line.baseline == line.label:
         return _BASELINE
     return ratio_field(cell.ratio, cell.ratio_interval, cell.documents)
-
-
-def _to_other(line: Line, length: int, other: Line, other_length: int) -> Field:
-    if line is other and length == other_length:
-        return _BASELINE
-    ratio, interval = against(line, other, length, other_length)
-    return ratio_field(ratio, interval, len(line.source.data["documents"]))
 
 
 def _no_number(line: Line, length: int) -> Field:
@@ -489,35 +483,32 @@ def _table(merged: Merged) -> Grid:
         f"over documents; × its ratio to {baselines} with the paired interval, and better or worse where that interval "
         "excludes 1."
     )
+    names = [row_name(line.label, _about(line, merged)) for line in merged.candidates]
+    fields = {length: _fields(merged, length) for length in lengths}
+    heads = {n: f"{n:,}\n×{n / original:.3g}" if original else f"{n:,}" for n in lengths}
+    if len(lengths) > WIDE:
+        methods = (name.text for name in names)
+        grid = Grid.of(title, "context length L (tokens)", *methods, caption=caption)
+        for length, head in heads.items():
+            grid.row(row_name(*head.partition("\n")[::2]), *fields[length])
+        return grid
     grid = Grid.of(title, "method", caption=caption)
     short = [length for length in lengths if original and length <= original]
     within = "trained length" if len(short) == 1 else "up to the trained length"
-    for length in lengths:
+    for length, head in heads.items():
         group = within if length in short else "longer than trained"
-        grid.column(
-            f"{length:,}\n×{length / original:.3g}" if original else f"{length:,}",
-            group=group if 0 < len(short) < len(lengths) else "",
-        )
-    lowest = [_lowest(merged, length) for length in lengths]
-    for line in merged.candidates:
-        fields = [_field(line, *pair) for pair in zip(lengths, lowest, strict=True)]
-        grid.row(row_name(line.label, _about(line, merged)), *fields)
-    return grid if len(lengths) <= WIDE else _transposed(grid, "context length L (tokens)")
+        grid.column(head, group=group if 0 < len(short) < len(lengths) else "")
+    for name, *row in zip(names, *fields.values(), strict=True):
+        grid.row(name, *row)
+    return grid
 
 
-def _transposed(grid: Grid, corner: str) -> Grid:
-    names = [row.fields[0].text for row in grid.rows]
-    turned = Grid.of(grid.title, corner, *names, caption=grid.caption, kind=grid.kind)
-    for index, column in enumerate(grid.columns[1:], 1):
-        name = row_name(*column.head.partition("\n")[::2])
-        turned.row(name, *(row.fields[index] for row in grid.rows))
-    return turned
-
-
-def _lowest(merged: Merged, length: int) -> float:
+def _fields(merged: Merged, length: int) -> list[Field]:
+    """The column of a length, with its lowest number marked."""
     cells = [line.cells[length] for line in merged.candidates if length in line.cells]
     values = {cell.perplexity for cell in cells if math.isfinite(cell.perplexity)}
-    return min(values) if len(values) > 1 else math.nan
+    lowest = min(values) if len(values) > 1 else math.nan
+    return [_field(line, length, lowest) for line in merged.candidates]
 
 
 def _field(line: Line, length: int, lowest: float) -> Field:
@@ -527,9 +518,8 @@ def _field(line: Line, length: int, lowest: float) -> Field:
     mark = "best" if cell.perplexity == lowest else "value"
     shown = number_field(cell.perplexity, cell.interval, mark)
     if cell.ratio is not None and math.isfinite(cell.ratio) and line.baseline != line.label:
-        shown.append("\n×", "aside").add(
-            ratio_span(cell.ratio), *_range_and_verdict(cell.ratio_interval, cell.documents)
-        )
+        spans = _range_and_verdict(cell.ratio_interval, cell.documents)
+        shown.append("\n×", "aside").add(ratio_span(cell.ratio), *spans)
     return shown
 
 
@@ -545,9 +535,7 @@ VARIABLES = {
     plots.REMARK: "muted",
 }
 """The custom property of the page's style sheet for each colour of a figure."""
-_TRANSPARENT: Any = dict.fromkeys(
-    ("figure.facecolor", "axes.facecolor", "savefig.facecolor"), "none"
-)
+_TRANSPARENT: Any = {f"{part}.facecolor": "none" for part in ("figure", "axes", "savefig")}
 
 
 def pictures(merged: Merged) -> list[tuple[Markup, str, str]]:
@@ -601,13 +589,10 @@ def themed(figure: Figure, key: str) -> Markup:
     plots.save(figure, file, "svg")
     text = file.getvalue()
     text = text[text.index("<svg") :]
-    text = re.sub(r"\s*<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r"\s*<style[^>]*>.*?</style>", "", text, flags=re.DOTALL)
+    text = re.sub(r"\s*<(metadata|style)\b.*?</\1>", "", text, flags=re.DOTALL)
     text = re.sub(r' (xmlns(:xlink)?|version)="[^"]*"', "", text)
     text = re.sub(r'(<svg[^>]*?) width="[^"]*" height="[^"]*"', r"\1", text, count=1)
-    text = re.sub(r'\bid="', f'id="{key}-', text)
-    text = re.sub(r"url\(#", f"url(#{key}-", text)
-    text = re.sub(r'xlink:href="#', f'href="#{key}-', text)
+    text = re.sub(r'(\bid="|url\(#|href="#)', rf"\1{key}-", text.replace("xlink:href", "href"))
     text = re.sub(r'(<text)? style="([^"]*)"', _style, text)
     return Markup(text.replace("<svg", '<svg aria-hidden="true" focusable="false"', 1).strip())
 
