@@ -189,8 +189,7 @@ def differences(table: PublishedTable, settings: Settings) -> list[str]:
         return [f"metric: {table.metric} ({table.metric_note}), not perplexity"]
     if table.column_kind != LENGTHS:
         return [f"columns: {table.column_kind}, not context lengths"]
-    reasons = []
-    theirs = table.protocol
+    reasons, theirs = [], table.protocol
     if theirs.name is None:
         reasons.append("protocol: unstated")
     elif theirs.name not in settings.protocols:
@@ -200,27 +199,20 @@ def differences(table: PublishedTable, settings: Settings) -> list[str]:
         if theirs.name in protocols and given != here:
             reasons.append(f"{name.replace('_', ' ')}: {_number(given)}, here {_number(here)}")
     windows = settings.windows_per_document
-    if windows is not None and (
-        theirs.name == "sliding" or (theirs.name == "tail" and windows > 1)
-    ):
-        usual = "all" if theirs.name == "sliding" else "1"
+    usual = {"sliding": "all", "tail": "1"}.get(theirs.name or "")
+    if windows is not None and usual not in (None, str(windows)):
         reasons.append(f"windows per document: {usual}, here {windows:,}")
     if not set(table.columns) & set(settings.lengths):
-        reasons.append(
-            f"lengths: {', '.join(map(_number, table.columns))}, here "
-            f"{', '.join(map(_number, settings.lengths))}"
-        )
+        listed = (", ".join(map(_number, each)) for each in (table.columns, settings.lengths))
+        reasons.append(f"lengths: {', here '.join(listed)}")
     return reasons
 
 
 def comparable(table: PublishedTable, settings: Settings) -> None:
     """Refuse a table whose numbers have another meaning; the error has the options that measure as it does."""
-    reasons = differences(table, settings)
-    if reasons:
-        raise PosencError(
-            f"{table.id} ({table.paper}, {table.table}) is not comparable with this run: {'; '.join(reasons)}."
-            f"{_options_of(table)}"
-        )
+    if reasons := "; ".join(differences(table, settings)):
+        name = f"{table.id} ({table.paper}, {table.table})"
+        raise PosencError(f"{name} is not comparable with this run: {reasons}.{_options_of(table)}")
 
 
 def beside(table: PublishedTable, result: PerplexityResult) -> Grid:
@@ -229,12 +221,9 @@ def beside(table: PublishedTable, result: PerplexityResult) -> Grid:
     Losses are shown as perplexities, `exp(loss)`. What is not comparable is refused.
     """
     comparable(table, result.settings)
-    protocol = table.protocol.name
-    assert protocol is not None  # or it would not be comparable
-    grid = Grid.of(
-        f"Perplexity, {protocol}, beside {table.paper}, {table.table}", "model", "method"
-    )
-    lengths = result.settings.lengths
+    protocol, lengths = str(table.protocol.name), result.settings.lengths
+    title = f"Perplexity, {protocol}, beside {table.paper}, {table.table}"
+    grid = Grid.of(title, "model", "method")
     for length in lengths:
         grid.column(f"{length:,}", numeric=True)
     for candidate in result.candidates:
@@ -249,9 +238,7 @@ def beside(table: PublishedTable, result: PerplexityResult) -> Grid:
 def remarks(table: PublishedTable) -> Iterator[str]:
     """Yield the notes that belong to a table."""
     yield f"{table.paper}, {table.table}: {table.dataset}. Read in {table.source}."
-    for note in (table.protocol.note, table.caveat):
-        if note is not None:
-            yield note
+    yield from filter(None, (table.protocol.note, table.caveat))
     yield (
         "Only the protocol is the same. Models, texts and tokenizers are each table's own: compare how the numbers "
         "change with the length, not the numbers."
@@ -306,10 +293,11 @@ def verdict(evidence: Sequence[Evidence], factor: float) -> int:
 def summary(evidence: Sequence[Evidence]) -> str:
     """Return the evidence in a few words; empty if there is none."""
     parts = []
-    best = max(evidence, key=lambda one: one.held, default=None)
-    if best is not None and best.held > 0:
-        parts.append(f"held at x{best.held:g} ({best.table}, {best.model})")
+    held = [(one.held, one) for one in evidence if one.held > 0]
     broken = [(one.broke, one) for one in evidence if one.broke is not None]
+    if held:
+        factor, one = max(held, key=lambda pair: pair[0])
+        parts.append(f"held at x{factor:g} ({one.table}, {one.model})")
     if broken:
         factor, one = min(broken, key=lambda pair: pair[0])
         parts.append(f"not at x{factor:g} ({one.table}, {one.model})")
@@ -321,23 +309,19 @@ def _read_evidence(id: str, model: str, method: str) -> Evidence:
     baseline = list(_points(table, model, "none"))
     best = min(value for _, value in baseline)
     trained = max(length for length, value in baseline if value == best)
-    held, broke = 0.0, None
+    held = 0.0
     for length, value in _points(table, model, method):
-        if length < trained:
-            continue
-        if value > TOLERANCE * best:
-            broke = length / trained
-            break
-        held = length / trained
-    return Evidence(id, model, held, broke)
+        if length >= trained and value > TOLERANCE * best:
+            return Evidence(id, model, held, length / trained)
+        held = length / trained if length >= trained else held
+    return Evidence(id, model, held, None)
 
 
 def _points(table: PublishedTable, model: str, method: str) -> Iterator[tuple[int, float]]:
     """Yield lengths and perplexities of a row; a bound counts as infinite, `OOM` is no evidence."""
     row = next(row for row in table.rows if (row.model, row.method) == (model, method))
     for column, value in zip(table.columns, row.values, strict=True):
-        if isinstance(value, str):
-            if value.startswith(">"):
-                yield int(column), math.inf
-        elif value is not None:
+        if isinstance(value, str) and value.startswith(">"):
+            yield int(column), math.inf
+        elif isinstance(value, int | float):
             yield int(column), math.exp(value) if table.metric == "loss" else value
