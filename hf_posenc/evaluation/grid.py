@@ -71,9 +71,9 @@ class Field:
         self.spans = [Span(text, mark, value)]
         self.hint, self.shade, self.columns = hint, shade, columns
 
-    def append(self, text: str, mark: str = "", value: float | None = None) -> Field:
+    def append(self, text: str, mark: str = "") -> Field:
         """Add a span and return the field."""
-        return self.add(Span(text, mark, value))
+        return self.add(Span(text, mark))
 
     def add(self, *spans: Span) -> Field:
         """Add spans and return the field."""
@@ -90,9 +90,9 @@ class Field:
         """The lines, each with its marks and their spans."""
         lines: list[list[Span]] = [[]]
         for span in self.spans:
-            first, *others = span.text.split("\n")
-            lines[-1] += [dataclasses.replace(span, text=first)] if first else []
-            lines += [[dataclasses.replace(span, text=text)] for text in others]
+            first, *others = (dataclasses.replace(span, text=t) for t in span.text.split("\n"))
+            lines[-1] += [first] if first.text else []
+            lines += [[other] for other in others]
         marked = (itertools.groupby(line, key=lambda span: span.mark) for line in lines)
         return [[(mark, list(spans)) for mark, spans in groups] for groups in marked]
 
@@ -212,11 +212,11 @@ PROSE, PROSE_WIDTH = 40, 24
 """A field with more characters than the first is prose, and its column is at least as wide as the second."""
 
 
+@dataclass(frozen=True)
 class _Terminal:
     """A grid in a terminal: a table, or lines under each row's name where a table would break words and numbers."""
 
-    def __init__(self, grid: Grid) -> None:
-        self.grid = grid
+    grid: Grid
 
     def __rich_console__(self, _: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         fits = least_width(self.grid) <= options.max_width
@@ -289,9 +289,8 @@ def _lines(grid: Grid) -> Iterator[RenderableType]:
             lines.add_column(overflow="fold")
         for head, text in zip(heads[named:], texts[named:], strict=False):
             if text:
-                lines.add_row(
-                    "", *([head.replace("\n", " ")] if any(heads) else []), text, style=style
-                )
+                shown = (head.replace("\n", " "), text) if any(heads) else (text,)
+                lines.add_row("", *shown, style=style)
         yield lines
     yield Text()
 
@@ -299,11 +298,9 @@ def _lines(grid: Grid) -> Iterator[RenderableType]:
 def to_markdown(grid: Grid) -> str:
     """Render a grid as Markdown, without its title; of the marks only bold type is kept."""
     heads = ["<br>".join(map(escaped, column.head.split("\n"))) for column in grid.columns]
-    rows = []
-    for row in grid.rows:
-        fields = [*row.fields, *(Field() for _ in grid.columns[len(row.fields) :])]
-        rows.append([_markdown_field(field) for field in fields])
-    return markdown_table(heads, rows, numeric=[column.numeric for column in grid.columns])
+    rows = [list(map(_markdown_field, row.fields)) for row in grid.rows]
+    filled = [[*row, *[""] * (len(heads) - len(row))] for row in rows]
+    return markdown_table(heads, filled, numeric=[column.numeric for column in grid.columns])
 
 
 def _markdown_field(field: Field) -> str:
@@ -336,9 +333,8 @@ def escaped(text: str) -> str:
 def to_notebook(grids: Iterable[Grid], lines: Iterable[str], width: int = 160) -> str:
     """Render grids, and lines below them, as HTML that looks like a terminal of this width in characters."""
     # In a notebook rich would display what it records, and the result would be shown twice.
-    console = Console(
-        file=io.StringIO(), record=True, width=width, highlight=False, force_jupyter=False
-    )
+    quiet: Any = {"file": io.StringIO(), "record": True, "force_jupyter": False}
+    console = Console(width=width, highlight=False, **quiet)
     for grid in grids:
         console.print(to_rich(grid))
     for line in lines:

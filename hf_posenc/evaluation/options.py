@@ -199,11 +199,6 @@ class DocumentOptions:
         "Keep the documents' tokens in this folder; several processes and later runs then tokenize only once."
     )
 
-    @property
-    def is_given(self) -> bool:
-        """True if documents were given; otherwise the held-out modules are read."""
-        return bool(self.text) or self.dataset is not None
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
@@ -281,6 +276,7 @@ class CommonOptions:
             object.__setattr__(self, "lengths", lengths)
 
 
+_TASK_NAMES = "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or all"
 _METHODS: dict[str, Any] = {
     "name": "patch",
     "metavar": "METHOD",
@@ -427,7 +423,7 @@ class RetrievalOptions(CommonOptions):
     methods: Sequence[str] | None = option(**_METHODS)
     lengths: Sequence[int] | None = option(**_LENGTHS)
     tasks: Sequence[str] | None = option(
-        "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or all.",
+        f"{_TASK_NAMES}.",
         shown="passkey, niah_single_1 and niah_multikey_2, the first two for the embedded model",
         metavar="NAMES",
         parse=parse_tasks,
@@ -483,7 +479,7 @@ class BenchOptions(ProtocolOptions):
         rank=-1,
     )
     tasks: Sequence[str] | None = option(
-        "Some of passkey, niah_single_1, niah_multikey_2, niah_multikey_3, vt, fwe; or all, or none.",
+        f"{_TASK_NAMES}, or none.",
         shown="the suite's",
         metavar="NAMES",
         parse=parse_tasks_or_none,
