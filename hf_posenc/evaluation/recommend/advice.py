@@ -82,7 +82,6 @@ class Advice:
         name: The model's name, as the commands take it.
         model_type: The `model_type` of its text decoder; `tested` if the test matrix covers it.
         target: The target length, in tokens.
-        carried: The scaling that the checkpoint carries already.
         beside: Arguments of `patch_model` that start a frequency method from it: `compose`, `replace`, or neither.
         limits: The limits of the table that frequency methods start from.
         least_base: The least base for the target, by the fit of arXiv 2405.14591.
@@ -187,13 +186,9 @@ def recommend(
     compose = bool(beside.get("compose"))
     spec = read_spec(table, carried.reach if compose else carried.trained, compose=compose)
     model_type = inner.config.get_text_config(decoder=True).model_type
-    length = {}
-    if carried.reach != original_length(table, compose=table.scaled):
-        length = {"original_max_position_embeddings": carried.reach}
-    start = Start(spec, target_length, beside, carried.reach, length)
-    options = []
-    if target_length > carried.reach:
-        options = [_tried(option_of(kind, start), inner) for kind in METHODS]
+    start = Start(spec, target_length, beside, carried.reach, _length(table, carried))
+    kinds = METHODS if target_length > carried.reach else ()
+    options = [_tried(option_of(kind, start), inner) for kind in kinds]
     return Advice(
         name=name,
         model_class=type(inner).__name__,
@@ -226,9 +221,13 @@ def _beside(table: RotaryTable, carried: Carried, original: int | None) -> dict[
         return length
     if table.rope_type in _PER_LENGTH:
         return {"replace": True, **length}
-    if carried.reach != original_length(table, compose=True):
-        length = {"original_max_position_embeddings": carried.reach}
-    return {"compose": True, **length}
+    return {"compose": True, **length, **_length(table, carried)}
+
+
+def _length(table: RotaryTable, carried: Carried) -> dict[str, Any]:
+    """Return the argument that names the length that the table reaches, if it does not name that itself."""
+    known = carried.reach == original_length(table, compose=table.scaled)
+    return {} if known else {"original_max_position_embeddings": carried.reach}
 
 
 def _tried(option: Option, model: nn.Module) -> Option:
@@ -316,12 +315,11 @@ def _unscaled(parameters: Any) -> Any:
 def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     """Yield the facts that precede any method: a heading and a sentence or two each."""
     carried, limits = advice.carried, advice.limits
-    text = f"{carried.reach:,} tokens by its config"
-    if carried.scaled:
-        text += f", by rope_type {carried.rope_type} from {carried.trained:,}"
-    if not advice.needed:
-        text += f": {advice.target:,} need no patch"
-    yield "checkpoint", f"{text}."
+    scaled = (
+        f", by rope_type {carried.rope_type} from {carried.trained:,}" if carried.scaled else ""
+    )
+    unneeded = "" if advice.needed else f": {advice.target:,} need no patch"
+    yield "checkpoint", f"{carried.reach:,} tokens by its config{scaled}{unneeded}."
     turns = (
         f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, "
         f"{limits.fast} of them {FAST_TURNS} or more. Past that length the other {limits.slow} reach angles that the "
@@ -378,8 +376,7 @@ def notes(advice: Advice) -> Iterator[str]:
             f"[*] computes attention itself, and is tried only on a loaded model: --weights. The test matrix {covered} "
             f"{advice.model_type} (docs/architectures.md)."
         )
-    trained = [option.method for option in advice.options if option.works == TRAINED]
-    if trained:
+    if trained := [option.method for option in advice.options if option.works == TRAINED]:
         yield f"After training only: {', '.join(trained)}."
     refused: dict[str, list[str]] = {}
     for option in advice.options:

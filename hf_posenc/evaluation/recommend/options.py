@@ -45,13 +45,9 @@ class RotaryLimits:
     """Limits that follow from a table and its trained length.
 
     Attributes:
-        original: The trained length L, in tokens.
-        theta: The base b.
-        dim: Rotary dimension d.
+        original: The trained length L, in tokens; theta is the base b, dim the rotary dimension d.
         turns: Turns that each pair makes over L tokens, `L f_i / (2 pi)`; shape (d/2,).
-        rotated: Number of pairs that rotate.
-        full_turns: Pairs that made one whole turn in training.
-        fast: Pairs that made `FAST_TURNS` of them.
+        rotated: Number of pairs that rotate; `full_turns` made one whole turn in training, `fast` `FAST_TURNS`.
         critical_dimension: Features of these whole-turn pairs, `2 ceil(d/2 log_b(L / (2 pi)))` for a plain table (Liu
             et al. 2023, arXiv 2310.05209); those past it have not seen all their angles.
         base_context: The length for which this base is the least, by the fit.
@@ -297,17 +293,13 @@ def _bands(kind: type[RotaryBands], start: Start) -> Option:
     method = kind.from_options(**({"scale": target / original} if takes_scale else {}))
     assert isinstance(method, RotaryBands)
     farthest, read = _distances(method, original, target)
+    works, reason = AS_IT_IS, f"reads every distance as one of at most {farthest:,.0f} tokens"
     if read < target:
         works = WINDOW
         reason = f"reads {read:,} of {target:,} tokens: never breaks, and cannot use the rest"
     elif farthest > original:
-        works = SHORT
-        reason = (
-            f"reads distances of up to {farthest:,.0f} tokens, trained on less than {original:,}"
-        )
-    else:
-        works = AS_IT_IS
-        reason = f"reads every distance as one of at most {farthest:,.0f} tokens"
+        works, far = SHORT, f"{farthest:,.0f}"
+        reason = f"reads distances of up to {far} tokens, trained on less than {original:,}"
     evidence = published.evidence_of(kind.name)
     reason = "; ".join(filter(None, (reason, published.summary(evidence))))
     options = {**({"target_length": target} if takes_scale else {}), **start.beside_attention}
