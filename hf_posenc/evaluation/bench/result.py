@@ -86,10 +86,8 @@ class BenchResult(Result):
     """Result of `hf-posenc bench`.
 
     Attributes:
-        perplexity: Perplexities by method, protocol and length, and the documents they were measured on.
         retrieval: Retrieval in prompts of the same lengths; `None` if it was not measured.
         speed: The timed prefill at the longest length; `None` if it was not measured.
-        suite: The suite's name.
         compare: Names of published tables to show beside it.
         remarks: Notes about parts that were left out.
     """

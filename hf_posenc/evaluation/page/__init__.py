@@ -133,7 +133,7 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             flat |= _flat(value, f"{name}.")
         elif not any(isinstance(entry, dict | list) for entry in values):
-            flat[name] = ", ".join(map(_plain, values)) or "none"
+            flat[name] = ", ".join(map(_plain, values)) if values else "none"
     return flat
 
 

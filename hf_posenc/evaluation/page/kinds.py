@@ -288,8 +288,9 @@ def _chosen(data: Mapping[str, Any]) -> str:
     if best is None or compared is None:
         return f"{where}: no method has a number to compare with {CONTROL}."
     side = side_of_one(interval_of(compared["interval"]), control["documents"])
-    significance = ("not significantly different from", "better than", "worse than")[side]
-    word = f"significantly {significance}" if side else significance
+    word = "not significantly different from"
+    if side:
+        word = f"significantly {'better' if side > 0 else 'worse'} than"
     times = ratio_span(1 / compared["ratio"]).text
     none = "" if side > 0 else "no method is significantly better than the control; "
     return (

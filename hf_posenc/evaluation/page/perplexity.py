@@ -277,8 +277,8 @@ def against(
         return None, None
     records = [replace(record, method=other.label, length=0) for record in base]
     records += [replace(record, method="", length=0) for record in rows]
-    *_, cell = [None, *_compared(other, records)]
-    return (None, None) if cell is None or cell.method else (cell.ratio, cell.ratio_interval)
+    cell = next((cell for cell in _compared(other, records) if not cell.method), None)
+    return (None, None) if cell is None else (cell.ratio, cell.ratio_interval)
 
 
 # Fields of the page: numbers with their exact values, ranges, and the conclusions that intervals allow.
@@ -450,11 +450,8 @@ def _summary(merged: Merged) -> Grid | None:
         for other, length in others:
             ratio, interval = against(line, other, long, length)
             count = len(line.source.data["documents"])
-            fields.append(
-                _BASELINE
-                if other is line and length == long
-                else ratio_field(ratio, interval, count)
-            )
+            itself = other is line and length == long
+            fields.append(_BASELINE if itself else ratio_field(ratio, interval, count))
         grid.row(row_name(line.label, _about(line, merged)), *fields)
     return grid
 

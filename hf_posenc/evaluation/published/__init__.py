@@ -41,9 +41,7 @@ _DECISIVE = {
 class Source:
     """Origin of a table: a paper, README, or data of a repository; its file, or a page.
 
-    Attributes:
-        arxiv: The paper's number.
-        transcription: A second copy that the numbers were checked against.
+    `transcription` is a second copy that the numbers were checked against.
     """
 
     kind: str
@@ -63,14 +61,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Protocol of a table, with the names of `hf_posenc.evaluation.perplexity.protocols`.
-
-    Attributes:
-        name: The protocol; `None`: not stated.
-        stride: Tokens between windows, of `sliding` and `stream`.
-        aggregate: How losses were combined; `None`: not stated, or no losses.
-        tail_tokens: The K of `tail`.
-    """
+    """Protocol of a table, by the names of `hf_posenc.evaluation.perplexity.protocols`; `None`: not stated."""
 
     name: str | None
     stride: int | None = None
@@ -102,8 +93,6 @@ class PublishedTable:
     """Published table, as printed.
 
     Attributes:
-        paper: Authors and title, short.
-        table: Its number, or the file.
         metric: `"perplexity"`, `"loss"` (nats), `"accuracy"` or `"tokens"`.
         column_kind: `LENGTHS` in most tables.
         columns: Context lengths in tokens, or names.

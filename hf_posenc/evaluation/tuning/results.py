@@ -45,13 +45,9 @@ _ORDER = (
 
 @dataclass(frozen=True)
 class Trial:
-    """Method of a sweep or a search.
+    """Method of a sweep or a search, with its `--patch` and its call of `patch_model`.
 
-    Attributes:
-        spec: The value of `--patch` that measures it again.
-        method: The method's name, several joined by `+`; `None` for the model as loaded.
-        control: It is measured beside the others on every document, and cannot win.
-        call: The Python that patches a model with it; `None` for the model as loaded.
+    The model as loaded has neither a name nor a call. A control is measured on every document, and cannot win.
     """
 
     label: str

@@ -136,9 +136,10 @@ class Space:
     @classmethod
     def of(cls, scale: float, attention_factor: float | None) -> Space:
         """Return the paper's space; the factor on cos and sin from 1 to twice as far as YaRN's `0.1 ln s + 1`."""
-        searched = (1.0, 1.0 + 0.2 * math.log(scale))
-        fixed = attention_factor is not None and (attention_factor, attention_factor)
-        return cls(scale * CEILING, fixed or searched)
+        bounds = (1.0, 1.0 + 0.2 * math.log(scale))
+        if attention_factor is not None:
+            bounds = (attention_factor, attention_factor)
+        return cls(scale * CEILING, bounds)
 
 
 def evolve(
