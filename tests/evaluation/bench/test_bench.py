@@ -300,6 +300,12 @@ def test_prompts_that_are_too_short_are_said_and_left_out() -> None:
     assert len(result.table().columns) == 1 + 2
 
 
+@pytest.mark.parametrize("protocol", ["tail", "stream"])
+def test_fewer_documents_than_the_suite_asks_for_are_said(protocol: str) -> None:
+    job = work(tiny(), protocols=(protocol,), tasks=())
+    assert job.about["remarks"] == ("3 documents are long enough; 4 were requested.",)
+
+
 def test_a_share_over_tasks_and_lengths_counts_every_sample() -> None:
     result = measured(tasks=("passkey", "niah_single_1"), lengths=(640, 700), rounds=0)
     found = result.retrieval
