@@ -3,30 +3,66 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-import torch
-import transformers
-from hypothesis import settings
 
-from tests.support.documents_forms import no_hanging, small  # noqa: F401 (fixtures)
+PATIENCE = 60
+"""Seconds after which something hangs."""
 
-# Tiny matrices are slower on many threads than on one, and xdist has its own workers.
-torch.set_num_threads(1)
-_log: Any = transformers.logging
-_log.set_verbosity_error()
 
-settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
-settings.load_profile("ci")
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Set up the libraries, but not in the process that only hands the tests to xdist's workers."""
+    config = session.config
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return
+    import torch
+    import transformers
+    from hypothesis import settings
+
+    # Tiny matrices are slower on many threads than on one, and xdist has its own workers.
+    torch.set_num_threads(1)
+    log: Any = transformers.logging
+    log.set_verbosity_error()
+    settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
+    settings.load_profile("ci")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def no_hanging() -> Iterator[None]:
+    """Ends a test that waits for something that never comes."""
+
+    def stop(*_: object) -> None:
+        raise TimeoutError("this hangs")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(PATIENCE)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything that counts as large is small."""
+    from hf_posenc.evaluation.documents import readers
+    from hf_posenc.evaluation.documents import tokens as joining
+
+    monkeypatch.setattr(readers, "SMALL", 1000)
+    sizes = joining.Sizes(window=3000, overlap=512, largest=1 << 14)
+    monkeypatch.setattr(joining, "SIZES", sizes)

@@ -43,6 +43,7 @@ def _kinds(cell: Any) -> list[str]:
     return [kind for kind, _ in itertools.groupby(kinds)]  # one stream may come in several parts
 
 
+@pytest.mark.slow
 def test_it_runs_without_an_error_and_shows_what_the_committed_one_shows(tmp_path: Path) -> None:
     nbformat, _ = pytest.importorskip("nbformat"), pytest.importorskip("matplotlib")
     made = _code(executed(tmp_path))

@@ -123,9 +123,9 @@ def select(
                 corpus.left_out["limit of its distribution"] += 1
                 continue
             text = _read(source.root / path)
-            lines = distinctive_lines(text)
-            reason = _reason(path, text)
+            reason, lines = _reason(path, text), set[bytes]()
             if reason is None:
+                lines = distinctive_lines(text)
                 if (source.root / path).resolve() in held_out_paths:
                     reason = "held out"
                 elif _share(lines, held_out_lines) > HELD_OUT_SHARE:

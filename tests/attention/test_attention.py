@@ -19,6 +19,7 @@ from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
 from tests.support.attention_ways import WAYS, in_steps, token_by_token
+from tests.support.selection import covering
 
 PATHS = {"exact": (1 << 30, 1 << 18), "kernels": (1, 1)}
 """Least number of queries for the kernels, and most pairs for a written mask."""
@@ -128,8 +129,11 @@ def test_every_layout_of_heads(name: str, layout: str, path: str) -> None:
     assert_close(zoo.logits(model, ids), reference(model, CASES[name], ids))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype", "path"),
+    covering(CASES, (torch.float16, torch.bfloat16), PATHS),
+    indirect=["path"],
+)
 def test_half_precision(model: PreTrainedModel, name: str, dtype: torch.dtype, path: str) -> None:
     ids = zoo.tokens(50)
     model = model.half() if dtype == torch.float16 else model.bfloat16()
@@ -144,7 +148,7 @@ def test_half_precision(model: PreTrainedModel, name: str, dtype: torch.dtype, p
 # The ways to run a text
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "path"), covering(CASES, PATHS), indirect=["path"])
 def test_every_way_to_run_a_text_gives_the_same(
     model: PreTrainedModel, name: str, path: str
 ) -> None:
@@ -155,7 +159,7 @@ def test_every_way_to_run_a_text_gives_the_same(
         assert_close(way(model, ids), full, way.__name__)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "path"), covering(CASES, PATHS), indirect=["path"])
 def test_a_later_token_changes_nothing_before_it(
     model: PreTrainedModel, name: str, path: str
 ) -> None:

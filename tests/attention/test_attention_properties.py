@@ -55,7 +55,7 @@ def case_of(drawn: dict[str, Any]) -> Case:
 CASE = st.one_of(BANDS.map(case_of), st.sampled_from(sorted(CASES)).map(CASES.__getitem__))
 
 
-@given(
+SPLIT = given(
     case=CASE,
     heads=st.sampled_from(HEADS),
     length=st.integers(1, 60),
@@ -65,8 +65,22 @@ CASE = st.one_of(BANDS.map(case_of), st.sampled_from(sorted(CASES)).map(CASES.__
     right=st.integers(0, 7),
     data=st.data(),
 )
+
+
+@SPLIT
+@settings(max_examples=20)
+def test_any_split_and_padding_of_any_text_equals_the_reference(**drawn: Any) -> None:
+    check_split(**drawn)
+
+
+@pytest.mark.slow
+@SPLIT
 @settings(max_examples=80)
-def test_any_split_and_padding_of_any_text_equals_the_reference(
+def test_more_splits_and_paddings_equal_the_reference(**drawn: Any) -> None:
+    check_split(**drawn)
+
+
+def check_split(
     case: Case,
     heads: tuple[int, int],
     length: int,

@@ -17,6 +17,7 @@ from hf_posenc.model import masks
 from tests.attention.test_attention import PATHS, apply, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, TRAINABLE, parameters_of, randomise, reference
+from tests.support.selection import covering
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*starts untrained"),
@@ -57,8 +58,7 @@ def slope(model: PreTrainedModel, name: str, ids: Tensor, moved: dict[str, Tenso
     return float(losses[0] - losses[1]) / (2 * step)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "path"), covering(CASES, PATHS))
 def test_gradients_equal_those_of_the_reference(
     model: PreTrainedModel, name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,8 +146,7 @@ def test_gradients_are_finite_also_under_padding(
         assert value.grad.isfinite().all(), key
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "path"), covering(CASES, PATHS))
 def test_gradient_checkpointing_gives_the_same_gradients(
     model: PreTrainedModel, name: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

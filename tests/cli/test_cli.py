@@ -61,18 +61,18 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(model: Path, texts: object, output: Path, *more: object) -> Any:
+def run(model: Path, texts: object, output: Path, *more: object, plot: bool = False) -> Any:
     return invoke(
         *("perplexity", model, "--text", texts, "--lengths", "32,64,128", "--output", output),
         *(more or ("--patch", "none")),
+        *(() if plot else ("--no-plot",)),
     )
 
 
 def test_a_whole_run(model: Path, texts: Path, tmp_path: Path) -> None:
     patches = ("none", "yarn", "pi:scale=2", "dynamic_ntk")
-    result = run(
-        model, texts, tmp_path / "out", *(part for patch in patches for part in ("--patch", patch))
-    )
+    given = (part for patch in patches for part in ("--patch", patch))
+    result = run(model, texts, tmp_path / "out", *given, plot=True)
     assert result.exit_code == 0, result.output
     for text in (
         "prefix: the first L tokens",
@@ -121,7 +121,7 @@ def test_a_whole_run(model: Path, texts: Path, tmp_path: Path) -> None:
 
 
 def test_text_takes_several_values_and_patterns(model: Path, texts: Path, tmp_path: Path) -> None:
-    out = ("--output", tmp_path, "--lengths", "32,64")
+    out = ("--output", tmp_path, "--lengths", "32,64", "--no-plot")
     one, two = texts / "0.txt", texts / "1.txt"
     for given in ([one, two], [one, "--text", two], [f"--text={one}", two]):
         first = () if str(given[0]).startswith("--text=") else ("--text",)
@@ -150,7 +150,7 @@ def test_unusable_documents_are_named_and_skipped(model: Path, texts: Path, tmp_
             "--patch",
             "none",
         ),
-        *("--lengths", "32,64", "--output", tmp_path / "out"),
+        *("--lengths", "32,64", "--output", tmp_path / "out", "--no-plot"),
     )
     assert result.exit_code == 0, result.output
     assert "1 document, 4 skipped" in result.stdout
@@ -193,7 +193,7 @@ def test_the_limit_and_the_settings_reach_the_result(
             "--chunk",
             8,
         ),
-        *("--dtype", "bfloat16", "--attn", "eager", "--no-plot"),
+        *("--dtype", "bfloat16", "--attn", "eager"),
     )
     assert result.exit_code == 0, result.output
     values = json.loads((tmp_path / "perplexity.json").read_text())
@@ -331,7 +331,7 @@ def test_documents_models_and_tokenizers_that_are_refused(
             "none",
             *lengths,
         ),
-        *("--output", tmp_path),
+        *("--output", tmp_path, "--no-plot"),
     )
     assert with_words.exit_code == 0, with_words.output
     Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>")).save(
@@ -364,7 +364,7 @@ def test_a_dataset(model: Path, tmp_path: Path) -> None:
         "--patch",
         "none",
     )
-    result = invoke(*common, "--column", "body", "--output", tmp_path / "out")
+    result = invoke(*common, "--column", "body", "--output", tmp_path / "out", "--no-plot")
     assert result.exit_code == 0, result.output
     assert "3 documents, 1 skipped" in result.stdout
     assert (
@@ -377,7 +377,7 @@ def test_the_plot_needs_matplotlib(
     model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_posenc.evaluation.plots.available", lambda: False)
-    result = run(model, texts, tmp_path)
+    result = run(model, texts, tmp_path, plot=True)
     assert result.exit_code == 0
     assert "No plot: it needs matplotlib (pip install 'hf-posenc[plot]')" in result.stdout
     assert "pip install" in refused("perplexity", model, "--text", texts, "--plot")
@@ -538,7 +538,7 @@ def test_help_version_and_unknown_subcommands() -> None:
 def test_without_a_model_and_documents_the_embedded_ones_are_measured(tmp_path: Path) -> None:
     result = invoke(
         *("perplexity", "--patch", "none", "--patch", "yarn", "--limit", 2, "--lengths", "256,1k"),
-        *("--output", tmp_path),
+        *("--output", tmp_path, "--no-plot"),
     )
     assert result.exit_code == 0, result.output
     values = json.loads((tmp_path / "perplexity.json").read_text())

@@ -12,6 +12,7 @@ from tests.cli.test_cli import invoke, refused
 from tests.support import zoo
 from tests.support.gguf_files import converted_file
 from tests.support.tiny_text import tiny_checkpoint
+from tests.support.verifying import verify_here
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +80,8 @@ def test_lists_methods(model: Path) -> None:
     assert "changes attention" in rows["rerope"]
 
 
-def test_verifies(model: Path, tmp_path: Path) -> None:
+def test_verifies(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_here(monkeypatch)
     result = invoke(
         *("export", model, "--to", "transformers5", "--patch", "ntk_mixed:scale=4"),
         *("--output", tmp_path, "--verify"),

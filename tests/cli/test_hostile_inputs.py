@@ -426,7 +426,7 @@ def test_libraries_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.Mo
         list(read_dataset("anything"))
 
 
-BOMB = 64 << 20
+BOMB = 32 << 20
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])

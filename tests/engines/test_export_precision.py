@@ -14,6 +14,7 @@ from hf_posenc.engines import export, write_export
 from hf_posenc.training import choose_parameters
 from tests.cli.test_cli import invoke
 from tests.support import zoo
+from tests.support.verifying import verify_here
 
 
 @pytest.fixture
@@ -60,6 +61,11 @@ def test_a_lora_alone_keeps_the_precision_of_its_base(adapter: Path, tmp_path: P
     assert plain.dtype == torch.bfloat16
 
 
-def test_the_command_finds_it_to_be_the_same_model(adapter: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("clean", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_command_finds_it_to_be_the_same_model(
+    clean: bool, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not clean:
+        verify_here(monkeypatch)
     given = ("export", adapter, "--to", "transformers5", "--output", tmp_path / "out", "--verify")
     assert "the same model" in " ".join(invoke(*map(str, given)).output.split())

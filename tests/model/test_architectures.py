@@ -23,6 +23,7 @@ import hf_posenc
 from hf_posenc import UnsupportedModelError, get_patch, patch_model, unpatch_model
 from scripts import attention_coverage, make_architectures
 from tests.support import references, zoo
+from tests.support.selection import covering, late
 
 LENGTH = 96
 """Tokens of a test text: half as many again as the 64 that the models are "trained" on."""
@@ -32,10 +33,8 @@ PAGE_IS_CURRENT = f"with transformers {transformers.__version__};" in PAGE
 
 DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
 KNOWN = (*DECODERS, *zoo.composite_types())
-TYPES = [
-    pytest.param(name, marks=() if name in zoo.REPRESENTATIVE else pytest.mark.slow)
-    for name in DECODERS
-]
+OTHERS = [name for name in DECODERS if name not in zoo.REPRESENTATIVE]
+TYPES = [*zoo.REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 TABLES = [name for name in zoo.TABLE_TYPES if name in zoo.decoder_types()]
 
 # A method, and the same in transformers' words.
@@ -205,8 +204,13 @@ def rotary_layout(model: PreTrainedModel) -> list[tuple[str, str]]:
 # The matrix
 
 
-@pytest.mark.parametrize("case", NATIVE)
-@pytest.mark.parametrize("model_type", [p for p in TYPES if p.values[0] not in TABLES])
+@pytest.mark.parametrize(
+    ("model_type", "case"),
+    [
+        *covering([t for t in zoo.REPRESENTATIVE if t not in TABLES], NATIVE, rounds=2),
+        *late([t for t in OTHERS if t not in TABLES], NATIVE),
+    ],
+)
 def test_equals_the_native_model(model: PreTrainedModel, model_type: str, case: str) -> None:
     tokens = zoo.tokens(LENGTH)
     want = expected_logits(model, case, tokens)
@@ -285,8 +289,7 @@ def test_other_models_stay_untouched(model: PreTrainedModel, model_type: str) ->
     assert fresh.config.to_dict() == configs[0]
 
 
-@pytest.mark.parametrize("method", ACTING)
-@pytest.mark.parametrize("model_type", zoo.REPRESENTATIVE)
+@pytest.mark.parametrize(("model_type", "method"), covering(zoo.REPRESENTATIVE, ACTING, rounds=4))
 def test_every_method_acts(model: PreTrainedModel, model_type: str, method: str) -> None:
     """No silent no-op: past the trained length every method changes the logits; the dynamic ones only there."""
     longest = zoo.longest(model)
@@ -322,8 +325,10 @@ NOT_EXPORTED = {
 """Types whose patch only hf_posenc itself can load again, with the reason."""
 
 
-@pytest.mark.parametrize("case", ["yarn", "linear"])
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "case"),
+    [*covering(zoo.REPRESENTATIVE, ["yarn", "linear"]), *late(OTHERS, ["yarn", "linear"])],
+)
 def test_plain_transformers_loads_what_is_saved(
     model: PreTrainedModel, model_type: str, case: str, tmp_path: Path
 ) -> None:

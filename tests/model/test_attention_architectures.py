@@ -20,13 +20,11 @@ from hf_posenc import UnsupportedModelError, inspect_rope, patch_model, unpatch_
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, randomise
 from tests.support.attention_native import RULES, reference
+from tests.support.selection import covering, late
 from tests.support.zoo_registry import quiet
 
 DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
-TYPES = [
-    pytest.param(name, marks=() if name in zoo.REPRESENTATIVE else pytest.mark.slow)
-    for name in DECODERS
-]
+OTHERS = [name for name in DECODERS if name not in zoo.REPRESENTATIVE]
 LENGTH = 24
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
@@ -238,8 +236,9 @@ TOLERANCE = {"hrm_text": 1e-2, "zamba2": 1e-2}
 """Types that amplify rounding."""
 
 
-@pytest.mark.parametrize("method", RULES)
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize(
+    ("model_type", "method"), [*covering(zoo.REPRESENTATIVE, RULES), *late(OTHERS, RULES)]
+)
 def test_equals_scores_made_pair_by_pair_with_the_models_own_rotary(
     model_type: str, method: str
 ) -> None:

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from hf_posenc import available_methods, from_pretrained, get_method, get_patch, patch_model
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
+from tests.support.selection import late
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*starts untrained"),
@@ -21,8 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 STATIC = tuple(name for name in available_methods() if not get_method(name).length_dependent)
-# The slow suite resumes TRL with the others: a method of each form is enough for every day.
-OF_EACH_FORM = ("yarn", "llama3", "ntk_mixed", "alibi")
+FORMS = ("yarn", "llama3", "ntk_mixed", "alibi")
+"""One method of each form on disk."""
 STEPS = 2
 
 
@@ -51,7 +52,9 @@ def equal(first: Any, second: Any) -> bool:
     return all(name == other and torch.equal(a, b) for (name, a), (other, b) in pairs)
 
 
-@pytest.mark.parametrize("method", STATIC)
+@pytest.mark.parametrize(
+    "method", [*FORMS, *late([method for method in STATIC if method not in FORMS])]
+)
 def test_trainer(method: str, tmp_path: Path) -> None:
     ids = zoo.tokens(80, batch=4).tolist()
     rows = [{"input_ids": row, "labels": row} for row in ids]
@@ -100,8 +103,7 @@ def test_bare_loop(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "method",
-    [pytest.param(m, marks=() if m in OF_EACH_FORM else pytest.mark.slow) for m in STATIC],
+    "method", [FORMS[0], *late([method for method in STATIC if method != FORMS[0]])]
 )
 def test_sft_trainer(method: str, tmp_path: Path) -> None:
     datasets: Any = pytest.importorskip("datasets")

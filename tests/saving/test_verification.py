@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_posenc import PosencError, VerificationError, patch_model, verification
 from hf_posenc.verification import require, verify_export
 from tests.support import zoo
+from tests.support.verifying import verify_here
 
 
 @pytest.fixture
@@ -32,11 +33,21 @@ def test_the_same_model(model: PreTrainedModel, tmp_path: Path) -> None:
     assert "the same model" in str(found)
 
 
-def test_another_method_and_a_weight_that_is_missing(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_another_method(tmp_path: Path) -> None:
     patched = patch_model(zoo.build("llama"), "rerope", window=16)  # plain transformers has none
     patched.save_pretrained(tmp_path / "rerope")
     with pytest.raises(PosencError, match=r"cannot load .*rerope needs hf_posenc"):
         verify_export(tmp_path / "rerope")
+
+
+@pytest.mark.parametrize("clean", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_weight_that_is_missing(
+    clean: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not clean:
+        verify_here(monkeypatch)
+    patched = patch_model(zoo.build("llama"), "rerope", window=16)
     zoo.build("llama").save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     kept = {name: value for name, value in weights.items() if "layers.3.mlp.up" not in name}

@@ -27,6 +27,12 @@ def in_steps(
     return torch.cat(parts, 1).double()
 
 
+def stepwise(total: int, *first: int) -> list[int]:
+    """Sizes of pieces: `first`, eight single tokens, most of the rest at once, and four single tokens."""
+    rest = total - sum(first) - 12
+    return [*first, *[1] * 8, rest, *[1] * 4]
+
+
 def padded(ids: Tensor, left: int, right: int, first: int = 1) -> dict[str, Tensor]:
     """A batch of three rows, of which row 1 is the text between `left` and `right` pads."""
     length = ids.shape[1] + left + right
@@ -49,7 +55,7 @@ def chunked(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def static(model: PreTrainedModel, ids: Tensor) -> Tensor:
     cache = StaticCache(config=model.config, max_cache_len=ids.shape[1] + 6)
-    return in_steps(model, ids, [13, 8] + [1] * (ids.shape[1] - 21), cache)
+    return in_steps(model, ids, stepwise(ids.shape[1], 11, 8), cache)
 
 
 def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -59,14 +65,15 @@ def left_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def left_padded_in_steps(model: PreTrainedModel, ids: Tensor) -> Tensor:
     batch, length = padded(ids, 6, 0), ids.shape[1]
-    sizes = [11, 9] + [1] * (length - 14)
+    sizes = stepwise(length + 6, 11, 9)
     return in_steps(model, batch.pop("ids"), sizes, **batch)[1:2, 6:]
 
 
 def left_padded_static(model: PreTrainedModel, ids: Tensor) -> Tensor:
     batch, length = padded(ids, 6, 0), ids.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=length + 10)
-    return in_steps(model, batch.pop("ids"), [9] + [1] * (length - 3), cache, **batch)[1:2, 6:]
+    sizes = stepwise(length + 6, 9)
+    return in_steps(model, batch.pop("ids"), sizes, cache, **batch)[1:2, 6:]
 
 
 def right_padded(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -87,14 +94,15 @@ def left_masked(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 def left_masked_in_steps(model: PreTrainedModel, ids: Tensor) -> Tensor:
     batch, length = masked(ids, 6, 0), ids.shape[1]
-    sizes = [4, 7, 9] + [1] * (length - 14)  # a whole chunk of padding
+    sizes = stepwise(length + 6, 4, 7, 9)  # a whole chunk of padding
     return in_steps(model, batch.pop("ids"), sizes, **batch)[1:2, 6:]
 
 
 def left_masked_static(model: PreTrainedModel, ids: Tensor) -> Tensor:
     batch, length = masked(ids, 6, 0), ids.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=length + 10)
-    return in_steps(model, batch.pop("ids"), [9] + [1] * (length - 3), cache, **batch)[1:2, 6:]
+    sizes = stepwise(length + 6, 9)
+    return in_steps(model, batch.pop("ids"), sizes, cache, **batch)[1:2, 6:]
 
 
 def both_masked(model: PreTrainedModel, ids: Tensor) -> Tensor:
@@ -134,7 +142,7 @@ def interleaved(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """Two texts that grow in turns, each with a cache of its own."""
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     texts, parts, start = (ids, zoo.tokens(ids.shape[1], seed=8)), [], 0
-    for size in [12, 9] + [1] * (ids.shape[1] - 21):
+    for size in stepwise(ids.shape[1], 12, 7):
         piece = slice(start, start + size)
         outs = [
             model(input_ids=text[:, piece], past_key_values=cache).logits
@@ -149,7 +157,7 @@ def static_again(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """A static cache that held another text of the same length, in the same memory."""
     length = ids.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=length + 2)
-    sizes = [20] + [1] * (length - 20)
+    sizes = stepwise(length, 19)
     in_steps(model, zoo.tokens(length, seed=6), sizes, cache)
     cache.reset()
     return in_steps(model, ids, sizes, cache)

@@ -17,6 +17,7 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.arguments import parse_arguments
 from scripts.finetune import RECIPE, finetune, main
+from tests.support.verifying import verify_here
 
 NAMES = ("_pydecimal", "typing", "argparse", "tarfile")
 QUICK = (
@@ -53,8 +54,12 @@ def losses(output: Path) -> list[float]:
 
 
 def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
-    tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    texts: dict[str, Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    verify_here(monkeypatch)
     output = run(tmp_path, texts, "--verify_export")
     shown = capsys.readouterr()
     assert "step 2/2" in shown.out
@@ -80,15 +85,15 @@ def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
 def test_the_same_command_again_trains_no_further_and_another_one_is_refused(
     tmp_path: Path, texts: dict[str, Path]
 ) -> None:
-    output = run(tmp_path, texts)
+    output = run(tmp_path, texts, "--no_score")
     before = (output / "model.safetensors").read_bytes(), losses(output)
-    run(tmp_path, texts)
+    run(tmp_path, texts, "--no_score")
     assert ((output / "model.safetensors").read_bytes(), losses(output)) == before
     with pytest.raises(PosencError, match=r"learning_rate was 0\.001, is 0\.5"):
-        run(tmp_path, texts, "--learning_rate", "0.5")
+        run(tmp_path, texts, "--no_score", "--learning_rate", "0.5")
     with pytest.raises(PosencError, match="patch"):
-        run(tmp_path, texts, "--patch", "pi:scale=4")
-    run(tmp_path, texts, "--patch", "pi:scale=4", "--fresh")
+        run(tmp_path, texts, "--no_score", "--patch", "pi:scale=4")
+    run(tmp_path, texts, "--no_score", "--patch", "pi:scale=4", "--fresh")
     assert losses(output) != before[1]
 
 
@@ -157,7 +162,7 @@ def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, P
     assert (adapter / "adapter_config.json").is_file()
     assert get_patch(from_pretrained(adapter)) is not None
     own = ("--patch", "kerple_log", "--train", "encoding", "--target_length", "128")
-    output = run(tmp_path, texts, *own, name="own")
+    output = run(tmp_path, texts, "--no_score", *own, name="own")
     trained, base = from_pretrained(output), from_pretrained(model_path(), dtype=torch.float32)
     kept = dict(base.named_parameters())
     moved = [
@@ -172,17 +177,17 @@ def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, P
 def test_a_patched_model_is_trained_further_as_it_is(
     tmp_path: Path, texts: dict[str, Path]
 ) -> None:
-    first = run(tmp_path, texts)
+    first = run(tmp_path, texts, "--no_score")
     with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*replace=true"):
         run(tmp_path, texts, "--model", str(first), "--patch", "pi:scale=4", name="second")
     with pytest.raises(PosencError, match=r"was saved with yarn.*Leave --patch out.*as it is\.$"):
         run(tmp_path, texts, "--model", str(first), "--patch", "none", name="second")
-    second = run(tmp_path, texts, "--model", str(first), name="second")
+    second = run(tmp_path, texts, "--no_score", "--model", str(first), name="second")
     patch = get_patch(from_pretrained(second))
     assert patch is not None
     assert patch.options == {"scale": 4.0}
     other = ("--model", str(first), "--patch", "yarn:scale=8,replace=true")
-    third = run(tmp_path, texts, *other, name="third")
+    third = run(tmp_path, texts, "--no_score", *other, name="third")
     longer = get_patch(from_pretrained(third))
     assert longer is not None
     assert longer.extended_length == 2048

@@ -24,6 +24,7 @@ import pytest
 from hf_posenc.training.checkpoints import MANIFEST, checkpoints, complete_checkpoints
 from tests.support.file_operations import Moment
 from tests.support.killing import REFUSED, launch, losses, train
+from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -90,9 +91,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
     [
         ("safetensors", 2, "within"),  # torn weights in checkpoint-6
         # checkpoint-9 has a trainer_state.json only after it
-        ("torch.save rng_state", 3, "before"),
+        pytest.param("torch.save rng_state", 3, "before", marks=pytest.mark.slow),
         ("rename", 5, "before"),  # the manifest of checkpoint-6 is not there yet
-        ("remove optimizer.pt", 1, "before"),  # checkpoint-3 is half removed
+        # checkpoint-3 is half removed
+        pytest.param("remove optimizer.pt", 1, "before", marks=pytest.mark.slow),
         ("rename model.safetensors", 1, "before"),  # the result is half in place
     ],
 )
@@ -105,7 +107,7 @@ def test_killed_inside_a_save(
     run.check(tmp_path / "run")
 
 
-@pytest.mark.parametrize("operation", ["safetensors", "torch.save optimizer", "fsync"])
+@pytest.mark.parametrize("operation", ["safetensors", *late(["torch.save optimizer", "fsync"])])
 def test_a_full_disk_is_one_line_and_loses_nothing_older(
     whole: Any, tmp_path: Path, operation: str
 ) -> None:
@@ -149,7 +151,7 @@ def _limited(folder: Path, moment: Moment | None, **options: Any) -> None:
     train(folder, moment, **options)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_killed_in_a_save_that_the_other_process_has_done(
     whole: Any, tmp_path: Path, rank: int
 ) -> None:
@@ -179,10 +181,10 @@ LOGS: dict[str, Any] = {
     ("step", "when", "processes", "saved"),
     [
         (5, "step", 1, 5),  # the last of its epoch: what is due then comes first
-        (5, "evaluation", 1, 5),
+        pytest.param(5, "evaluation", 1, 5, marks=pytest.mark.slow),
         (5, "epoch", 1, 6),
         (7, "step", 2, 7),
-        (12, "step", 1, 12),  # the last of all
+        pytest.param(12, "step", 1, 12, marks=pytest.mark.slow),  # the last of all
     ],
 )
 def test_told_to_stop(
@@ -224,12 +226,13 @@ SHARDED: dict[str, Any] = {"processes": 2, "kind": "sharded full"}
 """FSDP2, whose processes write a checkpoint together."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("operation", "number", "rank"),
     [
         ("rename .metadata.tmp", 3, 0),  # checkpoint-6 has the shards of the weights, no optimizer
-        pytest.param("open __0_0.distcp", 4, 0, marks=pytest.mark.slow),
-        pytest.param("", 16, 1, marks=pytest.mark.slow),  # a shard of the other process
+        ("open __0_0.distcp", 4, 0),
+        ("", 16, 1),  # a shard of the other process
     ],
 )
 def test_killed_while_processes_write_their_shards(

@@ -24,6 +24,7 @@ from hf_posenc import from_pretrained, get_patch
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.arguments import parse_arguments
 from scripts.finetune import RECIPE, finetune
+from tests.support.killing import launch
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +113,10 @@ def check(config: str, training: str, folder: Path, tmp_path: Path, *options: st
         machines=2 if options else 1,
     )
     assert [run.returncode for run in runs] == [0] * len(runs), [run.stderr for run in runs]
-    printed = "".join(run.stdout for run in runs)
+    compare(one, two, "".join(run.stdout for run in runs))
+
+
+def compare(one: Path, two: Path, printed: str) -> None:
     assert printed.count("step 4/4") == 1, "two processes that train alone, or one"
     assert numbers(two, "loss") == pytest.approx(numbers(one, "loss"), rel=1e-5)
     assert numbers(two, "grad_norm") == pytest.approx(numbers(one, "grad_norm"), rel=1e-4)
@@ -122,6 +126,20 @@ def check(config: str, training: str, folder: Path, tmp_path: Path, *options: st
         assert torch.allclose(found[name].float(), value, atol=1e-4), name
 
 
+def test_two_forked_processes_equal_one(folder: Path, tmp_path: Path) -> None:
+    """The script without a launcher, in processes whose environment is what one would set."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    finetune(parse_arguments(RECIPE, [*command(folder, one, "full", 2), "--use_cpu"]))
+    assert launch(two, processes=2, work=_finetune, model=folder) == [0, 0]
+    printed = "".join((tmp_path / f"two-{rank}.out").read_text() for rank in range(2))
+    compare(one, two, printed)
+
+
+def _finetune(output: Path, moment: Any, *, model: Path) -> None:
+    finetune(parse_arguments(RECIPE, [*command(model, output, "full", 1), "--use_cpu"]))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("config", ["two_cpu_processes", "fsdp2"])
 def test_two_processes_equal_one(config: str, folder: Path, tmp_path: Path) -> None:
     check(config, "full", folder, tmp_path)
@@ -206,9 +224,9 @@ def test_two_machines_equal_one_process(config: str, folder: Path, tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launch", ["--cpu --num_processes 2", "--config_file {multi_cpu}"])
+@pytest.mark.parametrize("options", ["--cpu --num_processes 2", "--config_file {multi_cpu}"])
 def test_one_process_in_the_place_of_two_is_refused(
-    launch: str, folder: Path, tmp_path: Path
+    options: str, folder: Path, tmp_path: Path
 ) -> None:
     config = yaml.safe_load((CONFIGS / "two_cpu_processes.yaml").read_text())
     (tmp_path / "multi.yaml").write_text(
@@ -216,7 +234,7 @@ def test_one_process_in_the_place_of_two_is_refused(
     )
     given = command(folder, tmp_path / "run", "full", 1)
     (done,) = launched(
-        launch.format(multi_cpu=tmp_path / "multi.yaml"), ["scripts/finetune.py", *given]
+        options.format(multi_cpu=tmp_path / "multi.yaml"), ["scripts/finetune.py", *given]
     )
     assert done.returncode != 0
     assert "error: 2 processes were requested, and accelerate started one" in done.stderr

@@ -94,16 +94,33 @@ def check(text: str, pieces: list[Piece], whole: Tokens, max_tokens: int | None)
         assert covered == text
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=40)
-@given(
+CUT = given(
     text=long_texts(),
     sizes=st.sampled_from([SMALL, TIGHT]),
     max_tokens=st.none() | st.integers(1, 600),
 )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=10)
+@CUT
 def test_windows_give_the_tokens_of_the_whole(
     kind: str, text: str, sizes: Sizes, max_tokens: int | None
 ) -> None:
+    check_windows(kind, text, sizes, max_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=40)
+@CUT
+def test_windows_of_more_texts_give_the_tokens_of_the_whole(
+    kind: str, text: str, sizes: Sizes, max_tokens: int | None
+) -> None:
+    check_windows(kind, text, sizes, max_tokens)
+
+
+def check_windows(kind: str, text: str, sizes: Sizes, max_tokens: int | None) -> None:
     tokenizer = tokenizer_of(kind)
     whole = whole_tokens(text, tokenizer)
     pieces = list(joined(chunks(text), tokenizer, max_tokens, sizes))

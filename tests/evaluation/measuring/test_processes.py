@@ -6,11 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from hf_posenc.cli import main
 from hf_posenc.cli.app import app
+from tests.support.killing import launch
+from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[3]
@@ -24,10 +28,48 @@ main_process_port: 0
 """The form in which `accelerate launch` runs two processes on a CPU: with `--cpu --num_processes 2` it runs one."""
 
 
+def together(arguments: list[str], folder: Path, launcher: str | None) -> str:
+    """Run the command in two processes, and return what they print."""
+    if launcher is None:
+        assert launch(folder / "two", processes=2, work=_measure, arguments=arguments) == [0, 0]
+        return "".join((folder / f"two-{rank}.out").read_text() for rank in range(2))
+    (folder / "accelerate.yaml").write_text(ACCELERATE)
+    options = {
+        "accelerate": [
+            "accelerate.commands.launch",
+            "--config_file",
+            str(folder / "accelerate.yaml"),
+        ],
+        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+    }[launcher]
+    script = str(ROOT / "scripts" / "perplexity.py")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", *options, script, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _measure(output: Path, moment: Any, *, arguments: list[str]) -> None:
+    main(["perplexity", *arguments])
+
+
 @pytest.mark.parametrize(
-    "launcher", ["accelerate", pytest.param("torchrun", marks=pytest.mark.slow)]
+    "launcher", [None, *late(["accelerate", "torchrun"])], ids=lambda name: name or "forked"
 )
-def test_two_processes_report_what_one_does(tmp_path: Path, launcher: str) -> None:
+def test_two_processes_report_what_one_does(tmp_path: Path, launcher: str | None) -> None:
+    """Also without a launcher, in processes whose environment is what one would set."""
     model, texts = tiny_checkpoint(tmp_path / "model"), tmp_path / "texts"
     texts.mkdir()
     for index in range(3):  # shares of two documents and of one
@@ -45,32 +87,8 @@ def test_two_processes_report_what_one_does(tmp_path: Path, launcher: str) -> No
     arguments += ["--patch", "none", "--patch", "yarn:scale=2", "--output"]
     alone = CliRunner().invoke(app, ["perplexity", *arguments, str(tmp_path / "one")])
     assert alone.exit_code == 0, alone.output
-    (tmp_path / "accelerate.yaml").write_text(ACCELERATE)
-    launch = {
-        "accelerate": [
-            "accelerate.commands.launch",
-            "--config_file",
-            str(tmp_path / "accelerate.yaml"),
-        ],
-        "torchrun": ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-    }[launcher]
-    command = [sys.executable, "-m", *launch, str(ROOT / "scripts" / "perplexity.py"), *arguments]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    together = subprocess.run(
-        [*command, str(tmp_path / "two")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert together.returncode == 0, together.stderr
-    assert together.stdout.count("Wrote perplexity.json") == 1  # only the first process reports
+    printed = together([*arguments, str(tmp_path / "two")], tmp_path, launcher)
+    assert printed.count("Wrote perplexity.json") == 1  # only the first process reports
     for name in ("perplexity.json", "perplexity.csv"):
         assert (tmp_path / "two" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
     assert len(list((tmp_path / "two" / "records").glob("*/shard-*-of-2.jsonl"))) == 2

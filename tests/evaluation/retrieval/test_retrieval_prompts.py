@@ -251,6 +251,7 @@ print([(n, make(n, 1500).ids.tolist(), make(n, 1500).distractors) for n in rever
 """
 
 
+@pytest.mark.slow
 def test_another_process_makes_the_same_prompts() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _PRINT],

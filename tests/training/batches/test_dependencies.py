@@ -24,6 +24,7 @@ from tests.support.dependency_cases import (
     patched,
     tiny,
 )
+from tests.support.selection import covering
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*starts untrained"),
@@ -31,39 +32,38 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=POSITIONS)
-def positions(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+MODELS = [
+    (model_type, attention)
+    for model_type in ARCHITECTURES
+    for attention in ("eager", "sdpa")
+    if (model_type, attention) != ("gptj", "sdpa")  # it has none
+]
+
+
+@pytest.mark.parametrize(("model", "positions"), covering(MODELS, POSITIONS), ids=str)
+def test_architectures(model: tuple[str, str], positions: str) -> None:
+    assert torch.equal(by_change(tiny(*model), batch_of(positions)), expected(positions))
 
 
 @pytest.mark.parametrize(
-    ("model_type", "attention"),
-    [
-        (model_type, attention)
-        for model_type in ARCHITECTURES
-        for attention in ("eager", "sdpa")
-        if (model_type, attention) != ("gptj", "sdpa")  # it has none
-    ],
+    ("name", "positions"), covering([*FREQUENCIES, *CASES], ["packed", "random"])
 )
-def test_architectures(model_type: str, attention: str, positions: str) -> None:
-    model = tiny(model_type, attention)
-    assert torch.equal(by_change(model, batch_of(positions)), expected(positions))
-
-
-@pytest.mark.parametrize("positions", ["packed", "random"])
-@pytest.mark.parametrize("name", [*FREQUENCIES, *CASES])
 def test_patched_models(name: str, positions: str) -> None:
     assert torch.equal(by_change(patched(name), batch_of(positions)), expected(positions))
 
 
-@pytest.mark.parametrize("name", ["yarn", "self_extend", "t5", "xpos"])
+@pytest.mark.parametrize(
+    ("name", "positions"), covering(["yarn", "self_extend", "t5", "xpos"], POSITIONS)
+)
 def test_patched_models_with_eager_attention(name: str, positions: str) -> None:
     model = patched(name, "eager")
     assert torch.equal(by_change(model, batch_of(positions)), expected(positions))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["yarn", "rerope", "alibi", "fire"])
+@pytest.mark.parametrize(
+    ("name", "reentrant", "positions"),
+    covering(["yarn", "rerope", "alibi", "fire"], [False, True], POSITIONS, rounds=2),
+)
 def test_gradients_take_the_same_ways_when_layers_are_computed_again(
     name: str, reentrant: bool, positions: str
 ) -> None:

@@ -15,6 +15,7 @@ from hf_posenc.training.chunked_loss import head as head_chunks
 from hf_posenc.training.chunked_loss.loss import chunk_loss
 from tests.evaluation.scoring.test_head_replay import largest
 from tests.support import zoo
+from tests.support.selection import covering
 
 WITH_HEAD = tuple(
     t
@@ -106,9 +107,12 @@ def test_the_loss_is_the_mean_over_labels() -> None:
     torch.testing.assert_close(items.double(), losses.sum() / 1000, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 40, 81, 82])
 @pytest.mark.parametrize(
-    "extra", [{}, {"num_items_in_batch": 50}, {"num_items_in_batch": torch.tensor(50)}]
+    ("chunk", "extra"),
+    covering(
+        [1, 7, 40, 81, 82],
+        [{}, {"num_items_in_batch": 50}, {"num_items_in_batch": torch.tensor(50)}],
+    ),
 )
 def test_any_chunk_gives_the_same(chunk: int, extra: dict[str, Any]) -> None:
     model = zoo.build("llama")
@@ -162,11 +166,11 @@ PATCHES: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("method", "options"), PATCHES)
-@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+@pytest.mark.parametrize(("model_type", "patch"), covering(["llama", "gemma2"], PATCHES))
 def test_patched_models_under_gradient_checkpointing(
-    model_type: str, method: str, options: dict[str, Any]
+    model_type: str, patch: tuple[str, dict[str, Any]]
 ) -> None:
+    method, options = patch
     model: Any = patch_model(zoo.build(model_type), method, **options).train()
     plain = trained(model, **texts())
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -14,6 +14,7 @@ from transformers import LlamaForCausalLM
 from hf_posenc.training.chunked_loss import loss as loss_probe
 from hf_posenc.training.chunked_loss.loss import chunk_loss
 from tests.support import zoo
+from tests.support.selection import covering
 from tests.training.chunked_loss.test_chunked_loss import CHUNK, assert_same, texts, trained
 
 LARGE = {"vocab_size": 32_768, "hidden_size": 256, "num_hidden_layers": 1}
@@ -77,10 +78,12 @@ def test_wrong_gradients_alone_are_found(caplog: pytest.LogCaptureFixture) -> No
     assert "(other gradients)" in caplog.text
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("dtype", "options"), [(torch.float32, LARGE), (torch.float64, {})])
-def test_rounding_is_no_difference(dtype: torch.dtype, options: dict[str, int], seed: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "seed"), covering([(torch.float32, LARGE), (torch.float64, {})], range(4))
+)
+def test_rounding_is_no_difference(kind: tuple[torch.dtype, dict[str, int]], seed: int) -> None:
     """Over a large vocabulary, and of a model in float64, whose loss is float32."""
+    dtype, options = kind
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model: Any = LlamaForCausalLM(zoo.tiny_config("llama", **options))  # type: ignore[arg-type]

@@ -119,16 +119,18 @@ def zero3(rank: int, tied: bool) -> tuple[Trained, ChunkedLoss]:
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "ddp": (ddp, {"tied": False}),
+    "fsdp_tied": (fsdp, {"tied": True, "late": False}),
+    "fsdp_of_accelerate": (fsdp, {"tied": False, "tail": True}),
+}
+MORE: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "ddp_wrapped_before": (ddp_wrapped_before, {"tied": True}),
     "fsdp": (fsdp, {"tied": False, "late": False}),
-    "fsdp_tied": (fsdp, {"tied": True, "late": False}),
     "fsdp_late": (fsdp, {"tied": True, "late": True}),
-    "fsdp_of_accelerate": (fsdp, {"tied": False, "tail": True}),
     "fsdp_of_accelerate_tied": (fsdp, {"tied": True, "tail": True}),
     "fsdp_of_accelerate_late": (fsdp, {"tied": True, "tail": True, "late": True}),
     "fsdp_of_every_part": (fsdp, {"tied": False, "late": False, "head": True}),
 }
-SLOW = {"zero3": (zero3, {"tied": False}), "zero3_tied": (zero3, {"tied": True})}
+ZERO3 = {"zero3": (zero3, {"tied": False}), "zero3_tied": (zero3, {"tied": True})}
 
 
 def work(rank: int, cases: dict[str, Any], folder: Path) -> None:
@@ -166,11 +168,12 @@ def check(cases: dict[str, Any], folder: Path) -> None:
     assert all((plain[key] - weight).abs().max() > 1e-3 for key, weight in started.items())
 
 
-def test_two_processes_equal_one(tmp_path: Path) -> None:
-    check(CASES, tmp_path)
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.slow)], ids=len)
+def test_two_processes_equal_one(cases: dict[str, Any], tmp_path: Path) -> None:
+    check(cases, tmp_path)
 
 
 @pytest.mark.slow
 def test_zero_3(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
-    check(SLOW, tmp_path)
+    check(ZERO3, tmp_path)

@@ -57,7 +57,7 @@ def history(folder: Path, *, chunked: bool, metrics: Any = None, **options: Any)
 @pytest.mark.parametrize(
     ("options", "tolerance"),
     [
-        ({}, 1e-6),
+        pytest.param({}, 1e-6, marks=pytest.mark.slow),
         ({"gradient_accumulation_steps": 3, "average_tokens_across_devices": True}, 1e-6),
         ({"gradient_accumulation_steps": 2, "gradient_checkpointing": True}, 1e-6),
         # The weights' own rounding; Adam's first steps make it a matter of signs.
