@@ -20,8 +20,6 @@ from hf_posenc.errors import UnsupportedModelError
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
 """The rope types that transformers 4.57 computes (`ROPE_INIT_FUNCTIONS`)."""
-# Keys outside `rope_scaling` there.
-_OUTSIDE = frozenset({"rope_type", "rope_theta", "partial_rotary_factor"})
 
 
 @dataclass(frozen=True)
@@ -50,7 +48,8 @@ class LegacyKeys:
         if "rope_theta" not in full or full["rope_type"] not in ROPE_TYPES:
             return {}
         legacy = {"rope_theta": full["rope_theta"]}
-        beside = set(full) - _OUTSIDE if self.fields is None else ()
+        outside = {"rope_type", "rope_theta", "partial_rotary_factor"}  # of `rope_scaling`
+        beside = set(full) - outside if self.fields is None else ()
         if full["rope_type"] != "default" or beside:
             legacy["rope_scaling"] = dict(full)
             if self.fields is not None and full["rope_type"] in self.rope_types:
@@ -125,12 +124,9 @@ class ArchAdapter:
                 raise UnsupportedModelError(f"{config.model_type} cannot be patched: {reason}")
 
 
-_DISCOVERED = ArchAdapter(family="found by inspection", model_types=())
-
-
 def get_adapter(model_type: str) -> ArchAdapter:
     """Return the adapter that names this model type, or one without quirks (inspection then decides)."""
-    return _adapters().get(model_type, _DISCOVERED)
+    return _adapters().get(model_type) or ArchAdapter(family="found by inspection", model_types=())
 
 
 def available_architectures() -> tuple[str, ...]:

@@ -18,14 +18,10 @@ from hf_posenc.errors import PosencError
 
 def write_atomically(path: Path, text: str) -> None:
     """Write a text file that is complete or as it was before, also after a crash."""
-
-    def write(temporary: Path) -> None:
-        temporary.write_bytes(text.encode("utf-8"))
-
-    replace_atomically(path, write)
+    replace_atomically(path, lambda temporary: temporary.write_bytes(text.encode("utf-8")))
 
 
-def replace_atomically(path: Path, write: Callable[[Path], None]) -> None:
+def replace_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Replace a file by the one that `write` creates under a temporary name, once that is on the disk."""
     temporary: Path | None = None
     try:

@@ -42,13 +42,11 @@ class RopeSpec:
             raise PosencError(f"rope_theta is a finite number above 1, not {self.theta}.")
         if self.original_max_position_embeddings < 1:
             raise PosencError(
-                "original_max_position_embeddings is a number of tokens, at least 1, not "
-                f"{self.original_max_position_embeddings}."
+                f"original_max_position_embeddings is at least 1 token, not {self.original_max_position_embeddings}."
             )
         if self.frequencies is not None and self.frequencies.shape != (self.dim // 2,):
             raise PosencError(
-                f"A table for dimension {self.dim} has {self.dim // 2} frequencies, not "
-                f"{tuple(self.frequencies.shape)}."
+                f"A table of dimension {self.dim} has {self.dim // 2} frequencies, not {tuple(self.frequencies.shape)}."
             )
 
     def default_inv_freq(self) -> Tensor:

@@ -44,8 +44,7 @@ def get_recipe(name: str) -> dict[str, Any]:
     if name not in available_recipes():
         raise unknown("recipe", name, available_recipes())
     path = patches_folder() / "recipes" / f"{name}.json"
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return values
+    return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def save_patch(model: nn.Module, directory: str | Path) -> Path:
@@ -63,9 +62,7 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
     """
     config = patch_to_save(model)
     if config is None:
-        raise PosencError(
-            "This model is not patched; there is nothing to save. Call patch_model first."
-        )
+        raise PosencError("This model is not patched: nothing to save. Call patch_model first.")
     path = Path(directory) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(config.to_json(), encoding="utf-8")
@@ -262,8 +259,7 @@ def _check_weights(
         others = f" ({len(mismatched)} such weights: {_names([key for key, *_ in mismatched])})"
         raise PosencError(
             f"The weights of {path_or_id} do not fit its config.json: {name} is {tuple(stored)} in the checkpoint and "
-            f"{tuple(needed)} in the model{others if mismatched[1:] else ''}. Restore the config.json that belongs to "
-            "the weights."
+            f"{tuple(needed)} in the model{others if mismatched[1:] else ''}. Restore the weights' own config.json."
         )
     _check_missing(path_or_id, info["missing_keys"], "model", allow_missing)
     # A patch's own parameters are loaded after the patch.

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, VerificationError
+from hf_posenc.model.calibration import trial
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.saving import from_pretrained
@@ -84,9 +85,8 @@ class Verification:
         verdict = "the same model" if self.passed else "ANOTHER model"
         missing = f"; weights missing: {', '.join(self.missing[:3])}" if self.missing else ""
         return (
-            f"{self.directory} in a clean process with transformers {self.version}, without hf_posenc: {verdict}; "
-            f"logits differ by {self.error:.1e} of the largest ({self.tokens} tokens, positions to {self.reach:,})"
-            f"{missing}"
+            f"{self.directory} in a clean process, transformers {self.version}, without hf_posenc: {verdict}; logits "
+            f"differ by {self.error:.1e} of the largest ({self.tokens} tokens, positions to {self.reach:,}){missing}"
         )
 
 
@@ -172,22 +172,18 @@ def _probes(model: Any, seed: int) -> list[dict[str, Tensor]]:
     return probes
 
 
-@torch.no_grad()
 def _logits(model: nn.Module, probes: list[dict[str, Tensor]]) -> list[Tensor]:
     """The logits of every text; only of the first where the model takes no positions (GPT-J's table is too short)."""
     device = next(model.parameters()).device
-    was_training = model.training
-    model.eval()
     logits: list[Tensor] = []
     try:
-        for probe in probes:
-            inputs = {name: value.to(device) for name, value in probe.items()}
-            logits.append(model(**inputs, use_cache=False).logits.float().cpu())
+        with trial(model):
+            for probe in probes:
+                inputs = {name: value.to(device) for name, value in probe.items()}
+                logits.append(model(**inputs, use_cache=False).logits.float().cpu())
     except (IndexError, RuntimeError, ValueError, TypeError):
         if not logits:
             raise
-    finally:
-        model.train(was_training)
     return logits
 
 

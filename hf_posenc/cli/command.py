@@ -32,9 +32,7 @@ def expand(function: Callable[..., None]) -> Callable[..., None]:
     `TerminalOptions` too.
     """
     hints = get_type_hints(function, include_extras=True) | {TERMINAL: TerminalOptions}
-    classes: dict[str, Any] = {
-        name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)
-    }
+    classes: Any = {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
     options = [
         (name, field)
         for name, kind in classes.items()
@@ -106,7 +104,6 @@ def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
 
 
 def _method_names(incomplete: str) -> list[str]:
-    """Return the names that complete a word of the command line."""
     from hf_posenc.methods import available_methods
 
     return [name for name in available_methods() if name.startswith(incomplete)]
@@ -114,9 +111,7 @@ def _method_names(incomplete: str) -> list[str]:
 
 def check_arguments(arguments: Sequence[str], command: Any) -> None:
     """Refuse an empty argument, and a second value for an option that takes one; `command` may be unknown: `None`."""
-    options = [
-        param for param in getattr(command, "params", ()) if param.param_type_name == "option"
-    ]
+    options = [p for p in getattr(command, "params", ()) if p.param_type_name == "option"]
     single = {name for o in options if not (o.multiple or o.is_flag) for name in o.opts}
     before, seen = "hf-posenc", set()
     for argument in arguments:

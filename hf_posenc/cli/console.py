@@ -23,14 +23,10 @@ class TerminalOptions:
     """Options that every command has."""
 
     json: bool = output_option(
-        "Print the result as JSON on stdout, and nothing else there.", False, rank=2
+        "Print the result as JSON, and nothing else on stdout.", False, rank=2
     )
-    quiet: bool = output_option(
-        "Print results and errors only: no progress, notes or warnings.", False, rank=2
-    )
-    verbose: bool = output_option(
-        "Print the messages of transformers too, and an error's traceback.", False, rank=2
-    )
+    quiet: bool = output_option("Print no progress, notes or warnings.", False, rank=2)
+    verbose: bool = output_option("Print transformers' messages and tracebacks too.", False, rank=2)
 
 
 class _Terminal:
@@ -58,15 +54,12 @@ SUBSTITUTES = dict(zip("×↑↓→…−–—·•‘’“”━╸", "x^v>~-
 
 
 def _substitute(error: UnicodeError) -> tuple[str, int]:
-    """Return the text for characters that cannot be encoded, and where encoding resumes."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     letters = error.object[error.start : error.end]
-    plain = (unicodedata.normalize("NFKD", letter).encode("ascii", "ignore") for letter in letters)
-    texts = zip(letters, plain, strict=True)
-    return "".join(
-        SUBSTITUTES.get(letter, text.decode() or "?") for letter, text in texts
-    ), error.end
+    plain = [unicodedata.normalize("NFKD", x).encode("ascii", "ignore").decode() for x in letters]
+    texts = (SUBSTITUTES.get(x, text or "?") for x, text in zip(letters, plain, strict=True))
+    return "".join(texts), error.end
 
 
 codecs.register_error("hf_posenc", _substitute)

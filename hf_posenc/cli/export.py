@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hf_posenc.cli.console import (
-    err,
-    out,
-    print_error,
-    print_json,
-    print_note,
-    quiet_transformers,
-)
+from hf_posenc.cli.console import err, out, print_error, print_json, print_note, quiet_transformers
 from hf_posenc.cli.loading import check_name, parse_patch
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import output_option, plain_option
@@ -41,17 +34,14 @@ class ExportOptions:
         metavar="ENGINE",
     )
     patch: str | None = plain_option(
-        "Patch a model that is not patched, e.g. yarn:scale=8.", metavar="METHOD"
+        "Patch an unpatched model, e.g. yarn:scale=8.", metavar="METHOD"
     )
     methods: bool = plain_option("Which methods the engine can have; write nothing.", False)
     gguf: Path | None = plain_option(
-        "With --to llama.cpp: check the file that convert_hf_to_gguf made, and write one that is right into "
-        "--output where it is not.",
+        "With --to llama.cpp: check the file of convert_hf_to_gguf, and write a right one into --output if needed.",
         metavar="FILE",
     )
-    weights: str = output_option(
-        "What to do with the other files: link, copy or none.", "link", metavar="HOW"
-    )
+    weights: str = output_option("The other files: link, copy or none.", "link", metavar="HOW")
     output: Path | None = output_option("Folder of the export. Default: DIR-ENGINE, here.")
     verify: bool = output_option(
         "Load the export in a clean process without hf_posenc and compare logits (transformers only).",
@@ -102,14 +92,12 @@ def export(options: ExportOptions) -> None:
 
 
 def _about(exported: Export) -> dict[str, Any]:
-    """Return an export as its `export.json` describes it."""
     values = dataclasses.asdict(exported)
     del values["config"]
     return values
 
 
 def _show(exported: Export) -> None:
-    """Print the form of the export, and the remaining difference."""
     console = out()
     console.print(f"[bold]{exported.engine}[/bold] {exported.version}: {exported.path}")
     if not exported.possible:
@@ -122,13 +110,12 @@ def _show(exported: Export) -> None:
             f"within {error.factor:.1e}, angle of the last token within {error.phase:.1e} rad",
             markup=False,
         )
-    for flag, value in zip(exported.flags[::2], exported.flags[1::2], strict=True):
-        console.print(f"flag: {flag} {value}", markup=False, soft_wrap=True)
+    flags = zip(exported.flags[::2], exported.flags[1::2], strict=True)
+    lines = [f"flag: {flag} {value}" for flag, value in flags]
     if exported.overrides:
-        option, value = exported.overrides
-        console.print(
-            f"or, on the original folder: {option} '{value}'", markup=False, soft_wrap=True
-        )
+        lines.append("or, on the original folder: {} '{}'".format(*exported.overrides))
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
     for note in exported.notes:
         console.print(note, style="dim", markup=False)
 

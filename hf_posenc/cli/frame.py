@@ -95,9 +95,7 @@ class Frame:
         for entry in skipped[:SHOWN_SKIPPED]:
             print_warning(f"skipped {entry.name}: {entry.reason}")
         if len(skipped) > SHOWN_SKIPPED:
-            print_warning(
-                f"skipped {len(skipped) - SHOWN_SKIPPED} more documents; the JSON names them all"
-            )
+            print_warning(f"skipped {len(skipped) - SHOWN_SKIPPED} more documents; see the JSON")
         if "tail" in settings.protocols:
             err().print(
                 f"tail: the last {settings.tail_tokens:,} tokens of each document are scored.",
@@ -118,8 +116,7 @@ class Frame:
             print_json({"shard": self.shard.index + 1, "missing": job.missing, "parts": job.total})
             print_note(
                 f"Share {self.shard.index + 1} of {self.shard.count} is done; {job.missing:,} of {job.total:,} parts "
-                "are the others'. The last process to finish prints the result, as does the same command without "
-                "--shard."
+                "are the others'. The last process prints the result, as does the same command without --shard."
             )
         return result
 
@@ -198,7 +195,7 @@ def _make_folder(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise PosencError(
-            f"--output {folder} cannot be written to: {error.strerror or error}"
+            f"--output {folder} is not writable: {error.strerror or error}"
         ) from error
 
 
@@ -232,7 +229,6 @@ def _keep_other_run(result: Result, folder: Path) -> str:
 
 
 def _parts(values: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a result, and those inside it."""
     return [values, *(part for part in values.values() if isinstance(part, dict))]
 
 
@@ -304,7 +300,6 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
 
 
 def _lengths(item: Any) -> tuple[int, ...]:
-    """Return the lengths of an item; a prompt has one."""
     return tuple(getattr(item, "lengths", (item.length,)))
 
 

@@ -72,9 +72,9 @@ def show(name: Annotated[str, typer.Argument(help="A method or one of its aliase
 
     method = get_method(name)
     paragraphs, _ = _read_docstring(method)
-    meanings = {
-        k: v for base in reversed(method.__mro__) for k, v in _read_docstring(base)[1].items()
-    }
+    meanings: dict[str, str] = {}
+    for base in reversed(method.__mro__):
+        meanings |= _read_docstring(base)[1]
     about = _about(method)
     for knob, values in about["knobs"].items():
         values["meaning"] = meanings.get(knob, "")
@@ -203,9 +203,8 @@ def inspect_model(
         layers, factor = table.layer_type or "all layers", table.attention_factor
         cos_sin = f", cos and sin x {factor:.6g}" if factor != 1 else ""
         theta = "" if table.theta is None else f", rope_theta {table.theta:g}"
-        console.print(
-            f"\n{layers}: {table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
-        )
+        kind = f"{table.rope_type}{theta}, {table.dim} rotary dimensions{cos_sin}"
+        console.print(f"\n{layers}: {kind}")
         console.print(f"in {', '.join(table.modules)}", style="dim")
         heads = ("pair", "inv_freq\n(rad/token)", "wavelength\n(tokens)")
         grid = Grid("", [Column(head, True) for head in heads])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.cli.console import quiet_transformers
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.options import ModelOptions
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def _check_hub(name: str, revision: str | None, given: str) -> None:
             return
         if constants.HF_HUB_OFFLINE:
             raise PosencError(
-                f"{absent}, and it is not in the cache of the hub. HF_HUB_OFFLINE is set: unset it to download, or "
-                "give a folder."
+                f"{absent}, and it is not cached. HF_HUB_OFFLINE is set: unset it to download, or give a folder."
             )
         HfApi().model_info(name, revision=revision, timeout=10)
     except HFValidationError as error:
@@ -88,8 +87,7 @@ def _check_hub(name: str, revision: str | None, given: str) -> None:
         ) from error
     except RepositoryNotFoundError as error:
         raise PosencError(
-            f"{absent}, and the hub has none that you can read. Check the spelling; for a private one, log in with "
-            "`hf auth login`."
+            f"{absent}, and the hub has none that you can read. Check the spelling, or log in with `hf auth login`."
         ) from error
     except PosencError:
         raise
@@ -120,18 +118,14 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             raise PosencError(
                 f"The adapter {name} does not name its base model. Merge it into the base model and give the result."
             )
-        base = check_name(str(base), values.get("revision"), given=f"base model of {name},")
-        return load_config(
-            base, revision=values.get("revision"), trust_remote_code=trust_remote_code
-        )
+        revision = values.get("revision")
+        base = check_name(str(base), revision, given=f"base model of {name},")
+        return load_config(base, revision=revision, trust_remote_code=trust_remote_code)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             files = sorted(path.name for path in folder.iterdir())
-            held = (
-                f"it has {', '.join(files[:5])}{', ...' * (len(files) > 5)}"
-                if files
-                else "it is empty"
-            )
+            more = ", ..." * (len(files) > 5)
+            held = f"it has {', '.join(files[:5])}{more}" if files else "it is empty"
             raise PosencError(
                 f"The folder {name} has no config.json ({held}). Give the folder that save_pretrained wrote."
             )
@@ -150,9 +144,8 @@ def _read_json(file: Path, name: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise PosencError(f"The {file.name} of {name} is not JSON: {_reason(error)}") from error
     if not isinstance(values, dict):
-        raise PosencError(
-            f"The {file.name} of {name} is a JSON {type(values).__name__}, not an object."
-        )
+        kind = type(values).__name__
+        raise PosencError(f"The {file.name} of {name} is a JSON {kind}, not an object.")
     return values
 
 
@@ -181,9 +174,7 @@ def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool
 def _reason(error: BaseException, config: Any = None) -> str:
     """Return the whole message of an error on one line, with advice for the command line."""
     text = " ".join(str(error).split())
-    if (
-        isinstance(error, KeyError) and config is not None
-    ):  # a name that transformers has no class for
+    if isinstance(error, KeyError) and config is not None:  # transformers has no such class
         named = (key for key, value in config.to_dict().items() if value == error.args[0])
         text = f"{next(named, 'one of its values')}: {text} is unknown to transformers"
     elif isinstance(error, (LookupError, TypeError, AttributeError, AssertionError)) or not text:
@@ -207,26 +198,20 @@ def load_tokenizer(
     name = check_name(name, revision, given=given)
     options: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name, trust_remote_code=trust_remote_code, **options
-        )
+        options["trust_remote_code"] = trust_remote_code
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
-        folder, advice = Path(name), "Pass --tokenizer with a folder or a hub name that has one."
-        if folder.is_dir() and not _has_files(folder):
-            raise PosencError(f"{name} has no tokenizer files. {advice}") from error
-        raise PosencError(
-            f"The tokenizer of {name} cannot be loaded: {_reason(error)} {advice}"
-        ) from error
+        folder, reason = Path(name), f"The tokenizer of {name} cannot be loaded: {_reason(error)}"
+        kinds = ("*token*", "*vocab*", "*.model")
+        if folder.is_dir() and not any(path for kind in kinds for path in folder.glob(kind)):
+            reason = f"{name} has no tokenizer files."
+        advice = "Pass --tokenizer with a folder or a hub name that has one."
+        raise PosencError(f"{reason} {advice}") from error
     # transformers makes an empty tokenizer from a config.json alone.
     tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
     if set(tokens) <= {tokenizer.unk_token_id}:
         raise PosencError(f"The tokenizer of {name} turns text into nothing. Pass --tokenizer.")
     return tokenizer
-
-
-def _has_files(folder: Path) -> bool:
-    """Return true for a folder with a file of any kind of tokenizer."""
-    return any(True for form in ("*token*", "*vocab*", "*.model") for _ in folder.glob(form))
 
 
 def load_model(
@@ -311,9 +296,7 @@ def _device(name: str | None) -> Any:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise PosencError(
-            f"The device {name!r} cannot be used: {str(error).splitlines()[0]}"
-        ) from error
+        raise PosencError(f"The device {name!r} cannot be used: {one_line(error)}") from error
     return device
 
 

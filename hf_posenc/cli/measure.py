@@ -175,7 +175,6 @@ def bench(
 
 
 def _print_costs(job: Any) -> None:
-    """Print the cost of a benchmark: the perplexities by method, the rest in tokens."""
     parts = {
         "retrieval": job.shared.get("retrieval"),
         "timed prefill, warm-ups included": job.speed,

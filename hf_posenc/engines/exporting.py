@@ -15,13 +15,7 @@ from typing import Any
 
 from hf_posenc.engines.engine import Divisors, Draft, Engine, Setup, TableError
 from hf_posenc.engines.llama_cpp import LlamaCpp
-from hf_posenc.engines.servers import (
-    VLLM,
-    SGLang,
-    Transformers4,
-    Transformers5,
-    tokenizer_length,
-)
+from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5, tokenizer_length
 from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods import METHODS, LengthDependent, Method, seam_of
@@ -314,7 +308,6 @@ def _place(path: Path, target: Path, weights: str) -> Path:
 
 
 def _merge(export: Export, folder: Path) -> list[Path]:
-    """Save the base model with the adapter's weights in it."""
     from transformers import AutoTokenizer
 
     model: Any = from_pretrained(export.path, dtype=merged_dtype(export.path)).merge_and_unload()

@@ -99,8 +99,7 @@ class LlamaCpp(Engine):
         notes = [f"The table goes into the GGUF file: {way}."]
         if short != long:
             notes.append(
-                f"With -c above {source.original} llama.cpp uses the long list for short texts too; at or below it, "
-                "the short one for all."
+                f"With -c above {source.original} llama.cpp uses the long list for all texts, else the short one."
             )
         yield Draft("tensors", values, context, tuple(notes), divisors)
 
@@ -209,7 +208,6 @@ def _beta_flags(entry: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _shortest(value: Any) -> str:
-    """Return the shortest text that parses to the same float."""
     return repr(float(value)).removesuffix(".0")
 
 
@@ -315,8 +313,7 @@ def write_gguf(check: GGUFCheck, target: str | Path) -> Path:
     architecture, divisors = check.architecture, check.divisors
     if divisors is None:
         raise PosencError(
-            f"llama.cpp reads no table from a GGUF file of the architecture {architecture}, and its own keys cannot "
-            "express this one."
+            f"llama.cpp reads no table from a GGUF file of {architecture}, and its own keys cannot express this one."
         )
     reader, target = _open(check.path), Path(target)
     if target.exists():
@@ -361,9 +358,7 @@ def _open(path: str | Path) -> Any:
             "GGUF files are read with the package gguf: pip install 'hf-posenc[gguf]'."
         ) from error
     if not Path(path).is_file():
-        raise PosencError(
-            f"There is no file {path}. Give a GGUF file that convert_hf_to_gguf made."
-        )
+        raise PosencError(f"There is no file {path}. Give a GGUF file of convert_hf_to_gguf.")
     try:
         return gguf.GGUFReader(path)
     except ValueError as error:

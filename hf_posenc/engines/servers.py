@@ -110,8 +110,7 @@ class VLLM(Engine):
     length_flag = "--max-model-len"
     override_flag = "--hf-overrides"
     switch_note = (
-        "With {flag} above {original} vLLM uses long_factor for short texts too; "
-        "at or below it, short_factor for all."
+        "With {flag} above {original} vLLM uses long_factor for all texts, else short_factor."
     )
 
     def drafts(self, source: Source) -> Iterator[Draft]:
@@ -131,9 +130,8 @@ class VLLM(Engine):
             switches = source.length_dependent and result.get("rope_type") == "longrope"
             note = self.switch_note.format(flag=self.length_flag, original=source.original)
             notes = (note,) if switches else ()
-            values |= {
-                key: values[_LENGTH] for key in _LENGTHS if _LENGTH in values and stored.get(key)
-            }
+            others = [key for key in _LENGTHS if stored.get(key) and _LENGTH in values]
+            values |= dict.fromkeys(others, values.get(_LENGTH))
             longest = self._longest({**stored, **values, "rope_parameters": result})
             flags = (self.length_flag, str(min(source.reach, longest)))
             yield Draft(form, {**values, "rope_parameters": result}, flags, notes)
@@ -157,9 +155,7 @@ class VLLM(Engine):
         theta, dim, kind = float(rope["rope_theta"]), table.dim, rope["rope_type"]
         if kind == "dynamic":
             return Table(self._dynamic(theta, dim, float(rope["factor"])))
-        original = int(
-            config.get(_ORIGINAL) or rope.get(_ORIGINAL) or config["max_position_embeddings"]
-        )
+        original = int(config.get(_ORIGINAL) or rope.get(_ORIGINAL) or config[_LENGTH])
         if kind == "yarn":
             return Table(formulas.yarn_of(rope, theta, dim, original), self._yarn_factor(rope))
         if kind != "longrope":

@@ -219,13 +219,11 @@ def _of_adapter(path: str | Path) -> tuple[str, PatchConfig | None]:
 
 
 def _config_of(name: str) -> Any:
-    """Load the config of a folder or hub name."""
     try:
         return stored_config(name)
     except Exception as error:  # no such name, no config.json, an unknown model type
-        raise PosencError(
-            f"The config of {name} cannot be loaded: {' '.join(str(error).split())}"
-        ) from error
+        reason = " ".join(str(error).split())
+        raise PosencError(f"The config of {name} cannot be loaded: {reason}") from error
 
 
 def empty_model(config: Any) -> Any:

@@ -94,9 +94,8 @@ class Method:
             value, valid = getattr(self, option.name), option.metadata.get("valid")
             if valid is None or (value is None and option.default is None) or valid(value):
                 continue
-            raise PosencError(
-                f"{self.name}: {option.name} is {option.metadata['values']}, not {value!r}."
-            )
+            values = option.metadata["values"]
+            raise PosencError(f"{self.name}: {option.name} is {values}, not {value!r}.")
 
     @property
     def reads_rotation(self) -> bool:

@@ -34,8 +34,7 @@ class _Bias(Method):
         turning = [other.name for other in others if seam_of(other) in ("rotary", "attention")]
         if turning and not self.keep_rope:
             raise PosencError(
-                f"{self.name} drops the rotation that {', '.join(turning)} changes. Pass keep_rope=True to "
-                f"{self.name} to have both."
+                f"{self.name} drops the rotation that {', '.join(turning)} changes: keep_rope=True gives both."
             )
 
 

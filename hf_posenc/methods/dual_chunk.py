@@ -45,8 +45,7 @@ class DualChunk(RotaryBands):
         window = max(1, original - chunk) if self.window is None else self.window
         if chunk + window > max(original, 2):
             raise PosencError(
-                f"{self.name}: chunk ({chunk}) and window ({window}) together are at most the original "
-                f"context of {original} tokens."
+                f"{self.name}: chunk ({chunk}) and window ({window}) together exceed the original {original} tokens."
             )
         return window
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -55,13 +56,7 @@ class T5(DistanceBias):
         far = (exact + steps.to(torch.int64)).clamp(max=self.buckets - 1)
         return torch.where(distance < exact, distance.to(torch.int64), far)
 
-    def bias(
-        self,
-        distance: Tensor,
-        heads: int,
-        parameters: Weights,
-        query_position: Tensor | None = None,
-    ) -> Tensor:
+    def bias(self, distance: Tensor, heads: int, parameters: Weights, *_: Any) -> Tensor:
         return parameters["table"][self.bucket(distance)].movedim(-1, 0)
 
 
@@ -117,9 +112,8 @@ class FIRE(DistanceBias):
         longest = torch.maximum(query_position.to(distance.dtype), threshold.to(distance.dtype))
         # |c x|, as in the authors' code: a c that training made negative must not end in a logarithm of less than 0.
         whole = torch.log1p((c * longest).abs())
-        fraction = torch.log1p((c * distance).abs()) / whole.clamp(
-            min=torch.finfo(whole.dtype).tiny
-        )
+        tiny = torch.finfo(whole.dtype).tiny
+        fraction = torch.log1p((c * distance).abs()) / whole.clamp(min=tiny)
         weight_in, weight_out = parameters["weight_in"], parameters["weight_out"]
         hidden = F.linear(fraction[..., None].to(weight_in.dtype), weight_in, parameters["bias_in"])
         return F.linear(hidden.relu(), weight_out, parameters["bias_out"]).movedim(-1, 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -41,13 +41,7 @@ class ALiBi(DistanceBias):
         exponents += [8 * (2 * h + 1) / (2 * below) for h in range(heads - below)]
         return 2.0 ** -torch.tensor(exponents, dtype=torch.float64) / self.scale
 
-    def bias(
-        self,
-        distance: Tensor,
-        heads: int,
-        parameters: Weights,
-        query_position: Tensor | None = None,
-    ) -> Tensor:
+    def bias(self, distance: Tensor, heads: int, parameters: Weights, *_: Any) -> Tensor:
         slopes = self.slopes(heads).to(distance.dtype).to(distance.device)
         return -per_head(slopes, distance) * distance
 
@@ -79,13 +73,7 @@ class _Kerple(DistanceBias):
     def inverse(self, penalty: Tensor, r1: Tensor, r2: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def bias(
-        self,
-        distance: Tensor,
-        heads: int,
-        parameters: Weights,
-        query_position: Tensor | None = None,
-    ) -> Tensor:
+    def bias(self, distance: Tensor, heads: int, parameters: Weights, *_: Any) -> Tensor:
         return self.kernel(distance, *(per_head(r, distance) for r in self._bounded(parameters)))
 
     def horizon(self, drop: Tensor, heads: int, parameters: Weights | None = None) -> Tensor | None:
@@ -169,13 +157,7 @@ class Sandwich(DistanceBias):
         if self.dim % 2:
             raise PosencError(f"{self.name}: dim is even, not {self.dim}.")
 
-    def bias(
-        self,
-        distance: Tensor,
-        heads: int,
-        parameters: Weights,
-        query_position: Tensor | None = None,
-    ) -> Tensor:
+    def bias(self, distance: Tensor, heads: int, parameters: Weights, *_: Any) -> Tensor:
         pairs = self.dim // 2
         exact = real(distance)
         below_zero = torch.zeros_like(exact)

@@ -50,7 +50,7 @@ class _Slowed(RotaryBands):
         super().__post_init__()
         if self.scale is not None and getattr(self, self.divisor) is not None:
             raise PosencError(
-                f"{self.name}: scale and {self.divisor} set the same number; give one of them."
+                f"{self.name}: scale and {self.divisor} set one number; give one of them."
             )
 
     def _compression(self, scale: float, original: int) -> float:

@@ -76,8 +76,7 @@ class AttentionSinks(_WithSinks):
             return self.window
         if self.sinks >= original:
             raise PosencError(
-                f"{self.name}: sinks ({self.sinks}) leaves no window in the original context of "
-                f"{original} tokens. Give fewer, or window=."
+                f"{self.name}: sinks ({self.sinks}) leave no window in {original} tokens. Give fewer, or window=."
             )
         return original - self.sinks
 

@@ -32,6 +32,7 @@ _HALF = (0.03, 0.1)
 TOKENS = 7
 """Length of the text that a model is tried on."""
 _UNROTATED = Encoding(original=1, rotates=False)
+Wrappers = Mapping[int, RepositionedRotary]  # by `id` of the model's own rotary modules
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,10 +84,10 @@ def calibrate(
     owner: Any,
     ids: Tensor,
     tables: Sequence[RotaryTable],
-    wrappers: Mapping[int, RepositionedRotary],
+    wrappers: Wrappers,
     methods: Sequence[Method],
 ) -> list[CalibratedLayer]:
-    """Find every attention layer of the decoder, and its rotation; wrappers are by `id` of the model's own modules.
+    """Find every attention layer of the decoder, and its rotation.
 
     Raises:
         PosencError: Frequencies that move with the length, which no rotation can be added to.
@@ -109,9 +110,7 @@ def calibrate(
         name, first, unrotated = names[module], calls[0], still[module][0]
         _check_arguments(name, module, calls)
         # Tables of two layer types may hold the same frequencies: the layer's own comes first.
-        candidates = sorted(
-            tables, key=lambda table: table.label != layer_type(module, table.config)
-        )
+        candidates = sorted(tables, key=lambda one: one.label != layer_type(module, one.config))
         rotation, index = None, None
         if needed or not torch.equal(first.query, unrotated.query):
             frequencies = [_in_force(table, wrappers) for table in candidates]
@@ -131,9 +130,7 @@ def calibrate(
     return layers
 
 
-def _refuse_dynamic(
-    tables: Sequence[RotaryTable], wrappers: Mapping[int, RepositionedRotary]
-) -> None:
+def _refuse_dynamic(tables: Sequence[RotaryTable], wrappers: Wrappers) -> None:
     for table in tables:
         rotary = wrappers[id(table.module)].base
         dynamic = isinstance(rotary, PosencRotary) and rotary.method.length_dependent
@@ -155,8 +152,7 @@ def _check_arguments(name: str, module: nn.Module, calls: Sequence[Recorded]) ->
         given = {name for name, value in call.kwargs.items() if value is not None}
         if unknown := sorted(given - KNOWN):
             raise UnsupportedModelError(
-                f"{name} passes {', '.join(unknown)} to attention, whose meaning hf_posenc does not "
-                f"know. {FREQUENCY_METHODS_WORK}"
+                f"{name} passes {', '.join(unknown)} to attention, unknown to hf_posenc. {FREQUENCY_METHODS_WORK}"
             )
 
 
@@ -165,7 +161,7 @@ def verify(
     ids: Tensor,
     expected: Tensor,
     layers: Sequence[CalibratedLayer],
-    wrappers: Mapping[int, RepositionedRotary],
+    wrappers: Wrappers,
     *,
     engine: bool,
 ) -> None:
@@ -210,9 +206,7 @@ def _rotation_of(
         starts = sorted(start for start in {0, native.query.shape[-1] - dim} if start >= 0)
         for start, interleaved, sign in itertools.product(starts, (False, True), (1, -1)):
             rotation = Rotation(table, Layout(start, dim, interleaved, sign), factor)
-            if all(
-                _close(moved, rotation.turn(rest, positions), tolerance) for moved, rest in pairs
-            ):
+            if all(_close(one, rotation.turn(rest, positions), tolerance) for one, rest in pairs):
                 return rotation, index
     raise UnsupportedModelError(
         f"{name}: the change of its queries and keys from position 0 to others is not a rotation in a known "
@@ -224,9 +218,7 @@ def _close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:
     return bool((actual - expected).abs().max() <= tolerance * expected.abs().max())
 
 
-def _in_force(
-    table: RotaryTable, wrappers: Mapping[int, RepositionedRotary]
-) -> tuple[Tensor, float]:
+def _in_force(table: RotaryTable, wrappers: Wrappers) -> tuple[Tensor, float]:
     rotary: Any = wrappers[id(table.module)].base
     if isinstance(rotary, PosencRotary) and table.label in rotary.specs:
         inv_freq, factor = rotary.table(table.label)
@@ -236,7 +228,7 @@ def _in_force(
 
 
 @contextlib.contextmanager
-def _everything_at_zero(wrappers: Mapping[int, RepositionedRotary]) -> Iterator[None]:
+def _everything_at_zero(wrappers: Wrappers) -> Iterator[None]:
     for wrapper in wrappers.values():
         wrapper.encoding = _UNROTATED
     try:

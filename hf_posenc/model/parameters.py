@@ -37,16 +37,9 @@ class MethodParameters(nn.Module):
     def __len__(self) -> int:
         return len(self._parameters)
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._parameters
-
     def keys(self) -> list[str]:
         """Return the names."""
-        return list(self._parameters)
-
-    def items(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the names and the parameters."""
-        return [(name, self[name]) for name in self]
+        return list(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> MethodParameters:
         def moved(tensor: Tensor) -> Tensor:
@@ -74,7 +67,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         if (held := module._modules.get(PARAMETERS)) is not None
         and any(isinstance(part, MethodParameters) for part in held.modules())
         and (active := parameters_in_force(module)) is not None
-        for name, parameter in active.items()
+        for name, parameter in active.named_parameters()
     }
 
 

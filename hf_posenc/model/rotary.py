@@ -46,14 +46,12 @@ def native_rotary(module: nn.Module) -> nn.Module:
     return module
 
 
-def _without_base(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any
-) -> None:
+def _without_base(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for key in [key for key in state_dict if key.startswith(f"{prefix}base.")]:
         state_dict[prefix + key.removeprefix(f"{prefix}base.")] = state_dict.pop(key)
 
 
-def _with_base(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+def _with_base(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for key in [key for key in state_dict if key.startswith(prefix)]:
         state_dict[f"{prefix}base.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
@@ -197,7 +195,6 @@ def _engine_of(base: nn.Module) -> nn.Module:
 def _set_table(
     engine: nn.Module, label: str, inv_freq: Tensor, factor: float | Tensor, device: torch.device
 ) -> None:
-    """Set a table as the plain attributes that the engine's forward reads."""
     setattr(engine, attribute(label, FREQUENCIES), inv_freq.to(device))
     setattr(engine, attribute(label, "attention_scaling"), factor)
 
@@ -267,9 +264,7 @@ def _output_at(
         if not isinstance(output, tuple | list) or len(output) != 2:
             continue
         if all(part.dim() >= 2 and part.shape[-2] == len(ids) for part in output):
-            cos, sin = (
-                part.float().reshape(-1, len(ids), part.shape[-1])[0, :-1] for part in output
-            )
+            cos, sin = (o.float().reshape(-1, len(ids), o.shape[-1])[0, :-1] for o in output)
             return cos, sin
     return None
 

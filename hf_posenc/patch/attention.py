@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,15 @@ from hf_posenc.model.attention import (
     register,
     register_scaled,
 )
-from hf_posenc.model.calibration import CalibratedLayer, calibrate, run, trial, trial_tokens, verify
+from hf_posenc.model.calibration import (
+    CalibratedLayer,
+    Wrappers,
+    calibrate,
+    run,
+    trial,
+    trial_tokens,
+    verify,
+)
 from hf_posenc.model.discovery import RotaryTable, attends_locally, layer_index, read_spec
 from hf_posenc.model.parameters import PARAMETERS, MethodParameters
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary
@@ -112,9 +120,8 @@ def _refuse(model: nn.Module, owner: nn.Module) -> None:
     for kind in (type(module).__name__ for module in owner.modules()):
         if kind.endswith(("Indexer", "Compressor")):
             raise UnsupportedModelError(
-                f"{type(owner).__name__} chooses the keys of a query by a {kind}, from rotated queries and "
-                "keys of its own, so a method that computes attention itself has no meaning there. "
-                f"{FREQUENCY_METHODS_WORK}"
+                f"{type(owner).__name__} chooses the keys of a query by a {kind}, from queries and keys that "
+                f"it rotates itself, where a method that computes attention has no meaning. {FREQUENCY_METHODS_WORK}"
             )
 
 
@@ -152,8 +159,7 @@ def _choose_engine(owner: Any, state: State) -> str | None:
             vars(part)[_IMPLEMENTATION] = name
     if owner.config._attn_implementation != ENGINE:
         raise UnsupportedModelError(
-            f"{type(owner).__name__} computes attention in its own code, which no other function can replace. "
-            f"{FREQUENCY_METHODS_WORK}"
+            f"{type(owner).__name__} computes attention in code of its own, not by a function. {FREQUENCY_METHODS_WORK}"
         )
     if any(seam_of(method) != "query" for method in state.in_attention):
         return None
@@ -164,9 +170,7 @@ def _choose_engine(owner: Any, state: State) -> str | None:
     return native
 
 
-def _reposition(
-    model: nn.Module, owner: Any, tables: Sequence[RotaryTable]
-) -> dict[int, RepositionedRotary]:
+def _reposition(model: nn.Module, owner: Any, tables: Sequence[RotaryTable]) -> Wrappers:
     """Wrap every rotary module of the text decoder; the wrappers by `id` of the model's own module."""
     wrappers: dict[int, RepositionedRotary] = {}
     for module in model.modules():  # the wrapper of a frequency method before its base
@@ -184,7 +188,7 @@ def _reposition(
 def _give_encodings(
     layers: Sequence[CalibratedLayer],
     tables: Sequence[RotaryTable],
-    wrappers: Mapping[int, RepositionedRotary],
+    wrappers: Wrappers,
     methods: Sequence[Method],
     state: State,
     native: str | None,
@@ -196,8 +200,7 @@ def _give_encodings(
     chosen = [layer for layer in sharing if _is_chosen(layer, state.config.layers)]
     if not chosen:
         raise UnsupportedModelError(
-            f"No layer that rotates is among layers={state.config.layers!r}; "
-            'layers="all" includes sliding-window layers.'
+            f"No layer of layers={state.config.layers!r} rotates; layers='all' includes sliding-window layers."
         )
     for layer in layers:
         encoding = Encoding(state.original, layer.recorded.query.shape[1], layer.rotation)
@@ -244,9 +247,7 @@ def _encoding(
 
 def _count_positions(model: nn.Module, owner: nn.Module) -> None:
     """Hook the decoder and the models around it, some of which count positions before they call it (Gemma 4)."""
-    around = [
-        module for module in model.modules() if any(part is owner for part in module.modules())
-    ]
+    around = [module for module in model.modules() if owner in module.modules()]
     if any(hasattr(module, "get_rope_index") for module in around):  # three axes, with the mask
         around = [owner]
     for module in around:

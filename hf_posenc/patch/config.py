@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.files import finite
 from hf_posenc.lengths import read_length
 from hf_posenc.methods import Method, get_method
 
@@ -82,7 +83,7 @@ class PatchConfig:
         values["others"] = [{"method": name, "options": options} for name, options in self.others]
         if not self.others:
             del values["others"]
-        return {key: _plain(value) for key, value in values.items()}
+        return dict(finite(values))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PatchConfig:
@@ -135,7 +136,7 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
         option, _, value = (piece.strip() for piece in part.partition("="))
         if not option or not value:
             raise PosencError(
-                f"{text!r}: {part!r} is not option=value, as in yarn:scale=8,beta_fast=16."
+                f"{text!r}: {part!r} is not option=value, as in scale=8,beta_fast=16."
             )
         check_option(method, option)
         if option in options:
@@ -150,8 +151,7 @@ def named_method(name: str) -> type[Method]:
     """Return the method of a name or alias; raise for `none`, which stands for the unpatched model."""
     if name.strip().lower() == "none":
         raise PosencError(
-            "'none' is the model as it was loaded, and not a method: leave the patch out, or undo one with "
-            "unpatch_model(model)."
+            "'none' is the model as it was loaded, no method: leave the patch out, or undo one by unpatch_model(model)."
         )
     return get_method(name)
 
@@ -171,12 +171,6 @@ def _short(value: object) -> str:
     if isinstance(value, tuple | list) and len(value) > 4:
         return f"[{len(value)} numbers]"
     return f"{value:g}" if isinstance(value, float) else repr(value)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, tuple | list) else value
 
 
 def _value(text: str) -> Any:

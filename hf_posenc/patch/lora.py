@@ -87,8 +87,7 @@ def carry_patch(model: Any, state: State) -> None:
             kind = "a method of your own" if own else config.peft_type.value
             lost.append(
                 f"The adapter {name!r} ({kind}) is saved without the patch, {state.config.method}, and PEFT would load "
-                "it on an unpatched model. Use a LoRA with a method of hf_posenc, or patch the base model before you "
-                "load the adapter."
+                "it on an unpatched model. Use a LoRA and a method of hf_posenc, or patch before you load the adapter."
             )
     if lost and not state.warned:
         state.warned = True

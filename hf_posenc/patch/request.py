@@ -103,8 +103,7 @@ def _named(method: Any) -> list[Method | type[Method]]:
             )
         if not isinstance(part, str | Method):
             raise PosencError(
-                f"A method is a name such as 'yarn' (available_methods() lists them), a Method object, or a list of "
-                f"them, not {part!r}."
+                f"A method is a name (see available_methods()), a Method object, or a list of them, not {part!r}."
             )
         if isinstance(part, str) and {*":+="} & {*part}:
             raise PosencError(
@@ -132,8 +131,7 @@ def _check_list(
     """Refuse two methods on one seam, and a number or option that could belong to several methods."""
     if options:
         raise PosencError(
-            f"Options ({', '.join(options)}) belong to one method: in a list, give method objects, as "
-            "in [YaRN(scale=4), LogN()]."
+            f"Options ({', '.join(options)}) belong to one method: list method objects, as in [YaRN(scale=4), LogN()]."
         )
     seams = [seam_of(part) if isinstance(part, Method) else part.seam for part in parts]
     for seam in seams:
@@ -145,8 +143,7 @@ def _check_list(
     scaled = [part.name for part in parts if part.takes_scale()]
     if len(scaled) > 1 and scale is not None:
         raise PosencError(
-            f"scale= could be that of {' or '.join(scaled)}: give method objects, as in [YaRN(scale=4), "
-            "LogN()]."
+            f"scale= could be that of {' or '.join(scaled)}: give method objects, as in [YaRN(scale=4), LogN()]."
         )
 
 
@@ -159,10 +156,9 @@ def _check_scaled(tables: Sequence[RotaryTable], *, compose: bool, replace: bool
             shown = {k: v for k, v in table.parameters.items() if not isinstance(v, list | dict)}
             summary = (f"{k}={v}" for k, v in shown.items() if k not in ("rope_type", "type"))
             raise PosencError(
-                f"This checkpoint is already scaled: {table.name} has rope_type="
-                f"{table.rope_type!r} ({', '.join(summary)}). Pass replace=True to start from its "
-                "rope_theta and original length, or compose=True to scale the frequencies in force "
-                "once more."
+                f"This checkpoint is already scaled: {table.name} has rope_type={table.rope_type!r} "
+                f"({', '.join(summary)}). Pass replace=True to start from its rope_theta and original "
+                "length, or compose=True to scale the frequencies in force once more."
             )
         if table.rope_type in ("dynamic", "longrope"):
             raise PosencError(
@@ -181,15 +177,13 @@ def _build(
     """Return a method object, and the context length in tokens that it reaches by its scale or target, if any."""
     if target is not None and target < original:
         raise PosencError(
-            f"target_length={target} is below the original {original} tokens: nothing to extend."
+            f"target_length={target} is below the original {original}: nothing to extend."
         )
     if target is not None and part.follows_text:
         raise PosencError(f"{part.name} follows the length of the text: no target_length.")
     if isinstance(part, Method):
         if scale is not None or options:
-            raise PosencError(
-                f"Give the knobs to {type(part).__name__}(...) itself, not beside it."
-            )
+            raise PosencError(f"Give the knobs to {type(part).__name__}(...), not beside it.")
         scale = getattr(part, "scale", None)
     implied = target / original if target is not None and part.takes_scale() else None
     if scale is not None and implied is not None and not math.isclose(scale, implied):

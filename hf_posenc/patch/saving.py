@@ -98,9 +98,8 @@ def _warn_once(model: Any, save_directory: Any) -> None:
         return
     state.warned = True
     warnings.warn(
-        f"Plain transformers cannot compute {_methods(state)} and refuses to load this model. Load it with "
-        f"hf_posenc.from_pretrained({str(save_directory)!r}), or with trust_remote_code=True where hf_posenc is "
-        "installed.",
+        f"Plain transformers cannot compute {_methods(state)} and refuses to load this model. Load it with hf_posenc."
+        f"from_pretrained({str(save_directory)!r}), or with trust_remote_code=True where hf_posenc is installed.",
         stacklevel=3,
     )
 

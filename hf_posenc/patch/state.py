@@ -85,9 +85,7 @@ def own_config(model: nn.Module, tables: Sequence[RotaryTable]) -> tuple[RotaryT
         config = vars(module).get("config")
         if hasattr(config, "get_text_config"):
             vars(module)["config"] = copy.deepcopy(config, copies)
-    return tuple(
-        replace(table, config=copies.get(id(table.config), table.config)) for table in tables
-    )
+    return tuple(replace(each, config=copies.get(id(each.config), each.config)) for each in tables)
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:

@@ -25,26 +25,21 @@ if TYPE_CHECKING:
     from hf_posenc.training.scoring import Scores as Scores
     from hf_posenc.training.scoring import score as score
 
-_HOMES = {
-    "PerplexityCallback": "callbacks",
-    "PositionCollator": "batches.collator",
-    "SafeCheckpoints": "checkpoints",
-    "SaveOnSignal": "callbacks",
-    "Scores": "scoring",
-    "TrainingFolder": "folder",
-    "TrainingLog": "log",
-    "check_dependencies": "batches.dependencies",
-    "check_run": "checks",
-    "choose_parameters": "parameters",
-    "chunk_loss": "chunked_loss.loss",
-    "last_complete_checkpoint": "checkpoints",
-    "lora_config": "parameters",
-    "loss_figure": "log",
-    "mix_blocks": "batches.blocks",
-    "prepare_blocks": "batches.blocks",
-    "score": "scoring",
-    "write_card": "result",
+_MODULES = {
+    "batches.blocks": "mix_blocks prepare_blocks",
+    "batches.collator": "PositionCollator",
+    "batches.dependencies": "check_dependencies",
+    "callbacks": "PerplexityCallback SaveOnSignal",
+    "checkpoints": "SafeCheckpoints last_complete_checkpoint",
+    "checks": "check_run",
+    "chunked_loss.loss": "chunk_loss",
+    "folder": "TrainingFolder",
+    "log": "TrainingLog loss_figure",
+    "parameters": "choose_parameters lora_config",
+    "result": "write_card",
+    "scoring": "Scores score",
 }
+_HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = sorted(_HOMES)
 
 

@@ -71,17 +71,12 @@ class PatchArguments:
     model: str | None = _option(
         None, "Folder or hub name of a causal language model; by default the embedded Llama."
     )
-    tokenizer: str | None = _option(
-        None, "Folder or hub name of the tokenizer; by default the model's."
-    )
-    dtype: str = _option(
-        "float32", "Dtype of the trained weights; --bf16 computes in bfloat16 beside it."
-    )
+    tokenizer: str | None = _option(None, "Folder or hub name of a tokenizer, if not the model's.")
+    dtype: str = _option("float32", "Dtype of the trained weights; --bf16 computes in bfloat16.")
     attn: str | None = _option(None, "transformers' attention implementation.")
     patch: str | None = _option(
         None,
-        "method:option=value,...[+method...], as for `hf-posenc perplexity`. By default, a model that was saved with a "
-        "patch keeps it.",
+        "method:option=value,...[+method...], as for `hf-posenc perplexity`; by default the one it was saved with.",
     )
     train: Trained = _option(
         "full",
@@ -118,8 +113,7 @@ class DataArguments:
     )
     mixture: str | None = _option(
         None,
-        "A YAML file with a list of sources, instead of --text: each has a weight, its share of the blocks, and these "
-        "options.",
+        "A YAML file with a list of sources, instead of --text: a weight (its share of the blocks) and these options.",
     )
     stream_blocks: bool = _option(
         False,
@@ -161,9 +155,7 @@ class FinetuneArguments(TrainingArguments):
     decay, 2e-5 after 20 steps of warmup, 400 to 1000 steps, gradients clipped at 1.
     """
 
-    output_dir: str | None = _option(
-        "finetuned", "Folder of the checkpoints, the measurements and the model."
-    )
+    output_dir: str | None = _option("finetuned", "Folder of checkpoints, measurements and model.")
     learning_rate: float = _option(2e-5, "Peak learning rate.")
     lr_scheduler_type: SchedulerType | str = _option("constant_with_warmup", "The schedule.")
     warmup_steps: float = _option(20, "Steps of linear warmup; a share of all steps below 1.")
@@ -178,37 +170,26 @@ class FinetuneArguments(TrainingArguments):
         True,
         "Drop the last blocks of an epoch if they fill no batch; otherwise processes repeat some.",
     )
-    remove_unused_columns: bool = _option(
-        False, "Pass only the columns to the collator that the model's forward accepts."
-    )
-    include_num_input_tokens_seen: str | bool = _option(
-        True, "Count the tokens that the model was trained on."
-    )
+    remove_unused_columns: bool = _option(False, "Keep only the columns that forward accepts.")
+    include_num_input_tokens_seen: str | bool = _option(True, "Count the tokens of the training.")
     fresh: bool = _option(False, "Begin again if the folder holds another run's checkpoints.")
-    verify_export: bool = _option(
-        False, "Load the result in a process without hf_posenc and compare the logits."
-    )
+    verify_export: bool = _option(False, "Load the result without hf_posenc and compare logits.")
 
     def __post_init__(self) -> None:
         for names, (least, limit) in _LIMITS.items():
             for name in names.split():
                 value = getattr(self, name)
-                if value is None or (name, value) == ("max_steps", -1):
+                if value is None or (name, value) == ("max_steps", -1) or least <= value < limit:
                     continue
-                if not least <= value < limit:  # nan too
-                    below = "a finite number" if math.isinf(limit) else f"below {limit:g}"
-                    raise PosencError(
-                        f"--{name} {value:g}: at least {least:g} and {below} is needed."
-                    )
+                below = "a finite number" if math.isinf(limit) else f"below {limit:g}"
+                raise PosencError(f"--{name} {value:g}: at least {least:g} and {below} is needed.")
         super().__post_init__()  # type: ignore[no-untyped-call]
         if self.max_steps == -1 and self.num_train_epochs == 0:
             raise PosencError("--num_train_epochs 0 gives no step: give more, or --max_steps.")
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # torch warns that it has no effect there
             if self.fp16:
-                raise PosencError(
-                    "fp16 on a CPU computes in float32 silently: use --bf16 or neither."
-                )
+                raise PosencError("fp16 on a CPU is silently float32: use --bf16 or neither.")
         if self.train_sampling_strategy == "group_by_length":
             raise PosencError(
                 "--train_sampling_strategy group_by_length: all blocks have one length; leave it out."
@@ -243,9 +224,7 @@ def _check_trackers(report_to: str | Sequence[str] | None) -> None:
     """Refuse missing trackers now: the Trainer would refuse them after everything is read and scored."""
     names = [report_to] if isinstance(report_to, str) else list(report_to or ())
     names = [name for name in names if name not in ("none", "all")]
-    integration_utils.get_reporting_integration_callbacks(
-        names
-    )  # raises ValueError for an unknown name
+    integration_utils.get_reporting_integration_callbacks(names)  # ValueError if unknown
     installed = integration_utils.get_available_reporting_integrations()
     # transformers does not list the first, nor the second beside MLflow.
     unlisted = ("flyte", "azure_ml")
@@ -416,15 +395,12 @@ def held_out_text(data: DataArguments) -> Iterable[Entry]:
     source = _source(data, data.score_text, data.score_dataset, data.score_split)
     if source.embedded and (data.text or data.dataset is not None or data.mixture is not None):
         raise PosencError(
-            "Nothing is held out to be scored: give --score_text or --score_dataset, with documents that are not "
-            "trained on, or --no_score."
+            "Nothing is held out to be scored: give other documents by --score_text or --score_dataset, or --no_score."
         )
     return source.read()
 
 
-def _source(
-    data: DataArguments, text: Sequence[str] | None, dataset: str | None, split: str
-) -> Source:
+def _source(data: DataArguments, text: Sequence[str], dataset: str | None, split: str) -> Source:
     return source_of(
         DocumentOptions(
             text=text,

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -29,7 +30,7 @@ from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.files import write_atomically
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.training.checks import launcher
-from hf_posenc.training.ranks import RandomState, all_max, gather
+from hf_posenc.training.ranks import all_max, gather, random_state
 from hf_posenc.training.scoring import Scores, label_of
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -192,17 +193,13 @@ def configs_of_both_styles() -> contextlib.AbstractContextManager[None]:
     `rope_scaling` of type yarn, longrope or llama3 as its own and requires a context length that it does not have: an
     AttributeError, in transformers 5.23, on every patched model that 4.57 can read too.
     """
-    module = importlib.import_module("transformers.trainer")
-    return replaced(module, "PreTrainedConfig", _VersionOnly)
 
-
-class _VersionOnly:
-    """The part of a config that the Trainer reads."""
-
-    @staticmethod
-    def from_json_file(path: str) -> SimpleNamespace:
+    def version_of(path: str) -> SimpleNamespace:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
         return SimpleNamespace(transformers_version=values.get("transformers_version"))
+
+    module = importlib.import_module("transformers.trainer")
+    return replaced(module, "PreTrainedConfig", SimpleNamespace(from_json_file=version_of))
 
 
 class StopOnNonFinite(TrainerCallback):
@@ -214,8 +211,7 @@ class StopOnNonFinite(TrainerCallback):
             if value is not None and not math.isfinite(float(value)):
                 raise PosencError(
                     f"The {name} is {float(value)} at step {state.global_step}; nothing was saved from it. Lower "
-                    "--learning_rate or raise --warmup_steps, and inspect the text; the same command resumes from the "
-                    "last checkpoint."
+                    "--learning_rate or raise --warmup_steps, and inspect the text; the same command resumes."
                 )
 
 
@@ -265,7 +261,7 @@ class PerplexityCallback(TrainerCallback):
     def __init__(self, scores: Scores, trainer: Trainer) -> None:
         self._scores, self._trainer = scores, trainer
         self._logged: int | None = None
-        self._draws: RandomState | None = None
+        self._restore: Callable[[], None] | None = None
         metric = trainer.args.metric_for_best_model or ""
         if "_perplexity_" in metric and trainer.args.greater_is_better:
             raise PosencError(
@@ -276,11 +272,11 @@ class PerplexityCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if state.global_step == 0:
             self._measure(given["model"], state)
-            self._draws = RandomState() if args.eval_on_start else None
+            self._restore = random_state() if args.eval_on_start else None
 
     def on_step_end(self, args: Any, state: Any, control: TrainerControl, **_: Any) -> None:
         # Before an evaluation, whose data loader draws a seed.
-        self._draws = RandomState() if control.should_evaluate else None
+        self._restore = random_state() if control.should_evaluate else None
 
     on_epoch_end = on_step_end
 
@@ -288,12 +284,11 @@ class PerplexityCallback(TrainerCallback):
         numbers = self._measure(given["model"], state)
         if given.get("metrics") is not None:
             given["metrics"].update(numbers)
-        if self._draws is not None:
-            self._draws.restore()
-            self._draws = None
+        if self._restore is not None:
+            self._restore()
+            self._restore = None
 
     def _measure(self, model: Any, state: TrainerState) -> dict[str, float]:
-        """Measure, log and return the perplexities of a step."""
         seen = state.num_input_tokens_seen or None
         result = self._scores.measure(model, state.global_step, tokens_seen=seen)
         label = label_of(unwrap(model, adapters=False), state.global_step)

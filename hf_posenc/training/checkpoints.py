@@ -147,8 +147,7 @@ class SafeCheckpoints(TrainerCallback):
     def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         if state.is_hyper_param_search:
             raise PosencError(
-                "SafeCheckpoints supports one folder; hyperparameter_search writes one per trial. Leave the callback "
-                "out there."
+                "SafeCheckpoints supports one folder, and hyperparameter_search writes one per trial: leave it out."
             )
         if args.save_total_limit is not None:
             self._limit, args.save_total_limit = args.save_total_limit, None

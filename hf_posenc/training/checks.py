@@ -50,8 +50,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
         raise PosencError(
             f"One process sees {arguments.n_gpu} GPUs, and the Trainer would copy the model to each in every step "
             "(DataParallel), without its patch. Start one process for each: accelerate launch --config_file "
-            f"{_CONFIGS}two_processes.yaml --num_processes {arguments.n_gpu} ..., or hide all but one "
-            "(CUDA_VISIBLE_DEVICES=0)."
+            f"{_CONFIGS}two_processes.yaml --num_processes {arguments.n_gpu} ..., or CUDA_VISIBLE_DEVICES=0."
         )
     if wants_fsdp(arguments):
         if kind in ("NO", "MULTI_CPU"):
@@ -64,8 +63,7 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
     if (is_set("ACCELERATE_USE_DEEPSPEED") or wants_deepspeed) and kind != "DEEPSPEED":
         raise PosencError(
             "DeepSpeed was requested, but accelerate leaves it out if a CPU is requested: every process would silently "
-            "hold the whole model. Leave --use_cpu out; DeepSpeed runs on a CPU with DS_ACCELERATOR=cpu and "
-            "--ddp_backend gloo."
+            "hold the whole model. Leave --use_cpu out; a CPU needs DS_ACCELERATOR=cpu and --ddp_backend gloo."
         )
     requested = launched_processes()
     if requested > state.num_processes and "WORLD_SIZE" in os.environ:
@@ -78,9 +76,8 @@ def check_launch(arguments: TrainingArguments | None = None) -> None:
         )
     if requested > state.num_processes:
         raise PosencError(
-            f"{requested} processes were requested, and accelerate started one: on a CPU, several need `--cpu "
-            f"--num_processes {requested}` and MULTI_CPU. Use --config_file {_CONFIGS}two_cpu_processes.yaml "
-            f"--num_processes {requested}."
+            f"{requested} processes were requested, and accelerate started one: several on a CPU need --cpu and "
+            f"MULTI_CPU. Use --config_file {_CONFIGS}two_cpu_processes.yaml --num_processes {requested}."
         )
     if kind == "DEEPSPEED":
         _check_deepspeed(arguments)
@@ -148,9 +145,7 @@ def _check_fsdp(arguments: TrainingArguments | None) -> None:
 
 
 def _check_deepspeed(arguments: TrainingArguments | None) -> None:
-    plugin: Any = (
-        AcceleratorState().deepspeed_plugin if arguments is None else arguments.deepspeed_plugin
-    )
+    plugin: Any = arguments.deepspeed_plugin if arguments else AcceleratorState().deepspeed_plugin
     zero = plugin.deepspeed_config.get("zero_optimization", {})
     if zero.get("stage") == 3 and not zero.get("stage3_gather_16bit_weights_on_model_save"):
         raise PosencError(
@@ -201,8 +196,7 @@ def check_run(
     if arguments.use_liger_kernel and patch is not None and liger.get("rope", True):
         raise PosencError(
             "Liger replaces the rotation by a kernel of its own, for all models of this family in the process. "
-            f"{' + '.join(patch.methods)} would be computed by that kernel, or not at all. Pass "
-            "--liger_kernel_config '{\"rope\": false}'."
+            f"{' + '.join(patch.methods)} would be lost. Pass --liger_kernel_config '{{\"rope\": false}}'."
         )
     _check_precision(model, arguments)
     if positions == "packed" and arguments.remove_unused_columns:
@@ -215,8 +209,7 @@ def check_run(
     ):
         raise PosencError(
             f"label_smoothing_factor={arguments.label_smoothing_factor:g} makes the Trainer compute another loss, "
-            "from the logits of the whole batch: the loss in chunks would not be used. Leave it at 0, or "
-            "--loss_chunk 0."
+            "from the logits of the whole batch: the loss in chunks would not be used. Leave it, or --loss_chunk, at 0."
         )
 
 
@@ -259,8 +252,7 @@ def _check_parallelism(
             )
             raise PosencError(
                 f"{name} parallelism (size {size}) {effect}; {' + '.join(patch.methods)} computes attention. Use a "
-                "frequency method (yarn, ntk_by_parts, ...), or train without it (FSDP2, ZeRO-3, "
-                "--gradient_checkpointing)."
+                "frequency method (yarn, ...), or train without it (FSDP2, ZeRO-3, --gradient_checkpointing)."
             )
         if name == "Tensor":
             continue
@@ -272,8 +264,7 @@ def _check_parallelism(
         for moving in _moving_tables(model, patch):
             raise PosencError(
                 f"{name} parallelism (size {size}) passes each process a part of the text, and {moving} scales with "
-                "the positions in that part: every process would use other frequencies. Use a static method (yarn, "
-                "ntk_by_parts, ...)."
+                "the positions in that part: each process would use other frequencies. Use a static method (yarn, ...)."
             )
 
 
@@ -299,8 +290,7 @@ def _check_precision(model: nn.Module, arguments: TrainingArguments) -> None:
         dtype = str(half[0].dtype).removeprefix("torch.")
         raise PosencError(
             f"The weights are {dtype}, and for {1 - moved / seen:.0%} of them a step of the learning rate, "
-            f"{arguments.learning_rate:g}, is lost in rounding. Load them in float32 (--dtype float32), with --bf16 to "
-            "compute in bfloat16."
+            f"{arguments.learning_rate:g}, is lost in rounding. Load them in float32 (--dtype float32), with --bf16."
         )
 
 

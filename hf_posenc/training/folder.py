@@ -151,9 +151,7 @@ def _explicit_point(
     explicit: Path, folder: Path, complete: list[Path], settings: Mapping[str, Any]
 ) -> Path:
     if not (explicit / "trainer_state.json").is_file():
-        raise PosencError(
-            f"{explicit} is no checkpoint, or a partial one: it has no trainer_state.json."
-        )
+        raise PosencError(f"{explicit} is no complete checkpoint: it has no trainer_state.json.")
     ahead = [path for path in complete if step_of(path) > step_of(explicit)]
     if explicit.resolve().parent == folder.resolve() and ahead:
         raise PosencError(
@@ -164,8 +162,7 @@ def _explicit_point(
     changed = ["they are unknown"] if origin is None else differences(origin["settings"], settings)
     if changed:
         warnings.warn(
-            f"{explicit.name} was written under other settings, so the run is no exact continuation: "
-            f"{_list(changed)}.",
+            f"{explicit.name} has other settings, so the run is no exact continuation: {_list(changed)}.",
             stacklevel=3,
         )
     return explicit
@@ -181,9 +178,7 @@ def _read_settings(folder: Path) -> dict[str, Any] | None:
         raise PosencError(f"{path} cannot be read: {error}.") from error
     if values.get("kind") == "training" and values.get("format") == _FORMAT:
         return dict(values)
-    raise PosencError(
-        f"{path} was not written by this version's training. Choose another --output_dir."
-    )
+    raise PosencError(f"{path} is not of this version's training. Choose another --output_dir.")
 
 
 def differences(before: Any, now: Any, name: str = "") -> list[str]:

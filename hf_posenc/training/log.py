@@ -179,7 +179,6 @@ def _run(trainer: Trainer) -> dict[str, Any]:
 
 
 def _plain(option: Any) -> str:
-    """Return the value of one of transformers' enumerations."""
     return str(getattr(option, "value", option))
 
 
@@ -298,7 +297,6 @@ def smoothed(points: Points) -> tuple[list[tuple[float, float]], int]:
 
 
 def _loss_panel(panel: Axes, losses: Points, held_out: Points) -> None:
-    """Draw every logged loss, their trend, and the Trainer's own evaluations, if any."""
     means, width = smoothed(losses)
     thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.45} if means else {"linewidth": 1.3}
     name = "logged" if means else "training"
@@ -317,15 +315,12 @@ def _loss_panel(panel: Axes, losses: Points, held_out: Points) -> None:
 def _score_panel(
     panel: Axes, table: PerplexityResult, protocol: str, lines: Mapping[int, Points]
 ) -> None:
-    """Draw held-out perplexities by step, one line per length, and that of the unpatched model."""
     names = [f"{length:,} tokens" for length in lines]
     for index, points in enumerate(lines.values()):
         if points:
             panel.plot(*zip(*points, strict=True), label=names[index], **_style(index, index))
     first, original = table.candidates[0], table.original
-    unpatched = (
-        None if first.method or original is None else table.cell(first.label, protocol, original)
-    )
+    unpatched = None if first.method else table.cell(first.label, protocol, original or 0)
     if unpatched is not None and math.isfinite(unpatched.perplexity):
         # A line of the data, so that its name is at its end, as for the others.
         names.append(f"{first.label} at {original:,}: {number(unpatched.perplexity)}")

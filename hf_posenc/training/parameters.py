@@ -42,7 +42,7 @@ def choose_parameters(
     lora_rank: int = 16,
     lora_alpha: int = 32,
     lora_dropout: float = 0.0,
-    **lora_options: Any,
+    **options: Any,
 ) -> nn.Module:
     """Choose the trained parameters of a patched model, by `requires_grad` or by an adapter.
 
@@ -54,7 +54,7 @@ def choose_parameters(
         lora_rank: The rank of the LoRA.
         lora_alpha: Its scale, as in `alpha / rank`.
         lora_dropout: Dropout probability of the LoRA's inputs.
-        **lora_options: For `lora_config`: `target_modules`, `modules_to_save`, `use_dora`, ...
+        **options: For `lora_config`: `target_modules`, `modules_to_save`, `use_dora`, ...
 
     Returns:
         The same model, in its previous mode; for `"lora"` a `PeftModel` around it, whose adapter carries the patch.
@@ -69,8 +69,8 @@ def choose_parameters(
             f"This model is wrapped by {type(model).__name__} already. Choose the trained parameters before a model is "
             "wrapped, and merge an adapter first: merge_and_unload(), or `hf-posenc export DIR --to transformers5`."
         )
-    if train != "lora" and lora_options:
-        raise PosencError(f"{', '.join(lora_options)} belong to train='lora', not to {train!r}.")
+    if train != "lora" and options:
+        raise PosencError(f"{', '.join(options)} belong to train='lora', not to {train!r}.")
     if train != "lora":
         chosen = _all_weights(model) if train == "full" else _encoding_weights(model)
         for parameter in model.parameters():
@@ -80,9 +80,7 @@ def choose_parameters(
         raise PosencError(
             f"lora_rank={lora_rank}, lora_dropout={lora_dropout:g}: a rank is at least 1, a dropout from 0 to below 1."
         )
-    config = lora_config(
-        model, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, **lora_options
-    )
+    config = lora_config(model, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, **options)
     from peft import get_peft_model
 
     adapted: nn.Module = get_peft_model(model, config)
@@ -92,8 +90,7 @@ def choose_parameters(
 def _all_weights(model: nn.Module) -> set[int]:
     if getattr(model, "is_quantized", False):
         raise PosencError(
-            "The weights of this model are quantized and cannot be trained themselves. Use train='lora', or load it "
-            "without quantization."
+            "The weights of this model are quantized and cannot be trained. Use train='lora', or load it unquantized."
         )
     tables = [table for table in tables_of(model) if isinstance(table, SinCosTable)]
     constant = {id(table.tensor()) for table in tables}  # RoFormer keeps its sines as a weight
@@ -152,8 +149,7 @@ def lora_config(
     whole: Any = model
     if hasattr(model, "peft_config"):
         raise PosencError(
-            "This model has an adapter already. Merge it first (merge_and_unload()), or add a second one with a copy "
-            "of its configuration."
+            "This model has an adapter already. Merge it (merge_and_unload()), or add a copy of its configuration."
         )
     decoder = _text_decoder(model)
     embeddings, head = whole.get_input_embeddings(), whole.get_output_embeddings()
@@ -218,7 +214,6 @@ def _attention_projections(decoder: nn.Module) -> list[nn.Module]:
 
 
 def _norms(decoder: nn.Module) -> list[nn.Module]:
-    """Return the norms of a decoder that have weights of their own."""
     shared = _shared(decoder)
     return [
         module
@@ -238,10 +233,10 @@ def short_names(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
     every = [(path, id(module)) for path, module in model.named_modules(remove_duplicate=False)]
 
     @functools.cache
-    def is_unique(suffix: str) -> bool:
+    def is_unique(end: str) -> bool:
         # `modules_to_save` matches any end of a path, also in the middle of a name ("norm": "input_layernorm").
-        return not suffix[0].isdigit() and all(
-            key in keys for path, key in every if path.endswith(suffix)
+        return not end[0].isdigit() and all(
+            key in keys for path, key in every if path.endswith(end)
         )
 
     names: dict[str, None] = {}

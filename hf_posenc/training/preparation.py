@@ -55,8 +55,7 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
     if text is None:
         if patch is None:
             raise PosencError(
-                "The model carries no patch: give --patch, e.g. --patch yarn:scale=4, or --patch none to train it as "
-                "it is."
+                "The model has no patch: give --patch, e.g. --patch yarn:scale=4, or --patch none to train it as it is."
             )
         return
     if text.strip().lower() == UNPATCHED:
@@ -117,9 +116,7 @@ def resolve_lengths(
     target = target_length or (None if patch is None else patch.extended_length)
     if target is None:
         why = "there is no patch" if patch is None else f"{patch.method} follows the text"
-        raise PosencError(
-            f"There is no length to train for, since {why}: give --target_length, in tokens."
-        )
+        raise PosencError(f"No length to train for, since {why}: give --target_length, in tokens.")
     original, drawn = original or target, positions in DRAWS
     default = min(original, target) if drawn else target
     block = default if block_length is None else block_length
@@ -165,29 +162,21 @@ def needs_one_row(model: Any, positions: str) -> bool:
 @contextlib.contextmanager
 def whole_weights(arguments: TrainingArguments) -> Iterator[None]:
     """Load models with all their weights on every process, under sharding too. Create the arguments first."""
-    switch = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    if _loads_once(arguments):
-        before, os.environ[switch] = os.environ[switch], "false"
-        try:
-            yield
-        finally:
-            os.environ[switch] = before
-        return
-    if not _is_zero3(arguments):
-        yield
-        return
-    from transformers.integrations import deepspeed
+    with contextlib.ExitStack() as stack:
+        if _loads_once(arguments):
+            switch = "FSDP_CPU_RAM_EFFICIENT_LOADING"
+            stack.callback(os.environ.update, {switch: os.environ[switch]})
+            os.environ[switch] = "false"
+        elif _is_zero3(arguments):
+            from transformers.integrations import deepspeed
 
-    deepspeed.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        config = getattr(arguments, "hf_deepspeed_config", None)
-        if config is None:  # by `accelerate launch`, not by --deepspeed
+            deepspeed.unset_hf_deepspeed_config()
             plugin: Any = arguments.deepspeed_plugin
-            plugin.set_deepspeed_weakref()
-        else:
-            deepspeed.set_hf_deepspeed_config(config)
+            if config := getattr(arguments, "hf_deepspeed_config", None):
+                stack.callback(deepspeed.set_hf_deepspeed_config, config)
+            else:  # by `accelerate launch`, not by --deepspeed
+                stack.callback(plugin.set_deepspeed_weakref)
+        yield
 
 
 def loading_dtype(name: str, dtype: str, arguments: TrainingArguments) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -28,8 +28,7 @@ def group_shard() -> Shard:
         return Shard(dist.get_rank(), dist.get_world_size(), launched=True)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise PosencError(
-            "Several processes were launched and have no process group yet: create the TrainingArguments, or the "
-            "Accelerator, first."
+            "The launched processes have no process group yet: create TrainingArguments, or the Accelerator, first."
         )
     return Shard()
 
@@ -80,22 +79,19 @@ def is_sharded(model: nn.Module) -> bool:
     )
 
 
-class RandomState:
-    """The present state of the random generators of Python, NumPy and PyTorch (CPU and current GPU)."""
+def random_state() -> Callable[[], None]:
+    """Return a function that restores the present state of Python's, NumPy's and PyTorch's random generators."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
-    def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
-        self._cpu = torch.get_rng_state()
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._cuda = torch.cuda.get_rng_state() if in_use else None
+    def restore() -> None:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+        if cuda is not None:
+            torch.cuda.set_rng_state(cuda)
 
-    def restore(self) -> None:
-        """Restore all generators."""
-        random.setstate(self._python)
-        np.random.set_state(self._numpy)
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda)
+    return restore
 
 
 @contextlib.contextmanager
@@ -105,7 +101,7 @@ def without_side_effects(model: nn.Module) -> Iterator[None]:
     transformers' dynamic RoPE keeps the table of the longest text so far. FSDP2 keeps the outermost parameters gathered
     after a forward without a backward.
     """
-    draws = RandomState()
+    restore = random_state()
     before = [
         (module, _public(module), dict(module._buffers))
         for module in model.modules()
@@ -122,7 +118,7 @@ def without_side_effects(model: nn.Module) -> Iterator[None]:
             vars(module).update(attributes)
             module._buffers.clear()
             module._buffers.update(buffers)
-        draws.restore()
+        restore()
 
 
 def _public(module: nn.Module) -> dict[str, Any]:

@@ -57,8 +57,7 @@ def check_verifiable(patch: Patch | None, train: str) -> None:
         )
     if patch is not None and patch.export is None:
         raise PosencError(
-            f"--verify_export: plain transformers cannot express {' + '.join(patch.methods)}; "
-            "hf_posenc.from_pretrained loads the result."
+            f"--verify_export: transformers has no {' + '.join(patch.methods)}; load by hf_posenc.from_pretrained."
         )
 
 
@@ -92,12 +91,11 @@ def write_result(
 
 
 def _verify(folder: Path) -> str:
-    verification = verify_export(folder)
-    require(verification)
+    checked = verify_export(folder)
+    require(checked)
     message = (
-        f"Loaded in a clean process with transformers {verification.version} and without hf_posenc, its logits differ "
-        f"by {verification.error:.1e} of the largest ({verification.tokens} tokens, positions to "
-        f"{verification.reach:,})."
+        f"Loaded in a clean process with transformers {checked.version} and without hf_posenc, its logits differ by "
+        f"{checked.error:.1e} of the largest ({checked.tokens} tokens, positions to {checked.reach:,})."
     )
     Console(stderr=True, highlight=False, soft_wrap=True).print(message)
     return message
@@ -192,7 +190,6 @@ def write_card(
 
 
 def _support(export: Export, config: Mapping[str, Any], adapter: bool, name: str) -> str:
-    """Return the support of the saved model by an engine, with the command that exports it."""
     if not export.possible:
         return f"no: {export.reason}".replace("|", "\\|")
     command = f"`hf-posenc export {name} --to {export.engine}`"
@@ -248,8 +245,7 @@ class Hub:
                 self._api().create_branch(repo.repo_id, branch=self.revision, exist_ok=True)
         except Exception as error:  # network, token, name: each raises its own kind
             raise PosencError(
-                f"The hub refuses {self.repo} ({one_line(error)}). Log in with `hf auth login`, or leave --push_to_hub "
-                "out."
+                f"The hub refuses {self.repo} ({one_line(error)}). Log in (`hf auth login`), or drop --push_to_hub."
             ) from error
         return str(repo.repo_id)
 

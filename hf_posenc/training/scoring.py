@@ -283,7 +283,6 @@ class Scores:
         return result
 
     def _read_table(self) -> PerplexityResult | None:
-        """Return the rows so far of the same documents and settings."""
         if self.output is None or ranks.group_shard().index:
             return self._kept
         path = self.output / FILE

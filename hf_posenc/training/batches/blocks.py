@@ -250,13 +250,9 @@ def mix_blocks(parts: Sequence[tuple[Blocks, float]], seed: int = 0) -> Blocks:
     if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
         raise PosencError(f"A mixture needs positive weights; these are {weights}.")
     sources = [blocks for blocks, _ in parts]
-    kinds = {
-        (blocks.streamed, blocks.counts.length, *blocks.rows.column_names) for blocks in sources
-    }
+    kinds = {(each.streamed, each.counts.length, *each.rows.column_names) for each in sources}
     if len(kinds) > 1:
-        raise PosencError(
-            "The parts of a mixture need blocks of one length and kind, all streamed or none."
-        )
+        raise PosencError("A mixture needs blocks of one length and kind, all streamed or none.")
     rows = interleave_datasets(
         [blocks.rows.shuffle(seed) if not blocks.streamed else blocks.rows for blocks in sources],
         probabilities=[weight / sum(weights) for weight in weights],
@@ -381,7 +377,6 @@ def prepare_blocks(
 
 
 def _stream(writer: Callable[[], Writer], entries: Iterable[Entry], key: str) -> Blocks:
-    """Return blocks that are made while they are read, identified by their source."""
     from datasets import IterableDataset
 
     if iter(entries) is entries:
@@ -458,9 +453,7 @@ class Writer:
 
     def __post_init__(self) -> None:
         if importlib.util.find_spec("datasets") is None:
-            raise PosencError(
-                "Training needs the datasets library: pip install 'hf-posenc[train]'."
-            )
+            raise PosencError("Training needs datasets: pip install 'hf-posenc[train]'.")
         self._counts, self._longest = Counts(self.cutter.length), 0
 
     def write(self, folder: Path) -> None:
@@ -503,7 +496,6 @@ class Writer:
         counts.sha256 = digest.hexdigest()
 
     def _documents(self) -> Iterator[TokenizedDocument | Skipped]:
-        """Yield the tokens of all entries in order; of more than one process, a few entries ahead."""
         if self.workers == 1:
             for entry in self.entries:
                 self.seen(entry.name)
@@ -528,15 +520,13 @@ class Writer:
     ) -> TokenizedDocument | Skipped:
         if isinstance(document, Skipped):
             return document
-        if (
-            document.sha256 is None
-        ):  # token ids of unknown text, or a conversation with its own special tokens
+        # Token ids of unknown text, or a conversation with its own special tokens.
+        if document.sha256 is None:
             try:
                 document = vocabulary.usable(document)
             except UnreadableError as error:
                 raise PosencError(
-                    f"{document.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text "
-                    "(--column)."
+                    f"{document.name}: {error}. Give the tokenizer that wrote them (--tokenizer), or a text (--column)."
                 ) from error
         self._longest = max(self._longest, len(document))
         if len(document) < (least := self.cutter.least):
@@ -546,15 +536,13 @@ class Writer:
 
     def check(self) -> None:
         """Raise with the reason if all documents gave no block."""
-        if not self._counts.blocks:
-            raise PosencError(self._explanation())
-
-    def _explanation(self) -> str:
         counts, length = self._counts, self.cutter.length
+        if counts.blocks:
+            return
+        if not counts.skipped and not counts.documents:
+            raise PosencError("There is no document to read.")
         if not counts.skipped:
-            if not counts.documents:
-                return "There is no document to read."
-            return (
+            raise PosencError(
                 f"All documents together have {self.cutter.tokens:,} tokens, fewer than a block of {length:,}: give "
                 "more text, or a shorter --block_length."
             )
@@ -566,11 +554,10 @@ class Writer:
                 f" The longest document has {self._longest:,} tokens, a block has {length:,}: give a shorter "
                 "--block_length, or --positions packed, which puts short documents side by side."
             )
-        return f"No document can be used for training ({first}{others}).{advice}"
+        raise PosencError(f"No document can be used for training ({first}{others}).{advice}")
 
 
 def _features(packed: bool) -> Features:
-    """Return the columns of the blocks."""
     from datasets import Features, List, Value
 
     names = ("input_ids", "labels", *(("document_lengths",) if packed else ()))
@@ -585,7 +572,6 @@ def _keep(tokenizer: Any) -> None:
 
 
 def _tokenize(entry: Entry, tokenizer: Any = None) -> TokenizedDocument | Skipped:
-    """Return an entry as tokens, or the reason why it cannot be used."""
     tokenizer = tokenizer or _kept[0]
     if isinstance(entry, (Skipped, TokenizedDocument)):
         return entry

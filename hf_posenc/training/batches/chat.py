@@ -69,8 +69,7 @@ def _encode(
         answered = tokenizer.apply_chat_template(messages[: index + 1], tokenize=False)
         if not (text.startswith(answered) and answered.startswith(prompt)):
             raise UnreadableError(
-                "the chat template renders a message otherwise when others follow; mark the assistant's tokens in it "
-                "by {% generation %}"
+                "the chat template renders a message otherwise when others follow; mark it by {% generation %}"
             )
         trained |= (starts >= len(prompt)) & (stops <= len(answered)) & (stops > starts)
     return encoded["input_ids"], trained

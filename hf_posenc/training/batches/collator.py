@@ -194,7 +194,6 @@ class PositionCollator(TrainerCallback):
         return batch
 
     def _documents(self, example: Mapping[str, Any], length: int) -> Numbers:
-        """Return the length of each document of an example."""
         if self.positions != "packed":
             return np.array([length])
         if "document_lengths" not in example:

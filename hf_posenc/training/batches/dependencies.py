@@ -49,14 +49,11 @@ def check_dependencies(
     if largest is not None:
         check_vocabulary(model, largest)
     if any(p.is_meta or (hasattr(p, "ds_id") and not p.numel()) for p in model.parameters()):
-        _warn_unverified(
-            model, collator, "the weights are not on this process (meta device, ZeRO-3)"
-        )
+        _warn_unverified(model, collator, "the weights are not on this process (meta, ZeRO-3)")
         return
     if collator.positions == "packed" and not collator.flatten and "flash" in _attention(model):
         raise PosencError(
-            f"{_describe(model)} separates packed documents only in batches of one row: use "
-            "PositionCollator('packed', flatten=True)."
+            f"{_describe(model)} separates documents in one row only: use PositionCollator('packed', flatten=True)."
         )
     batch = _probe_batch(model, collator)
     try:
@@ -122,8 +119,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         raise PosencError(f"{_describe(model)} is no causal language model: it returns no logits.")
     if not bool(logits.isfinite().all()):
         raise PosencError(
-            f"{_describe(model)} returns logits that are not finite, before any training: its weights are broken, or "
-            "its dtype is too narrow."
+            f"{_describe(model)} returns logits that are not finite, untrained: broken weights, or too narrow a dtype."
         )
     return logits
 

@@ -141,12 +141,8 @@ class Decoder:
     def _sharded_head(self) -> list[nn.Module]:
         """Return the modules sharded by FSDP2 that are neither in the decoder nor around it."""
         inside = set(self.module.modules())
-        outside = [part for part in self._model.modules() if part not in inside]
-        return [
-            part
-            for part in outside
-            if isinstance(part, FSDPModule) and self.module not in part.modules()
-        ]
+        sharded = [part for part in self._model.modules() if isinstance(part, FSDPModule)]
+        return [p for p in sharded if p not in inside and self.module not in p.modules()]
 
 
 class _Stub(nn.Module):
@@ -211,10 +207,8 @@ class SinglePrecisionSums(_Mode):  # type: ignore[misc]
 
     def _used(self, weight: nn.Parameter) -> Tensor:
         half = weight.dtype in (torch.bfloat16, torch.float16)
-        rounded = half or (
-            weight.dtype == torch.float32 and torch.is_autocast_enabled(weight.device.type)
-        )
-        if not (rounded and weight.requires_grad) or isinstance(weight, DTensor):
+        cast = weight.dtype == torch.float32 and torch.is_autocast_enabled(weight.device.type)
+        if not (half or cast) or not weight.requires_grad or isinstance(weight, DTensor):
             return weight
         if id(weight) not in self._sums:
             self._sums[id(weight)] = weight, _Sum.apply(weight)

@@ -128,7 +128,6 @@ class ChunkedLoss:
         delattr(self.model, _HANDLE)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward."""
         arguments = _by_name(self._forward, args, kwargs)
         if arguments.get("labels") is None:
             arguments["labels"] = arguments.get("shift_labels")
@@ -228,8 +227,7 @@ class ChunkedLoss:
     def _use_plain(self, reason: str) -> None:
         self.exact = False
         logger.warning(
-            "%s: its loss cannot be computed in chunks (%s); the plain forward is used, which holds the logits of the "
-            "whole batch.",
+            "%s: its loss cannot be computed in chunks (%s); the plain forward holds the logits of the whole batch.",
             type(self.model).__name__,
             reason,
         )
