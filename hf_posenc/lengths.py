@@ -13,12 +13,7 @@ _MOST_DIGITS = 15
 def read_length(value: Any, name: str) -> int:
     """Return a length of at least one token; k is 1,024.
 
-    Args:
-        value: An integer of any library, a float without a fraction, or text such as `"4096"` or `"32k"`.
-        name: The option or argument, for the message.
-
-    Raises:
-        PosencError: The value is none of these.
+    The value is an integer of any library, a whole float, or text such as `"4096"`; the name is for the message.
     """
     length = 0
     if isinstance(value, str):

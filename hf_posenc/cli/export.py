@@ -43,10 +43,7 @@ class ExportOptions:
     )
     weights: str = output_option("The other files: link, copy or none.", "link", metavar="HOW")
     output: Path | None = output_option("Folder of the export. Default: DIR-ENGINE, here.")
-    verify: bool = output_option(
-        "Load the export in a clean process without hf_posenc and compare logits (transformers only).",
-        False,
-    )
+    verify: bool = output_option("Load it without hf_posenc and compare (transformers).", False)
     dry_run: bool = output_option("Show the form, the flags and the error; write nothing.", False)
     packages: Path | None = output_option(
         "With --verify: packages that come first there, as pip install --target DIR transformers==4.57.1 made them."

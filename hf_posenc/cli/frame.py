@@ -51,12 +51,15 @@ class Frame:
 
     def __init__(self, context: typer.Context, options: OutputOptions) -> None:
         from hf_posenc.evaluation.measuring.store import current_shard
+        from hf_posenc.evaluation.plots import available
         from hf_posenc.evaluation.trackers import check_trackers
 
         check_trackers(options.report_to)
         self.trackers = options.report_to
         self.shard, self.output = current_shard(options.shard), options.output
-        self.plots = _decide_plot(options.plot)
+        if options.plot and not available():
+            raise PosencError("--plot needs matplotlib: pip install 'hf-posenc[plot]'.")
+        self.plots = available() if options.plot is None else options.plot
         self._dry_run = isinstance(options, RunOptions) and options.dry_run
         if not self._dry_run:
             _make_folder(self.output)
@@ -178,14 +181,6 @@ class Frame:
             print_note(kept)
         if not available():
             print_note("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').")
-
-
-def _decide_plot(plot: bool | None) -> bool:
-    from hf_posenc.evaluation.plots import available
-
-    if plot and not available():
-        raise PosencError("--plot needs matplotlib: pip install 'hf-posenc[plot]'.")
-    return available() if plot is None else plot
 
 
 def _make_folder(folder: Path) -> None:

@@ -106,9 +106,8 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     from hf_posenc.saving import check_layers
 
     folder = Path(name)
-    options: dict[str, Any] = {} if revision is None else {"revision": revision}
     try:
-        adapter = find_adapter_config_file(name, **options)
+        adapter = find_adapter_config_file(name, revision=revision)
     except OSError:
         adapter = None
     if adapter is not None:
@@ -131,7 +130,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             )
         _read_json(folder / "config.json", name)
     try:
-        config = stored_config(name, trust_remote_code=trust_remote_code, **options)
+        config = stored_config(name, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # an unknown model type, values of a wrong type, custom code
         raise PosencError(f"The config.json of {name} cannot be read: {_reason(error)}") from error
     check_layers(config, name)
@@ -196,9 +195,8 @@ def load_tokenizer(
 
     quiet_transformers()
     name = check_name(name, revision, given=given)
-    options: dict[str, Any] = {} if revision is None else {"revision": revision}
+    options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        options["trust_remote_code"] = trust_remote_code
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
         folder, reason = Path(name), f"The tokenizer of {name} cannot be loaded: {_reason(error)}"

@@ -46,14 +46,9 @@ def held_out_files(name: str, stdlib: Path | None = None) -> tuple[Path, ...]:
 
 
 def held_out_documents(stdlib: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yield the evaluation documents, from the user's own Python.
+    """Yield `(name, text)` of every module of `HELD_OUT` that the user's Python has, in that order.
 
-    Args:
-        stdlib: The standard library's folder; by default that of the running Python.
-
-    Yields:
-        `(name, text)` for every module of `HELD_OUT` that this Python has, in that order (turtle is missing from some
-        builds). A package is the concatenation of its `.py` files in sorted order.
+    A package is the concatenation of its `.py` files in sorted order. Turtle is missing from some builds.
     """
     for name in HELD_OUT:
         files = held_out_files(name, stdlib)

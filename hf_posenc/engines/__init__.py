@@ -10,15 +10,5 @@ from hf_posenc.engines.engine import TableError
 from hf_posenc.engines.exporting import ENGINES, Export, Expressed, export, survey, write_export
 from hf_posenc.engines.llama_cpp import GGUFCheck, check_gguf, write_gguf
 
-__all__ = [
-    "ENGINES",
-    "Export",
-    "Expressed",
-    "GGUFCheck",
-    "TableError",
-    "check_gguf",
-    "export",
-    "survey",
-    "write_export",
-    "write_gguf",
-]
+__all__ = ["ENGINES", "Export", "Expressed", "GGUFCheck", "TableError"]
+__all__ += ["check_gguf", "export", "survey", "write_export", "write_gguf"]

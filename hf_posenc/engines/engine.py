@@ -153,7 +153,6 @@ class TableError:
 
     @classmethod
     def between(cls, label: str, length: int, engine: Table, model: Table) -> TableError:
-        """Return the difference of two tables."""
         difference = (engine.inv_freq - model.inv_freq).abs()
         relative = difference / model.inv_freq.abs().clamp(min=_STILL)
         return cls(

@@ -102,7 +102,6 @@ class Source:
 
     @property
     def length_dependent(self) -> bool:
-        """True if the tables follow the length of the text."""
         return any(table.moves for table in self.tables) or any(
             method.length_dependent for method in self.methods
         )
@@ -115,7 +114,6 @@ class Source:
 
     @property
     def patched(self) -> list[PatchedTable]:
-        """The tables that are patched."""
         return [PatchedTable(one.table, one.wrapper) for one in self.tables if one.wrapper]
 
     @property
@@ -170,7 +168,11 @@ def open_source(
 ) -> Source:
     """Read a saved model or adapter, with a patch as for `patch_model`; `unpatched`: without the one that was saved."""
     base, of_adapter = _of_adapter(path)
-    stored = _config_of(base)
+    try:
+        stored = stored_config(base)
+    except Exception as error:  # no such name, no config.json, an unknown model type
+        reason = " ".join(str(error).split())
+        raise PosencError(f"The config of {base} cannot be loaded: {reason}") from error
     config = copy.deepcopy(stored)
     saved = take_patch(config, base) or of_adapter
     if unpatched:
@@ -216,14 +218,6 @@ def _of_adapter(path: str | Path) -> tuple[str, PatchConfig | None]:
     if not config.base_model_name_or_path:  # PEFT 0.18 writes "" for a model made from a config
         raise PosencError(f"{file} names no base model. Merge the adapter, save, and export that.")
     return config.base_model_name_or_path, patch
-
-
-def _config_of(name: str) -> Any:
-    try:
-        return stored_config(name)
-    except Exception as error:  # no such name, no config.json, an unknown model type
-        reason = " ".join(str(error).split())
-        raise PosencError(f"The config of {name} cannot be loaded: {reason}") from error
 
 
 def empty_model(config: Any) -> Any:

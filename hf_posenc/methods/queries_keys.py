@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from hf_posenc.methods.base import Method, count, real
-from hf_posenc.methods.bias import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +37,7 @@ class LogN(Method):
 
 
 def log_n_factor(m: Tensor, original: int) -> Tensor:
-    """Return `max(1, ln(m+1) / ln L)`, of m's shape, float64 (float32 on MPS).
-
-    Args:
-        m: Positions from 0, an integer tensor of any shape.
-        original: The original context length L, in tokens.
-    """
+    """Return `max(1, ln(m+1) / ln L)` for positions m, of their shape, float64 (float32 on MPS)."""
     # A trained length of one token would divide by zero and has no meaning.
     return ((real(m) + 1).log() / math.log(max(original, 2))).clamp(min=1.0)
 
@@ -68,10 +62,6 @@ class XPos(Method):
 
     scale_base: int = field(default=512, metadata=count())
 
-    def pair_scale(self, dim: int) -> Tensor:
-        """Return the `z_i` below 1 of a rotary dimension d, shape (dim/2,), float64."""
-        return (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
-
     def query_scale(self, m: Tensor, dim: int, origin: int | Tensor) -> Tensor:
         """Return the factor on each pair of the query at m, `z_i ** ((m - origin) / scale_base)`.
 
@@ -85,7 +75,8 @@ class XPos(Method):
             origin: The position from which both count.
         """
         exponents = real(m - origin)[..., None] / self.scale_base
-        return self.pair_scale(dim).to(exponents) ** exponents
+        pairs = (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
+        return pairs.to(exponents) ** exponents
 
     def key_scale(self, n: Tensor, dim: int, origin: int | Tensor) -> Tensor:
         """Return the factor on each pair of the key at n, `z_i ** ((origin - n) / scale_base)`."""
@@ -113,11 +104,3 @@ class RopeBias(Method):
     ) -> dict[str, Tensor]:
         """Return a of shape (heads, head_dim) and b of shape (key_heads, head_dim), float32, zeros."""
         return {"a": torch.zeros(heads, head_dim), "b": torch.zeros(key_heads, head_dim)}
-
-    def shifted_query(self, query: Tensor, parameters: Weights) -> Tensor:
-        """Return `q + a`, for unrotated queries of shape (..., heads, length, head_dim)."""
-        return query + parameters["a"][:, None].to(query.dtype)
-
-    def shifted_key(self, key: Tensor, parameters: Weights) -> Tensor:
-        """Return `k + b`, for unrotated keys of shape (..., key_heads, length, head_dim)."""
-        return key + parameters["b"][:, None].to(key.dtype)

@@ -87,12 +87,7 @@ def calibrate(
     wrappers: Wrappers,
     methods: Sequence[Method],
 ) -> list[CalibratedLayer]:
-    """Find every attention layer of the decoder, and its rotation.
-
-    Raises:
-        PosencError: Frequencies that move with the length, which no rotation can be added to.
-        UnsupportedModelError: A layer that cannot be calibrated.
-    """
+    """Find every attention layer of the decoder, and its rotation; raise where there is none to find."""
     with recording() as native:
         owner(input_ids=ids, use_cache=False)
     with _everything_at_zero(wrappers), recording() as still:
@@ -165,11 +160,7 @@ def verify(
     *,
     engine: bool,
 ) -> None:
-    """Verify that the model computes the same with plain RoPE computed by the engine, or by its own attention.
-
-    Raises:
-        UnsupportedModelError: It does not.
-    """
+    """Verify that the model computes the same with plain RoPE computed by the engine, or by its own attention."""
     known = engine and all(layer.rotation is not None or layer.table is None for layer in layers)
     for layer in layers:
         heads = layer.recorded.query.shape[1]

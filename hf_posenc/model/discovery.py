@@ -97,7 +97,6 @@ class SinCosTable(RotaryTable):
         return torch.atan2(sin, cos).float(), float(torch.hypot(sin, cos).mean())
 
     def tensor(self) -> Tensor:
-        """Return the table itself."""
         tensor: Tensor = getattr(self.module, self.attribute)
         return tensor
 
@@ -115,11 +114,7 @@ class SinCosTable(RotaryTable):
 
 
 def adapter_of(model: nn.Module) -> ArchAdapter:
-    """Return the adapter of a model's text decoder.
-
-    Raises:
-        UnsupportedModelError: Not a transformers model, or a family that cannot be patched.
-    """
+    """Return the adapter of a model's text decoder; raise for a family that cannot be patched."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "get_text_config"):
         raise UnsupportedModelError(
@@ -133,11 +128,7 @@ def adapter_of(model: nn.Module) -> ArchAdapter:
 
 
 def tables_of(model: nn.Module) -> tuple[RotaryTable, ...]:
-    """Return every rotary table of the text decoder, whatever form it has, of a model without wrappers (`unwrap`).
-
-    Raises:
-        UnsupportedModelError: The model has none, or cannot be patched.
-    """
+    """Return every rotary table of the text decoder, whatever form it has, of a model without wrappers (`unwrap`)."""
     name = adapter_of(model).sincos_table
     tables = rotary_tables(model) if name is None else tuple(_sincos_tables(model, name))
     if not tables:
@@ -158,7 +149,6 @@ def rotary_tables(model: nn.Module) -> tuple[RotaryTable, ...]:
 
 
 def _sincos_tables(model: nn.Module, attribute: str) -> Iterator[SinCosTable]:
-    """Every table that modules of a model hold under this name."""
     config: Any = getattr(model, "config", None)
     described = (config, "default", _SINCOS_PARAMETERS)
     for name, module in model.named_modules():
@@ -222,11 +212,7 @@ def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mappin
 
 
 def read_spec(table: RotaryTable, original: int, *, compose: bool) -> RopeSpec:
-    """Return the frequencies that a method starts from: those of `rope_theta`, or for `compose` those in force.
-
-    Raises:
-        UnsupportedModelError: A table that is not `theta ** (-2i/d)` for any theta.
-    """
+    """Return the frequencies that a method starts from: those of `rope_theta`, or for `compose` those in force."""
     live = table.live()[0].detach().to("cpu", torch.float32).clone()
     dim = 2 * len(live)
     theta = table.parameters.get("rope_theta") or getattr(table.config, "rope_theta", None)
@@ -263,9 +249,6 @@ def original_length(table: RotaryTable, *, compose: bool) -> int:
     For `compose`, that is the length that the scaled checkpoint reaches (`max_position_embeddings`). Else it is the
     first of `config.original_max_position_embeddings` (Phi-3), the same key of `rope_parameters`, and
     `max_position_embeddings`.
-
-    Raises:
-        PosencError: The config names none of them.
     """
     config = table.config
     candidates = [getattr(config, key, None) for key in _LENGTH_KEYS]
@@ -313,10 +296,6 @@ def select(
     """Return the tables that serve the chosen layers; those of `"full"` are neither sliding-window nor chunked ones.
 
     If `whole`, the tables themselves are to be changed, so indices must be exactly those of one or more tables.
-
-    Raises:
-        PosencError: A choice that is no choice, or that cuts through a table.
-        UnsupportedModelError: A model whose full-attention layers do not rotate.
     """
     if layers == "all":
         return tuple(tables)

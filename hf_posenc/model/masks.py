@@ -139,11 +139,7 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
 
 
 def described(handle: Tensor) -> LazyMask:
-    """Return the mask of a handle, also of one that was moved or viewed.
-
-    Raises:
-        PosencError: A handle that outlived its forward, or was cut.
-    """
+    """Return the mask of a handle, also of one that was moved or viewed, but not cut or kept after its forward."""
     mask: LazyMask | None = getattr(handle, _ATTRIBUTE, None)
     if mask is None:
         mask = _latest.get(int(handle[0, 0, 0, 0]))

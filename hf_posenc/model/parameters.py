@@ -38,7 +38,6 @@ class MethodParameters(nn.Module):
         return len(self._parameters)
 
     def keys(self) -> list[str]:
-        """Return the names."""
         return list(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> MethodParameters:
@@ -74,9 +73,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 def damaged_weights(named: Iterable[tuple[str, Tensor]], *, sampled: bool = False) -> str | None:
     """Return a sentence on weights that are not finite, or all zero; `None` if there are none.
 
-    Args:
-        named: Names and parameters; of sharded ones, this process's part is read.
-        sampled: Read the first row of each parameter alone, which takes no time on a large model.
+    Of sharded parameters this process's part is read; if `sampled`, the first row alone, which takes no time.
     """
     matrices = zeros = 0
     for name, parameter in named:

@@ -35,17 +35,8 @@ class RepositionedRotary(RotaryWrapper):
         self.inside_attention = False
         self.latest: Tensor | None = None
 
-    @property
-    def drops_rotation(self) -> bool:
-        """True if a bias has replaced the rotation."""
-        return self.encoding is not None and not self.encoding.rotates
-
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return the base's output for the positions at which keys are cached; arguments as in `PosencRotary`.
-
-        Raises:
-            PosencError: Another attention implementation was set after the patch and would ignore the patch.
-        """
+        """Return the base's output for the positions at which keys are cached; arguments as in `PosencRotary`."""
         chosen = self.seam_config._attn_implementation
         if chosen != self.implementation:
             raise PosencError(

@@ -12,12 +12,17 @@ def unwrap(model: nn.Module, *, adapters: bool = True, sharding: bool = False) -
 
     Without `adapters` a PEFT model stays whole. Without `sharding` FSDP's outermost module stays, since its forward
     gathers the parameters.
-
-    Raises:
-        UnsupportedModelError: Not a model, but a pipeline, a name or anything else.
     """
     if not isinstance(model, nn.Module):
-        raise UnsupportedModelError(_not_a_model(model))
+        kind = type(model).__name__
+        message = f"{kind} is not a model: give a transformers model (PreTrainedModel), also wrapped by PEFT or DDP."
+        if isinstance(getattr(model, "model", None), nn.Module):
+            message = (
+                f"A {kind} is not a model: give the model that it holds, its attribute .model."
+            )
+        if isinstance(model, str):
+            message = f"{model!r} is no model but a name: load it, as in hf_posenc.from_pretrained({model!r})."
+        raise UnsupportedModelError(message)
     while True:
         inner = getattr(model, "_orig_mod", None)
         kinds = {kind.__name__ for kind in type(model).__mro__}
@@ -32,13 +37,3 @@ def unwrap(model: nn.Module, *, adapters: bool = True, sharding: bool = False) -
         if not isinstance(inner, nn.Module) or inner is model:
             return model
         model = inner
-
-
-def _not_a_model(given: object) -> str:
-    """Return the message for an object that is not a model, with the expression that gives one."""
-    kind = type(given).__name__
-    if isinstance(getattr(given, "model", None), nn.Module):
-        return f"A {kind} is not a model: give the model that it holds, its attribute .model."
-    if isinstance(given, str):
-        return f"{given!r} is a name, not a model: load it first, as in hf_posenc.from_pretrained({given!r})."
-    return f"{kind} is not a model: give a transformers model (PreTrainedModel), also wrapped by PEFT or DDP."

@@ -78,7 +78,6 @@ class PatchConfig:
         return tuple(get_method(name).from_options(**options) for name, options in self.parts)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the JSON form."""
         values = {"format": FORMAT, **dataclasses.asdict(self)}
         values["others"] = [{"method": name, "options": options} for name, options in self.others]
         if not self.others:
@@ -87,11 +86,7 @@ class PatchConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PatchConfig:
-        """Read the JSON form; keys that a recipe adds (`recipe`, ...) are ignored.
-
-        Raises:
-            PosencError: A newer format, no method, or an unknown method or option.
-        """
+        """Read the JSON form; keys that a recipe adds (`recipe`, ...) are ignored, unknown methods refused."""
         if values.get("format") != FORMAT:
             raise PosencError(
                 f"This patch has format {values.get('format')!r}, but this version of hf_posenc reads format {FORMAT}. "
@@ -109,7 +104,6 @@ class PatchConfig:
         return config
 
     def to_json(self) -> str:
-        """Return the JSON text."""
         return json.dumps(self.to_dict(), indent=2) + "\n"
 
     @classmethod

@@ -292,7 +292,9 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
     dropped = {
         (id(native_rotary(rotary)), label)
         for rotary in inner.modules()
-        if isinstance(rotary, RepositionedRotary) and rotary.drops_rotation
+        if isinstance(rotary, RepositionedRotary)
+        and rotary.encoding
+        and not rotary.encoding.rotates
         for label in rotary.labels
     }
     effective: dict[tuple[Any, ...], EffectiveTable] = {}

@@ -29,10 +29,7 @@ def resolve_request(
     replace: bool = False,
     **options: Any,
 ) -> State:
-    """Return the state of a patch that is still to be installed in the model with these tables.
-
-    The other arguments are those of `patch_model`.
-    """
+    """Return the state of a patch to be installed in the model with these tables, by `patch_model`'s arguments."""
     for switch, value in (("compose", compose), ("replace", replace)):
         if not isinstance(value, bool):
             raise PosencError(f"{switch} is True or False, not {value!r}.")

@@ -68,9 +68,7 @@ class Length(int):
 class PatchArguments:
     """The model, its patch, and the parameters that are trained."""
 
-    model: str | None = _option(
-        None, "Folder or hub name of a causal language model; by default the embedded Llama."
-    )
+    model: str | None = _option(None, "Folder or hub name of a model; by default the embedded one.")
     tokenizer: str | None = _option(None, "Folder or hub name of a tokenizer, if not the model's.")
     dtype: str = _option("float32", "Dtype of the trained weights; --bf16 computes in bfloat16.")
     attn: str | None = _option(None, "transformers' attention implementation.")
@@ -79,8 +77,7 @@ class PatchArguments:
         "method:option=value,...[+method...], as for `hf-posenc perplexity`; by default the one it was saved with.",
     )
     train: Trained = _option(
-        "full",
-        "All weights, LoRA with embeddings and norms, or the encoding's own parameters only.",
+        "full", "All weights, LoRA with embeddings and norms, or the encoding."
     )
     lora_rank: int = _option(16, "Rank of --train lora.")
     lora_alpha: int = _option(32, "Alpha of --train lora.")
@@ -95,9 +92,7 @@ class PatchArguments:
 class DataArguments:
     """The documents for training and for scoring, and the positions of their tokens."""
 
-    text: list[str] = _option(
-        [], "Text, JSONL or Parquet files or folders to train on; by default the standard library."
-    )
+    text: list[str] = _option([], "Text, JSONL or Parquet to train on; default: standard library.")
     dataset: str | None = _option(None, "Folder or hub name of a dataset, instead of --text.")
     dataset_config: str | None = _option(None, "Configuration of --dataset.")
     split: str = _option("train", "Split of --dataset.")
@@ -108,39 +103,28 @@ class DataArguments:
     )
     streaming: bool = _option(False, "Read --dataset while it is downloaded.")
     tokenized: str | None = _option(None, "Column of token ids, instead of --column.")
-    documents: int | None = _option(
-        None, "Number of usable documents after which reading stops; by default all."
-    )
+    documents: int | None = _option(None, "Usable documents to read; by default all.")
     mixture: str | None = _option(
         None,
         "A YAML file with a list of sources, instead of --text: a weight (its share of the blocks) and these options.",
     )
-    stream_blocks: bool = _option(
-        False,
-        "Cut the documents while training, instead of writing all blocks before the first step.",
-    )
+    stream_blocks: bool = _option(False, "Cut documents while training, instead of before it.")
     preprocessing_num_workers: int = _option(1, "Processes that tokenize.")
     positions: Literal["contiguous", "packed", "pose", "random", "cream"] = _option(
         "contiguous",
         "contiguous: blocks of one document; packed: short documents side by side that do not attend to each other; "
         "pose, random, cream: short blocks whose positions reach the target length.",
     )
-    target_length: Length | None = _option(
-        None, "Context in tokens to train for; by default the length that the patch reaches."
-    )
+    target_length: Length | None = _option(None, "Context in tokens; by default the patch's.")
     block_length: Length | None = _option(
         None,
         "Tokens in an example; by default the target length, and the original length for pose, random and cream.",
     )
-    score_text: list[str] = _option(
-        [], "Held-out documents for the perplexities, as --text; by default --score_dataset's."
-    )
+    score_text: list[str] = _option([], "Held-out documents, as --text, or give --score_dataset.")
     score_dataset: str | None = _option(None, "As --dataset, for the held-out documents.")
     score_split: str = _option("test", "Split of --score_dataset.")
     score_documents: int = _option(8, "Number of held-out documents.")
-    score_lengths: list[Length] = _option(
-        [], "Context lengths of the perplexities; by default the original and the target length."
-    )
+    score_lengths: list[Length] = _option([], "Lengths to score; by default original and target.")
     tail_tokens: int | None = _option(
         None, "Tokens scored at the end of a tail window; by default as `hf-posenc perplexity`."
     )

@@ -47,8 +47,6 @@ class TrainingLog:
         data: The training data: `source`, `documents`, `tokens`, `blocks`, `block_length`, `positions`,
             `target_length`, as far as known.
         run: The run: `steps`, `sequences_per_step`, `processes`, `tokens_seen`, `learning_rate`, ...
-        log_history: The Trainer's log.
-        environment: Versions of the packages.
         command: The command that repeats this training, if known.
     """
 
@@ -67,7 +65,6 @@ class TrainingLog:
 
     @property
     def methods(self) -> list[str]:
-        """The names of the patch's methods."""
         if self.patch is None:
             return []
         return [self.patch["method"], *(other["method"] for other in self.patch.get("others", ()))]
@@ -115,7 +112,6 @@ class TrainingLog:
 
     @classmethod
     def read(cls, directory: Path) -> TrainingLog:
-        """Read the log beside a model card."""
         values = json.loads((directory / FILE).read_text(encoding="utf-8"))
         return cls(**{entry.name: values[entry.name] for entry in dataclasses.fields(cls)})
 
@@ -127,12 +123,10 @@ class RunTime(TrainerCallback):
     """
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Begin after the last entry of the checkpoint."""
         before = [entry["seconds"] for entry in state.log_history if "seconds" in entry]
         self._before, self._begin = max(before, default=0.0), time.monotonic()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any) -> None:
-        """Complete the last entry."""
         entry: dict[str, Any] = state.log_history[-1]
         seconds = entry["seconds"] = self._before + time.monotonic() - self._begin
         if "train_runtime" not in entry or not self._before:
@@ -269,18 +263,17 @@ def loss_points(
 
 def score_points(table: PerplexityResult, protocol: str) -> dict[int, list[tuple[int, float]]]:
     """Return the steps and finite perplexities of each length."""
-    lines: dict[int, list[tuple[int, float]]] = {}
     rows = rows_of(table)
     if len(rows) > 1 and rows[1][0].step == 0:
         rows = rows[1:]  # the first is of the unpatched model
-    for length in table.settings.lengths:
-        cells = [(stage.step, table.cell(row.label, protocol, length)) for stage, row in rows]
-        lines[length] = [
-            (step, cell.perplexity)
-            for step, cell in cells
-            if cell is not None and math.isfinite(cell.perplexity)
+    return {
+        length: [
+            (stage.step, cell.perplexity)
+            for stage, row in rows
+            if (cell := table.cell(row.label, protocol, length)) and math.isfinite(cell.perplexity)
         ]
-    return lines
+        for length in table.settings.lengths
+    }
 
 
 def smoothed(points: Points) -> tuple[list[tuple[float, float]], int]:
@@ -288,22 +281,18 @@ def smoothed(points: Points) -> tuple[list[tuple[float, float]], int]:
     width = len(points) // _SMOOTHED
     if width < _LEAST_SMOOTHED:
         return [], width
-    parts = [points[begin : begin + width] for begin in range(len(points) - width + 1)]
-    means = [
-        (sum(step for step, _ in part) / width, math.fsum(loss for _, loss in part) / width)
-        for part in parts
-    ]
-    return means, width
+    parts = (zip(*points[start:][:width], strict=True) for start in range(len(points) - width + 1))
+    return [(sum(steps) / width, math.fsum(losses) / width) for steps, losses in parts], width
 
 
 def _loss_panel(panel: Axes, losses: Points, held_out: Points) -> None:
-    means, width = smoothed(losses)
-    thin: dict[str, Any] = {"linewidth": 0.6, "alpha": 0.45} if means else {"linewidth": 1.3}
-    name = "logged" if means else "training"
-    panel.plot(*zip(*losses, strict=True), color=plots.COLOURS[0], label=name, **thin)
+    (means, width), colour = smoothed(losses), plots.COLOURS[0]
+    thin: dict[str, Any] = {"label": "training", "linewidth": 1.3}
     if means:
-        name = f"mean of {width}"
-        panel.plot(*zip(*means, strict=True), color=plots.COLOURS[0], linewidth=1.6, label=name)
+        thin = {"label": "logged", "linewidth": 0.6, "alpha": 0.45}
+    panel.plot(*zip(*losses, strict=True), color=colour, **thin)
+    if means:
+        panel.plot(*zip(*means, strict=True), color=colour, linewidth=1.6, label=f"mean of {width}")
     if held_out:
         panel.plot(*zip(*held_out, strict=True), label="evaluation", **_style(1, 0))
     if means or held_out:
@@ -336,11 +325,9 @@ def _score_panel(
 
 
 def _style(colour: int, marker: int) -> dict[str, Any]:
-    return {
-        **plots.MARKED,
-        "color": plots.COLOURS[colour % len(plots.COLOURS)],
-        "marker": plots.MARKERS[marker % len(plots.MARKERS)],
-    }
+    colours, markers = plots.COLOURS, plots.MARKERS
+    own = {"color": colours[colour % len(colours)], "marker": markers[marker % len(markers)]}
+    return {**plots.MARKED, **own}
 
 
 def _step_label(log_history: Sequence[Mapping[str, Any]]) -> str:

@@ -213,9 +213,6 @@ def partition_weights(model: nn.Module, arguments: TrainingArguments) -> None:
     In place; without sharding, do nothing. All processes get the first one's values: under FSDP2 from the Trainer, with
     `fsdp_cpu_ram_efficient_loading`. The model was loaded in `whole_weights`, and has its patch and adapter. Call it
     last, just before `Trainer(model, ...)`.
-
-    Raises:
-        PosencError: The Trainer cannot distribute the model's buffers.
     """
     zero3, copied = _is_zero3(arguments), _copied_to(arguments)
     if not zero3 and not _loads_once(arguments):

@@ -134,12 +134,6 @@ class Scores:
             row is computed alike.
         **settings: Further fields of `Settings`, such as `tail_tokens`; the protocols are prefix and tail by default.
 
-    Attributes:
-        documents: The documents that are scored.
-        settings: Protocols, lengths and the other numbers.
-        output: The folder.
-        fingerprint: Hash of everything that determines a number, except the model.
-
     Raises:
         PosencError: Incompatible settings, or no usable document.
     """
@@ -179,7 +173,7 @@ class Scores:
             "documents": [document.to_dict() for document in self.documents],
             "environment": identity.environment(),
         }
-        self.fingerprint = fingerprint_of(self._decisive)
+        self.fingerprint = fingerprint_of(self._decisive)  # of all but the model
         self._kept: PerplexityResult | None = None
 
     def measure(
@@ -197,8 +191,7 @@ class Scores:
             model: The model.
             step: The number of optimizer steps that it was trained for.
             tokens_seen: The number of tokens that it was trained on.
-            last: Whether this model is the final one, so that rows of later steps are removed: the best one is not the
-                latest (`load_best_model_at_end`).
+            last: Whether this model is the final one, though not the latest (`load_best_model_at_end`).
             progress: Called after every forward with the row's label, tokens done and tokens in all.
 
         Returns:

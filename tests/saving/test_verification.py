@@ -70,7 +70,7 @@ def test_far_positions_count() -> None:
         long_factor=[3.0] * 8,
     )
     plain = zoo.build("llama")
-    near, far = verification._probes(model, 0)
+    near, far = verification._probes(model)
     assert near["input_ids"].shape == (1, 64)
     (a, b), (c, d) = (verification._logits(one, [near, far]) for one in (model, plain))
     assert torch.equal(a, c)

@@ -69,7 +69,6 @@ class Block(NamedTuple):
     labels: Numbers = _OWN
 
     def row(self, packed: bool) -> dict[str, Any]:
-        """Return the columns of `Blocks.rows`."""
         row: dict[str, Any] = {"input_ids": self.ids, "labels": self.labels}
         return {**row, "document_lengths": self.documents} if packed else row
 
@@ -150,11 +149,8 @@ class Counts:
 
     Attributes:
         length: Tokens in a block.
-        blocks: Number of blocks.
-        documents: Number of documents in the blocks.
         tokens: Tokens of documents in blocks, without the special ones in front.
         unused: Tokens of those documents that are in no block.
-        largest: The largest token id.
         sha256: Hash of all blocks and document boundaries, equal on every rank and in every run.
         conversations: Number of the documents of which only the assistant's tokens have a label.
         skipped: Number of documents that were not used; `reasons` has the first of them.
@@ -172,7 +168,6 @@ class Counts:
     reasons: tuple[Skipped, ...] = ()
 
     def line(self) -> str:
-        """Return a summary in one line."""
         if not self.blocks:
             return f"Blocks of {self.length:,} tokens, cut while training"
         share = self.unused / max(self.tokens + self.unused, 1)

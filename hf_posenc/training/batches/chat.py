@@ -21,11 +21,6 @@ def tokenize_conversation(conversation: Conversation, tokenizer: Any) -> Tokeniz
 
     The template marks the assistant's tokens itself (`{% generation %}`). Otherwise they are the text that each of the
     assistant's messages adds to the prompt that requests it, with the end of the turn.
-
-    Raises:
-        PosencError: The tokenizer has no chat template, or cannot report the text of a token.
-        UnreadableError: The template does not accept the messages; their text depends on the messages that follow; no
-            message is the assistant's.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise PosencError(

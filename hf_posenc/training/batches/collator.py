@@ -149,7 +149,6 @@ class PositionCollator(TrainerCallback):
         self._epoch.fill_(epoch)
 
     def on_epoch_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        """Set the epoch before the Trainer requests its first batch."""
         self.set_epoch(int(state.epoch or 0))  # a resumed run begins within an epoch
 
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
