@@ -9,7 +9,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,15 @@ def replace_atomically(path: Path, write: Callable[[Path], object]) -> None:
             with contextlib.suppress(OSError):
                 temporary.unlink()
         raise PosencError(f"{path} cannot be written: {error.strerror or error}.") from error
+
+
+@contextlib.contextmanager
+def disk_errors(problem: str) -> Iterator[None]:
+    """Raise an `OSError` in the block as one line: the problem, and the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise PosencError(f"{problem}: {error.strerror or error}.") from error
 
 
 def to_json(value: Any) -> str:

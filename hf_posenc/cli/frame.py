@@ -18,7 +18,7 @@ from hf_posenc.cli.console import err, out, print_error, print_json, print_note,
 from hf_posenc.cli.loading import open_session
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, OutputOptions, RunOptions
-from hf_posenc.files import finite
+from hf_posenc.files import disk_errors, finite
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench.run import BenchJob
@@ -62,7 +62,10 @@ class Frame:
         self.plots = available() if options.plot is None else options.plot
         self._dry_run = isinstance(options, RunOptions) and options.dry_run
         if not self._dry_run:
-            _make_folder(self.output)
+            if self.output.is_file():
+                raise PosencError(f"--output {self.output} is a file: give a folder.")
+            with disk_errors(f"--output {self.output} cannot be written to"):
+                self.output.mkdir(parents=True, exist_ok=True)
         self._command = command_line(context)
 
     def prepare(
@@ -181,17 +184,6 @@ class Frame:
             print_note(kept)
         if not available():
             print_note("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').")
-
-
-def _make_folder(folder: Path) -> None:
-    if folder.is_file():
-        raise PosencError(f"--output {folder} is a file: give a folder.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise PosencError(
-            f"--output {folder} is not writable: {error.strerror or error}"
-        ) from error
 
 
 def _keep_other_run(result: Result, folder: Path) -> str:

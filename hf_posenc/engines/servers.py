@@ -109,6 +109,7 @@ class VLLM(Engine):
     fixed_table = True
     length_flag = "--max-model-len"
     override_flag = "--hf-overrides"
+    switches_by_text = False  # to the long list: by --max-model-len, for every text
     switch_note = (
         "With {flag} above {original} vLLM uses long_factor for all texts, else short_factor."
     )
@@ -168,7 +169,7 @@ class VLLM(Engine):
             return f"its longrope has no {axes}, which {setup.source.path} has"
         if _interleaved(table):
             return "its longrope rotates half-split features only, and this model's are interleaved"
-        past = self._past(setup.source.reach, original, setup.length)
+        past = (setup.length if self.switches_by_text else setup.source.reach) > original
         factor = rope.get("long_mscale" if past else "short_mscale")
         if factor is None:
             factor = formulas.longrope_factor(config["max_position_embeddings"], original)
@@ -192,10 +193,6 @@ class VLLM(Engine):
     def _dynamic(self, theta: float, dim: int, factor: float) -> Tensor:
         """Return the one table of the dynamic method, for texts of every length."""
         return formulas.plain(theta, dim)  # its table's length is the length that it scales from
-
-    def _past(self, reach: int, original: int, length: int) -> bool:
-        """Return whether a text of `length` tokens gets the long list."""
-        return reach > original  # by --max-model-len, for every text
 
     def overrides(self, config: Mapping[str, Any], source: Source) -> tuple[str, ...]:
         config = {**config, "model_type": source.text_config.model_type}
@@ -226,6 +223,7 @@ class SGLang(VLLM):
     version = "0.5.23"
     length_flag = "--context-length"
     override_flag = "--json-model-override-args"
+    switches_by_text = True
     switch_note = (
         "SGLang switches the whole batch to long_factor at its longest text, and rotates position {original} as "
         "position 0 while that is the last one."
@@ -259,9 +257,6 @@ class SGLang(VLLM):
         rope = config["rope_parameters"]  # it reads no entries by layer type
         scaled = rope.get("rope_type") != "llama3" and _ORIGINAL not in rope
         return int(longest * (rope.get("factor") or 1)) if scaled else int(longest)
-
-    def _past(self, reach: int, original: int, length: int) -> bool:
-        return length > original
 
 
 def _entries(rope_parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:

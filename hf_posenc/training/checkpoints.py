@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_posenc.errors import PosencError
-from hf_posenc.files import to_json, write_atomically
+from hf_posenc.files import disk_errors, to_json, write_atomically
 from hf_posenc.training.ranks import barrier
 
 MANIFEST = "complete.json"
@@ -112,13 +112,11 @@ def clear_partial(folder: Path | str) -> list[Path]:
 
 def discard(checkpoint: Path) -> None:
     """Remove a checkpoint, its manifest first: after a kill, the rest counts as partial."""
-    try:
+    with disk_errors(f"{checkpoint} cannot be removed"):
         if (checkpoint / MANIFEST).exists():
             (checkpoint / MANIFEST).unlink()
             _sync(checkpoint)
         shutil.rmtree(checkpoint)
-    except OSError as error:
-        raise PosencError(f"{checkpoint} cannot be removed: {error.strerror or error}.") from error
 
 
 def rotate(folder: Path | str, limit: int | None, best: Path | None = None) -> None:
@@ -262,11 +260,9 @@ def reason_of(error: BaseException) -> str:
 
 def flush(folder: Path) -> None:
     """Flush every file below a folder to disk."""
-    try:
+    with disk_errors(f"{folder} cannot be written"):
         for path in (folder, *folder.rglob("*")):
             _sync(path)
-    except OSError as error:
-        raise PosencError(f"{folder} cannot be written: {error.strerror or error}.") from error
 
 
 def _sync(path: Path) -> None:

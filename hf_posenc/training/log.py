@@ -82,16 +82,14 @@ class TrainingLog:
         """Return the log of a Trainer after `train()`; folders and files in `base` and `data` lose their paths."""
         model: Any = trainer.model
         patch = get_patch(model)
-        parameters = list(model.parameters())
-        sizes = [global_shape(each).numel() for each in parameters]
-        trained = [n for n, each in zip(sizes, parameters, strict=True) if each.requires_grad]
+        sizes = [(global_shape(each).numel(), each.requires_grad) for each in model.parameters()]
         return cls(
             base=shown_name(base),
             model={
                 "class": type(unwrap(model)).__name__,
-                "parameters": sum(sizes),
-                "trained": sum(trained),
-                "dtype": str(parameters[0].dtype).removeprefix("torch."),
+                "parameters": sum(size for size, _ in sizes),
+                "trained": sum(size for size, trained in sizes if trained),
+                "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
             },
             label=None if patch is None else Candidate.installed(patch.config).label,
             patch=None if patch is None else patch.config.to_dict(),

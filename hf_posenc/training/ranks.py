@@ -35,11 +35,7 @@ def group_shard() -> Shard:
 
 def broadcast(value: T) -> T:
     """Return the first rank's value on every rank. Call it on all ranks."""
-    if group_shard().count == 1:
-        return value
-    values: list[T] = [value]
-    dist.broadcast_object_list(values, src=0)
-    return values[0]
+    return gather(value)[0]
 
 
 def gather(value: T) -> list[T]:

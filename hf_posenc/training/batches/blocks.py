@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import itertools
@@ -37,7 +36,7 @@ from hf_posenc.evaluation.documents import (
     tokenize,
 )
 from hf_posenc.evaluation.measuring.identity import tokenizer_hash
-from hf_posenc.files import to_json, write_atomically
+from hf_posenc.files import disk_errors, to_json, write_atomically
 from hf_posenc.training.batches.chat import tokenize_conversation
 from hf_posenc.training.batches.collator import IGNORED, POSITIONS, Numbers
 
@@ -48,6 +47,7 @@ _FORMAT = 2
 _TOKENS, _COUNTS = "blocks.arrow", "blocks.json"
 _ROWS_PER_BATCH = 64
 _MAX_REASONS = 100  # skipped documents that are stored by name
+_UNWRITTEN = "The training data cannot be written to"
 _SHUFFLED = 1000  # blocks of a stream that are shuffled at a time
 _OWN: Numbers = np.zeros(0, dtype=np.int64)
 
@@ -349,7 +349,10 @@ def prepare_blocks(
 
     if not stream and cache is None:
         place = f"the folder for temporary files {tempfile.gettempdir()}"
-        with _disk_errors(place), tempfile.TemporaryDirectory(prefix="hf-posenc-") as folder:
+        with (
+            disk_errors(f"{_UNWRITTEN} {place}"),
+            tempfile.TemporaryDirectory(prefix="hf-posenc-") as folder,
+        ):
             writer().write(Path(folder))
             return Blocks.read(Path(folder), in_memory=True)
     if source is None:
@@ -410,7 +413,7 @@ def _files(name: str) -> Iterator[Path]:
 
 def _read_cached(cache: Path, key: str, writer: Writer) -> Blocks:
     folder, unfinished = cache / key, cache / f"unfinished-{key}"
-    with _disk_errors(f"the cache {cache}"):
+    with disk_errors(f"{_UNWRITTEN} the cache {cache}"):
         cache.mkdir(parents=True, exist_ok=True)
         with FileLock(cache / f"{key}.lock"):  # the system releases it if a process is killed
             if not (folder / _COUNTS).is_file():
@@ -423,16 +426,6 @@ def _read_cached(cache: Path, key: str, writer: Writer) -> Blocks:
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
     return Blocks.read(folder)
-
-
-@contextlib.contextmanager
-def _disk_errors(place: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise PosencError(
-            f"The training data cannot be written to {place}: {error.strerror or error}"
-        ) from error
 
 
 @dataclass
