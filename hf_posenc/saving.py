@@ -249,37 +249,33 @@ def _same_random_weights(enabled: bool) -> Iterator[None]:
         yield
 
 
-def _check_weights(
-    path_or_id: str | Path, info: Mapping[str, Any], allow_missing: bool, any_shape: bool
-) -> None:
+def _check_weights(path: str | Path, info: Mapping[str, Any], allow: bool, any_shape: bool) -> None:
     """Raise for weights that are missing or of another shape, and warn of unexpected ones; all by name."""
     mismatched = sorted(info["mismatched_keys"])
     if mismatched and not any_shape:
         name, stored, needed = mismatched[0]
         others = f" ({len(mismatched)} such weights: {_names([key for key, *_ in mismatched])})"
         raise PosencError(
-            f"The weights of {path_or_id} do not fit its config.json: {name} is {tuple(stored)} in the checkpoint and "
+            f"The weights of {path} do not fit its config.json: {name} is {tuple(stored)} in the checkpoint and "
             f"{tuple(needed)} in the model{others if mismatched[1:] else ''}. Restore the weights' own config.json."
         )
-    _check_missing(path_or_id, info["missing_keys"], "model", allow_missing)
+    _check_missing(path, info["missing_keys"], "model", allow)
     # A patch's own parameters are loaded after the patch.
     unexpected = sorted(key for key in info["unexpected_keys"] if f".{PARAMETERS}." not in key)
     if unexpected:
         warnings.warn(
-            f"{path_or_id} has {len(unexpected)} weights that the model has no use for: {_names(unexpected)}. "
+            f"{path} has {len(unexpected)} weights that the model has no use for: {_names(unexpected)}. "
             "Check that its config.json belongs to it.",
             stacklevel=3,
         )
 
 
-def _check_missing(
-    path_or_id: str | Path, missing: Iterable[str], whose: str, allow_missing: bool
-) -> None:
+def _check_missing(path: str | Path, missing: Iterable[str], whose: str, allow: bool) -> None:
     if not missing:
         return
     names = sorted(missing)
-    lacks = f"{path_or_id} lacks {len(names)} of the {whose}'s weights: {_names(names)}."
-    if not allow_missing:
+    lacks = f"{path} lacks {len(names)} of the {whose}'s weights: {_names(names)}."
+    if not allow:
         raise PosencError(
             f"{lacks} They would be drawn at random. Get the whole checkpoint, or load it all the same with "
             "allow_missing_weights=True (on the command line: --allow-missing-weights)."
@@ -288,7 +284,6 @@ def _check_missing(
 
 
 def _names(keys: Sequence[str], most: int = 9) -> str:
-    """Return the first names and the number of the others."""
     more = f" and {len(keys) - most} more" if len(keys) > most else ""
     return ", ".join(keys[:most]) + more
 
@@ -359,7 +354,7 @@ def load_adapter(
     except KeyError as error:  # a module that was trained whole; PEFT cannot go on without
         if not str(error.args[0]).startswith("base_model."):
             raise
-        _check_missing(path_or_id, error.args, "adapter", allow_missing=False)
+        _check_missing(path_or_id, error.args, "adapter", False)
         raise
     missing = _missing_of_adapter(adapted, path_or_id, _some(kwargs, _HUB))
     try:
@@ -392,16 +387,13 @@ def _short(patch: PatchConfig) -> str:
     return f"{patch.method} ({', '.join(shown)})"
 
 
-def _with_adapter(
-    path_or_id: str | Path, file: str, auto_class: Any, kwargs: dict[str, Any]
-) -> Any:
-    """An adapter with its base model, which is loaded as it was for the training of the adapter."""
+def _with_adapter(path: str | Path, file: str, auto_class: Any, kwargs: dict[str, Any]) -> Any:
     from hf_posenc.patch.lora import read_adapter
 
     config, _ = read_adapter(file)
     if not config.base_model_name_or_path:  # PEFT 0.18 writes "" for a model made from a config
         raise PosencError(
-            f"The adapter in {path_or_id} does not name its base model. Load that yourself and add the adapter "
+            f"The adapter in {path} does not name its base model. Load that yourself and add the adapter "
             "with hf_posenc.load_adapter(model, ...)."
         )
     own = _some(kwargs, (*_HUB, "allow_missing_weights"))
@@ -411,13 +403,12 @@ def _with_adapter(
     if config.revision:
         rest["revision"] = config.revision
     model = from_pretrained(config.base_model_name_or_path, auto_class=auto_class, **rest)
-    return load_adapter(model, path_or_id, **own)
+    return load_adapter(model, path, **own)
 
 
 def _fill_from_checkpoint(
     trained: Mapping[str, Tensor], path_or_id: str | Path, options: Mapping[str, Any]
 ) -> None:
-    """Load the trained parameters from a checkpoint's own weights, in one file or in several."""
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 

@@ -73,7 +73,6 @@ def _place(flag: Flag) -> tuple[bool, int, int]:
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:
-    """Return the parameter that typer makes an option or an argument of."""
     flag: Flag = field.metadata["flag"]
     name = flag.name or field.name
     kind = flag.kind or (str | None if flag.parse else hint)

@@ -60,7 +60,6 @@ def check_name(name: str, revision: str | None = None, *, given: str = "model") 
 
 
 def _check_hub(name: str, revision: str | None, given: str) -> None:
-    """Raise for a hub name that is neither in the cache nor on the hub."""
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import (
         HFValidationError,

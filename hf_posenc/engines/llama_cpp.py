@@ -56,6 +56,9 @@ _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _ORIGINAL = "original_max_position_embeddings"
 
 
+Lists = dict[str, Sequence[float]]  # by the names of tensors
+
+
 class LlamaCpp(Engine):
     """llama.cpp, through a GGUF file."""
 
@@ -76,7 +79,6 @@ class LlamaCpp(Engine):
         yield from self._tensors(source, context)
 
     def _tensors(self, source: Source, context: tuple[str, ...]) -> Iterator[Draft]:
-        """Yield the table itself, in tensors for the GGUF file."""
         table = source.main_table
         if table is None or table.wrapper is None:
             return
@@ -119,9 +121,7 @@ class LlamaCpp(Engine):
         return runtime(keys, tensors, dim, setup.source.reach, flags=setup.draft.flags)
 
 
-def converted(
-    config: Mapping[str, Any], dim: int, name: str
-) -> tuple[dict[str, Any], dict[str, Sequence[float]]]:
+def converted(config: Mapping[str, Any], dim: int, name: str) -> tuple[dict[str, Any], Lists]:
     """Return the converter's keys for a config, without the architecture's name in front, and its tensors.
 
     `name` is that of the model's class in transformers.
@@ -140,7 +140,7 @@ def converted(
             for key, sub in (("attention_factor", "attn_factor"), *((b, b) for b in _BETAS)):
                 if rope.get(key) is not None:
                     keys[f"rope.scaling.yarn_{sub}"] = float(rope[key])
-    tensors: dict[str, Sequence[float]] = {}
+    tensors: Lists = {}
     if kind == "llama3" and architecture in known["llama3"]:
         ends = rope["low_freq_factor"], rope["high_freq_factor"]
         slowed = formulas.llama3(theta, dim, float(rope["factor"]), *ends, rope[_ORIGINAL])
@@ -156,7 +156,7 @@ def converted(
 
 def runtime(
     keys: Mapping[str, Any],
-    tensors: Mapping[str, Sequence[float]],
+    tensors: Lists,
     dim: int,
     context: int,
     flags: Sequence[str] = (),
@@ -290,7 +290,9 @@ def check_gguf(
     fields = {name.removeprefix(f"{architecture}."): f for name, f in reader.fields.items()}
     deciding = ("rope.", "context_length")
     keys = {name: f.contents() for name, f in fields.items() if name.startswith(deciding)}
-    tensors = {t.name: [float(v) for v in t.data] for t in reader.tensors if t.name in GGUF_TENSORS}
+    tensors: Lists = {
+        t.name: [float(v) for v in t.data] for t in reader.tensors if t.name in GGUF_TENSORS
+    }
     computed = runtime(keys, tensors, table.dim, source.reach, flags)
     error = TableError.between(table.label, source.reach, computed, table.in_force(source.reach))
     every = (draft.divisors for draft in LlamaCpp().drafts(source))

@@ -137,11 +137,9 @@ class VLLM(Engine):
             flags = (self.length_flag, str(min(source.reach, longest)))
             yield Draft(form, {**values, "rope_parameters": result}, flags, notes)
 
-    def _entry(
-        self, entry: Mapping[str, Any], source: Source, table: SourceTable
-    ) -> dict[str, Any]:
+    def _entry(self, rope: Mapping[str, Any], source: Source, table: SourceTable) -> dict[str, Any]:
         """Return a patched table's entry in the engine's own keys."""
-        entry = dict(entry)
+        entry = dict(rope)
         if entry["rope_type"] == "longrope":
             entry["short_mscale"] = table.in_force(source.original).factor
             entry["long_mscale"] = table.in_force(source.original + 1).factor
@@ -229,10 +227,8 @@ class SGLang(VLLM):
         "position 0 while that is the last one."
     )
 
-    def _entry(
-        self, entry: Mapping[str, Any], source: Source, table: SourceTable
-    ) -> dict[str, Any]:
-        entry = super()._entry(entry, source, table)
+    def _entry(self, rope: Mapping[str, Any], source: Source, table: SourceTable) -> dict[str, Any]:
+        entry = super()._entry(rope, source, table)
         if entry["rope_type"] == "yarn":
             entry.pop("attn_factor", None)
             ratio = table.in_force(source.reach).factor / self._yarn_factor(entry)
@@ -260,7 +256,6 @@ class SGLang(VLLM):
 
 
 def _entries(rope_parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the entry of every layer type, or the one for all layers."""
     entries = [rope_parameters, *rope_parameters.values()]
     return [entry for entry in entries if isinstance(entry, Mapping) and "rope_type" in entry]
 
@@ -271,7 +266,6 @@ def _without_factor(config: Mapping[str, Any]) -> bool:
 
 
 def _one_list(entry: Mapping[str, Any]) -> bool:
-    """Return whether a longrope entry has one list for all lengths."""
     return bool(entry["rope_type"] == "longrope" and entry["short_factor"] == entry["long_factor"])
 
 

@@ -50,9 +50,7 @@ _LAST = "_hf_posenc_last_positions"
 # Positions of a padded batch, which a model that gets none counts with the padding.
 
 
-def count_positions(
-    module: nn.Module, args: Any, kwargs: Any
-) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def count_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
     """Add the positions that a mask shows to a call without `position_ids`: a forward pre-hook.
 
     Returns:

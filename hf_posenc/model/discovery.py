@@ -80,6 +80,9 @@ class RotaryTable:
         return inv_freq, 1.0 if factor is None else float(factor)
 
 
+Tables = Sequence[RotaryTable]
+
+
 @dataclass(frozen=True, eq=False)
 class SinCosTable(RotaryTable):
     """A precomputed table `[sin | cos]` of shape (positions, d), in older models: a buffer or an embedding's weight."""
@@ -290,9 +293,7 @@ def _geometric_base(rotated: Tensor, dim: int) -> float | None:
 # The tables of a choice of layers
 
 
-def select(
-    tables: Sequence[RotaryTable], layers: str | Sequence[int], *, whole: bool
-) -> tuple[RotaryTable, ...]:
+def select(tables: Tables, layers: str | Sequence[int], *, whole: bool) -> tuple[RotaryTable, ...]:
     """Return the tables that serve the chosen layers; those of `"full"` are neither sliding-window nor chunked ones.
 
     If `whole`, the tables themselves are to be changed, so indices must be exactly those of one or more tables.

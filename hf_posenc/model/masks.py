@@ -156,7 +156,6 @@ class _NeedsMaskError(Exception):
 
 
 def _refuse(*indices: Tensor) -> Tensor:
-    """A mask function that raises when it is evaluated."""
     raise _NeedsMaskError
 
 

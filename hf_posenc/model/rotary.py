@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from hf_posenc.methods import RopeScaling
 from hf_posenc.rope import RopeSpec
 
+CosSin = tuple[Tensor, Tensor]
+
 
 class RotaryWrapper(nn.Module):
     """Keeps the wrapped rotary module as the child `base`, invisible to checkpoints and to code that reads it."""
@@ -199,9 +201,7 @@ def _set_table(
     setattr(engine, attribute(label, "attention_scaling"), factor)
 
 
-def _half_split_forward(
-    engine: nn.Module, label: str, x: Tensor, position_ids: Tensor
-) -> tuple[Tensor, Tensor]:
+def _half_split_forward(engine: nn.Module, label: str, x: Tensor, position_ids: Tensor) -> CosSin:
     inv_freq: Tensor = getattr(engine, attribute(label, FREQUENCIES))
     factor: float = getattr(engine, attribute(label, "attention_scaling"))
     angles = position_ids[..., None].float() * inv_freq
@@ -225,7 +225,7 @@ def probed_length(original: int) -> int:
 @torch.no_grad()
 def rotary_output(
     rotary: nn.Module, label: str, device: torch.device, *, length: int
-) -> tuple[Tensor, Tensor] | None:
+) -> CosSin | None:
     """Return the (cos, sin) of a few positions of a text of `length` tokens, each of shape (positions, width), float32.
 
     `None` where the module cannot be called.
@@ -249,7 +249,7 @@ def moves_with_length(rotary: nn.Module, label: str, device: torch.device) -> bo
 
 def _output_at(
     positions: Sequence[int], rotary: nn.Module, label: str, device: torch.device
-) -> tuple[Tensor, Tensor] | None:
+) -> CosSin | None:
     """The (cos, sin) at all positions but the last, which sets the length: rounding makes its phase arbitrary."""
     kwargs = {"layer_type": label} if label else {}
     ids = torch.tensor(positions, device=device)
@@ -269,9 +269,7 @@ def _output_at(
     return None
 
 
-def computes(
-    output: tuple[Tensor, Tensor] | None, inv_freq: Tensor, factor: float | Tensor
-) -> bool:
+def computes(output: CosSin | None, inv_freq: Tensor, factor: float | Tensor) -> bool:
     """True if an output of `rotary_output` is the rotation by `inv_freq`, in any layout.
 
     Every output column must be the rotation of some pair, and every pair must have a column.
@@ -290,7 +288,7 @@ def computes(
     return False
 
 
-def is_half_split(output: tuple[Tensor, Tensor] | None, pairs: int) -> bool:
+def is_half_split(output: CosSin | None, pairs: int) -> bool:
     """True if cos and sin come as two equal halves of `pairs` features each, as in Llama."""
     return output is not None and all(
         part.shape[-1] == 2 * pairs and torch.equal(part[:, :pairs], part[:, pairs:])

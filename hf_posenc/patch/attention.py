@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
-from hf_posenc.methods import LengthDependent, Method, seam_of
+from hf_posenc.methods import LengthDependent, seam_of
 from hf_posenc.model.attention import (
     LAYER,
     CacheWatch,
@@ -67,7 +67,7 @@ def install_attention(
     with trial(model):
         layers = calibrate(model, owner, ids, every, wrappers, methods)
         verify(subject, ids, expected, layers, wrappers, engine=native is None)
-        _give_encodings(layers, tables, wrappers, methods, state, native)
+        _give_encodings(layers, tables, wrappers, state, native)
         _count_positions(model, owner)
         if native is None:
             _watch_cache(owner, layers, state.original)
@@ -100,7 +100,6 @@ def patched_layers(model: nn.Module) -> Iterator[str]:
 
 
 def _owner(model: nn.Module, table: RotaryTable) -> Any:
-    """The innermost transformers model around a rotary module."""
     owner = model
     for name, module in model.named_modules():
         inside = not name or table.name.startswith(f"{name}.")
@@ -189,12 +188,11 @@ def _give_encodings(
     layers: Sequence[CalibratedLayer],
     tables: Sequence[RotaryTable],
     wrappers: Wrappers,
-    methods: Sequence[Method],
     state: State,
     native: str | None,
 ) -> None:
     """Give every attention layer its encoding, and the rotary modules the positions at which keys are cached."""
-    base = Encoding.of(methods, state.original)
+    base = Encoding.of(state.in_attention, state.original)
     # Layers whose table is a chosen one; not all of them need be chosen themselves.
     sharing = [layer for layer in layers if layer.table in tables]
     chosen = [layer for layer in sharing if _is_chosen(layer, state.config.layers)]
@@ -205,7 +203,7 @@ def _give_encodings(
     for layer in layers:
         encoding = Encoding(state.original, layer.recorded.query.shape[1], layer.rotation)
         if layer in chosen:
-            encoding = _encoding(base, layer, methods, state)
+            encoding = _encoding(base, layer, state)
         elif layer in sharing:
             encoding = replace(encoding, cached_by=base)
         seam = Layer(encoding, layer in chosen, rotary=layer.rotary, native=native)
@@ -225,15 +223,13 @@ def _is_chosen(layer: CalibratedLayer, layers: str | Sequence[int]) -> bool:
     return layer_index(layer.name, layer.module) in layers
 
 
-def _encoding(
-    base: Encoding, layer: CalibratedLayer, methods: Sequence[Method], state: State
-) -> Encoding:
+def _encoding(base: Encoding, layer: CalibratedLayer, state: State) -> Encoding:
     """The encoding of one layer; its parameters become a child of the attention module."""
     assert layer.table is not None
     query, key_heads = layer.recorded.query, layer.recorded.key.shape[1]
     heads, head_dim = query.shape[1], query.shape[-1]
     initial: dict[str, Tensor] = {}
-    for method in methods:
+    for method in state.in_attention:
         initial |= method.parameters_for(heads, key_heads, head_dim, state.original)
     parameters: Any = None  # a mapping too, which the type of a module does not express
     if initial:

@@ -11,15 +11,13 @@ from torch import nn
 from hf_posenc.errors import UnsupportedModelError, VerificationError
 from hf_posenc.methods import RopeScaling, YaRN
 from hf_posenc.methods.yarn import mscale
-from hf_posenc.model.discovery import RotaryTable, SinCosTable, adapter_of, read_spec
+from hf_posenc.model.discovery import RotaryTable, SinCosTable, Tables, adapter_of, read_spec
 from hf_posenc.model.rotary import PosencRotary, is_half_split
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, replace_modules
 
 
-def install_rotary(
-    model: nn.Module, state: State, tables: Sequence[RotaryTable], method: RopeScaling
-) -> None:
+def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeScaling) -> None:
     """Wrap the rotary modules, let config and attention follow, and read back what is in force."""
     adapter = adapter_of(model)
     patched = _wrap(tables, method, state, adapter.log_gain)
@@ -48,7 +46,7 @@ def install_rotary(
 
 
 def _wrap(
-    tables: Sequence[RotaryTable], method: RopeScaling, state: State, log_gain: str | None
+    tables: Tables, method: RopeScaling, state: State, log_gain: str | None
 ) -> list[export.PatchedTable]:
     """Build one wrapper for each rotary module, which holds one table or several."""
     compose = state.config.compose

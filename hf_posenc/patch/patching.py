@@ -259,7 +259,6 @@ def patched(model: ModelT, method: MethodLike, **kwargs: Any) -> Iterator[ModelT
 
 
 def _versions(model: nn.Module) -> dict[str, int]:
-    """Return the count of changes to every parameter of a method."""
     trained = trained_parameters(unwrap(model)).items()
     return {name: each._version for name, each in trained if not each.is_inference()}
 

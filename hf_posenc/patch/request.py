@@ -111,7 +111,6 @@ def _named(method: Any) -> list[Method | type[Method]]:
 
 
 def _check_layers(tables: Sequence[RotaryTable], layers: tuple[Any, ...]) -> None:
-    """Refuse an empty list of layers, and layers that the model does not have."""
     if not layers:
         raise PosencError("layers is empty: name at least one layer, or leave it out.")
     count = max(getattr(table.config, "num_hidden_layers", None) or 0 for table in tables)
@@ -125,7 +124,6 @@ def _check_layers(tables: Sequence[RotaryTable], layers: tuple[Any, ...]) -> Non
 def _check_list(
     parts: Sequence[Method | type[Method]], scale: float | None, options: Mapping[str, Any]
 ) -> None:
-    """Refuse two methods on one seam, and a number or option that could belong to several methods."""
     if options:
         raise PosencError(
             f"Options ({', '.join(options)}) belong to one method: list method objects, as in [YaRN(scale=4), LogN()]."
@@ -145,7 +143,6 @@ def _check_list(
 
 
 def _check_scaled(tables: Sequence[RotaryTable], *, compose: bool, replace: bool) -> None:
-    """Refuse a checkpoint that is scaled already, unless the request names one of the two ways on."""
     for table in tables:
         if not table.scaled or replace:
             continue

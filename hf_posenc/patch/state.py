@@ -56,9 +56,7 @@ class State:
         self.changes.append((target, before))
         return before
 
-    def write_config(
-        self, model: nn.Module, edits: Sequence[tuple[Any, Mapping[str, Any]]]
-    ) -> None:
+    def write_config(self, model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> None:
         """Write to configs, and to the outermost one the block that `from_pretrained` reads."""
         outer: Any = model.config
         paths = {id(part): path for path, part in export.config_parts(outer)}

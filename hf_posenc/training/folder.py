@@ -44,6 +44,7 @@ from hf_posenc.training.checkpoints import (
 from hf_posenc.training.checks import join_on_cpu
 from hf_posenc.training.ranks import barrier, gather, leave_group
 
+Settings = Mapping[str, Any]
 SETTINGS = "settings.json"
 _FORMAT = 1
 _LOCK = ".lock"
@@ -82,7 +83,7 @@ def settings_of(arguments: TrainingArguments, **more: Any) -> dict[str, Any]:
 
 def resume_point(
     folder: Path,
-    settings: Mapping[str, Any],
+    settings: Settings,
     *,
     explicit: Path | None = None,
     fresh: bool = False,
@@ -147,9 +148,7 @@ def resume_point(
     return point
 
 
-def _explicit_point(
-    explicit: Path, folder: Path, complete: list[Path], settings: Mapping[str, Any]
-) -> Path:
+def _explicit_point(explicit: Path, folder: Path, complete: list[Path], settings: Settings) -> Path:
     if not (explicit / "trainer_state.json").is_file():
         raise PosencError(f"{explicit} is no complete checkpoint: it has no trainer_state.json.")
     ahead = [path for path in complete if step_of(path) > step_of(explicit)]
@@ -228,7 +227,7 @@ class TrainingFolder:
     """
 
     def __init__(
-        self, arguments: TrainingArguments, settings: Mapping[str, Any], *, fresh: bool = False
+        self, arguments: TrainingArguments, settings: Settings, *, fresh: bool = False
     ) -> None:
         self._arguments, self._settings, self._fresh = arguments, settings, fresh
         self._interruption = SaveOnSignal()
@@ -374,7 +373,7 @@ def command(main: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def resume(accelerator: Accelerator, folder: Path | str, settings: Mapping[str, Any]) -> int:
+def resume(accelerator: Accelerator, folder: Path | str, settings: Settings) -> int:
     """Load the last complete checkpoint into what the accelerator has prepared, and return its number of steps.
 
     All processes call it. `settings` is everything else that determines the losses, JSON-ready.

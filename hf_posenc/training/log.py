@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FILE = "training_log.json"
+History = Sequence[Mapping[str, Any]]  # entries of the Trainer's log
 
 
 @dataclass(frozen=True)
@@ -220,7 +221,7 @@ Points = Sequence[tuple[float, float]]  # steps and values
 
 
 def loss_figure(
-    log_history: Sequence[Mapping[str, Any]],
+    log_history: History,
     table: PerplexityResult | None = None,
     protocol: str = "tail",
 ) -> Figure:
@@ -251,9 +252,7 @@ def loss_figure(
     return figure
 
 
-def loss_points(
-    log_history: Sequence[Mapping[str, Any]], key: str = "loss"
-) -> list[tuple[int, float]]:
+def loss_points(log_history: History, key: str = "loss") -> list[tuple[int, float]]:
     """Return the steps and finite losses of a log, in nats per token."""
     points = [(int(entry["step"]), float(entry[key])) for entry in log_history if key in entry]
     return [(step, loss) for step, loss in points if math.isfinite(loss)]
@@ -328,7 +327,7 @@ def _style(colour: int, marker: int) -> dict[str, Any]:
     return {**plots.MARKED, **own}
 
 
-def _step_label(log_history: Sequence[Mapping[str, Any]]) -> str:
+def _step_label(log_history: History) -> str:
     """Return `step`, with the number of tokens per step if the Trainer counts them."""
     counted = [entry for entry in log_history if "num_input_tokens_seen" in entry]
     if not counted or not counted[-1]["step"]:

@@ -49,6 +49,7 @@ _ROWS_PER_BATCH = 64
 _MAX_REASONS = 100  # skipped documents that are stored by name
 _UNWRITTEN = "The training data cannot be written to"
 _SHUFFLED = 1000  # blocks of a stream that are shuffled at a time
+Tokens = TokenizedDocument | Skipped
 _OWN: Numbers = np.zeros(0, dtype=np.int64)
 
 STANDARD_LIBRARY: dict[str, Any] = {
@@ -483,14 +484,14 @@ class Writer:
         counts.tokens, counts.unused = self.cutter.tokens - self.cutter.unused, self.cutter.unused
         counts.sha256 = digest.hexdigest()
 
-    def _documents(self) -> Iterator[TokenizedDocument | Skipped]:
+    def _documents(self) -> Iterator[Tokens]:
         if self.workers == 1:
             for entry in self.entries:
                 self.seen(entry.name)
                 yield _tokenize(entry, self.tokenizer)
             return
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-        pending: deque[Future[TokenizedDocument | Skipped]] = deque()
+        pending: deque[Future[Tokens]] = deque()
         with ProcessPoolExecutor(self.workers, context, _keep, (self.tokenizer,)) as pool:
             try:
                 for entry in self.entries:
@@ -503,9 +504,7 @@ class Writer:
             finally:
                 pool.shutdown(cancel_futures=True)
 
-    def _usable(
-        self, document: TokenizedDocument | Skipped, vocabulary: Vocabulary
-    ) -> TokenizedDocument | Skipped:
+    def _usable(self, document: Tokens, vocabulary: Vocabulary) -> Tokens:
         if isinstance(document, Skipped):
             return document
         # Token ids of unknown text, or a conversation with its own special tokens.
@@ -559,7 +558,7 @@ def _keep(tokenizer: Any) -> None:
     _kept[:] = [tokenizer]
 
 
-def _tokenize(entry: Entry, tokenizer: Any = None) -> TokenizedDocument | Skipped:
+def _tokenize(entry: Entry, tokenizer: Any = None) -> Tokens:
     tokenizer = tokenizer or _kept[0]
     if isinstance(entry, (Skipped, TokenizedDocument)):
         return entry

@@ -40,6 +40,7 @@ from hf_posenc.training.chunked_loss.head import (
 )
 
 logger = logging.getLogger(__name__)
+Forward = Callable[..., Any]
 
 LEAST_LOGITS = 2**23
 """Minimum number of logits in a chunk: 32 MiB in float32, 256 tokens of a 32k vocabulary."""
@@ -108,7 +109,7 @@ class ChunkedLoss:
         self.chunk = chunk
         self.exact: bool | None = None
         self.active = True
-        self._forward: Callable[..., Any] = model.forward
+        self._forward: Forward = model.forward
         self._had_forward = "forward" in vars(model)
         self._uses_loss_function = True  # the model's own, not code in its forward
         self._probe()
@@ -285,9 +286,7 @@ def _probe_arguments(model: Any) -> Arguments:
     return {"input_ids": ids, "labels": labels, **without_cache(model)}
 
 
-def _first_tokens(
-    forward: Callable[..., Any], arguments: Arguments, output: Any
-) -> tuple[Arguments, Any]:
+def _first_tokens(forward: Forward, arguments: Arguments, output: Any) -> tuple[Arguments, Any]:
     """Return the first tokens of a batch and of the decoder's output for it.
 
     All of them become labels, since a text may begin with many tokens without one. The balance of experts is left out:
@@ -303,9 +302,7 @@ def _first_tokens(
     return few, sliced(output, first)
 
 
-def _cases(
-    forward: Callable[..., Any], arguments: Arguments
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _cases(forward: Forward, arguments: Arguments) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "", arguments
     parameters = inspect.signature(forward).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -343,7 +340,7 @@ def _is_close(actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype
 # A model's forward: replaced on one model, called with names.
 
 
-def _method(model: nn.Module) -> Callable[..., Any]:
+def _method(model: nn.Module) -> Forward:
     """Return a forward that calls the model's handle, with the signature of the present forward.
 
     It is a method: accelerate wraps its function and binds it again. It holds no model, so that a copy of the model
@@ -361,7 +358,7 @@ def _method(model: nn.Module) -> Callable[..., Any]:
     return types.MethodType(forward, model)
 
 
-def _by_name(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
+def _by_name(forward: Forward, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
     names = [
         name
         for name, parameter in inspect.signature(forward).parameters.items()
