@@ -158,7 +158,7 @@ def _choose_engine(owner: Any, state: State) -> str | None:
             vars(part)[_IMPLEMENTATION] = name
     if owner.config._attn_implementation != ENGINE:
         raise UnsupportedModelError(
-            f"{type(owner).__name__} computes attention in code of its own, not by a function. {FREQUENCY_METHODS_WORK}"
+            f"{type(owner).__name__} computes attention in its own code, not by a function. {FREQUENCY_METHODS_WORK}"
         )
     if any(seam_of(method) != "query" for method in state.in_attention):
         return None
@@ -198,7 +198,7 @@ def _give_encodings(
     chosen = [layer for layer in sharing if _is_chosen(layer, state.config.layers)]
     if not chosen:
         raise UnsupportedModelError(
-            f"No layer of layers={state.config.layers!r} rotates; layers='all' includes sliding-window layers."
+            f"No layer that rotates is among layers={state.config.layers!r}; layers='all' includes sliding windows."
         )
     for layer in layers:
         encoding = Encoding(state.original, layer.recorded.query.shape[1], layer.rotation)

@@ -145,7 +145,7 @@ def named_method(name: str) -> type[Method]:
     """Return the method of a name or alias; raise for `none`, which stands for the unpatched model."""
     if name.strip().lower() == "none":
         raise PosencError(
-            "'none' is the model as it was loaded, no method: leave the patch out, or undo one by unpatch_model(model)."
+            "'none' is the model as it was loaded, and not a method: leave it out, or undo one by unpatch_model(model)."
         )
     return get_method(name)
 

@@ -173,7 +173,7 @@ class FinetuneArguments(TrainingArguments):
         if self.device.type == "cpu":
             self.dataloader_pin_memory = False  # torch warns that it has no effect there
             if self.fp16:
-                raise PosencError("fp16 on a CPU is silently float32: use --bf16 or neither.")
+                raise PosencError("fp16 on a CPU computes in float32 silently: use --bf16 or none.")
         if self.train_sampling_strategy == "group_by_length":
             raise PosencError(
                 "--train_sampling_strategy group_by_length: all blocks have one length; leave it out."

@@ -55,7 +55,7 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
     if text is None:
         if patch is None:
             raise PosencError(
-                "The model has no patch: give --patch, e.g. --patch yarn:scale=4, or --patch none to train it as it is."
+                "The model carries no patch: give --patch, e.g. yarn:scale=4, or --patch none to train it as it is."
             )
         return
     if text.strip().lower() == UNPATCHED:
