@@ -119,8 +119,8 @@ def _refuse(model: nn.Module, owner: nn.Module) -> None:
     for kind in (type(module).__name__ for module in owner.modules()):
         if kind.endswith(("Indexer", "Compressor")):
             raise UnsupportedModelError(
-                f"{type(owner).__name__} chooses the keys of a query by a {kind}, from queries and keys that "
-                f"it rotates itself, where a method that computes attention has no meaning. {FREQUENCY_METHODS_WORK}"
+                f"{type(owner).__name__} chooses the keys of a query by a {kind}, from rotated queries and keys of "
+                f"its own, so a method that computes attention itself has no meaning there. {FREQUENCY_METHODS_WORK}"
             )
 
 
@@ -158,7 +158,8 @@ def _choose_engine(owner: Any, state: State) -> str | None:
             vars(part)[_IMPLEMENTATION] = name
     if owner.config._attn_implementation != ENGINE:
         raise UnsupportedModelError(
-            f"{type(owner).__name__} computes attention in its own code, not by a function. {FREQUENCY_METHODS_WORK}"
+            f"{type(owner).__name__} computes attention in its own code, which no other function can replace. "
+            f"{FREQUENCY_METHODS_WORK}"
         )
     if any(seam_of(method) != "query" for method in state.in_attention):
         return None
