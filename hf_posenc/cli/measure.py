@@ -78,7 +78,6 @@ def perplexity(
 
 
 def _check(options: PerplexityOptions | RetrievalOptions | BenchOptions) -> None:
-    """Refuse unknown methods and published tables before a model is loaded."""
     from hf_posenc.evaluation import published
     from hf_posenc.evaluation.measuring.candidates import parse_candidates
 

@@ -77,10 +77,8 @@ class Divisors:
 class Draft:
     """One form in which an engine can get a model's tables, with the fields of `Export`.
 
-    Attributes:
-        form: `"rope_parameters"` (the engine's own name for the method), `"longrope"` (a list of divisors), or an
-            engine's own.
-        values: Attributes of the text part of the config.
+    The form is `"rope_parameters"` (the engine's own name for the method), `"longrope"` (a list of divisors), or an
+    engine's own; the values are attributes of the text part of the config.
     """
 
     form: str

@@ -21,7 +21,7 @@ def unwrap(model: nn.Module, *, adapters: bool = True, sharding: bool = False) -
                 f"A {kind} is not a model: give the model that it holds, its attribute .model."
             )
         if isinstance(model, str):
-            message = f"{model!r} is no model but a name: load it, as in hf_posenc.from_pretrained({model!r})."
+            message = f"{model!r} is a name, not a model: load it first, as in hf_posenc.from_pretrained({model!r})."
         raise UnsupportedModelError(message)
     while True:
         inner = getattr(model, "_orig_mod", None)

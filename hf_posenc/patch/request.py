@@ -100,7 +100,8 @@ def _named(method: Any) -> list[Method | type[Method]]:
             )
         if not isinstance(part, str | Method):
             raise PosencError(
-                f"A method is a name such as 'yarn' (available_methods()), a Method, or a list of them, not {part!r}."
+                f"A method is a name such as 'yarn' (available_methods() lists them), a Method object, or a list of "
+                f"them, not {part!r}."
             )
         if isinstance(part, str) and {*":+="} & {*part}:
             raise PosencError(

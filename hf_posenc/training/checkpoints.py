@@ -32,13 +32,10 @@ LOST_PEER = "another process of the run ended"
 _FORMAT = 1
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".saving"
-_WEIGHTS = (
-    "*model.safetensors",
-    "*model-*-of-*.safetensors",
-    "*model.safetensors.index.json",
-    "*model.bin",
-    "*model-*-of-*.bin",
-    "*model.bin.index.json",
+_WEIGHTS = tuple(
+    f"*model{name}"
+    for kind in ("safetensors", "bin")
+    for name in (f".{kind}", f"-*-of-*.{kind}", f".{kind}.index.json")
 )
 
 
