@@ -53,7 +53,8 @@ def check_dependencies(
         return
     if collator.positions == "packed" and not collator.flatten and "flash" in _attention(model):
         raise PosencError(
-            f"{_describe(model)} separates documents in one row only: use PositionCollator('packed', flatten=True)."
+            f"{_describe(model)} separates packed documents only in batches of one row: use "
+            "PositionCollator('packed', flatten=True)."
         )
     batch = _probe_batch(model, collator)
     try:
