@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 import random
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ from torch import Tensor
 from hf_posenc.errors import PosencError
 
 T = TypeVar("T")
+Name: TypeAlias = tuple[str | int | float | None, ...]
 
-LINE = "\n"
 CACHED = 1024
 """Pieces whose tokens are cached: those that recur, and not every line of a haystack."""
 SENTENCES = (
@@ -49,11 +50,11 @@ class Encoder:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self._encoded = functools.lru_cache(maxsize=CACHED)(self._encode)
-        self.newline = self.behind("a", LINE)
+        self.newline = self.behind("a", "\n")
 
     def line(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a text at the beginning of a line."""
-        return self.behind(LINE, text)
+        return self.behind("\n", text)
 
     def behind(self, before: str, text: str) -> tuple[int, ...]:
         """Return the tokens that `text` adds behind `before`.
@@ -73,22 +74,21 @@ class Encoder:
 class Filler:
     """Units of text, sentences or lines, handed out in order as tokens; `whole_units` counts those handed out whole.
 
-    `units` yields the tokens of one unit after the other, without end. If `running`, they are sentences of a running
-    text, which a line's end (`newline`) closes before something else follows; lines bring their own. With `restart`, a
-    running text begins again behind every needle.
+    `units` are the tokens of one unit after the other, without end. If `running`, they are sentences of a running text,
+    which a line's end (`newline`) closes before something else follows; lines bring their own. `restarts` returns the
+    units of a running text that begins again behind every needle.
     """
 
     def __init__(
         self,
-        units: Callable[[], Iterator[Sequence[int]]],
+        units: Iterator[Sequence[int]],
         newline: Sequence[int],
         *,
-        running: bool,
-        restart: bool = False,
+        running: bool = True,
+        restarts: Callable[[], Iterator[Sequence[int]]] | None = None,
     ) -> None:
-        self._make, self._running, self._restart = units, running, restart
+        self._units, self._running, self._restarts = units, running, restarts
         self._newline = list(newline)
-        self._units = units()
         self._next: Sequence[int] | None = None
         self.whole_units = 0
 
@@ -96,8 +96,8 @@ class Filler:
         """Return as many whole units as fit into `limit` tokens, and the end of their line."""
         closing = self._newline if self._running else []
         ids = self._fill(limit - len(closing))
-        if ids and self._restart:
-            self._units, self._next = self._make(), None
+        if ids and self._restarts is not None:
+            self._units, self._next = self._restarts(), None
         return ids + closing if ids else []
 
     def exactly(self, size: int) -> list[int]:
@@ -124,51 +124,30 @@ class Filler:
 
 def noise(encoder: Encoder) -> Filler:
     """Return the five sentences over and over as a running text, which restarts behind the needle as in the papers."""
-    first = encoder.line(SENTENCES[0])
-    others = [encoder.behind(".", f" {sentence}") for sentence in SENTENCES]
+    first, *others = SENTENCES
+    running = [encoder.behind(".", f" {sentence}") for sentence in (*others, first)]
 
     def units() -> Iterator[Sequence[int]]:
-        yield first
-        while True:
-            yield from (*others[1:], others[0])
+        return itertools.chain([encoder.line(first)], itertools.cycle(running))
 
-    return Filler(units, encoder.newline, running=True, restart=True)
+    return Filler(units(), encoder.newline, restarts=units)
 
 
 def lines(encoder: Encoder, line: Callable[[], str]) -> Filler:
     """Return a filler of lines, each made when it is needed."""
-
-    def units() -> Iterator[Sequence[int]]:
-        while True:
-            yield encoder.line(f"{line()}\n")
-
+    units = (encoder.line(f"{line()}\n") for _ in itertools.count())
     return Filler(units, encoder.newline, running=False)
 
 
-class OwnText:
-    """The user's own text as a haystack; a text that is too short is repeated, as in RULER."""
-
-    def __init__(self, text: str, encoder: Encoder) -> None:
-        self.text = text
-        ids = encoder.behind("", text if text.endswith("\n") else f"{text}\n")
-        ends = {
-            token: encoder.tokenizer.decode([token]).rstrip(" ")[-1:] or " " for token in set(ids)
-        }
-        self._sentences: list[Sequence[int]] = []
-        start = 0
-        for stop, token in enumerate(ids, start=1):
-            if ends[token] in _SENTENCE_ENDS or stop == len(ids):
-                self._sentences.append(ids[start:stop])
-                start = stop
-
-    def filler(self, encoder: Encoder) -> Filler:
-        """Return its sentences from the beginning."""
-
-        def units() -> Iterator[Sequence[int]]:
-            while True:
-                yield from self._sentences
-
-        return Filler(units, encoder.newline, running=True)
+def sentences(encoder: Encoder, text: str) -> Iterator[Sequence[int]]:
+    """Yield the tokens of every sentence of the user's own text."""
+    ids = encoder.behind("", text if text.endswith("\n") else f"{text}\n")
+    ends = {token: encoder.tokenizer.decode([token]).rstrip(" ")[-1:] or " " for token in set(ids)}
+    start = 0
+    for stop, token in enumerate(ids, start=1):
+        if ends[token] in _SENTENCE_ENDS or stop == len(ids):
+            yield ids[start:stop]
+            start = stop
 
 
 @dataclass(frozen=True)
@@ -187,12 +166,12 @@ class Sample:
     number: int
 
     @property
-    def needle(self) -> tuple[str | int | float | None, ...]:
+    def needle(self) -> Name:
         """Name of the draws for the needle: independent of the length, so every length hides the same one."""
         return ("needle", self.seed, self.task, self.depth, self.number)
 
     @property
-    def filler(self) -> tuple[str | int | float | None, ...]:
+    def filler(self) -> Name:
         """Name of the draws for everything else."""
         return ("filler", self.seed, self.task, self.length, self.depth, self.number)
 
@@ -207,11 +186,9 @@ class Answer:
 
 def answer_of(encoder: Encoder, question: str, parts: Sequence[str]) -> Answer:
     """Return the tokens of an answer of one or more parts, each behind a space, as they follow the question."""
-    ends = []
-    for count in range(1, len(parts) + 1):
-        ids = encoder.behind(f"\n{question}", "".join(f" {part}" for part in parts[:count]))
-        ends.append(len(ids))
-    return Answer(ids, tuple(ends))
+    texts = itertools.accumulate(f" {part}" for part in parts)
+    ids = [encoder.behind(f"\n{question}", text) for text in texts]
+    return Answer(ids[-1], tuple(map(len, ids)))
 
 
 @dataclass(frozen=True)
@@ -220,7 +197,7 @@ class Scene:
 
     Attributes:
         needles: Position of each needle, as a fraction of the filler in ascending order, and its tokens.
-        distractors: Returns wrong answers, better ones first; called when the filler is laid out.
+        distractors: Wrong answers, better ones first; drawn once the filler is laid out.
         references: Strings that a generated text must contain.
         least_filler: Tokens of filler without which the task makes no sense.
     """
@@ -230,7 +207,7 @@ class Scene:
     filler: Filler
     question: Sequence[int]
     answer: Answer
-    distractors: Callable[[], Iterable[Answer]]
+    distractors: Iterator[Answer]
     references: tuple[str, ...]
     least_filler: int = 0
 
@@ -272,7 +249,7 @@ def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int)
     """
     room = length - len(special) - scene.fixed
     if room < scene.least_filler:
-        least = scene.shortest + len(special)
+        least = length - room + scene.least_filler
         raise PosencError(
             f"This prompt and its answer have at least {least:,} tokens, not {length:,}."
         )
@@ -303,7 +280,7 @@ def _fair(scene: Scene, count: int) -> tuple[Answer, ...]:
     seen = {scene.answer.ids}
     equal: list[Answer] = []
     unequal: list[Answer] = []
-    for other in scene.distractors() if count else ():
+    for other in scene.distractors if count else ():
         if other.ids not in seen:
             seen.add(other.ids)
             (equal if len(other.ids) == size else unequal).append(other)
@@ -317,20 +294,17 @@ class Draws:
     """A stream of random choices that depends on its name alone: the same in every process and version of Python.
 
     Only `random.Random.random` is used: it alone is guaranteed to return the same numbers for a seed in every version.
-    Streams of different names, such as seed, task, length, depth and sample, are independent.
+    Streams of different names, such as seed, task, length, depth and sample, are independent. `fraction` draws a number
+    in [0, 1).
     """
 
-    def __init__(self, *name: str | int | float | None) -> None:
+    def __init__(self, *name: str | float | None) -> None:
         digest = hashlib.sha256("/".join(map(repr, name)).encode()).digest()
-        self._random = random.Random(int.from_bytes(digest[:8], "big"))
-
-    def fraction(self) -> float:
-        """Draw a number in [0, 1)."""
-        return self._random.random()
+        self.fraction = random.Random(int.from_bytes(digest[:8], "big")).random
 
     def below(self, count: int) -> int:
         """Draw an integer from `0 .. count-1`."""
-        return int(self._random.random() * count)
+        return int(self.fraction() * count)
 
     def choice(self, values: Sequence[T]) -> T:
         """Draw one of the values."""
@@ -347,10 +321,8 @@ class Draws:
 
     def uuid(self) -> str:
         """Draw a version 4 UUID."""
-        bits = 0
-        for _ in range(4):
-            bits = bits << 32 | self.below(2**32)
-        return str(uuid.UUID(int=bits, version=4))
+        words = (self.below(2**32).to_bytes(4, "big") for _ in range(4))
+        return str(uuid.UUID(bytes=b"".join(words), version=4))
 
     def shuffled(self, values: Sequence[T]) -> list[T]:
         """Return the values in a random order."""

@@ -36,7 +36,7 @@ from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import RetrievalOptions, with_fields
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate
-from hf_posenc.evaluation.retrieval.prompts import Encoder, OwnText, Prompt, Sample, lay_out
+from hf_posenc.evaluation.retrieval.prompts import Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
 from hf_posenc.evaluation.retrieval.tasks import DEFAULT_TASKS, Kit, RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
@@ -83,9 +83,7 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
     ) -> None:
         self.model, self.tokenizer, self.candidates = model, tokenizer, candidates
         self.settings, self.special, self.metadata = settings, list(special), metadata or {}
-        encoder = Encoder(tokenizer)
-        own = OwnText(haystack, encoder) if haystack is not None else None
-        self._kit = Kit(encoder, settings.distractors if settings.ranks else 0, own)
+        self._kit = Kit(tokenizer, settings.distractors if settings.ranks else 0, haystack)
         self.left_out: list[LeftOut] = []
         self.items = self._items(self._fitting())
         ids = self.prompt(self.items[0].sample).ids
@@ -103,10 +101,9 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
         """Return the lengths and tasks for which there are prompts."""
         fitting = []
         for length, name in itertools.product(self.settings.lengths, self.settings.tasks):
-            task = get_task(name)
             samples = self.settings.samples_of(name, length)
-            needed = max(task.scene(sample, self._kit).shortest for sample in samples)
-            needed += len(self.special)
+            scenes = (get_task(name).scene(sample, self._kit) for sample in samples)
+            needed = max(scene.shortest for scene in scenes) + len(self.special)
             if needed <= length:
                 fitting.append((length, name))
             else:

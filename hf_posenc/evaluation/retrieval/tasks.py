@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,12 @@ from hf_posenc.evaluation.retrieval.prompts import (
     Draws,
     Encoder,
     Filler,
-    OwnText,
     Sample,
     Scene,
     answer_of,
     lines,
     noise,
+    sentences,
     word_key,
 )
 
@@ -30,30 +31,23 @@ TRIES = 40
 """Draws per requested distractor, to have enough with as many tokens as the answer."""
 
 
-@dataclass(frozen=True)
 class Kit:
     """Tools shared by all prompts of a run: the encoder, the number of distractors, and the user's own text, if any."""
 
-    encoder: Encoder
-    distractors: int = 10
-    haystack: OwnText | None = None
+    def __init__(self, tokenizer: Any, distractors: int = 10, haystack: str | None = None) -> None:
+        self.encoder, self.distractors = Encoder(tokenizer), distractors
+        self._text = haystack or ""
+        self._sentences = list(sentences(self.encoder, self._text)) if haystack else []
 
-    def running_noise(self) -> Filler:
-        """Return noise as one running text, or the user's own text."""
-        return self.haystack.filler(self.encoder) if self.haystack else noise(self.encoder)
-
-    def lines_of_noise(self) -> Filler:
-        """Return noise in lines of five sentences, or the user's own text."""
-        if self.haystack:
-            return self.haystack.filler(self.encoder)
-        return lines(self.encoder, lambda: NOISE)
+    def noise(self, *, running: bool = False) -> Filler:
+        """Return noise in lines of five sentences or as a running text; or the user's own, repeated as in RULER."""
+        if self._sentences:
+            return Filler(itertools.cycle(self._sentences), self.encoder.newline)
+        return noise(self.encoder) if running else lines(self.encoder, lambda: NOISE)
 
     def absent(self, draw: Callable[[], str]) -> str:
         """Draw until the value is not in the user's own text."""
-        while True:
-            value = draw()
-            if self.haystack is None or value not in self.haystack.text:
-                return value
+        return next(value for value in iter(draw, None) if value not in self._text)
 
     def others(self, draw: Callable[[], str], value: str) -> Iterator[str]:
         """Yield different random values other than `value`, more than are needed."""
@@ -88,10 +82,6 @@ class Task(ABC):
         return sum(reference.lower() in text.lower() for reference in references) / len(references)
 
 
-def _answers(encoder: Encoder, question: str, values: Iterable[str]) -> Iterator[Answer]:
-    return (answer_of(encoder, question, [value]) for value in values)
-
-
 class Passkey(Task):
     """A number of five digits in noise.
 
@@ -116,16 +106,15 @@ class Passkey(Task):
         draws, encoder = Draws(*sample.needle), kit.encoder
         key = kit.absent(lambda: draws.digits(5))
         wrong = Draws("distractors", *sample.needle)
+        others = kit.others(lambda: wrong.digits(5), key)
         assert sample.depth is not None
         return Scene(
             head=encoder.line(self._HEAD),
             needles=[(sample.depth, encoder.line(self._NEEDLE.format(key)))],
-            filler=kit.running_noise(),
+            filler=kit.noise(running=True),
             question=encoder.line(self._QUESTION),
             answer=answer_of(encoder, self._QUESTION, [key]),
-            distractors=lambda: _answers(
-                encoder, self._QUESTION, kit.others(lambda: wrong.digits(5), key)
-            ),
+            distractors=(answer_of(encoder, self._QUESTION, [other]) for other in others),
             references=(key,),
         )
 
@@ -175,11 +164,11 @@ class NeedleInHaystack(Task):
         key = kit.absent(lambda: self._make(draws, key=True))
         value = kit.absent(lambda: self._make(draws))
         wrong = Draws("distractors", *sample.needle)
-        others: Iterable[str] = kit.others(lambda: self._make(wrong), value)
+        others = kit.others(lambda: self._make(wrong), value)
         question = _NEEDLE_QUESTION.format(kind=self.kind, key=key)
-        filler = kit.lines_of_noise()
+        filler = kit.noise()
         if self.among_needles:
-            filler, others = self._other_needles(sample, kit, (key, value), others)
+            filler, others = self._other_needles(sample, kit, key, value, others)
         assert sample.depth is not None
         return Scene(
             head=encoder.line(_NEEDLE_HEAD.format(kind=self.kind)),
@@ -187,7 +176,7 @@ class NeedleInHaystack(Task):
             filler=filler,
             question=encoder.line(question),
             answer=answer_of(encoder, question, [value]),
-            distractors=lambda: _answers(encoder, question, others),
+            distractors=(answer_of(encoder, question, [other]) for other in others),
             references=(value,),
         )
 
@@ -195,31 +184,27 @@ class NeedleInHaystack(Task):
         return _NEEDLE.format(kind=self.kind, key=key, value=value)
 
     def _other_needles(
-        self, sample: Sample, kit: Kit, needle: tuple[str, str], spare: Iterable[str]
-    ) -> tuple[Filler, Iterable[str]]:
+        self, sample: Sample, kit: Kit, key: str, value: str, spare: Iterator[str]
+    ) -> tuple[Filler, Iterator[str]]:
         """Return a haystack of other needles, and their values: finding any needle is not enough, it must be the key's.
 
         Where a short prompt holds too few needles, values that do not occur in it are added.
         """
-        draws = Draws(*sample.filler)
-        values: dict[str, None] = {}
+        draws, values = Draws(*sample.filler), {value: None}
 
         def line() -> str:
-            key, value = needle
-            while key == needle[0]:
-                key = self._make(draws, key=True)
-            while value == needle[1] or value in values:
-                value = self._make(draws)
-            values[value] = None
-            return self._needle(key, value)
-
-        filler = lines(kit.encoder, line)
+            keys = iter(lambda: self._make(draws, key=True), None)
+            other_key = next(other for other in keys if other != key)
+            other = next(v for v in iter(lambda: self._make(draws), None) if v not in values)
+            values[other] = None
+            return self._needle(other_key, other)
 
         def others() -> Iterator[str]:
-            shown = list(values)[: filler.whole_units]
+            shown = list(values)[1 : filler.whole_units + 1]
             yield from Draws("distractors", *sample.filler).shuffled(shown)
-            yield from (value for value in spare if value not in values)
+            yield from (other for other in spare if other not in values)
 
+        filler = lines(kit.encoder, line)
         return filler, others()
 
 
@@ -265,22 +250,22 @@ class VariableTracking(Task):
         return Scene(
             head=encoder.line(_example(example, first) + _TRACKING_HEAD),
             needles=list(zip(positions, statements, strict=True)),
-            filler=kit.lines_of_noise(),
+            filler=kit.noise(),
             question=encoder.line(question),
             answer=answer_of(encoder, question, names),
-            distractors=lambda: (answer_of(encoder, question, others) for others in wrong),
+            distractors=(answer_of(encoder, question, others) for others in wrong),
             references=tuple(names),
         )
 
 
 def _names(draws: Draws, letters: int, taken: Sequence[str]) -> list[str]:
     """Draw different names of variables for one chain."""
-    names: list[str] = []
+    names: dict[str, None] = {}
     while len(names) <= HOPS:
         name = draws.letters(letters, string.ascii_uppercase)
-        if name not in names and name not in taken:
-            names.append(name)
-    return names
+        if name not in taken:
+            names[name] = None
+    return list(names)
 
 
 def _chain(names: Sequence[str], value: str) -> list[str]:
@@ -342,16 +327,9 @@ class FrequentWords(Task):
         fixed = len(head) + len(question) + len(encoder.newline) + len(answer.ids)
         counts = _counts(sizes, sample.length - fixed)
 
-        def units() -> Iterator[Sequence[int]]:
-            text = [
-                word
-                for word, count in zip((DOTS, *words), counts, strict=True)
-                for _ in range(count)
-            ]
-            for word in Draws("order", *sample.filler).shuffled(text):
-                yield encoder.behind(".", f" {word}")
-            while True:
-                yield encoder.behind(".", f" {DOTS}")
+        text = collections.Counter(dict(zip((DOTS, *words), counts, strict=True))).elements()
+        order = Draws("order", *sample.filler).shuffled([*text])
+        units = itertools.chain(order, itertools.repeat(DOTS))
 
         def distractors() -> Iterator[Answer]:
             draws, seen = Draws("distractors", *sample.filler), set()
@@ -364,10 +342,10 @@ class FrequentWords(Task):
         return Scene(
             head=head,
             needles=[],
-            filler=Filler(units, encoder.newline, running=True),
+            filler=Filler((encoder.behind(".", f" {word}") for word in units), encoder.newline),
             question=question,
             answer=answer,
-            distractors=distractors,
+            distractors=distractors(),
             references=tuple(asked),
             least_filler=_tokens(sizes, _shortest(len(sizes))) + len(encoder.newline),
         )
@@ -377,9 +355,8 @@ def _vocabulary(sample: Sample) -> list[str]:
     """Draw the coded words, most frequent first; those of the answer are the same at every length."""
     words: dict[str, None] = {}
     streams = [Draws(*sample.needle)] * ASKED
-    size = max(sample.length // 50, LEAST_WORDS)
     filler = Draws(*sample.filler)
-    while len(words) < size:
+    while len(words) < max(sample.length // 50, LEAST_WORDS):
         draws = streams.pop() if streams else filler
         words[draws.letters(6, string.ascii_lowercase)] = None
     return list(words)
@@ -492,7 +469,7 @@ class RetrievalSettings:
                 f"Depths go from 0 to 1, not from {self.depths[0]:g} to {self.depths[-1]:g}."
             )
         if self.decode not in DECODES:
-            raise PosencError(f"Unknown way to decode {self.decode!r}: {', '.join(DECODES)}.")
+            raise unknown("way to decode", self.decode, DECODES)
         for name, least in (("samples", 1), ("distractors", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise PosencError(f"{name} is at least {least}, not {getattr(self, name)}.")

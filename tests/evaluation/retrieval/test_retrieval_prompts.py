@@ -19,8 +19,6 @@ from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.retrieval.prompts import (
     NOISE,
     Draws,
-    Encoder,
-    OwnText,
     Prompt,
     Sample,
     lay_out,
@@ -44,8 +42,7 @@ DEEP = [name for name, task in TASKS.items() if task.has_depth]
 
 @cache
 def kit_of(tokenizer: str, haystack: str | None = None, distractors: int = 5) -> Kit:
-    encoder = Encoder(TOKENIZERS[tokenizer]())
-    return Kit(encoder, distractors, OwnText(haystack, encoder) if haystack else None)
+    return Kit(TOKENIZERS[tokenizer](), distractors, haystack)
 
 
 def make(

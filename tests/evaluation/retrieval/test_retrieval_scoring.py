@@ -12,7 +12,7 @@ from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import execute
 from hf_posenc.evaluation.measuring.store import Records
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate
-from hf_posenc.evaluation.retrieval.prompts import Answer, Encoder, Prompt, Sample, lay_out
+from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit, RetrievalSettings
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
@@ -20,7 +20,7 @@ from tests.support import zoo
 from tests.support.retrieval_models import Copier
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer
 
-KIT = Kit(Encoder(byte_tokenizer()), distractors=6)
+KIT = Kit(byte_tokenizer(), distractors=6)
 LENGTH = 600
 
 
