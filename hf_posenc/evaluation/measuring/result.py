@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from hf_posenc.evaluation.grid import Result
 from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.files import finite
 
 CellT = TypeVar("CellT")
 
@@ -120,9 +121,13 @@ class MethodsResult(Result, Generic[CellT]):
         names: Sequence[str] = getattr(self.settings, f"{self.condition}s")
         return names
 
-    def described(self, definitions: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the first part of `to_dict`; `definitions` of the conditions come before the settings."""
-        return {
+    def __repr__(self) -> str:
+        methods = ", ".join(entry.label for entry in self.candidates)
+        return f"{type(self).__name__}({methods}; {', '.join(self.conditions)}, lengths {list(self.settings.lengths)})"
+
+    def described(self, definitions: Mapping[str, Any], **details: Any) -> dict[str, Any]:
+        """Return everything as JSON-ready values; `definitions` of the conditions come before the settings."""
+        values: dict[str, Any] = {
             "format": self.version,
             "kind": self.kind,
             "command": self.command,
@@ -133,20 +138,26 @@ class MethodsResult(Result, Generic[CellT]):
             "settings": dataclasses.asdict(self.settings),
             "environment": self.environment,
             "head_replay": self.head_replay,
-            "methods": listed_fields(self.candidates),
+            "methods": self.candidates,
+            **details,
         }
+        for name, value in values.items():
+            if isinstance(value, list | tuple):
+                values[name] = [
+                    dict(v) if isinstance(v, Mapping) else dataclasses.asdict(v) for v in value
+                ]
+        ready: dict[str, Any] = finite(values)
+        return ready
 
     @staticmethod
-    def description(values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the fields that `described` wrote, except the settings."""
+    def description(values: Mapping[str, Any], lists: Mapping[str, type]) -> dict[str, Any]:
+        """Return the fields that `described` wrote, except the settings; `lists` are sequences of dataclasses."""
+        names = ("model", "head_replay", "environment", "command", "fingerprint")
         return {
-            "model": dict(values["model"]),
+            **{name: values[name] for name in names},
             "original": values["original_max_position_embeddings"],
             "candidates": [MethodEntry(**entry) for entry in values["methods"]],
-            "head_replay": values["head_replay"],
-            "environment": dict(values["environment"]),
-            "command": values["command"],
-            "fingerprint": values["fingerprint"],
+            **{name: [kind(**entry) for entry in values[name]] for name, kind in lists.items()},
         }
 
     def scalars(self) -> Iterator[tuple[str, int, float]]:
@@ -184,11 +195,6 @@ class MethodsResult(Result, Generic[CellT]):
     def absence(self, method: str, condition: str, length: int) -> str:
         """Return the status of a row without a number."""
         return self.failure(method, condition, length) or "nothing to score"
-
-
-def listed_fields(entries: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the fields of dataclasses as dictionaries."""
-    return [dataclasses.asdict(entry) for entry in entries]
 
 
 def nan_if_none(value: float | None) -> float:

@@ -18,20 +18,18 @@ from hf_posenc.evaluation.grid import (
     number,
 )
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
-from hf_posenc.evaluation.measuring.result import MethodsResult, listed_fields, nan_if_none
+from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import (
     FEW_DOCUMENTS,
     FEW_NOTE,
     Cell,
     Failure,
-    Interval,
     Record,
     edges,
     summarize,
 )
 from hf_posenc.evaluation.perplexity.protocols import PRESETS, Settings
 from hf_posenc.evaluation.plots import figure
-from hf_posenc.files import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -83,11 +81,10 @@ class PerplexityResult(MethodsResult[Cell]):
     curves: dict[str, tuple[list[float], list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        settings = self.settings
         self.cells = summarize(
             self.records,
-            aggregate=settings.aggregate,
-            base=settings.base,
+            aggregate=self.settings.aggregate,
+            base=self.settings.base,
             baseline=self.candidates[0].label if self.candidates else None,
         )
 
@@ -104,20 +101,16 @@ class PerplexityResult(MethodsResult[Cell]):
         return {"edges": bounds, "methods": methods}
 
     def to_dict(self) -> dict[str, Any]:
-        definitions = {name: self.settings.definition(name) for name in self.conditions}
-        ready: dict[str, Any] = finite(
-            {
-                **self.described({"protocols": definitions}),
-                "source": self.source,
-                "documents": list(self.documents),
-                "skipped": listed_fields(self.skipped),
-                "summary": listed_fields(self.cells),
-                "failures": listed_fields(self.failures),
-                "curve": self.curve,
-                "records": listed_fields(self.records),
-            }
+        return self.described(
+            {"protocols": {name: self.settings.definition(name) for name in self.conditions}},
+            source=self.source,
+            documents=self.documents,
+            skipped=self.skipped,
+            summary=self.cells,
+            failures=self.failures,
+            curve=self.curve,
+            records=self.records,
         )
-        return ready
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> PerplexityResult:
@@ -127,13 +120,11 @@ class PerplexityResult(MethodsResult[Cell]):
             for label, curve in values["curve"]["methods"].items()
         }
         return cls(
-            **cls.description(values),
+            **cls.description(values, {"skipped": Skipped, "failures": Failure}),
             settings=Settings.from_dict(values["settings"]),
-            source=dict(values["source"]),
-            documents=list(values["documents"]),
-            skipped=[Skipped(**entry) for entry in values["skipped"]],
+            source=values["source"],
+            documents=values["documents"],
             records=[record_of(entry) for entry in values["records"]],
-            failures=[Failure(**entry) for entry in values["failures"]],
             curves=curves,
         )
 
@@ -163,10 +154,8 @@ class PerplexityResult(MethodsResult[Cell]):
         grid.column("bits/\nbyte", numeric=True)
         lowest = [self.lowest(protocol, length) for length in lengths]
         for entry in self.candidates:
-            fields = [
-                self._field(entry.label, protocol, length, least)
-                for length, least in zip(lengths, lowest, strict=True)
-            ]
+            least = zip(lengths, lowest, strict=True)
+            fields = [self._field(entry.label, protocol, *column) for column in least]
             last = self.cell(entry.label, protocol, lengths[-1])
             grid.row(entry.label, *fields, number(last.bits_per_byte if last else None))
         return grid
@@ -204,16 +193,6 @@ class PerplexityResult(MethodsResult[Cell]):
             )
         if 1 < count < FEW_DOCUMENTS:
             yield FEW_NOTE
-        yield from self._gaps()
-        if "longppl" in settings.protocols and not any(c.protocol == "longppl" for c in self.cells):
-            yield "longppl: the evaluator found no key token in these texts, so there is nothing to score."
-        yield from self._short_texts()
-        yield from self._orders()
-        yield from auto_scale_note(self.candidates)
-
-    def _gaps(self) -> Iterator[str]:
-        """Note windows of `stream` that are farther apart than they are long."""
-        settings = self.settings
         special = len(self.model.get("bos", {}).get("token_ids", ()))
         short = [length for length in settings.lengths if length - special < settings.stride]
         if "stream" in settings.protocols and short:
@@ -221,6 +200,11 @@ class PerplexityResult(MethodsResult[Cell]):
                 f"Windows of {listed(short)} tokens lie {settings.stride:,} apart: the text between them is not read, "
                 "and all that is in them is scored; --stride sets another distance."
             )
+        if "longppl" in settings.protocols and not any(c.protocol == "longppl" for c in self.cells):
+            yield "longppl: the evaluator found no key token in these texts, so there is nothing to score."
+        yield from self._short_texts()
+        yield from self._orders()
+        yield from auto_scale_note(self.candidates)
 
     @property
     def _baseline(self) -> str:
@@ -238,20 +222,21 @@ class PerplexityResult(MethodsResult[Cell]):
         short = [length for length in lengths if self.original and length <= self.original]
         if not short or len(lengths) == len(short):
             return
-        protocol = self._last_protocol(short[-1])
-        ratios = []
+        protocol, changes, same = self._last_protocol(short[-1]), [], False
         for entry in self.candidates[1:]:
             cell = self.cell(entry.label, protocol, short[-1])
-            if cell is not None and cell.ratio is not None and math.isfinite(cell.ratio):
-                ratios.append((entry.label, cell.ratio, cell.ratio_interval))
-        changes = [
-            f"{label} {_change(ratio, interval)}"
-            for label, ratio, interval in ratios
-            if abs(ratio - 1) >= SAME_RATIO
-        ]
-        if len(changes) < len(ratios):
-            same = "the others" if changes else "all"
-            changes.append(f"{same} as {self._baseline}")
+            if cell is None or cell.ratio is None or not math.isfinite(cell.ratio):
+                continue
+            if abs(cell.ratio - 1) < SAME_RATIO:
+                same = True
+                continue
+            ends = cell.ratio_interval and [
+                f"{(bound - 1) * 100:+.1f}" for bound in cell.ratio_interval
+            ]
+            interval = f" ({ends[0]} to {ends[1]})" if ends else ""
+            changes.append(f"{entry.label} {(cell.ratio - 1) * 100:+.1f} %{interval}")
+        if same:
+            changes.append(f"{'the others' if changes else 'all'} as {self._baseline}")
         if changes:
             yield (
                 f"Short texts ({short[-1]:,} tokens, {protocol}, against {self._baseline}): {'; '.join(changes)}."
@@ -259,15 +244,15 @@ class PerplexityResult(MethodsResult[Cell]):
 
     def _orders(self) -> Iterator[str]:
         """Note that two protocols rank the methods differently, as they often do."""
-        length = self.settings.lengths[-1]
-        orders: dict[str, list[str]] = {}
+        length, orders = self.settings.lengths[-1], []
         for protocol in self.settings.protocols:
-            cells = [self.cell(entry.label, protocol, length) for entry in self.candidates]
-            finite_cells = [c for c in cells if c is not None and math.isfinite(c.perplexity)]
-            ranked = sorted((c.perplexity, c.method) for c in finite_cells)
-            orders[protocol] = [method for _, method in ranked]
-        (first, order), *others = orders.items()
-        for protocol, other in others:
+            cells = (self.cell(entry.label, protocol, length) for entry in self.candidates)
+            ranked = sorted(
+                (c.perplexity, c.method) for c in cells if c and math.isfinite(c.perplexity)
+            )
+            orders.append((protocol, [method for _, method in ranked]))
+        first, order = orders[0]
+        for protocol, other in orders[1:]:
             if order != other and set(order) == set(other):
                 one, two = next((a, b) for a, b in zip(order, other, strict=True) if a != b)
                 yield (
@@ -297,17 +282,15 @@ class PerplexityResult(MethodsResult[Cell]):
     def problems(self) -> Iterator[str]:
         more_digits = str(self.model.get("dtype")) not in ("float32", "float64")
         advice = "; try --dtype float32" if more_digits else ""
-        for entry in self.candidates:
-            label = entry.label
-            cells = [cell for cell in self.cells if cell.method == label]
-            lengths = sorted({cell.length for cell in cells if not math.isfinite(cell.nats)})
+        for label in (entry.label for entry in self.candidates):
+            own = [cell for cell in self.cells if cell.method == label]
+            lengths = {cell.length for cell in own if not math.isfinite(cell.nats)}
             if lengths:
-                yield f"{label}: the loss is not a finite number at length {listed(lengths)}{advice}."
-            reasons: dict[str, set[int]] = {}
-            for failure in self.failures:
-                if failure.method == label:
-                    reasons.setdefault(failure.reason, set()).add(failure.length)
-            for reason, failed in reasons.items():
+                at = listed(sorted(lengths))
+                yield f"{label}: the loss is not a finite number at length {at}{advice}."
+            failures = [failure for failure in self.failures if failure.method == label]
+            for reason in dict.fromkeys(failure.reason for failure in failures):
+                failed = {failure.length for failure in failures if failure.reason == reason}
                 yield f"{label}: failed at length {listed(sorted(failed))}: {reason}"
 
 
@@ -315,11 +298,3 @@ def record_of(entry: Mapping[str, Any]) -> Record:
     """Return a record of a JSON file."""
     sums = {name: nan_if_none(entry[name]) for name in ("nats", "weighted")}
     return Record(**{**entry, **sums})
-
-
-def _change(ratio: float, interval: Interval | None) -> str:
-    text = f"{(ratio - 1) * 100:+.1f} %"
-    if interval is not None:
-        low, high = ((bound - 1) * 100 for bound in interval)
-        text += f" ({low:+.1f} to {high:+.1f})"
-    return text

@@ -19,10 +19,9 @@ from hf_posenc.evaluation.grid import (
     percent,
     percent_range,
 )
-from hf_posenc.evaluation.measuring.result import MethodsResult, listed_fields, nan_if_none
+from hf_posenc.evaluation.measuring.result import MethodsResult, nan_if_none
 from hf_posenc.evaluation.plots.results import HeatMap, heat_figure
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task
-from hf_posenc.files import finite
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -136,23 +135,17 @@ def summarize(records: Iterable[Record], *, by_depth: bool) -> list[Cell]:
     for record in records:
         depth = record.depth if by_depth else None
         groups.setdefault((record.method, record.task, record.length, depth), []).append(record)
-    return [_cell(*key, records=group) for key, group in groups.items()]
+    return [_cell(key, group) for key, group in groups.items()]
 
 
-def _cell(
-    method: str, task: str, length: int, depth: float | None, *, records: Sequence[Record]
-) -> Cell:
+def _cell(key: tuple[str, str, int, float | None], records: Sequence[Record]) -> Cell:
     count = len(records)
     right = sum(record.correct for record in records)
     ranks = [(r.rank, r.candidates) for r in records if r.rank is not None and r.candidates]
-    nats = [record.nats for record in records if record.nats is not None]
     distances = [record.distance for record in records if record.distance is not None]
     first = sum(rank == 1 for rank, _ in ranks)
     return Cell(
-        method=method,
-        task=task,
-        length=length,
-        depth=depth,
+        *key,
         samples=count,
         accuracy=right / count,
         interval=wilson(right, count),
@@ -162,7 +155,7 @@ def _cell(
         chance=_mean([1 / total for _, total in ranks]),
         rank=_mean([rank for rank, _ in ranks]),
         beaten=_mean([(total - rank) / (total - 1) for rank, total in ranks]),
-        nats=_mean(nats),
+        nats=_mean([record.nats for record in records if record.nats is not None]),
         distance=max(distances, default=None),
     )
 
@@ -194,11 +187,9 @@ def passing(
     These are the longest context with at least the accuracy `success`, in tokens, and the mean accuracy of all measured
     contexts up to it; `None` for both where there is none.
     """
-    ordered = sorted(cells, key=lambda cell: cell.length)
-    longest = max((c.length for c in ordered if c.accuracy >= success), default=None)
-    if longest is None:
-        return None, None
-    return longest, _mean([cell.accuracy for cell in ordered if cell.length <= longest])
+    measured = [(cell.length, cell.accuracy) for cell in cells]
+    longest = max((length for length, accuracy in measured if accuracy >= success), default=None)
+    return longest, _mean([a for length, a in measured if longest and length <= longest])
 
 
 @dataclass(repr=False, kw_only=True)
@@ -227,10 +218,6 @@ class RetrievalResult(MethodsResult[Cell]):
     haystack: dict[str, Any] = field(default_factory=dict)
     depth_cells: list[Cell] = field(init=False)
 
-    def __repr__(self) -> str:
-        methods = ", ".join(entry.label for entry in self.candidates)
-        return f"RetrievalResult({methods}; {', '.join(self.settings.tasks)}, lengths {list(self.settings.lengths)})"
-
     def __post_init__(self) -> None:
         self.cells = summarize(self.records, by_depth=False)
         self.depth_cells = summarize(self.records, by_depth=True)
@@ -254,47 +241,36 @@ class RetrievalResult(MethodsResult[Cell]):
 
     def to_dict(self) -> dict[str, Any]:
         tasks = {name: get_task(name).definition for name in self.conditions}
-        values = {
-            **self.described({"tasks": tasks, "decode": DECODES[self.settings.decode]}),
-            "haystack": self.haystack,
-            "left_out": listed_fields(self.left_out),
-            "summary": listed_fields(self.cells),
-            "by_depth": listed_fields(self.depth_cells),
-            "scores": self._scores(),
-            "failures": listed_fields(self.failures),
-            "records": listed_fields(self.records),
-        }
+        values = self.described(
+            {"tasks": tasks, "decode": DECODES[self.settings.decode]},
+            haystack=self.haystack,
+            left_out=self.left_out,
+            summary=self.cells,
+            by_depth=self.depth_cells,
+            scores=list(self._scores()),
+            failures=self.failures,
+            records=self.records,
+        )
         for entry in values["methods"]:
             del entry["prefix_from_one_forward"]  # perplexity's
-        ready: dict[str, Any] = finite(values)
-        return ready
+        return values
 
-    def _scores(self) -> list[dict[str, Any]]:
-        """The papers' numbers for every method and task."""
-        scores, lengths = [], self.settings.lengths
+    def _scores(self) -> Iterator[dict[str, Any]]:
+        """Yield the papers' numbers for every method and task."""
         for entry, task in itertools.product(self.candidates, self.settings.tasks):
             context, accuracy = self.passing(entry.label, task)
-            scores.append(
-                {
-                    "method": entry.label,
-                    "task": task,
-                    "k_max": {str(n): self.k_max(entry.label, task, n) for n in lengths},
-                    "passing_context": context,
-                    "passing_accuracy": accuracy,
-                }
-            )
-        return scores
+            lengths = {str(n): self.k_max(entry.label, task, n) for n in self.settings.lengths}
+            scores = {"k_max": lengths, "passing_context": context, "passing_accuracy": accuracy}
+            yield {"method": entry.label, "task": task, **scores}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RetrievalResult:
         """Read what `to_dict` returned; everything that follows from the records is computed again."""
+        lists = {"records": Record, "failures": Failure, "left_out": LeftOut}
         return cls(
-            **cls.description(values),
+            **cls.description(values, lists),
             settings=RetrievalSettings(**values["settings"]),
             haystack=dict(values["haystack"]),
-            records=[Record(**entry) for entry in values["records"]],
-            failures=[Failure(**entry) for entry in values["failures"]],
-            left_out=[LeftOut(**entry) for entry in values["left_out"]],
         )
 
     def csv_cells(self, method: str, condition: str, length: int) -> list[Cell]:
@@ -330,11 +306,8 @@ class RetrievalResult(MethodsResult[Cell]):
             raise PosencError(
                 f"This result has no {value!r} to draw: accuracy, or beaten where answers are ranked."
             )
-        maps = [
-            self._heat_map(task, entry.label, value)
-            for task in self.settings.tasks
-            for entry in self.candidates
-        ]
+        pairs = itertools.product(self.settings.tasks, self.candidates)
+        maps = [self._heat_map(task, entry.label, value) for task, entry in pairs]
         return heat_figure(maps, self.settings.lengths, self.original, VALUES[value])
 
     def _heat_map(self, task: str, method: str, value: str) -> HeatMap:
@@ -370,8 +343,7 @@ class RetrievalResult(MethodsResult[Cell]):
             cells = [cell for cell in self.cells if (cell.task, cell.length) == (task, length)]
             best[length] = max(map(_quality, cells), default=(0.0, 0.0))
             chances = [cell.chance for cell in cells if cell.chance is not None]
-            footer = percent(max(chances)) if chances else "-"
-            footer = footer if settings.ranks else ""
+            footer = percent(max(chances)) if chances else "-" * settings.ranks
             grid.column(length_head(length, self.original), numeric=True, footer=footer)
         grid.column(f"passes\n{YARN_SUCCESS:.0%}", numeric=True)
         by_distance = definition.has_depth and bool(fitting)
@@ -446,12 +418,12 @@ class RetrievalResult(MethodsResult[Cell]):
                 )
 
     def problems(self) -> Iterator[str]:
-        reasons: dict[tuple[str, str, str], list[int]] = {}
+        lengths: dict[tuple[str, str], list[int]] = {}
         for failure in self.failures:
-            key = (failure.method, failure.task, failure.reason)
-            reasons.setdefault(key, []).append(failure.length)
-        for (method, task, reason), lengths in reasons.items():
-            yield f"{method}: {task} failed at length {listed(sorted(lengths))}: {reason}"
+            key = f"{failure.method}: {failure.task}", failure.reason
+            lengths.setdefault(key, []).append(failure.length)
+        for (failed, reason), at in lengths.items():
+            yield f"{failed} failed at length {listed(sorted(at))}: {reason}"
 
 
 def _quality(cell: Cell) -> tuple[float, float]:
