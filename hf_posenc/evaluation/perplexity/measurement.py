@@ -133,23 +133,21 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
                 plan(tokens, self.settings, special=special, shared_prefix=shared, lengths=lengths)
             )
 
-        items = []
+        items, lengths = [], self.settings.lengths
         keys = [_document_key(document) for document in self.documents]
         for candidate in self.candidates:
-            lengths = self.settings.lengths
             groups = [(length,) for length in lengths] if candidate.auto_scale else [lengths]
             for group, index in itertools.product(groups, range(len(keys))):
                 planned = windows(index, group, not candidate.length_dependent)
                 for block, begin in enumerate(range(0, len(planned), WINDOWS_PER_ITEM)):
                     part = planned[begin : begin + WINDOWS_PER_ITEM]
+                    cells = (span.cell for window in part for span in window.spans)
                     item = Item(
                         key=(candidate.key, group[0], group[-1], keys[index], block),
                         candidate=candidate,
                         length=group[-1],
                         cost=sum(window.forwarded for window in part),
-                        cells=tuple(
-                            dict.fromkeys(span.cell for window in part for span in window.spans)
-                        ),
+                        cells=tuple(dict.fromkeys(cells)),
                         order=index,
                         lengths=group,
                         document=self.documents[index].name,
@@ -164,15 +162,12 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
             return
         for index in dict.fromkeys(item.order for item in items):
             key = ("key tokens", _document_key(self.documents[index]))
-            stored = store.get(key)
-            if stored is None:
-                mask = self._find_key_tokens(index)
-                store.append(key, {"tokens": len(mask), "key": mask.nonzero()[:, 0].tolist()})
-                stored = store.get(key)
-            assert stored is not None
-            mask = torch.zeros(stored["tokens"], dtype=torch.bool)
+            if (stored := store.get(key)) is None:
+                found = self._find_key_tokens(index)
+                stored = {"tokens": len(found), "key": found.nonzero()[:, 0].tolist()}
+                store.append(key, stored)
+            mask = self._key_tokens[index] = torch.zeros(stored["tokens"], dtype=torch.bool)
             mask[stored["key"]] = True
-            self._key_tokens[index] = mask
 
     def measure(self, item: Item, attempt: Attempt) -> Value:
         """Run the windows of an item, and add up their spans."""
@@ -255,21 +250,25 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
             for protocol, length, *numbers in value.get("sums", ()):
                 key = item.label, protocol, length, item.order
                 sums[key] = _plus(sums.get(key, NOTHING), numbers)
-            if value.get("curve"):
-                _add_curve(curves, item.label, value["curve"])
+            if part := value.get("curve"):
+                nats, tokens = [nan_if_none(loss) for loss in part["nats"]], part["tokens"]
+                if before := curves.get(item.label):
+                    nats = [a + b for a, b in zip(before[0], nats, strict=True)]
+                    tokens = [a + b for a, b in zip(before[1], tokens, strict=True)]
+                curves[item.label] = nats, tokens
         for (*_, index), total in sums.items() if self.settings.preset == "lm-eval" else ():
             if total[3] is not None:  # the harness counts re.split(r"\s+"): white ends too
                 total[3] += self.documents[index].white_ends
         labels = [candidate.label for candidate in self.candidates]
         protocols, longest = self.settings.protocols, self.settings.lengths[-1]
         reasons = Failures.of(self.items, values.get).reasons()
-        for label, cell in reasons:
-            if cell == ("prefix", longest):
-                curves.pop(label, None)  # of some documents only
         failures = [
             Failure(label, str(protocol), int(length), reason)
             for (label, (protocol, length)), reason in reasons.items()
         ]
+        for failure in failures:
+            if (failure.protocol, failure.length) == ("prefix", longest):
+                curves.pop(failure.method, None)  # of some documents only
         return PerplexityResult(
             settings=self.settings,
             candidates=[
@@ -293,16 +292,6 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
             fingerprint=self.fingerprint,
             **self.metadata,
         )
-
-
-def _add_curve(
-    curves: dict[str, tuple[list[float], list[int]]], label: str, part: Mapping[str, Any]
-) -> None:
-    count = len(part["nats"])
-    nats, tokens = curves.setdefault(label, ([0.0] * count, [0] * count))
-    for bucket, (loss, scored) in enumerate(zip(part["nats"], part["tokens"], strict=True)):
-        nats[bucket] += nan_if_none(loss)
-        tokens[bucket] += scored
 
 
 def _without_lost(window: Window, attempt: Attempt) -> Window:
@@ -369,9 +358,6 @@ def prepare(
 
     `name` is the model's in results, by default read from its config; `command` gives this result again. `load` loads
     the model and the tokenizer of a name, for an evaluator of LongPPL that is another model.
-
-    Raises:
-        PosencError: Options exclude each other, or no document can be used.
     """
     check_weights(model)
     candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
@@ -450,16 +436,15 @@ def make_settings(
     Raises:
         PosencError: An unknown preset or setting, or settings that exclude each other.
     """
-    own, policy = {}, "auto"
+    chosen, policy = {}, "auto"
     if preset is not None:
         if preset not in PRESETS:
             raise unknown("preset", preset, PRESETS)
-        own, policy = {**PRESETS[preset].settings, "preset": preset}, PRESETS[preset].bos
-    chosen = {**own, **{name: value for name, value in values.items() if value is not None}}
+        chosen, policy = {**PRESETS[preset].settings, "preset": preset}, PRESETS[preset].bos
+    chosen |= {name: value for name, value in values.items() if value is not None}
     names = [field.name for field in dataclasses.fields(Settings)]
-    for name in chosen:
-        if name not in names:
-            raise unknown("setting", name, names)
+    for name in sorted(set(chosen) - set(names)):
+        raise unknown("setting", name, names)
     if "lengths" not in chosen:
         chosen["lengths"] = default_lengths(original)
     return Settings(**chosen), policy if bos is None else bos

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -67,9 +67,6 @@ class Settings:
         prefill: Tokens that are run at a time, with the earlier keys and values cached; `None`: all at once.
         batch: Windows of one document and one shape that are run at once.
         preset: The preset that they come from.
-
-    Raises:
-        PosencError: Lengths, protocols or numbers that do not go together.
     """
 
     lengths: tuple[int, ...]
@@ -114,7 +111,15 @@ class Settings:
                 f"({self.lengths[0]}): the same tokens are scored at every length. Give longer --lengths, or "
                 f"--tail-tokens {default_tail_tokens(self.lengths)}."
             )
-        self._set_stride()
+        slides = "sliding" in self.protocols
+        if self.stride == 0:
+            half = max(1, self.lengths[0] // 2)
+            object.__setattr__(self, "stride", min(STRIDE, half) if slides else STRIDE)
+        if slides and self.stride > self.lengths[0]:
+            raise PosencError(
+                f"--stride {self.stride} is more than the shortest length ({self.lengths[0]}): the tokens between two "
+                f"windows would not be scored. Give --stride {self.lengths[0] // 2}, or longer --lengths."
+            )
         if "longppl" in self.protocols and self.evaluator is None:
             raise PosencError("longppl needs a model that selects the tokens: --longppl EVALUATOR.")
         self._check_stream()
@@ -129,18 +134,6 @@ class Settings:
         """Read the settings of a result; an earlier version's that determine nothing any more are left out."""
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in names})
-
-    def _set_stride(self) -> None:
-        """Set the default stride; refuse one that leaves tokens between the windows of `sliding` unscored."""
-        slides = "sliding" in self.protocols
-        if self.stride == 0:
-            half = max(1, self.lengths[0] // 2)
-            object.__setattr__(self, "stride", min(STRIDE, half) if slides else STRIDE)
-        if slides and self.stride > self.lengths[0]:
-            raise PosencError(
-                f"--stride {self.stride} is more than the shortest length ({self.lengths[0]}): the tokens between two "
-                f"windows would not be scored. Give --stride {self.lengths[0] // 2}, or longer --lengths."
-            )
 
     def _check_stream(self) -> None:
         """Refuse protocols of joined documents beside protocols of single documents, or of shorter ones."""
@@ -179,9 +172,8 @@ class Settings:
         text = DEFINITIONS[protocol].format(tail=f"{self.tail_tokens:,}", stride=f"{self.stride:,}")
         if self.windows_per_document is not None and protocol in ("tail", "sliding"):
             windows = f"{self.windows_per_document:,} evenly spaced window{'s' * (self.windows_per_document > 1)}"
-            text += f"; {windows} of each document" + ", the first one left out" * (
-                protocol == "sliding"
-            )
+            text += f"; {windows} of each document"
+            text += ", the first one left out" if protocol == "sliding" else ""
         if self.joined and protocol != "stream":
             text += "; the documents as one stream"
         by_tokens = protocol == "longppl" and self.aggregate != "documents"
@@ -244,7 +236,6 @@ class Span:
 
     @property
     def cell(self) -> tuple[str, int]:
-        """Protocol and length."""
         return self.protocol, self.length
 
 
@@ -299,26 +290,15 @@ def plan(
     They come shortest first: transformers' own dynamic RoPE keeps the largest length that it has read. With
     `shared_prefix`, one forward at the longest length gives the prefix of every length. That is correct only where the
     result for a token does not depend on the tokens behind it. `lengths` are some of the settings'.
-
-    Raises:
-        PosencError: The tail does not fit behind the special tokens of the shortest length.
     """
     lengths = sorted(settings.lengths if lengths is None else lengths)
     spans: dict[Window, list[Span]] = {}
     for protocol, length in itertools.product(settings.protocols, lengths):
-        cuts: Iterable[Cut]
         if protocol in ("prefix", "longppl"):
             end = (lengths[-1] if shared_prefix else length) - special
             cuts = [(Window(0, end, special, True), max(1, special), length, length)]
-        elif protocol == "tail":
-            cuts = _tail(tokens, settings, special, length)
-        elif protocol == "sliding":
-            cuts = _sliding(tokens, settings, special, length)
-        elif protocol == "disjoint":
-            cuts = _disjoint(tokens, special, length)
         else:
-            cuts = _stream(tokens, settings, special, length)
-        cuts = list(cuts)
+            cuts = list(_CUTTERS[protocol](tokens, settings, special, length))
         for index, (window, first, stop, new) in enumerate(cuts):
             weight = float(stop - first)
             if settings.aggregate == "windows":
@@ -333,6 +313,7 @@ def plan(
 
 
 def _tail(tokens: int, settings: Settings, special: int, length: int) -> Iterator[Cut]:
+    """Windows at even distances, the last at the end of the document."""
     extra = 0 if settings.read_last else 1
     size, scored = length + extra, settings.tail_tokens
     if size - scored < special:
@@ -340,23 +321,19 @@ def _tail(tokens: int, settings: Settings, special: int, length: int) -> Iterato
             f"The tail has {scored} tokens, and a length of {length} has room for {size - special} behind the special "
             f"tokens: give --tail-tokens {size - special} or fewer, or longer lengths."
         )
-    for end in _tail_ends(tokens, settings, special - extra):
-        window = Window(end - (size - special), end, special, settings.read_last)
-        yield window, size - scored, size, scored
+    first = settings.lengths[-1] - special + extra
+    count = min(settings.windows_per_document or 1, 1 + (tokens - first) // scored)
+    step = (tokens - first) / max(1, count - 1)
+    for end in [first + round(n * step) for n in range(count)] if count != 1 else [tokens]:
+        yield (
+            Window(end - size + special, end, special, settings.read_last),
+            size - scored,
+            size,
+            scored,
+        )
 
 
-def _tail_ends(tokens: int, settings: Settings, special: int) -> list[int]:
-    """Return the ends of the tail windows, the last at the end of the document."""
-    first = settings.lengths[-1] - special
-    room = 1 + (tokens - first) // settings.tail_tokens
-    count = min(settings.windows_per_document or 1, room)
-    if count == 1:
-        return [tokens]
-    step = (tokens - first) / (count - 1)
-    return [first + round(index * step) for index in range(count)]
-
-
-def _sliding(tokens: int, settings: Settings, special: int, length: int) -> list[Cut]:
+def _sliding(tokens: int, settings: Settings, special: int, length: int) -> Iterable[Cut]:
     """Press et al. 2022, appendix B; with special tokens in every window, as in jquesnelle/yarn."""
     cuts: list[Cut] = []
     reached, index = 0, 0
@@ -383,7 +360,7 @@ def _sliding(tokens: int, settings: Settings, special: int, length: int) -> list
     return cuts
 
 
-def _disjoint(tokens: int, special: int, length: int) -> Iterator[Cut]:
+def _disjoint(tokens: int, _: Settings, special: int, length: int) -> Iterator[Cut]:
     """lm-evaluation-harness's rolling windows with a context of 1, made disjoint.
 
     Every piece reads L tokens and predicts L. The last one reads L tokens too, reaching back as far as it must.
@@ -403,3 +380,11 @@ def _stream(tokens: int, settings: Settings, special: int, length: int) -> Itera
     body = length - special
     for begin in range(0, tokens - body, settings.stride)[:-1]:
         yield Window(begin, begin + body, special, True), max(1, special), length, body
+
+
+_CUTTERS: dict[str, Callable[[int, Settings, int, int], Iterable[Cut]]] = {
+    "tail": _tail,
+    "sliding": _sliding,
+    "disjoint": _disjoint,
+    "stream": _stream,
+}
