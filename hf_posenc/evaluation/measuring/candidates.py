@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,7 @@ from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent, Method, get_method
-from hf_posenc.model.discovery import rotary_tables
+from hf_posenc.model.discovery import RotaryTable, rotary_tables
 from hf_posenc.model.rotary import PosencRotary, RotaryWrapper, moves_with_length
 from hf_posenc.patch.config import PatchConfig, parse_method
 from hf_posenc.patch.patching import get_patch, patched
@@ -112,17 +113,12 @@ class Candidate:
         cls, parts: Sequence[Part], beside: Mapping[str, Any], name: str | None = None
     ) -> Candidate:
         """Return the candidate of some methods, with the text of `--patch` that measures it again."""
-        first, *others = parts
-        named = [
-            (first.method, {**first.options, **beside}),
-            *((part.method, part.options) for part in others),
-        ]
-        spec = "+".join(
-            f"{method}{':' if options else ''}"
-            + ",".join(f"{option}={_text(value)}" for option, value in options.items())
-            for method, options in named
-        )
-        return cls(spec, tuple(parts), beside, name)
+        specs = []
+        for index, part in enumerate(parts):
+            given = {**part.options, **(beside if index == 0 else {})}
+            options = ",".join(f"{option}={_text(value)}" for option, value in given.items())
+            specs.append(f"{part.method}:{options}" if options else part.method)
+        return cls("+".join(specs), tuple(parts), beside, name)
 
     @classmethod
     def installed(cls, config: PatchConfig) -> Candidate:
@@ -233,10 +229,7 @@ class Candidate:
         return _call("patch_model", options, "model", method)
 
     def checked(self, model: nn.Module) -> Candidate:
-        """Patch the model on trial; return the candidate with its `original` length, `moves` and `stateful`.
-
-        The error of a model that cannot be patched so names the candidate.
-        """
+        """Patch the model on trial; return the candidate with its `original` length, `moves` and `stateful`."""
         if not self.parts:
             moves, stateful = movement(model)
             return dataclasses.replace(self, moves=moves, stateful=stateful)
@@ -259,11 +252,10 @@ class Candidate:
     @contextlib.contextmanager
     def applied(self, model: nn.Module, length: int) -> Iterator[None]:
         """Patch the model for this length; undone on exit."""
-        if not self.patches:
-            yield
-            return
-        method, options = self.arguments(self.scale_at(length) or 1.0)
-        with patched(model, method, **options):
+        with contextlib.ExitStack() as stack:
+            if self.patches:
+                method, options = self.arguments(self.scale_at(length) or 1.0)
+                stack.enter_context(patched(model, method, **options))
             yield
 
 
@@ -282,19 +274,12 @@ def _automatic(named: list[tuple[str, dict[str, Any]]]) -> set[str]:
     without = {name: options for name, options in named if "scale" not in options}
     if required:
         return required & set(without)
-    return {
-        name
-        for name, options in without.items()
-        if default[name] is None and _accepts_scale(name, options)
-    }
-
-
-def _accepts_scale(name: str, options: dict[str, Any]) -> bool:
-    try:
-        get_method(name).from_options(scale=2.0, **options)
-    except PosencError:
-        return False
-    return True
+    automatic = set()
+    for name in (name for name in without if default[name] is None):
+        with contextlib.suppress(PosencError):
+            get_method(name).from_options(scale=2.0, **without[name])
+            automatic.add(name)
+    return automatic
 
 
 def _shown(option: str, value: Any) -> str:
@@ -324,10 +309,9 @@ def parse_candidates(specs: Sequence[str]) -> list[Candidate]:
 
 def check_unique(candidates: Sequence[Candidate]) -> None:
     """Refuse a candidate that is given twice."""
-    labels = [candidate.label for candidate in candidates]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise PosencError(f"--patch {label} is given twice.")
+    counts = Counter(candidate.label for candidate in candidates)
+    for label in (label for label, count in counts.items() if count > 1):
+        raise PosencError(f"--patch {label} is given twice.")
 
 
 def movement(model: nn.Module) -> tuple[bool, bool]:
@@ -335,27 +319,22 @@ def movement(model: nn.Module) -> tuple[bool, bool]:
 
     The modules are called, and the config is not read: a checkpoint may be dynamic, or LongRoPE, by itself.
     """
-    own = False
-    for table in rotary_tables(model):
-        rotary = model.get_submodule(table.name)
-        tensors = [*rotary.buffers(), *rotary.parameters(), *model.parameters()]
-        own = own or (
-            not _is_patched(rotary, table.label)
-            and moves_with_length(rotary, table.label, tensors[0].device)
-        )
+    own = any(_moves(model, table) for table in rotary_tables(model))
     state = state_of(model)
     methods = () if state is None else state.methods
     patch = any(isinstance(each, LengthDependent) and each.update != "row" for each in methods)
     return own or patch, own
 
 
-def _is_patched(rotary: nn.Module, label: str) -> bool:
-    """Return whether a patch sets the frequencies of a table."""
-    while isinstance(rotary, RotaryWrapper):
-        if isinstance(rotary, PosencRotary) and label in rotary.specs:
-            return True
-        rotary = rotary.base
-    return False
+def _moves(model: nn.Module, table: RotaryTable) -> bool:
+    """Return whether a table depends on the length of the text, and no patch sets its frequencies."""
+    base = rotary = model.get_submodule(table.name)
+    while isinstance(base, RotaryWrapper):
+        if isinstance(base, PosencRotary) and table.label in base.specs:
+            return False
+        base = base.base
+    tensors = [*rotary.buffers(), *rotary.parameters(), *model.parameters()]
+    return moves_with_length(rotary, table.label, tensors[0].device)
 
 
 def original_length(model: nn.Module, candidates: Sequence[Candidate]) -> int | None:

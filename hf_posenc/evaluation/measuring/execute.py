@@ -142,13 +142,9 @@ class Measurement(Generic[ItemT, ResultT]):
 
         `waiting` is called once with the number of missing items when a launched process has waited long. Without a
         folder nothing is written.
-
-        Raises:
-            PosencError: The folder cannot be written to, or another process writes the same share.
         """
         if folder is None:
-            records = Records()
-            execute(self, records, shard, progress)
+            execute(self, records := Records(), shard, progress)
             return collected(self, records)
         with self.open(folder, shard) as store:
             execute(self, store, shard, progress)
@@ -184,8 +180,7 @@ class Failures:
 
     def precede(self, item: Item, cell: Cell) -> bool:
         """Return whether an earlier item of the cell has failed."""
-        first = self._first.get((item.label, cell))
-        return first is not None and first[0] < item.order
+        return self._first.get((item.label, cell), (item.order, ""))[0] < item.order
 
     def reasons(self) -> dict[tuple[str, Cell], str]:
         """Return the reason of every failure by label and cell, in the order in which they were noted."""
@@ -222,8 +217,7 @@ class Attempt:
         Any exception is a failure: a family may fail in its own way past its trained length, and the run continues
         without the number.
         """
-        cuda = torch.cuda.is_available()
-        if cuda:
+        if cuda := torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         began = time.perf_counter()
         try:
@@ -277,6 +271,10 @@ def execute(
     total, done = sum(item.cost for item in todo), 0
     scorer.patient = not strict
     on_cpu = bool(todo) and next(model.parameters()).device.type == "cpu"
+
+    def report(label: str, before: int, tokens: int) -> None:
+        progress(label, before + tokens, total)
+
     with _threads(store.threads if on_cpu else None), evaluation_mode(model):
         measurement.prepare(store, todo)
         for _, group in itertools.groupby(todo, key=_patch_key):
@@ -291,8 +289,7 @@ def execute(
                         raise
                     refusal = error
                 for item in items:
-                    report = partial(_report, progress, item.label, done, total)
-                    attempt = Attempt(item, failures, report, strict)
+                    attempt = Attempt(item, failures, partial(report, item.label, done), strict)
                     if item.cells and all(map(attempt.is_lost, item.cells)):
                         value: Value = {"skipped": True}
                     elif refusal is not None:
@@ -327,14 +324,10 @@ def _threads(count: int | None) -> Iterator[None]:
         torch.set_num_threads(own)
 
 
-def _report(progress: Progress, label: str, before: int, total: int, tokens: int) -> None:
-    progress(label, before + tokens, total)
-
-
-def _patch_key(item: Item) -> tuple[Any, ...]:
+def _patch_key(item: Item) -> tuple[Any, ...] | None:
     """Items of one key are measured under one patch."""
     if item.candidate is None:
-        return (None,)
+        return None
     return item.candidate.key, item.length if item.candidate.auto_scale else None
 
 
@@ -343,11 +336,10 @@ def patched_in(
     model: nn.Module, scorer: FrugalScorer, candidate: Candidate | None, length: int
 ) -> Iterator[None]:
     """Patch a candidate in (`None`: none) at a length, and set the scorer for it; undone on exit."""
-    if candidate is None:
-        yield
-        return
-    scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
-    with candidate.applied(model, length):
+    with contextlib.ExitStack() as stack:
+        if candidate is not None:
+            scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
+            stack.enter_context(candidate.applied(model, length))
         yield
 
 

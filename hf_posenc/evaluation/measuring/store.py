@@ -17,10 +17,10 @@ import re
 import time
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from filelock import FileLock, Timeout
@@ -140,8 +140,9 @@ class Store(Records):
                 about = {} if command is None else {"command": command}
                 write_atomically(self.folder / "settings.json", to_json({**about, **settings}))
             self.threads = self._first_threads()
-            self._remove_torn_line()
-            self._file: BinaryIO = self._path.open("ab")
+            if self._path.exists():  # a kill may have left its last line incomplete
+                os.truncate(self._path, self._path.read_bytes().rfind(b"\n") + 1)
+            self._file = self._path.open("ab", buffering=0)
             self._unsynced, self._synced_at = False, 0.0
             self.refresh()
         except (OSError, PosencError) as error:
@@ -164,13 +165,17 @@ class Store(Records):
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
         """Store a value; on return it is in the file. If it cannot be written, all earlier records are intact."""
         line = _line(key, value)
-        end = self._file.tell()
-        try:
-            self._file.write(line)
-            self._file.flush()
-        except OSError as error:
-            self._undo_write(end)
-            raise self._unwritable(error) from error
+        end = os.fstat(self._file.fileno()).st_size
+        with self._writing():
+            try:
+                written = 0
+                while written < len(
+                    line
+                ):  # the file has no buffer, which would write the rest again
+                    written += self._file.write(line[written:])
+            except OSError:
+                self._file.truncate(end)
+                raise
         self._unsynced = True
         if time.monotonic() >= self._synced_at + SYNC:
             self._sync()
@@ -225,40 +230,22 @@ class Store(Records):
             write_atomically(path, _line(("threads",), {"count": count}).decode())
             return count
 
-    def _remove_torn_line(self) -> None:
-        """Remove a last line that a kill left incomplete."""
-        if not self._path.exists():
-            return
-        with self._path.open("rb+") as file:
-            text = file.read()
-            file.truncate(text.rfind(b"\n") + 1)
-
     def _sync(self) -> None:
         """Wait until all lines of this process are on the disk."""
         if self._unsynced:
-            try:
+            with self._writing():
                 os.fsync(self._file.fileno())
-            except OSError as error:
-                raise self._unwritable(error) from error
             self._unsynced, self._synced_at = False, time.monotonic()
 
-    def _unwritable(self, error: OSError) -> PosencError:
-        return PosencError(
-            f"{self._path} cannot be written: {error.strerror or error}. Everything measured before is kept: "
-            "make room and run the same command again."
-        )
-
-    def _undo_write(self, end: int) -> None:
-        """After a failed write: drop the buffer, and truncate the file to its last complete line."""
-        descriptor = os.dup(self._file.fileno())
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
         try:
-            self._file.close()  # tries to write the rest again
-        except OSError:
-            pass
-        finally:
-            os.ftruncate(descriptor, end)
-            os.close(descriptor)
-            self._file = self._path.open("ab")
+            yield
+        except OSError as error:
+            raise PosencError(
+                f"{self._path} cannot be written: {error.strerror or error}. Everything measured before is kept: "
+                "make room and run the same command again."
+            ) from error
 
 
 _CHECKSUM = b', "crc32": %d}'

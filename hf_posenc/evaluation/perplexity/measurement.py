@@ -71,7 +71,6 @@ class Item(machine.Item):
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return what identifies the item in `timings.json`, beside its method."""
         return {"lengths": list(self.lengths), "document": self.document}
 
 

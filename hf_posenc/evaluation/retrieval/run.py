@@ -54,7 +54,6 @@ class Item(machine.Item):
 
     @property
     def about(self) -> dict[str, Any]:
-        """Return what identifies the item in `timings.json`, beside its method."""
         s = self.sample
         return {"task": s.task, "length": s.length, "depth": s.depth, "sample": s.number}
 
