@@ -108,19 +108,15 @@ def read_paths(
 
 def files_of(argument: str, path: Path, folder: bool) -> Iterator[Path | Skipped]:
     """Yield the files of an argument: itself, those below a folder, or the matches of a pattern."""
-    files: Iterable[Path | Skipped]
+    files: Iterator[Path | Skipped]
     if os.path.lexists(path):
         files = _below(path)
     else:
         matches = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
         files = (Path(file) for file in matches if not os.path.isdir(file))  # noqa: PTH112
-    empty = True
-    for file in files:
-        empty = False
-        yield file
-    if empty:
-        reason = "a folder without files" if folder else "no such file"
-        yield Skipped(printable(path if folder else argument), reason)
+    reason = "a folder without files" if folder else "no such file"
+    yield next(files, Skipped(printable(path if folder else argument), reason))
+    yield from files
 
 
 def _below(path: Path) -> Iterator[Path | Skipped]:
@@ -150,9 +146,8 @@ def _read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[
 
     Without the type of its ids, a `.bin` file is refused, since it may be anything.
     """
-    suffix, compressed = path.suffix.lower(), path.suffix.lower() in _COMPRESSED
-    if compressed:
-        suffix = Path(path.stem).suffix.lower()
+    compressed = path.suffix.lower() in _COMPRESSED
+    suffix = Path(path.stem if compressed else path).suffix.lower()
     if suffix in (".jsonl", ".ndjson"):
         yield from _read_jsonl(path, column)
     elif suffix in (".parquet", ".npy", ".bin") and compressed:
@@ -225,25 +220,21 @@ def _read_text(path: Path, compressed: bool) -> Document | LongDocument:
 def _content(path: Path) -> Iterator[IO[bytes]]:
     """Open a file, decompressed if its name ends in `.gz` or `.zst`."""
     _regular_size(path)
-    kind = _COMPRESSED.get(path.suffix.lower(), "a file")
-    with _readable(kind):
+    suffix = path.suffix.lower()
+    kind = _COMPRESSED.get(suffix, "a file")
+    with _readable(kind), path.open("rb") as file:
+        content: Any = file
+        if suffix == ".gz":
+            content = gzip.GzipFile(fileobj=file)
+        elif suffix == ".zst":
+            stream = _pyarrow("pyarrow", suffix).CompressedInputStream(file, "zstd")
+            content = io.BufferedReader(stream, PIECE)
         try:
-            with _opened(path) as file:
-                yield file
+            yield content
         except (EOFError, OSError) as error:
             if isinstance(error, EOFError) or "Truncated" in str(error):
                 raise UnreadableError(f"truncated: its {kind} ends too early") from error
             raise
-
-
-def _opened(path: Path) -> IO[bytes]:
-    suffix = path.suffix.lower()
-    if suffix == ".gz":
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if suffix == ".zst":
-        stream = _pyarrow("pyarrow", suffix).CompressedInputStream(path.open("rb"), "zstd")
-        return io.BufferedReader(stream, PIECE)
-    return path.open("rb")
 
 
 def _pyarrow(module: str, suffix: str) -> Any:

@@ -30,11 +30,10 @@ from hf_posenc.evaluation.options import DocumentOptions, ReadingOptions
 
 
 def read_embedded() -> Iterator[Document]:
-    """Yield the held-out modules of the running Python: text that the embedded model was not trained on."""
+    """Return the held-out modules of the running Python: text that the embedded model was not trained on."""
     from hf_posenc.embedded import held_out_documents
 
-    for name, text in held_out_documents():
-        yield Document(name, text)
+    return itertools.starmap(Document, held_out_documents())
 
 
 @dataclass(frozen=True)
@@ -95,16 +94,8 @@ class Source:
     ) -> list[TokenizedDocument]:
         """Return the same documents in another tokenizer's tokens; reading stops after the last of them."""
         names = {document.name for document in documents}
-
-        def same() -> Iterable[Entry]:
-            for entry in self.read():
-                if entry.name in names:
-                    names.discard(entry.name)
-                    yield entry
-                if not names:
-                    return
-
-        return load_documents(same(), tokenizer, min_tokens=1)[0]
+        same = (entry for entry in self.read() if entry.name in names)
+        return load_documents(same, tokenizer, min_tokens=1, limit=len(names))[0]
 
 
 def source_of(options: DocumentOptions) -> Source:
@@ -119,13 +110,11 @@ def source_of(options: DocumentOptions) -> Source:
     }
     if options.text:
         paths = list(options.text)
-        # os.path, since pathlib raises for a name that is too long
-        configs = {path: os.path.join(path, "config.json") for path in paths}  # noqa: PTH118
-        model = next((path for path in paths if os.path.isfile(configs[path])), None)  # noqa: PTH113
-        if model is not None:
-            raise PosencError(
-                f"--text {model} is a model's folder. MODEL goes in front of the options."
-            )
+        for path in paths:  # os.path, since pathlib raises for a name that is too long
+            if os.path.isfile(os.path.join(path, "config.json")):  # noqa: PTH113, PTH118
+                raise PosencError(
+                    f"--text {path} is a model's folder. MODEL goes in front of the options."
+                )
         reading["token_dtype"] = options.token_dtype
         about = {"kind": "text", "paths": [printable(path) for path in paths], **reading}
         return Source(lambda: read_paths(paths, **reading), about, False, cache)
@@ -142,35 +131,24 @@ def source_of(options: DocumentOptions) -> Source:
 def refuse_ignored(options: DocumentOptions) -> None:
     """Raise if an option was given that nothing in these documents would use."""
     paths, hub = [Path(path).expanduser() for path in options.text or ()], options.dataset
-    saved = [is_saved(path) for path in (*paths, *(() if hub is None else (Path(hub),)))]
-
-    def any_file(*endings: str) -> bool:
-        files = (file for path in paths for file in files_of(str(path), path, path.is_dir()))
-        return any(end in printable(f) for f in files if isinstance(f, Path) for end in endings)
-
-    with_rows = hub is not None or any(saved)
-    users: dict[str, tuple[str, Callable[[], bool]]] = {
-        "config": ("a --dataset on the hub", lambda: hub is not None and not any(saved)),
-        "split": ("a --dataset", lambda: with_rows),
-        "streaming": ("a --dataset on the hub", lambda: hub is not None and not any(saved)),
-        "column": (
-            "rows (a --dataset, JSON lines or parquet) without --tokenized",
-            lambda: (
-                options.tokenized is None
-                and (with_rows or any_file(".jsonl", ".ndjson", ".parquet"))
-            ),
-        ),
-        "token_dtype": (
-            "a .bin file in --text",
-            lambda: any(str(path).endswith(".bin") for path in paths),
-        ),
+    saved = any(map(is_saved, paths if hub is None else (*paths, Path(hub))))
+    on_hub, rows = hub is not None and not saved, hub is not None or saved
+    files = (file for path in paths for file in files_of(str(path), path, path.is_dir()))
+    names = (printable(file) for file in files if isinstance(file, Path))
+    with_rows = (end in name for name in names for end in (".jsonl", ".ndjson", ".parquet"))
+    column = "rows (a --dataset, JSON lines or parquet) without --tokenized"
+    users: dict[str, tuple[str, Iterable[bool]]] = {
+        "config": ("a --dataset on the hub", [on_hub]),
+        "split": ("a --dataset", [rows]),
+        "streaming": ("a --dataset on the hub", [on_hub]),
+        "column": (column, itertools.chain([rows], with_rows) if options.tokenized is None else ()),
+        "token_dtype": ("a .bin file in --text", (str(path).endswith(".bin") for path in paths)),
     }
-    for name, (user, is_used) in users.items():
+    for name, (user, uses) in users.items():
         value = getattr(options, name)
-        if value != getattr(DocumentOptions, name) and not is_used():
-            given = (
-                "--no-streaming" if name == "streaming" else f"--{name.replace('_', '-')} {value}"
-            )
+        if value != getattr(DocumentOptions, name) and not any(uses):
+            given = f"--{name.replace('_', '-')} {value}"
+            given = "--no-streaming" if name == "streaming" else given
             raise PosencError(
                 f"{given} is for {user}, and nothing here would use it: leave it out."
             )
