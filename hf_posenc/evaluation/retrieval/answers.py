@@ -79,10 +79,12 @@ class AnswerScorer:
                 release(error)  # answers scored one by one need no cache
         if predicted is None:
             predicted = self._forward(prompt, answer)
-        right = _sum(predicted.log_softmax(-1), answer.ids)
+        predicted = _single(predicted)
+        right = _log_likelihood(predicted, answer.ids)
         hits = predicted.argmax(-1).cpu() == torch.tensor(answer.ids)
         if wrong and sums is None:
-            sums = [right, *(self._alone(prompt, other) for other in wrong)]
+            alone = (_log_likelihood(self._forward(prompt, other), other.ids) for other in wrong)
+            sums = [right, *alone]
         if not all(map(math.isfinite, (right, *(sums or ())))):
             raise NotFiniteError("the logits are not finite")
         starts = (0, *answer.ends)
@@ -95,15 +97,12 @@ class AnswerScorer:
             candidates=None if sums is None else len(sums),
         )
 
-    def _alone(self, prompt: Prompt, answer: Answer) -> float:
-        return _sum(self._forward(prompt, answer).log_softmax(-1), answer.ids)
-
     def _forward(self, prompt: Prompt, answer: Answer) -> Tensor:
         """Return the logits that predict an answer, shape (tokens, vocabulary), from a forward of its own."""
         ids = torch.cat([prompt.ids, torch.tensor(answer.ids)])
         # The last token predicts nothing, but where the length matters it is of that length.
         read_last = not self.scorer.pieces
-        return _float(self.scorer.logits(ids, len(prompt.ids), read_last=read_last))
+        return self.scorer.logits(ids, len(prompt.ids), read_last=read_last)
 
     def _with_cache(self, prompt: Prompt) -> tuple[Tensor, list[float] | None]:
         """Return the logits that predict the answer, and the sums of all answers read from the cache if it is exact."""
@@ -113,22 +112,23 @@ class AnswerScorer:
         output: Any = self.model(
             input_ids=read.unsqueeze(0).to(device), use_cache=True, logits_to_keep=len(answer)
         )
-        predicted = _float(output.logits[0])
+        predicted = output.logits[0]
         cache = getattr(output, "past_key_values", None)
         if not _crop(cache, len(answer) - 1):
             cache = self._recording_cache(prompt)
         if cache is None:
             return predicted, None
-        first = predicted[0].log_softmax(-1)
-        sums: list[float] = []
+        dtype = next(self.model.parameters()).dtype
+        plain, sums = _log_likelihood(predicted, answer), []
         # The right answer again at the end: the distractors must have left no trace.
         for candidate in (prompt.answer, *prompt.distractors, prompt.answer):
-            total, more = float(first[candidate.ids[0]]), len(candidate.ids) - 1
-            if more:
+            total = _log_likelihood(predicted[:1], candidate.ids[:1])
+            if more := len(candidate.ids) - 1:
                 ids = torch.tensor([candidate.ids[:-1]], device=device)
                 output = self.model(input_ids=ids, past_key_values=cache, use_cache=True)
-                total += _sum(_float(output.logits[0]).log_softmax(-1), candidate.ids[1:])
-            if candidate is prompt.answer and not self._same(predicted, answer, total):
+                total += _log_likelihood(output.logits[0], candidate.ids[1:])
+            exact = abs(plain - total) / len(answer) <= SAME.get(dtype, SAME_HALF)
+            if candidate is prompt.answer and not exact:
                 return predicted, None
             sums.append(total)
             if not _crop(cache, more):
@@ -145,11 +145,6 @@ class AnswerScorer:
         cache.activate_past_recording()  # records only what follows a prefill
         return cache
 
-    def _same(self, predicted: Tensor, answer: Sequence[int], total: float) -> bool:
-        dtype = next(self.model.parameters()).dtype
-        off = abs(_sum(predicted.log_softmax(-1), answer) - total) / len(answer)
-        return off <= SAME.get(dtype, SAME_HALF)
-
 
 def _crop(cache: Any, tokens: int) -> bool:
     """Remove the last tokens from a cache; return False if it cannot, such as a full sliding window."""
@@ -161,14 +156,14 @@ def _crop(cache: Any, tokens: int) -> bool:
     return False
 
 
-def _sum(log_probabilities: Tensor, ids: Sequence[int]) -> float:
-    """Return the summed log probability of tokens, in float64."""
-    index = torch.tensor(ids, device=log_probabilities.device).unsqueeze(-1)
-    return float(log_probabilities.gather(-1, index).double().sum())
-
-
-def _float(logits: Tensor) -> Tensor:
+def _single(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _log_likelihood(logits: Tensor, ids: Sequence[int]) -> float:
+    """Return the summed log probability of tokens, in float64, from their logits, shape (n, vocabulary)."""
+    index = torch.tensor(ids, device=logits.device).unsqueeze(-1)
+    return float(_single(logits).log_softmax(-1).gather(-1, index).double().sum())
 
 
 _CONTROL = re.compile(r"[\x00-\x1f]")

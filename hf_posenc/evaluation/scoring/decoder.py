@@ -92,8 +92,7 @@ def hidden_states(output: Any) -> Tensor | None:
 def sliced(output: Any, positions: slice) -> Any:
     """Return a decoder's output with the last hidden states of these positions only.
 
-    A head may read more than the last hidden states: several streams of the same positions, one behind the other, shape
-    (batch, streams x n, hidden), are sliced stream by stream.
+    Several streams of the same positions, one behind the other, shape (batch, streams x n, hidden), are sliced each.
     """
     hidden = hidden_states(output)
     assert hidden is not None

@@ -97,14 +97,14 @@ def run_cost(
     """Return the cost of many windows: the sums of tokens and operations, and the memory of the most expensive window.
 
     The model is as it will run: patched, with its attention backend, on any device. A forward is the tokens of a window
-    and how many of them are scored; at most `batch` windows are run at once. By default, the chunk is that of
-    `TokenScorer`, the decoder runs all tokens at a time and the dtype is the model's. `full_logits`: no head replay.
+    and how many of them are scored; at most `batch` windows are run at once. The defaults are those of `TokenScorer`,
+    and the model's dtype. `full_logits`: no head replay.
     """
     counted = Counter(forwards)
     if not counted:
         raise PosencError("There is no window to estimate: give one or more.")
-    least = {"length": min(counted)[0], "windows": batch}
-    for name, value in {**least, "chunk": chunk, "prefill_chunk": prefill_chunk}.items():
+    sizes = {"windows": batch, "chunk": chunk, "prefill_chunk": prefill_chunk}
+    for name, value in {"length": min(counted)[0], **sizes}.items():
         if value is not None and value < 1:
             raise PosencError(f"{name} is at least 1, not {value}.")
     shape, weights = read_shape(model), _weights(model, dtype)
@@ -116,6 +116,10 @@ def run_cost(
         run, together = _Pass(piece, tokens, size), min(batch, count)
         rows = min(chunk, together * min(scored, piece))
         held = rows * shape.vocabulary * size if run.pieced else 0
+        # One chunk, or without head replay the whole text, is held while the next chunk is computed: a float32 copy of
+        # logits of half precision, and the log-softmax.
+        logits = (together * tokens if full_logits else rows) * size
+        logits += rows * (size if size >= _FLOAT else 2 * _FLOAT)
         cost = Cost(
             tokens=tokens * count,
             flops=_flops(shape, tokens, scored) * count,
@@ -123,7 +127,7 @@ def run_cost(
             activations=together * _activations(shape, run) + held,
             cache=together * _cache(shape, run),
             hidden=together * piece * shape.hidden * size,
-            logits=_logits(shape, rows, size, whole=together * tokens if full_logits else 0),
+            logits=logits * shape.vocabulary,
         )
         costs.append(cost)
     return replace(
@@ -174,20 +178,11 @@ class _Pass:
 
 
 def _cache(shape: ModelShape, run: _Pass) -> int:
-    """Return the bytes of all layers' keys and values, if the prefill is in pieces; one of them grows into a copy."""
+    """Return the bytes of the keys and values of a prefill in pieces; one layer's grow into a copy."""
     if not run.pieced:
         return 0
     layers = [layer.cached * run.keys_of(layer) for layer in shape.attentions]
     return (sum(layers) + max(layers, default=0) // 2) * run.size
-
-
-def _logits(shape: ModelShape, rows: int, size: int, whole: int) -> int:
-    """Return the bytes of logits, of a float32 copy if they are of half precision, and of the log-softmax.
-
-    One chunk of `rows` tokens, or without head replay the `whole` text, is held while the next chunk is computed.
-    """
-    derived = size if size >= _FLOAT else 2 * _FLOAT
-    return ((whole or rows) * size + rows * derived) * shape.vocabulary
 
 
 def _activations(shape: ModelShape, run: _Pass) -> int:
@@ -212,10 +207,8 @@ def _attention(shape: ModelShape, layer: Attention, run: _Pass, masked: bool) ->
     total = (query + layer.cached) * run.queries * run.size
     if layer.encoding is not None:
         total += _ROTATIONS * query * run.queries * _FLOAT
-        kernels = (
-            shape.device.type == "cpu" and not run.pieced and layer.encoding.plan.kernel is not None
-        )
-        if not kernels:  # blocks of scores instead
+        if shape.device.type != "cpu" or run.pieced or layer.encoding.plan.kernel is None:
+            # No kernels: blocks of scores.
             rows = max(_LEAST_ROWS, SCRATCH // (layer.heads * keys))
             total += min(rows, run.queries) * layer.heads * keys * _EXACT
         return total
@@ -264,14 +257,10 @@ def _weights(model: nn.Module, dtype: torch.dtype | None) -> int:
 
 @dataclass(frozen=True)
 class Attention:
-    """Sizes of one attention layer.
+    """Sizes of one attention layer, patched with `encoding` or not; `key_heads` are those of keys and values.
 
-    Attributes:
-        key_heads: Key and value heads, as they are cached.
-        key_dim: Features of a query and of a key.
-        window: Tokens that a query attends to, itself included; of a chunk, if `chunked`; `None`: all before it.
-        chunked: Queries attend to what is before them in their own chunk.
-        encoding: The encoding of a patch on this layer's attention.
+    A query attends to `window` tokens, itself included (`None`: all before it); if `chunked`, to those before it in its
+    own chunk of that size.
     """
 
     heads: int
@@ -290,12 +279,10 @@ class Attention:
 
 @dataclass(frozen=True)
 class Layer:
-    """Sizes of one decoder layer.
+    """Sizes of one decoder layer; `attention` is `None` if it mixes tokens in another way.
 
-    Attributes:
-        weights: Weights that a token is multiplied by, of the experts those that it is sent to.
-        intermediate: Features of a token that are in memory at once within the MLP or the experts.
-        attention: `None` if the layer mixes tokens in another way.
+    A token is multiplied by `weights`, of experts those that it is sent to; `intermediate` features of it are in memory
+    at once within the MLP or the experts.
     """
 
     weights: float
@@ -311,7 +298,6 @@ class ModelShape:
         head: Weights of the head.
         around: Weights that a token is multiplied by between the layers, head and embeddings aside.
         embeddings: Tables that are added up before the first layer.
-        implementation: The attention implementation, by transformers' name.
         own_attention: The family computes its scores in its own way, which needs more memory than transformers'.
     """
 
@@ -387,7 +373,7 @@ def _of_text(decoder: nn.Module) -> Iterator[nn.Module]:
 
 
 def read_layer(layer: nn.Module, config: Any, hidden: int) -> Layer:
-    """Return the sizes of one layer, from its module and the config of the text decoder."""
+    """Return the sizes of one layer."""
     experts = _first_int(config, _EXPERTS) or 0
     live = (getattr(module, "top_k", None) for module in layer.modules())
     per_token = next((k for k in live if isinstance(k, int)), None)
@@ -402,10 +388,8 @@ def read_layer(layer: nn.Module, config: Any, hidden: int) -> Layer:
     for module in layer.modules():
         own = _own_weights(module, experts, chosen)
         weights += own * chosen / experts if id(module) in inside else own
-    attention = next(
-        (found for module in layer.modules() if (found := _read_attention(module, config))), None
-    )
-    return Layer(weights, _mlp(layer, hidden, experts, chosen, inside), attention)
+    attentions = filter(None, (_read_attention(module, config) for module in layer.modules()))
+    return Layer(weights, _mlp(layer, hidden, experts, chosen, inside), next(attentions, None))
 
 
 def _own_weights(module: nn.Module, experts: int = 0, chosen: int = 1) -> float:
@@ -436,8 +420,7 @@ def _of_experts(parameter: nn.Parameter, experts: int) -> bool:
 def _mlp(layer: nn.Module, hidden: int, experts: int, chosen: int, inside: set[int]) -> float:
     """Return the features of a token that are in memory at once, in the widest of the layer's MLPs.
 
-    An MLP ends in a projection from an intermediate size to the hidden one, and has projections to that size (a gate
-    and a value, apart or in one) on the same module.
+    An MLP is a projection from an intermediate size to the hidden one, beside those to that size (gate and value).
     """
     widest = 0.0
     for module in layer.modules():
@@ -476,11 +459,10 @@ def _read_attention(module: nn.Module, config: Any) -> Attention | None:
     heads = _first_int(module, ("num_heads", "num_attention_heads")) or config.num_attention_heads
     if size is None:
         size = _first_int(config, ("head_dim",)) or config.hidden_size // heads
-    groups = _first_int(module, ("num_key_value_groups",))
     names = ("num_key_value_heads", "num_kv_heads")
-    key_heads = (
-        heads // groups if groups else _first_int(module, names) or _first_int(config, names)
-    )
+    key_heads = _first_int(module, names) or _first_int(config, names)
+    if groups := _first_int(module, ("num_key_value_groups",)):
+        key_heads = heads // groups
     chunked = kind.startswith("chunked")
     layer = module.__dict__.get(LAYER)
     return Attention(

@@ -68,11 +68,11 @@ class TokenScorer:
     Attributes:
         exact: Whether the probe's logits by head replay were bit-identical to those of the plain forward.
         replays: Whether head replay is in use; False means full logits, and no prefill in pieces.
-        prefill: As above; may be changed between calls, as `chunk` may.
+
+    `chunk` and `prefill` may be changed between calls.
 
     Raises:
-        PosencError: The model is an encoder-decoder, does not return logits for every token or reads ahead; or `chunk`
-            is below 1, or `prefill` below 2.
+        PosencError: The model is an encoder-decoder, does not return logits for every token or reads ahead.
     """
 
     def __init__(
@@ -85,8 +85,7 @@ class TokenScorer:
     ) -> None:
         for name, tokens, least in (("chunk", chunk, 1), ("prefill", prefill, LEAST)):
             if tokens is not None and tokens < least:
-                some = "1 token" if least == 1 else f"{least} tokens"
-                raise PosencError(f"A {name} has at least {some}, not {tokens}.")
+                raise PosencError(f"A {name} has at least {least} tokens, not {tokens}.")
         self.model = model
         self.prefill: int | None = None
         self._options = without_cache(model)
@@ -162,10 +161,10 @@ class TokenScorer:
         decoder = self._decoder
         assert decoder is not None
         step = self._step(windows)
-        for offset, length, output in self._hidden(windows, decoder, pieces):
-            lowest = max(start, offset)
-            for begin in range(lowest, min(stop, offset + length), step):
-                end = min(begin + step, stop, offset + length)
+        for offset, behind, output in self._hidden(windows, decoder, pieces):
+            lowest, highest = max(start, offset), min(stop, behind)
+            for begin in range(lowest, highest, step):
+                end = min(begin + step, highest)
                 # Some processors round products of few rows differently: a short last chunk repeats rows before it.
                 low = max(lowest, min(begin, end - min(step, _TILE)))
                 part, ids = sliced(output, slice(low - offset, end - offset)), windows[:, low:end]
@@ -176,7 +175,7 @@ class TokenScorer:
     def _hidden(
         self, windows: Tensor, decoder: nn.Module, pieces: Pieces | None
     ) -> Iterator[tuple[int, int, Any]]:
-        """Run the decoder; yield the offset, the length and the output of every piece of the prefill."""
+        """Run the decoder; yield the begin, the end and the output of every piece of the prefill."""
         output: Any = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +197,7 @@ class TokenScorer:
                     # A head may count the token ids and fail on a single position. The decoder's output is complete.
                     if output is None or pieces is not None:
                         raise
-            yield begin, end - begin, output
+            yield begin, end, output
 
     def _losses(self, ids: Tensor, pieces: Pieces | None) -> Tensor:
         """Return the losses of a text run in these pieces, shape (n - 1,)."""
@@ -258,7 +257,7 @@ class FrugalScorer:
     """Scores windows of one shape, `batch` of them at once, and fewer whenever memory runs out.
 
     The batch is reduced first, then the number of logits, then the tokens of a prefill. A reduction is kept, so that
-    later windows do not run out of memory anew.
+    later windows do not run out of memory anew. Once nothing is left to reduce, the platform's error is raised.
 
     Attributes:
         pieces: Whether a prefill in pieces gives the same numbers for the current patch.
@@ -274,10 +273,7 @@ class FrugalScorer:
     def __call__(
         self, windows: Sequence[Tensor], first: int, *, read_last: bool = True
     ) -> list[Tensor]:
-        """Return the losses of windows of shape (n,), each with the arguments and the result of `TokenScorer`.
-
-        The platform's out-of-memory error is raised once nothing is left to reduce.
-        """
+        """Return the losses of windows of shape (n,), each with the arguments and the result of `TokenScorer`."""
         done: list[Tensor] = []
         while len(done) < len(windows):
             part = list(windows[len(done) : len(done) + self.batch])
@@ -296,10 +292,9 @@ class FrugalScorer:
             parts = list(self.scorer.logits(ids, first, read_last=read_last))
             return torch.cat([part.to(parts[0].device) for part in parts])
 
-        while True:
-            logits = self._attempt(joined, ids, len(ids) - first)
-            if logits is not None:
-                return logits
+        while (logits := self._attempt(joined, ids, len(ids) - first)) is None:
+            pass
+        return logits
 
     def reset(self, ids: Tensor) -> None:
         """Make a stateful model forget the largest length it has read; it reads two of these token ids."""
@@ -338,12 +333,9 @@ class FrugalScorer:
             self.batch = max(1, len(ids) // 2)
         elif self.scorer.chunk > LEAST_CHUNK and scored > LEAST_CHUNK:
             self.scorer.chunk = max(LEAST_CHUNK, min(self.scorer.chunk, tokens) // SHRINK)
-        elif (
-            self.pieces
-            and self.scorer.replays
-            and self.scorer.refused is None  # else they would be run whole all the same
-            and pieced > LEAST_PREFILL
-        ):
+        elif pieced > LEAST_PREFILL and self.pieces and self.scorer.replays:
+            if self.scorer.refused is not None:  # they are run whole all the same
+                return False
             self.scorer.prefill = max(LEAST_PREFILL, pieced // SHRINK)
         else:
             return False

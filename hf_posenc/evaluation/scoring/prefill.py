@@ -66,10 +66,7 @@ class Pieces:
         return list(itertools.pairwise(edges))
 
     def arguments(self, output: Any, windows: Tensor, begin: int, end: int) -> dict[str, Any]:
-        """Return the arguments for the forward of tokens `begin .. end-1` of windows of shape (windows, n).
-
-        The output of the piece before contains the cache.
-        """
+        """Return the arguments for tokens `begin .. end-1` of windows (k, n), after the output of a piece."""
         arguments: dict[str, Any] = {"use_cache": True}
         if begin:
             names = (name for name in CACHES if getattr(output, name, None) is not None)
@@ -106,7 +103,7 @@ class Prefill:
     def pieces(self, size: int, tokens: int) -> Pieces | None:
         """Return the settings for a text of so many tokens; `None`: only whole, which is logged with the reason.
 
-        They depend on the model, its patch and the two lengths, not on the text, so that all processes of a run agree.
+        They depend on the model, its patch and the two lengths alone, so that all processes of a run agree.
         """
         if len(Pieces(size).bounds(tokens)) < 2:
             return None
