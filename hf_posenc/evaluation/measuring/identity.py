@@ -85,12 +85,9 @@ def check_vocabulary(model: Any, largest: int) -> None:
 def tokenizer_hash(tokenizer: Any) -> str:
     """Return a hash of everything that determines the tokens of a text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    text = (
-        backend.to_str()
-        if backend is not None
-        else json.dumps(sorted(tokenizer.get_vocab().items()))
-    )
-    return hashlib.sha256(text.encode()).hexdigest()
+    if backend is None:
+        return _hash(json.dumps(sorted(tokenizer.get_vocab().items())))
+    return _hash(backend.to_str())
 
 
 def environment() -> dict[str, Any]:
@@ -112,10 +109,12 @@ def version_of(package: str) -> str | None:
 
 def config_hash(config: Any) -> str:
     """Return a hash of a model's config, independent of where it was loaded from."""
-    values = config.to_dict()
-    for origin in ("_name_or_path", "transformers_version"):
-        values.pop(origin, None)
-    text = json.dumps(values, sort_keys=True, default=repr)
+    origin = ("_name_or_path", "transformers_version")
+    values = {name: value for name, value in config.to_dict().items() if name not in origin}
+    return _hash(json.dumps(values, sort_keys=True, default=repr))
+
+
+def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -125,14 +124,12 @@ def weights_hash(model: nn.Module) -> str:
     Computed on the weights' device, from exact sums of integers: the bits, and the bits times their index, both modulo
     2^64. So the order of summation does not matter, and no weight leaves its device.
     """
-    digest = hashlib.sha256()
-    for name, tensor in _tensors(model):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {_sums(tensor)}\n".encode())
-    return digest.hexdigest()
+    lines = (f"{name} {tuple(t.shape)} {t.dtype} {_sums(t)}\n" for name, t in _tensors(model))
+    return _hash("".join(lines))
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer once, by name; those that accelerate has offloaded are loaded."""
+    """Yield every parameter and buffer once, by name: loaded if it is offloaded, this process's part if sharded."""
     seen: set[int] = set()
     for path, module in model.named_modules():
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
@@ -142,14 +139,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             seen.add(id(tensor))
             hook = getattr(module, "_hf_hook", None)
             stored = getattr(hook, "weights_map", None) if tensor.is_meta else None
-            yield f"{path}.{name}", _own_part(tensor if stored is None else stored[name])
-
-
-def _own_part(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor that FSDP2 or DeepSpeed ZeRO-3 has sharded; any other as it is."""
-    tensor = getattr(tensor, "ds_tensor", tensor)
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+            whole = tensor if stored is None else stored[name]
+            part = getattr(whole, "ds_tensor", whole)  # DeepSpeed ZeRO-3; below FSDP2
+            yield f"{path}.{name}", part.to_local() if hasattr(part, "to_local") else part
 
 
 def global_shape(parameter: Tensor) -> torch.Size:
@@ -159,11 +151,9 @@ def global_shape(parameter: Tensor) -> torch.Size:
 
 @torch.no_grad()
 def _sums(tensor: Tensor) -> tuple[int, int]:
-    if tensor.device.type == "meta":
+    if tensor.device.type == "meta" or not tensor.numel():
         return 0, 0
     flat = tensor.detach().contiguous().view(-1)
-    if not len(flat):
-        return 0, 0
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

@@ -137,6 +137,19 @@ class Evaluator:
         """Tokens that share one short context: a quarter of it, as the authors' 1,024 of 4,096."""
         return max(1, self.short // 4)
 
+    def key_tokens(self, document: TokenizedDocument, length: int) -> Tensor:
+        """Return the key tokens among the first of a document, `length` with special tokens, shape (n,), bool."""
+        special = torch.tensor(list(self.special), dtype=torch.int64)
+        ids = torch.cat([special, document.tokens(0, length - len(special))])
+        with evaluation_mode(self.model), self.candidate.applied(self.model, length):
+            scorer = FrugalScorer(TokenScorer(self.model, ids))
+            scorer.pieces = not self.candidate.length_dependent
+            scorer.stateful = self.candidate.stateful
+            key = key_tokens(
+                lambda part, first: scorer([part], first)[0], ids, short=self.short, step=self.step
+            )
+        return key[len(special) :]
+
     def to_dict(self) -> dict[str, Any]:
         """Return everything that determines the key tokens."""
         identity = model_identity(self.model, self.name)
@@ -202,7 +215,7 @@ def finder(
     def find(index: int) -> Tensor:
         document = documents[index]
         if same:
-            return _mask(evaluator, document, length)
+            return evaluator.key_tokens(document, length)
         if not by_name:
             by_name.update((other.name, other) for other in retokenized())
         other = by_name.get(document.name)
@@ -211,23 +224,7 @@ def finder(
                 f"--longppl {evaluator.name}: {document.name} has no text to compare both tokenizers by; use "
                 "an evaluator with the measured model's tokenizer, or text instead of token ids."
             )
-        mask = _mask(evaluator, other, length)
+        mask = evaluator.key_tokens(other, length)
         return carry(mask, other.byte_ends[: len(mask)], document.byte_ends)
 
     return find
-
-
-def _mask(evaluator: Evaluator, document: TokenizedDocument, length: int) -> Tensor:
-    special = torch.tensor(list(evaluator.special), dtype=torch.int64)
-    ids = torch.cat([special, document.tokens(0, length - len(special))])
-    model, candidate = evaluator.model, evaluator.candidate
-    with evaluation_mode(model), candidate.applied(model, length):
-        scorer = FrugalScorer(TokenScorer(model, ids))
-        scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
-        key = key_tokens(
-            lambda part, first: scorer([part], first)[0],
-            ids,
-            short=evaluator.short,
-            step=evaluator.step,
-        )
-    return key[len(special) :]

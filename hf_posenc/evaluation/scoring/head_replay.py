@@ -85,7 +85,8 @@ class TokenScorer:
     ) -> None:
         for name, tokens, least in (("chunk", chunk, 1), ("prefill", prefill, LEAST)):
             if tokens is not None and tokens < least:
-                raise PosencError(f"A {name} has at least {least} tokens, not {tokens}.")
+                some = f"{least} token{'s' * (least > 1)}"
+                raise PosencError(f"A {name} has at least {some}, not {tokens}.")
         self.model = model
         self.prefill: int | None = None
         self._options = without_cache(model)
