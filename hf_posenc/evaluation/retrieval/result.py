@@ -120,6 +120,17 @@ class Cell:
     nats: float | None
     distance: int | None
 
+    @property
+    def quality(self) -> tuple[float, float]:
+        """The accuracy, and `first` where accuracies are equal."""
+        return self.accuracy, self.first or 0.0
+
+    @property
+    def beats_chance(self) -> bool:
+        """True if chance is below the whole interval of `first`."""
+        interval, chance = self.first_interval, self.chance
+        return interval is not None and chance is not None and interval[0] > chance
+
 
 def wilson(successes: int, trials: int) -> tuple[float, float]:
     """Return the 95 % score interval of a share (Wilson 1927), which also holds for shares of 0 and 1."""
@@ -318,15 +329,13 @@ class RetrievalResult(MethodsResult[Cell]):
             [nan_if_none(getattr(cells.get((depth, n)), value, None)) for n in lengths]
             for depth in depths
         ]
-        missing = [self._missing(method, task, length) for length in lengths]
-        return HeatMap(task, method, depths, shares, missing)
-
-    def _missing(self, method: str, task: str, length: int) -> str:
-        if self.cell(method, task, length) is not None:
-            return ""
-        if self.is_left_out(task, length):
-            return "too short"
-        return failure_field(self.failure(method, task, length)).text
+        missing = dict.fromkeys(lengths, "")
+        for n in lengths:
+            if self.is_left_out(task, n):
+                missing[n] = "too short"
+            elif self.cell(method, task, n) is None:
+                missing[n] = failure_field(self.failure(method, task, n)).text
+        return HeatMap(task, method, depths, shares, list(missing.values()))
 
     def tables(self) -> list[Grid]:
         """Return one table per task: accuracy by method and length, and how often the answer is ranked first."""
@@ -341,7 +350,7 @@ class RetrievalResult(MethodsResult[Cell]):
         best: dict[int, tuple[float, float]] = {}
         for length in lengths:
             cells = [cell for cell in self.cells if (cell.task, cell.length) == (task, length)]
-            best[length] = max(map(_quality, cells), default=(0.0, 0.0))
+            best[length] = max((cell.quality for cell in cells), default=(0.0, 0.0))
             chances = [cell.chance for cell in cells if cell.chance is not None]
             footer = percent(max(chances)) if chances else "-" * settings.ranks
             grid.column(length_head(length, self.original), numeric=True, footer=footer)
@@ -364,12 +373,11 @@ class RetrievalResult(MethodsResult[Cell]):
         cell = self.cell(method, task, length)
         if cell is None:
             return failure_field(self.failure(method, task, length))
-        top = best > (0, 0) and _quality(cell) == best
+        top = best > (0, 0) and cell.quality == best
         text = Field(percent(cell.accuracy), "best" if top else "")
         text.append(f"\n{percent_range(cell.interval)}", "aside")
         if cell.first is not None and cell.first_interval is not None:
-            above = cell.chance is not None and cell.first_interval[0] > cell.chance
-            text.append(f"\n1st {percent(cell.first)}", "" if above else "aside")
+            text.append(f"\n1st {percent(cell.first)}", "" if cell.beats_chance else "aside")
             text.append(f"\n{percent_range(cell.first_interval)}", "aside")
         return text
 
@@ -404,14 +412,10 @@ class RetrievalResult(MethodsResult[Cell]):
         if not self.settings.ranks:
             return
         for task in self.settings.tasks:
-            ranked = [
-                (cell, cell.first_interval[0] > cell.chance)
-                for cell in self.cells
-                if cell.task == task and cell.first_interval is not None and cell.chance is not None
-            ]
-            if ranked and not any(above for _, above in ranked):
+            ranked = [cell for cell in self.cells if cell.task == task and cell.first is not None]
+            if ranked and not any(cell.beats_chance for cell in ranked):
                 yield f"{task}: no method ranks the answer first more often than chance; this model cannot do the task."
-            elif ranked and not any(cell.accuracy for cell, _ in ranked):
+            elif ranked and not any(cell.accuracy for cell in ranked):
                 yield (
                     f"{task}: the model never gives an answer outright, but the ranks show whether it has seen the "
                     "needle."
@@ -424,7 +428,3 @@ class RetrievalResult(MethodsResult[Cell]):
             lengths.setdefault(key, []).append(failure.length)
         for (failed, reason), at in lengths.items():
             yield f"{failed} failed at length {listed(sorted(at))}: {reason}"
-
-
-def _quality(cell: Cell) -> tuple[float, float]:
-    return cell.accuracy, cell.first or 0.0

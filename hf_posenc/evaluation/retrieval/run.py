@@ -63,10 +63,6 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
 
     The token ids `special` are in front of every prompt; `haystack`, the user's own text, replaces the noise sentences.
     `metadata` has `model`, `haystack`, `original` and `command` of the result.
-
-    Raises:
-        PosencError: No task fits into these lengths, this is not a causal language model, or the tokenizer is
-            another model's.
     """
 
     def __init__(
@@ -231,9 +227,6 @@ def prepare(
 
     `haystack` replaces the noise sentences and comes from the files `paths`. `name` is the model's in results, by
     default read from its config; `command` gives this result again.
-
-    Raises:
-        PosencError: Options exclude each other, or no task has prompts of these lengths.
     """
     check_weights(model)
     candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
@@ -241,9 +234,14 @@ def prepare(
     policy = options.bos or "auto"
     special = special_prefix(tokenizer, policy)
     settings = settings_of(options, options.lengths or default_lengths(original))
+    described: dict[str, Any] = {"kind": "noise"}
+    if haystack is not None:
+        digest = hashlib.sha256(haystack.encode("utf-8", "surrogatepass")).hexdigest()
+        described = {"kind": "text", "sha256": digest, "characters": len(haystack)}
+        described["paths"] = list(paths)
     metadata = {
         "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
-        "haystack": describe_haystack(haystack, paths),
+        "haystack": described,
         "original": original,
         "command": command,
     }
@@ -266,11 +264,3 @@ def settings_of(options: RetrievalOptions, lengths: Sequence[int]) -> RetrievalS
         tasks=DEFAULT_TASKS if options.tasks is None else tuple(options.tasks),
         **{name: getattr(options, name) for name in names},
     )
-
-
-def describe_haystack(text: str | None, paths: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the description of the text between the needles, which the result stores."""
-    if text is None:
-        return {"kind": "noise"}
-    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-    return {"kind": "text", "sha256": digest, "characters": len(text), "paths": list(paths)}

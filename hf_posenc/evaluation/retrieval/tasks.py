@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
+import functools
 import itertools
 import math
 import string
@@ -14,7 +16,6 @@ from typing import Any
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.retrieval.prompts import (
     NOISE,
-    Answer,
     Draws,
     Encoder,
     Filler,
@@ -239,16 +240,18 @@ class VariableTracking(Task):
 
     def scene(self, sample: Sample, kit: Kit) -> Scene:
         draws, encoder = Draws(*sample.needle), kit.encoder
-        example = _names(draws, 3, ())
-        names = _names(draws, 5, ())
+        example, names = _names(draws, 3, ()), _names(draws, 5, ())
         first, second = draws.digits(5), draws.digits(5)
-        question = _TRACKING_QUESTION.format(value=second, count=HOPS + 1)
+        text = "\n".join(f"{statement}\n{NOISE}" for statement in _chain(example, first))
+        asked = _TRACKING_QUESTION.format(value=first, count=len(example))
+        worked_example = f"{_TRACKING_HEAD}{text}\n{asked} {' '.join(example)}\n\n"
+        question = _TRACKING_QUESTION.format(value=second, count=len(names))
         positions = sorted(draws.fraction() for _ in names)
-        statements = [encoder.line(f"{text}\n") for text in _chain(names, second)]
+        statements = [encoder.line(f"{statement}\n") for statement in _chain(names, second)]
         other = Draws("distractors", *sample.needle)
         wrong = (_names(other, 5, names) for _ in range(TRIES * kit.distractors))
         return Scene(
-            head=encoder.line(_example(example, first) + _TRACKING_HEAD),
+            head=encoder.line(worked_example + _TRACKING_HEAD),
             needles=list(zip(positions, statements, strict=True)),
             filler=kit.noise(),
             question=encoder.line(question),
@@ -272,13 +275,6 @@ def _chain(names: Sequence[str], value: str) -> list[str]:
     """Return the statements that pass a value from variable to variable."""
     hops = [f"VAR {new} = VAR {old}" for old, new in itertools.pairwise(names)]
     return [f"VAR {names[0]} = {value}", *hops]
-
-
-def _example(names: Sequence[str], value: str) -> str:
-    """Return a short prompt and its answer."""
-    context = "\n".join(f"{statement}\n{NOISE}" for statement in _chain(names, value))
-    question = _TRACKING_QUESTION.format(value=value, count=len(names))
-    return f"{_TRACKING_HEAD}{context}\n{question} {' '.join(names)}\n\n"
 
 
 ALPHA = 2.0
@@ -331,21 +327,16 @@ class FrequentWords(Task):
         order = Draws("order", *sample.filler).shuffled([*text])
         units = itertools.chain(order, itertools.repeat(DOTS))
 
-        def distractors() -> Iterator[Answer]:
-            draws, seen = Draws("distractors", *sample.filler), set()
-            for _ in range(TRIES * kit.distractors):
-                others = tuple(draws.shuffled(rest[:COMMON])[:ASKED])
-                if others not in seen:
-                    seen.add(others)
-                    yield answer_of(encoder, _QUESTION, others)
-
+        draws = Draws("distractors", *sample.filler)
+        tries = range(TRIES * kit.distractors)
+        others = (draws.shuffled(rest[:COMMON])[:ASKED] for _ in tries)
         return Scene(
             head=head,
             needles=[],
             filler=Filler((encoder.behind(".", f" {word}") for word in units), encoder.newline),
             question=question,
             answer=answer,
-            distractors=distractors(),
+            distractors=(answer_of(encoder, _QUESTION, other) for other in others),
             references=tuple(asked),
             least_filler=_tokens(sizes, _shortest(len(sizes))) + len(encoder.newline),
         )
@@ -364,13 +355,9 @@ def _vocabulary(sample: Sample) -> list[str]:
 
 def _counts(sizes: Sequence[int], room: int) -> list[int]:
     """Return the count of each word in the longest text that fits and has an unambiguous answer."""
-    low, high = _shortest(len(sizes)), max(room, 1) * 2
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if _tokens(sizes, middle) <= room else (low, middle - 1)
-    while not _unambiguous(_zipf(low, len(sizes))):
-        low -= 1
-    return _zipf(low, len(sizes))
+    low, high = _shortest(len(sizes)), max(room, 1) * 2 + 1
+    fits = bisect.bisect(range(high), room, lo=low + 1, key=functools.partial(_tokens, sizes)) - 1
+    return next(c for n in range(fits, 0, -1) if _unambiguous(c := _zipf(n, len(sizes))))
 
 
 def _zipf(words: int, size: int) -> list[int]:
@@ -437,11 +424,8 @@ class RetrievalSettings:
         depths: Depths of the needle from 0 to 1, ascending.
         samples: Samples at every depth; tasks without a depth have as many at every length as the others.
         distractors: Wrong answers that the right one is ranked among; 0 for no rank.
-        decode: `"teacher-forced"` or `"generate"`.
+        decode: A name from `DECODES`.
         chunk: Tokens whose logits are held at a time; `None`: by the size of the vocabulary.
-
-    Raises:
-        PosencError: A number out of range, or an unknown task.
     """
 
     lengths: tuple[int, ...]
@@ -481,12 +465,9 @@ class RetrievalSettings:
 
     def samples_of(self, name: str, length: int) -> list[Sample]:
         """Return the samples of a task at a length."""
-        count = self.samples
         depths: Sequence[float | None] = self.depths
         if not get_task(name).has_depth:
-            depths, count = (None,), count * len(self.depths)
-        return [
-            Sample(self.seed, name, length, depth, number)
-            for depth in depths
-            for number in range(count)
-        ]
+            depths = (None,)
+        numbers = range(self.samples * len(self.depths) // len(depths))
+        pairs = itertools.product(depths, numbers)
+        return [Sample(self.seed, name, length, *pair) for pair in pairs]
