@@ -142,10 +142,7 @@ def _below(path: Path) -> Iterator[Path | Skipped]:
 
 
 def _read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[Entry]:
-    """Yield the documents of a file, in the format of its suffix without `.gz` or `.zst`.
-
-    Without the type of its ids, a `.bin` file is refused, since it may be anything.
-    """
+    """Yield the documents of a file, in the format of its suffix; a `.bin` file needs the type of its ids."""
     compressed = path.suffix.lower() in _COMPRESSED
     suffix = Path(path.stem if compressed else path).suffix.lower()
     if suffix in (".jsonl", ".ndjson"):

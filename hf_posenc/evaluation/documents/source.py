@@ -309,8 +309,7 @@ def _tokenized(
 def special_prefix(tokenizer: Any, policy: str) -> list[int]:
     """Return the special tokens in front of every window.
 
-    The policy is `"auto"` (those that the tokenizer itself puts in front of a text), `"always"` (its BOS token) or
-    `"never"`.
+    The policy is `"auto"` (those that the tokenizer itself puts first), `"always"` (its BOS token) or `"never"`.
     """
     if policy == "never":
         return []

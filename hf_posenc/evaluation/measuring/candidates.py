@@ -85,11 +85,7 @@ class Candidate:
 
     @classmethod
     def parse(cls, spec: str, *, unpatched: bool = True) -> Candidate:
-        """Read `none` (if `unpatched`), the short form `method:option=value,...`, or several of these joined by `+`.
-
-        Raises:
-            PosencError: An unknown method or option, or options that exclude each other.
-        """
+        """Read `none` (if `unpatched`), the short form `method:option=value,...`, or several of these joined by `+`."""
         if unpatched and spec.strip().lower() == UNPATCHED:
             return cls(spec)
         named: list[tuple[str, dict[str, Any]]] = []
@@ -133,10 +129,7 @@ class Candidate:
 
     @classmethod
     def as_it_is(cls, model: nn.Module, label: str, state: str) -> Candidate:
-        """Return a model as it is, patched or not, which one run measures in several states: during a training.
-
-        `state` identifies this state; numbers are stored under it.
-        """
+        """Return a model as it is, patched or not; numbers are stored under `state`, such as a step of a training."""
         patch = get_patch(model)
         installed = cls(label) if patch is None else cls.installed(patch.config)
         original = None if patch is None else patch.original_max_position_embeddings
@@ -266,8 +259,7 @@ def _call(name: str, options: Mapping[str, Any], *values: str) -> str:
 def _automatic(named: list[tuple[str, dict[str, Any]]]) -> set[str]:
     """Return the methods with an automatic scale: those that require one and, if nothing else scales, an optional one.
 
-    A method whose `scale` is `None` by default computes something from it that can also be given directly (`group`,
-    `k`); with that given, it needs no scale.
+    A method whose `scale` is `None` by default needs none where what it computes from it (`group`, `k`) is given.
     """
     default = {name: get_method(name).knobs().get("scale", 1.0) for name, _ in named}
     required = {name for name, value in default.items() if value is dataclasses.MISSING}

@@ -212,10 +212,9 @@ class Attempt:
         return cell in self._failed or self._failures.precede(self._item, cell)
 
     def __call__(self, forward: Callable[[], T], cells: Iterable[Cell] | None = None) -> T | None:
-        """Run a forward and return what it returns; after a failure of some cells (`None`: all of the item's) `None`.
+        """Run a forward and return its result, or `None` after a failure of some cells (`None`: all of the item's).
 
-        Any exception is a failure: a family may fail in its own way past its trained length, and the run continues
-        without the number.
+        Any exception is a failure: a family may fail in its own way past its trained length, and the run continues.
         """
         if cuda := torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -354,8 +353,7 @@ def wait_for_all(
 ) -> int:
     """Return the number of missing items; the first of launched processes waits for the others until there is none.
 
-    With `everyone`, all processes wait: the next items depend on the values of these. `waiting` is called once with the
-    number, after `patience` seconds.
+    With `everyone`, all processes wait. `waiting` is called once with the number, after `patience` seconds.
     """
     began, reported = time.monotonic(), False
     while True:

@@ -80,8 +80,7 @@ def fingerprint_of(settings: Mapping[str, Any]) -> str:
 class Records:
     """Stored values by key; these end with the process.
 
-    Attributes:
-        threads: Threads that a CPU computes every value with; `None`: as many as the process has.
+    A CPU computes every value with so many `threads`; `None`: as many as the process has.
     """
 
     threads: int | None = None
@@ -106,9 +105,6 @@ class Store(Records):
 
     `settings` are everything that determines a number and is not part of the keys, JSON-ready. `command`, which resumes
     an unfinished run, is written beside them.
-
-    Raises:
-        PosencError: The folder cannot be written to, or another process writes the same shard.
     """
 
     def __init__(

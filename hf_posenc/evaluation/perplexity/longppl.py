@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import TokenizedDocument
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
 from hf_posenc.evaluation.options import PerplexityOptions
@@ -202,12 +203,12 @@ def finder(
     documents: Sequence[TokenizedDocument],
     tokenizer: Any,
     length: int,
-    retokenized: Callable[[], Sequence[TokenizedDocument]],
+    source: Source,
 ) -> Callable[[int], Tensor]:
     """Return a function from a document's index to its key tokens, shape (n,), bool, n up to `length`.
 
-    `length` is the number of tokens of a document that the evaluator reads, special tokens included. `retokenized`
-    returns the documents in the evaluator's tokens; it is called if its tokenizer is not the measured model's.
+    `length` is the number of tokens of a document that the evaluator reads, special tokens included. If its tokenizer
+    is not the measured model's, the documents of the source are read again.
     """
     same = tokenizer_hash(tokenizer) == tokenizer_hash(evaluator.tokenizer)
     by_name: dict[str, TokenizedDocument] = {}
@@ -217,7 +218,8 @@ def finder(
         if same:
             return evaluator.key_tokens(document, length)
         if not by_name:
-            by_name.update((other.name, other) for other in retokenized())
+            reloaded = source.reload(documents, evaluator.tokenizer)
+            by_name.update((other.name, other) for other in reloaded)
         other = by_name.get(document.name)
         if other is None or other.byte_ends is None or document.byte_ends is None:
             raise PosencError(

@@ -93,9 +93,6 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
     `key_tokens` returns which tokens of a document, given by its index, are key, shape (n,), bool; it is called while
     nothing is patched in. `metadata` has `model`, `source`, `original`, `skipped` and `command` of the result. `read`
     is the number of documents before they are joined.
-
-    Raises:
-        PosencError: The model is not a causal language model, or the tokens are another model's.
     """
 
     def __init__(
@@ -265,9 +262,9 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
             Failure(label, str(protocol), int(length), reason)
             for (label, (protocol, length)), reason in reasons.items()
         ]
-        for failure in failures:
-            if (failure.protocol, failure.length) == ("prefix", longest):
-                curves.pop(failure.method, None)  # of some documents only
+        for label in labels:
+            if (label, ("prefix", longest)) in reasons:
+                curves.pop(label, None)  # of some documents only
         return PerplexityResult(
             settings=self.settings,
             candidates=[
@@ -378,13 +375,7 @@ def prepare(
         evaluator = evaluator_of(options, settings, model, tokenizer, original, policy, load)
         protocols = (*settings.protocols, "longppl")
         settings = dataclasses.replace(settings, protocols=protocols, evaluator=evaluator.to_dict())
-        key_tokens = finder(
-            evaluator,
-            documents,
-            tokenizer,
-            settings.lengths[-1],
-            lambda: source.reload(documents, evaluator.tokenizer),
-        )
+        key_tokens = finder(evaluator, documents, tokenizer, settings.lengths[-1], source)
     return PerplexityRun(
         model,
         documents,
@@ -405,10 +396,7 @@ def prepare(
 def settings_of(
     options: ProtocolOptions, original: int | None, lengths: Sequence[int] | None = None
 ) -> tuple[Settings, str]:
-    """Return the settings of a run, and the policy for special tokens; see `make_settings`.
-
-    `lengths` replace those of the options.
-    """
+    """Return `make_settings` of some options; `lengths` replace those of the options."""
     names = {field.name for field in dataclasses.fields(Settings)} - {"preset", "lengths"}
     values = {name: getattr(options, name, None) for name in names}
     if isinstance(options, PerplexityOptions):
@@ -431,9 +419,6 @@ def make_settings(
 
     A value that is `None` leaves the decision to the preset, and then to the defaults. The default lengths come from
     `original`, the model's trained length in tokens.
-
-    Raises:
-        PosencError: An unknown preset or setting, or settings that exclude each other.
     """
     chosen, policy = {}, "auto"
     if preset is not None:

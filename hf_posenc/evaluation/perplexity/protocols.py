@@ -241,10 +241,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Window:
-    """One forward: the special tokens, then tokens `begin .. end-1` of a document.
-
-    Without `read_last` the last token is a target only.
-    """
+    """One forward: the special tokens, then tokens `begin .. end-1` of a document, the last read if `read_last`."""
 
     begin: int
     end: int
@@ -288,7 +285,7 @@ def plan(
     """Return the forwards that a method needs for one document of so many tokens, behind `special` special tokens.
 
     They come shortest first: transformers' own dynamic RoPE keeps the largest length that it has read. With
-    `shared_prefix`, one forward at the longest length gives the prefix of every length. That is correct only where the
+    `shared_prefix`, one forward at the longest length gives the prefix of every length: correct only where the
     result for a token does not depend on the tokens behind it. `lengths` are some of the settings'.
     """
     lengths = sorted(settings.lengths if lengths is None else lengths)

@@ -57,10 +57,7 @@ class Encoder:
         return self.behind("\n", text)
 
     def behind(self, before: str, text: str) -> tuple[int, ...]:
-        """Return the tokens that `text` adds behind `before`.
-
-        Where the last token of `before` depends on what follows it, the tokens of `text` by itself.
-        """
+        """Return the tokens of `text` behind `before`, or by itself where the last token of `before` depends on it."""
         return self._encoded(before, text)
 
     def _encode(self, before: str, text: str) -> tuple[int, ...]:
@@ -154,9 +151,8 @@ def sentences(encoder: Encoder, text: str) -> Iterator[Sequence[int]]:
 class Sample:
     """One sample of a task; nothing else determines what is drawn for it.
 
-    Attributes:
-        length: Tokens of prompt and answer.
-        depth: Depth of the needle, from 0 (in front of all filler) to 1 (behind it); `None` for tasks without one.
+    Prompt and answer have `length` tokens. The `depth` of the needle goes from 0 (in front of all filler) to 1 (behind
+    it); `None` for tasks without one.
     """
 
     seed: int

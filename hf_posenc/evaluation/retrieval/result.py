@@ -176,10 +176,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def k_max(cells: Iterable[Cell], success: float = PI_SUCCESS) -> int | None:
-    """Return Position Interpolation's effective context (arXiv 2306.15595, section 3.3), of cells by depth.
+    """Return Position Interpolation's effective context (arXiv 2306.15595, section 3.3), in tokens, of cells by depth.
 
-    That is the largest distance between needle and question, in tokens, up to which every measured distance has the
-    accuracy `success`; 0 where the shortest has not; `None` without distances.
+    That is the largest distance between needle and question up to which every measured distance has the accuracy
+    `success`; 0 where the shortest has not; `None` without distances.
     """
     reached: int | None = None
     near_first = sorted((c.distance, c.accuracy) for c in cells if c.distance is not None)
@@ -193,10 +193,9 @@ def k_max(cells: Iterable[Cell], success: float = PI_SUCCESS) -> int | None:
 def passing(
     cells: Iterable[Cell], success: float = YARN_SUCCESS
 ) -> tuple[int | None, float | None]:
-    """Return YaRN's pair of numbers (arXiv 2309.00071, table 5): passkey context and passkey accuracy.
+    """Return YaRN's passkey context and passkey accuracy (arXiv 2309.00071, table 5), `None` for both without any.
 
-    These are the longest context with at least the accuracy `success`, in tokens, and the mean accuracy of all measured
-    contexts up to it; `None` for both where there is none.
+    These are the longest context with at least the accuracy `success`, in tokens, and the mean accuracy up to it.
     """
     measured = [(cell.length, cell.accuracy) for cell in cells]
     longest = max((length for length, accuracy in measured if accuracy >= success), default=None)
@@ -209,7 +208,6 @@ class RetrievalResult(MethodsResult[Cell]):
 
     Attributes:
         haystack: The text between the needles: `{"kind": "noise"}`, or the user's own text with its hash.
-        records: The outcome of every sample.
         left_out: Tasks and lengths for which there is no prompt.
         cells: One for each method, task and length, computed from the records.
         depth_cells: One for each depth as well.
@@ -302,12 +300,8 @@ class RetrievalResult(MethodsResult[Cell]):
     def plot(self, value: str | None = None) -> Figure:
         """Draw heat maps of depth and length, one for each task and method. Needs matplotlib.
 
-        Args:
-            value: `"accuracy"`, or `"beaten"`, the share of distractors that are less probable than the answer; by
-                default accuracy, unless it is 0 everywhere and answers are ranked.
-
-        Raises:
-            PosencError: matplotlib is not installed, or this result does not have the value.
+        `value` is `"accuracy"`, or `"beaten"`, the share of distractors less probable than the answer; by default
+        accuracy, unless it is 0 everywhere and answers are ranked. Raise `PosencError` for one that is absent.
         """
         ranks = self.settings.ranks
         if value is None:

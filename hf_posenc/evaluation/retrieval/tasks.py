@@ -61,12 +61,9 @@ class Kit:
 
 
 class Task(ABC):
-    """One kind of prompt.
+    """One kind of prompt, with its question (`definition`) and the tokens to generate where answers are generated.
 
-    Attributes:
-        definition: Its question, in one sentence.
-        has_depth: Whether it has one needle with a depth; otherwise depths do not apply.
-        new_tokens: Tokens to generate, where answers are generated.
+    Without one needle that has a depth (`has_depth`), depths do not apply.
     """
 
     name: str

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, tokenize
+from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import fingerprint_of
 from hf_posenc.evaluation.perplexity.longppl import (
@@ -132,7 +133,7 @@ def test_an_evaluator_that_keeps_the_longest_text_as_state_reads_every_piece_ane
         [document],
         byte_tokenizer(),
         200,
-        list,
+        Source(),
     )(0)
 
     def losses(part: Tensor, first: int) -> Tensor:
