@@ -161,13 +161,10 @@ class Store(Records):
     def append(self, key: Key, value: Mapping[str, Any]) -> None:
         """Store a value; on return it is in the file. If it cannot be written, all earlier records are intact."""
         line = _line(key, value)
-        end = os.fstat(self._file.fileno()).st_size
+        written, end = 0, os.fstat(self._file.fileno()).st_size
         with self._writing():
             try:
-                written = 0
-                while written < len(
-                    line
-                ):  # the file has no buffer, which would write the rest again
+                while line[written:]:  # without a buffer, which would write the rest again later
                     written += self._file.write(line[written:])
             except OSError:
                 self._file.truncate(end)
