@@ -7,39 +7,18 @@ window, and keeps the tokens in memory or in a temporary file.
 
 from __future__ import annotations
 
-from hf_posenc.evaluation.documents.document import (
-    Conversation,
-    Document,
-    Entry,
-    LongDocument,
-    Skipped,
-    TokenizedDocument,
-    UnreadableError,
-    as_entries,
-)
-from hf_posenc.evaluation.documents.readers import read_dataset, read_paths
-from hf_posenc.evaluation.documents.source import (
-    Vocabulary,
-    load_documents,
-    read_embedded,
-    special_prefix,
-    tokenize,
-)
-
-__all__ = [
-    "Conversation",
-    "Document",
-    "Entry",
-    "LongDocument",
-    "Skipped",
-    "TokenizedDocument",
-    "UnreadableError",
-    "Vocabulary",
-    "as_entries",
-    "load_documents",
-    "read_dataset",
-    "read_embedded",
-    "read_paths",
-    "special_prefix",
-    "tokenize",
-]
+from hf_posenc.evaluation.documents.document import Conversation as Conversation
+from hf_posenc.evaluation.documents.document import Document as Document
+from hf_posenc.evaluation.documents.document import Entry as Entry
+from hf_posenc.evaluation.documents.document import LongDocument as LongDocument
+from hf_posenc.evaluation.documents.document import Skipped as Skipped
+from hf_posenc.evaluation.documents.document import TokenizedDocument as TokenizedDocument
+from hf_posenc.evaluation.documents.document import UnreadableError as UnreadableError
+from hf_posenc.evaluation.documents.document import as_entries as as_entries
+from hf_posenc.evaluation.documents.readers import read_dataset as read_dataset
+from hf_posenc.evaluation.documents.readers import read_paths as read_paths
+from hf_posenc.evaluation.documents.source import Vocabulary as Vocabulary
+from hf_posenc.evaluation.documents.source import load_documents as load_documents
+from hf_posenc.evaluation.documents.source import read_embedded as read_embedded
+from hf_posenc.evaluation.documents.source import special_prefix as special_prefix
+from hf_posenc.evaluation.documents.source import tokenize as tokenize
