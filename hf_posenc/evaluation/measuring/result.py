@@ -143,9 +143,7 @@ class MethodsResult(Result, Generic[CellT]):
         }
         for name, value in values.items():
             if isinstance(value, list | tuple):
-                values[name] = [
-                    dict(v) if isinstance(v, Mapping) else dataclasses.asdict(v) for v in value
-                ]
+                values[name] = listed_fields(value)
         ready: dict[str, Any] = finite(values)
         return ready
 
@@ -195,6 +193,11 @@ class MethodsResult(Result, Generic[CellT]):
     def absence(self, method: str, condition: str, length: int) -> str:
         """Return the status of a row without a number."""
         return self.failure(method, condition, length) or "nothing to score"
+
+
+def listed_fields(entries: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return the fields of dataclasses as dictionaries; dictionaries stay as they are."""
+    return [dict(e) if isinstance(e, Mapping) else dataclasses.asdict(e) for e in entries]
 
 
 def nan_if_none(value: float | None) -> float:
