@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.encoding import Branch
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,18 @@ class Mask:
         Queries in no run are padding.
         """
         return None
+
+    def decided(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
+        """Return the answer to a question that reads tensors, which the layers of a forward share with the mask.
+
+        The host waits for a device once per forward, and not once per layer.
+        """
+        if torch.compiler.is_compiling():
+            return answer()
+        answers: dict[Hashable, Answer] = self.__dict__.setdefault("_answers", {})
+        if question not in answers:
+            answers[question] = answer()
+        return answers[question]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,10 +106,16 @@ class Call:
 
     def runs(self) -> tuple[Run, ...] | None:
         """Return the causal sequences of the call, as `Mask.runs`."""
-        return self.mask.runs(self.query_position)
+        return self.mask.decided("runs", lambda: self.mask.runs(self.query_position))
 
-    def counts_up(self, run: Run, from_zero: bool) -> bool:
-        """True if the positions of a run count up, the same in all its rows."""
+    def count_up(self, from_zero: bool) -> bool:
+        """True if the positions of every run count up, the same in all its rows."""
+        runs = self.runs() or ()
+        return self.mask.decided(
+            ("count up", from_zero), lambda: all(self._counts_up(run, from_zero) for run in runs)
+        )
+
+    def _counts_up(self, run: Run, from_zero: bool) -> bool:
         queries, keys = self.positions_of(run)
         first = torch.zeros_like(keys[:1, :1]) if from_zero else keys[:1, :1]
         counted = torch.arange(keys.shape[1], device=keys.device) + first

@@ -130,8 +130,12 @@ def _ends_with_the_text(call: Call, width: int) -> bool:
     if torch.compiler.is_compiling():
         return False  # a tensor's value decides
     last = visible[..., -width:]
-    whole = last.sum(-1) == visible.sum(-1).clamp(max=width)
-    return bool((last[..., -1] & whole).all())
+
+    def whole() -> bool:
+        complete = last.sum(-1) == visible.sum(-1).clamp(max=width)
+        return bool((last[..., -1] & complete).all())
+
+    return call.mask.decided(("ends with the text", width), whole)
 
 
 def accepts_moving(call: Call, encoding: Encoding) -> bool:
@@ -140,8 +144,15 @@ def accepts_moving(call: Call, encoding: Encoding) -> bool:
         return False
     if torch.compiler.is_compiling() or call.query.shape[2] > QUERIES or call.dropout:
         return False
-    bucket = encoding.plan.bucket(call.query_position)
-    return bool((bucket == bucket[:, :1]).all())
+    plan, m = encoding.plan, call.query_position
+    if m.shape[1] == 1:
+        return True
+
+    def alike() -> bool:
+        bucket = plan.bucket(m)
+        return bool((bucket == bucket[:, :1]).all())
+
+    return call.mask.decided(("one bucket", encoding.original), alike)
 
 
 def moving(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:

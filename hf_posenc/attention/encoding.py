@@ -109,6 +109,11 @@ class Encoding:
         return (query * factor[:, None, :, None].to(exact)).to(query.dtype)
 
     @property
+    def kind(self) -> str:
+        """The kind of computation, by which backends are chosen: that of the plan, `"bias"` or `"general"`."""
+        return "bias" if self.bias is not None else self.plan.kernel or "general"
+
+    @property
     def plain(self) -> bool:
         """True for attention without any method, which reads no positions."""
         fields = (self.method, self.bias, self.query, self.cached_by)

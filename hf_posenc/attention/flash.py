@@ -1,11 +1,4 @@
-"""PyTorch's fused attention for the CPU, with its log-sum-exp, so that parts of one softmax can be merged.
-
-The op offers more than `F.scaled_dot_product_attention`: it returns the log-sum-exp, has grouped-query heads forward
-and backward, and reads any mask that broadcasts or overlaps (as_strided) in place.
-Traps: `causal` is aligned to the TOP LEFT (row t sees the keys up to t, whatever the number of keys); a row without
-a visible key gives 0 and a log-sum-exp of 0, not -inf, so no part may have one; query, key and value have one head
-dimension; and in its backward, the log-sum-exp has the memory layout (batch, rows, heads).
-"""
+"""Attention as parts of one softmax, each by a fused operator and merged by log-sum-exp, with gradients."""
 
 from __future__ import annotations
 
@@ -18,28 +11,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from hf_posenc.attention.fused.cpu import CpuFlash
+from hf_posenc.attention.fused.protocol import Fused, Segments, Shape
 from hf_posenc.attention.softmax import accumulation_dtype
 from hf_posenc.errors import PosencError
 
-_OP = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-
-
-def _dense(x: Tensor) -> Tensor:
-    """The tensor, copied only if its last dimension is not dense, as the op requires."""
-    return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
+CPU = CpuFlash()
 
 
 @dataclass(frozen=True)
 class Part:
-    """A rectangle of the score matrix, in which every row has at least one visible key.
+    """A rectangle of the score matrix, in which every row has at least one visible key, or segments of it.
 
     Attributes:
         rows: First row and end.
         keys: First key and end.
         query: Index of its tensor among the queries.
         key: Index of its tensor among the keys.
-        causal: The rectangle's row t sees its keys up to t.
+        causal: A row sees the rectangle's keys up to its own, aligned as the operator aligns.
+        window: Of those, the last so many; `None`: all.
+        segments: The sequences that lie in it one behind the other; `None`: it is one.
+        first_key: The key with which its tensor of keys starts; that of values starts with key 0.
         mask: Added to its scores, of `accumulation_dtype`; broadcasts to (B, heads, rows, keys).
         merge: The rows have a result already, from parts before.
         reverse: The rows are taken from last to first, by the mask too.
@@ -55,15 +47,23 @@ class Part:
     merge: bool = False
     reverse: bool = False
     heads: tuple[int, int] | None = None
+    window: int | None = None
+    segments: Segments | None = None
+    first_key: int = 0
+
+    @property
+    def shape(self) -> Shape:
+        """The pairs that it sees."""
+        return Shape(self.causal, self.window, self.mask, self.segments)
 
     def of_rows(self, x: Tensor) -> Tensor:
         """Return the part of a tensor of queries, outputs or log-sum-exps; a view."""
         x = x[:, :, self.rows[0] : self.rows[1]]
         return x if self.heads is None else x[:, self.heads[0] : self.heads[1]]
 
-    def of_keys(self, x: Tensor, group: int) -> Tensor:
-        """Return the part of a tensor of keys or values, each of which serves `group` query heads; a view."""
-        x = x[:, :, self.keys[0] : self.keys[1]]
+    def of_keys(self, x: Tensor, group: int, start: int = 0) -> Tensor:
+        """Return the part of a tensor of keys or values from `start` on, of which each serves `group` query heads."""
+        x = x[:, :, self.keys[0] - start : self.keys[1] - start]
         if self.heads is None:
             return x
         return x[:, self.heads[0] // group : (self.heads[1] - 1) // group + 1]
@@ -101,15 +101,18 @@ def attend_parts(
     scaling: float,
     *,
     trained: tuple[Tensor, Gradients] | None = None,
+    fused: Fused = CPU,
 ) -> Tensor:
     """Compute attention whose softmax runs over all parts together, differentiable in every tensor.
 
     Every row is in at least one part, and the rows of a part are either all new or all to be merged. Shapes: queries
     (B, H, Q, D), keys (B, HK, KV, D), the value (B, HK, KV, DV), and the result (B, H, Q, DV) in the memory layout
     (B, Q, H, DV). `trained` is a table from which the masks come and which gets a gradient too, and the backward.
+    `fused` computes the parts, which must be of its form.
     """
     features = value.shape[-1]
     size = max(queries[0].shape[-1], features)
+    size = -size // 8 * -8 if fused.windows else size
     # Zeros for the op, which has one head dimension; no gradient is lost.
     tensors = [
         x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
@@ -117,7 +120,7 @@ def attend_parts(
     ]
     table, gradients = trained or (None, None)
     out: Tensor = _Parts.apply(  # type: ignore[no-untyped-call]
-        tuple(parts), len(queries), scaling, gradients, table, *tensors
+        fused, tuple(parts), len(queries), scaling, gradients, table, *tensors
     )
     return out if size == features else out[..., :features]
 
@@ -126,6 +129,7 @@ class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        fused: Fused,
         parts: tuple[Part, ...],
         count: int,
         scaling: float,
@@ -139,16 +143,17 @@ class _Parts(torch.autograd.Function):
         out = value.new_empty(batch, length, heads, features).transpose(1, 2)
         lse_dtype = accumulation_dtype(value.dtype)
         lse = value.new_empty(batch, length, heads, dtype=lse_dtype).transpose(1, 2)
-        for part in parts:
-            part_out, part_lse = _OP(
-                _dense(part.ordered(part.of_rows(queries[part.query]))),
-                _dense(part.of_keys(keys[part.key], group)),
-                _dense(part.of_keys(value, group)),
-                0.0,
-                part.causal,
-                attn_mask=part.mask,
-                scale=scaling,
+        needed = any(ctx.needs_input_grad)
+        states = []
+        for index, part in enumerate(parts):
+            part_out, part_lse, state = fused.forward(
+                part.ordered(part.of_rows(queries[part.query])),
+                part.of_keys(keys[part.key], group, part.first_key),
+                part.of_keys(value, group),
+                scaling,
+                part.shape,
             )
+            states.append(state)
             whole = part.rows == (0, length) and part.heads is None
             if whole and not part.merge and not part.reverse:
                 out, lse = part_out, part_lse
@@ -158,12 +163,14 @@ class _Parts(torch.autograd.Function):
             if part.merge:
                 share = torch.sigmoid(part_lse - lse_rows).unsqueeze(-1)
                 out_rows.lerp_(part_out, share.to(out.dtype))
-                lse_rows.copy_(torch.logaddexp(part_lse, lse_rows))
+                if needed or index + 1 < len(parts):
+                    lse_rows.copy_(torch.logaddexp(part_lse, lse_rows))
             else:
                 out_rows.copy_(part_out)
                 lse_rows.copy_(part_lse)
         ctx.save_for_backward(*tensors, table, out, lse)
         ctx.parts, ctx.count, ctx.scaling, ctx.gradients = parts, count, scaling, gradients
+        ctx.fused, ctx.states = fused, states
         return out
 
     @staticmethod
@@ -175,7 +182,7 @@ class _Parts(torch.autograd.Function):
         *tensors, table, out, lse = ctx.saved_tensors
         if ctx.gradients is not None:
             *of_tensors, of_table = ctx.gradients(grad, *tensors, table, out, lse)
-            return None, None, None, None, of_table, *of_tensors
+            return None, None, None, None, None, of_table, *of_tensors
         queries, keys, value = tensors[: ctx.count], tensors[ctx.count : -1], tensors[-1]
         group = queries[0].shape[1] // value.shape[1]
         # Many parts add to one key, so halves are summed in float32.
@@ -183,21 +190,20 @@ class _Parts(torch.autograd.Function):
         grad_queries = [torch.zeros_like(query, dtype=dtype) for query in queries]
         grad_keys = [torch.zeros_like(key, dtype=dtype) for key in keys]
         grad_value = torch.zeros_like(value, dtype=dtype)
-        for part in ctx.parts:
-            of_query, of_key, of_value = _BACKWARD(
-                _dense(part.ordered(part.of_rows(grad))),
-                _dense(part.ordered(part.of_rows(queries[part.query]))),
-                _dense(part.of_keys(keys[part.key], group)),
-                _dense(part.of_keys(value, group)),
+        for part, state in zip(ctx.parts, ctx.states, strict=True):
+            of_query, of_key, of_value = ctx.fused.backward(
+                part.ordered(part.of_rows(grad)),
+                part.ordered(part.of_rows(queries[part.query])),
+                part.of_keys(keys[part.key], group, part.first_key),
+                part.of_keys(value, group),
                 part.ordered(part.of_rows(out)),
                 part.ordered(part.of_rows(lse)),
-                0.0,
-                part.causal,
-                attn_mask=part.mask,
-                scale=ctx.scaling,
+                ctx.scaling,
+                part.shape,
+                state,
             )
             part.of_rows(grad_queries[part.query]).add_(part.ordered(of_query))
-            part.of_keys(grad_keys[part.key], group).add_(of_key)
+            part.of_keys(grad_keys[part.key], group, part.first_key).add_(of_key)
             part.of_keys(grad_value, group).add_(of_value)
         grads = [x.to(value.dtype) for x in (*grad_queries, *grad_keys, grad_value)]
-        return None, None, None, None, None, *grads
+        return None, None, None, None, None, None, *grads

@@ -38,7 +38,7 @@ def accepts(call: Call, encoding: Encoding) -> bool:
     runs = call.runs()
     if runs is None or encoding.plain:
         return runs is not None
-    return all(run.window is None and call.counts_up(run, plan.counts_from_zero) for run in runs)
+    return all(run.window is None for run in runs) and call.count_up(plan.counts_from_zero)
 
 
 def prefill(call: Call, encoding: Encoding) -> tuple[Tensor, None]:

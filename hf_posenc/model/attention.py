@@ -23,7 +23,15 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent
-from hf_posenc.model.masks import HANDLE, CausalMask, WrittenMask, described, posenc_mask
+from hf_posenc.model.masks import (
+    HANDLE,
+    CausalMask,
+    WrittenMask,
+    described,
+    forget,
+    posenc_mask,
+    shared,
+)
 from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.repositioned import (
     ENGINE,
@@ -122,6 +130,8 @@ class CacheWatch:
         if torch.compiler.is_compiling():
             return
         cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
+        masks = kwargs.get("attention_mask")
+        forget(positions, *(masks.values() if isinstance(masks, Mapping) else (masks,)))
         layers = getattr(cache, "layers", [])
         for index, keys in self.kept:
             keys.check(getattr(layers[index], "keys", None) if index < len(layers) else None)
@@ -298,19 +308,20 @@ def posenc_attention(
     queries, keys = query.shape[2], key.shape[2]
     if attention_mask is None and queries > 1:
         key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
-    mask: Mask
-    if attention_mask is None:
-        mask = CausalMask(queries, keys, query.device)
-    elif attention_mask.dtype == HANDLE:
-        mask = described(attention_mask)
+    size, given = (queries, keys), attention_mask
+    if given is None:
+        mask = shared(query_position, size, lambda: CausalMask(*size, query.device))
+    elif given.dtype == HANDLE:
+        mask = described(given)
     else:
-        mask = WrittenMask.read(attention_mask[..., :keys])
+        mask = shared(given, size, lambda: WrittenMask.read(given[..., :keys]))
+    key_position = mask.decided("keys", lambda: _key_position(query_position, mask, queries, keys))
     call = Call(
         query=query,
         key=key,
         value=value,
         query_position=query_position,
-        key_position=_key_position(query_position, mask, queries, keys),
+        key_position=key_position,
         mask=mask,
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=kwargs.get("softcap"),

@@ -10,12 +10,13 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils
 from transformers.masking_utils import (
     causal_mask_function,
@@ -208,6 +209,28 @@ class CausalMask(Mask):
 
     def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
         return _unpadded(None, self.queries, self.keys)
+
+
+# A mask answers questions once for all layers of a forward, so the layers must share it: by the tensor that every
+# layer is given, a mask or the positions.
+_shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def shared(tensor: Tensor, size: tuple[int, int], make: Callable[[], Mask]) -> Mask:
+    """Return the mask of a forward that belongs to a tensor and these numbers of queries and keys."""
+    if torch.compiler.is_compiling():
+        return make()
+    masks: dict[tuple[int, int], Mask] = _shared.setdefault(tensor, {})
+    if size not in masks:
+        masks[size] = make()
+    return masks[size]
+
+
+def forget(*given: Any) -> None:
+    """Forget what belongs to tensors, before a forward: they may have been written in place since the last one."""
+    for value in given:
+        if isinstance(value, Tensor):
+            _shared.pop(value, None)
 
 
 def _unpadded(padding: Tensor | None, queries: int, keys: int) -> tuple[Run, ...] | None:

@@ -1,0 +1,151 @@
+"""PyTorch's flash attention for CUDA, in its variable-length form.
+
+Forward by the public `torch.nn.attention.varlen` where the installed PyTorch has windows, grouped heads and the
+log-sum-exp there, else by the operator below it; backward by the operator, since the public function has none that
+takes another output and log-sum-exp than its own.
+
+Read in PyTorch's and flash-attention's source, shown by no GPU yet: float16 and bfloat16, compute capability 8.0 and
+later, at most 256 features, a multiple of 8; causal calls and windows are aligned to the BOTTOM RIGHT of every
+sequence; a window of (w - 1, 0) is w keys; a sequence without keys gives 0 and a log-sum-exp of +inf, and the
+gradients of rows without keys, and of keys without rows, are 0. `emulated` has the same contract.
+
+Other fused operators, by their schemas in PyTorch 2.13; they join where a GPU has shown the rest:
+
+| operator | log-sum-exp | windows | backward with other out and lse | joins |
+|---|---|---|---|---|
+| `_flash_attention_forward` | yes | left and right | yes | here |
+| `_cudnn_attention_forward` | yes | none | yes | could compute the far band of halves alone |
+| `_efficient_attention_forward` | yes | one number | yes | the schema does not say how its window is aligned |
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.fused.protocol import EMPTY, Segments, Shape
+
+LARGEST = 256
+"""The most features of a head."""
+_FORWARD = torch.ops.aten._flash_attention_forward
+_BACKWARD = torch.ops.aten._flash_attention_backward
+
+
+class CudaFlash:
+    """`Fused` by the CUDA operator."""
+
+    name = "cuda flash"
+    windows = True
+
+    def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
+        return features <= LARGEST and serves(device, dtype)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, shape: Shape
+    ) -> tuple[Tensor, Tensor, Any]:
+        segments = shape.segments or one_segment(query.shape[2], key.shape[2])
+        flat = [flattened(x) for x in (query, key, value)]
+        starts, longest, window = segments.on(query.device), segments.longest, window_of(shape)
+        public, state = varlen_attention(), None
+        if public is not None:
+            attend, aux = public
+            options = {"scale": scaling, "window_size": window, "enable_gqa": True}
+            out, lse = attend(*flat, *starts, *longest, return_aux=aux(lse=True), **options)
+        else:
+            # The operator has "no window" as is_causal or not, as the public function translates it.
+            causal, sizes = window == (-1, 0), {}
+            if window != (-1, -1) and not causal:
+                sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+            out, lse, *state = _FORWARD(
+                *flat, *starts, *longest, 0.0, causal, False, scale=scaling, **sizes
+            )
+        if shape.segments is not None:
+            lse = lse.nan_to_num_(nan=torch.nan, posinf=EMPTY)
+        return out.transpose(0, 1)[None], lse[None], state
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scaling: float,
+        shape: Shape,
+        state: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        segments = shape.segments or one_segment(query.shape[2], key.shape[2])
+        flat = [flattened(x) for x in (grad, query, key, value, out)]
+        window, (left, right) = window_of(shape), window_of(shape)
+        # Without dropout, no random numbers are read.
+        seed, unused = state[:2] if state else (_no_seed(query.device), query.new_empty(0))
+        gradients = _BACKWARD(
+            *(flat[0].contiguous(), *flat[1:4], flat[4].contiguous(), lse[0].contiguous()),
+            *segments.on(query.device),
+            *segments.longest,
+            0.0,
+            window == (-1, 0),
+            *(seed, unused),
+            scale=scaling,
+            **({} if left < 0 else {"window_size_left": left, "window_size_right": right}),
+        )
+        of_query, of_key, of_value = (x.transpose(0, 1)[None] for x in gradients)
+        return of_query, of_key, of_value
+
+
+def window_of(shape: Shape) -> tuple[int, int]:
+    """Return the keys before and after a row's own that it sees; -1: all."""
+    if shape.window is not None:
+        return shape.window - 1, 0
+    return (-1, 0) if shape.causal else (-1, -1)
+
+
+def flattened(x: Tensor) -> Tensor:
+    """From (1, heads, length, features) to (length, heads, features), a view."""
+    return x[0].transpose(0, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def one_segment(rows: int, keys: int) -> Segments:
+    """Return the one sequence of all rows and keys; kept, since its tensors are copied to the device."""
+    return Segments((0, rows), (0, keys))
+
+
+@functools.cache
+def _no_seed(device: torch.device) -> Tensor:
+    return torch.zeros(2, dtype=torch.uint64, device=device)
+
+
+@functools.cache
+def varlen_attention() -> tuple[Any, Any] | None:
+    """Return PyTorch's public variable-length attention and its `AuxRequest`; `None` where it lacks an argument."""
+    try:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+    except ImportError:  # before 2.10
+        return None
+    needed = {"return_aux", "scale", "window_size", "enable_gqa"}
+    return (
+        (varlen_attn, AuxRequest)
+        if needed <= {*inspect.signature(varlen_attn).parameters}
+        else None
+    )
+
+
+@functools.cache
+def serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """True if the operator computes halves of this dtype on a device, with windows, backward included."""
+    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+        return False
+    if dtype not in (torch.float16, torch.bfloat16):
+        return False
+    for operator in (_FORWARD, _BACKWARD):
+        names = {argument.name for argument in operator.default._schema.arguments}
+        if not {"cum_seq_q", "window_size_left", "window_size_right", "scale"} <= names:
+            return False
+    flash: bool = torch.backends.cuda.is_flash_attention_available()
+    return flash and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -1,0 +1,160 @@
+"""The contract of the CUDA operator in plain PyTorch, so that all code around it runs on any device, in any dtype.
+
+Two custom operators, which count as one launch each where launches are counted. A matrix of rows times keys is
+written out: they are made for tests, and serve no call unless they are forced.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.fused.cuda import flattened, one_segment, window_of
+from hf_posenc.attention.fused.protocol import EMPTY, Shape
+from hf_posenc.attention.softmax import accumulation_dtype
+
+
+class EmulatedFlash:
+    """`Fused` by the emulated operator."""
+
+    name = "emulated flash"
+    windows = True
+
+    def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
+        return True
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, shape: Shape
+    ) -> tuple[Tensor, Tensor, Any]:
+        segments = shape.segments or one_segment(query.shape[2], key.shape[2])
+        flat = [flattened(x) for x in (query, key, value)]
+        out, lse = attend(*flat, *segments.on(query.device), scaling, *window_of(shape))
+        if shape.segments is not None:
+            lse = lse.nan_to_num_(nan=torch.nan, posinf=EMPTY)
+        return out.transpose(0, 1)[None], lse[None], None
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scaling: float,
+        shape: Shape,
+        state: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        segments = shape.segments or one_segment(query.shape[2], key.shape[2])
+        flat = [flattened(x) for x in (grad, query, key, value, out)]
+        gradients = attend_backward(
+            *flat, lse[0], *segments.on(query.device), scaling, *window_of(shape)
+        )
+        of_query, of_key, of_value = (x.transpose(0, 1)[None] for x in gradients)
+        return of_query, of_key, of_value
+
+
+def _visible(rows: int, keys: int, starts: tuple[Tensor, Tensor], left: int, right: int) -> Tensor:
+    """The visible pairs, bool, (rows, keys): of one sequence, and aligned to its bottom right."""
+    device = starts[0].device
+    places = []
+    for count, start in zip((rows, keys), starts, strict=True):
+        index = torch.arange(count, device=device)
+        number = torch.searchsorted(start, index, right=True) - 1
+        places.append((number, index - start[number + 1]))  # from the end of its sequence
+    (own, row), (other, column) = places
+    distance = row[:, None] - column
+    visible = own[:, None] == other
+    if right >= 0:
+        visible &= distance >= -right
+    if left >= 0:
+        visible &= distance <= left
+    return visible
+
+
+def _scores(
+    query: Tensor, key: Tensor, starts: tuple[Tensor, Tensor], scaling: float, left: int, right: int
+) -> Tensor:
+    """Scores (heads, rows, keys) in the dtype of sums, -inf where a pair is hidden."""
+    dtype, group = accumulation_dtype(query.dtype), query.shape[1] // key.shape[1]
+    every = key.to(dtype).repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->hqk", query.to(dtype), every) * scaling
+    visible = _visible(len(query), len(key), starts, left, right)
+    return scores.masked_fill_(~visible, -math.inf)
+
+
+_SHARED = "Tensor query_starts, Tensor key_starts, float scaling, int left, int right"
+
+
+@torch.library.custom_op(
+    "hf_posenc::emulated_flash",
+    mutates_args=(),
+    schema=f"(Tensor query, Tensor key, Tensor value, {_SHARED}) -> (Tensor, Tensor)",
+)
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    scaling: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the output (rows, heads, features) and its log-sum-exp (heads, rows); +inf for a row without keys."""
+    scores = _scores(query, key, (query_starts, key_starts), scaling, left, right)
+    lse = scores.logsumexp(-1)
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
+    every = value.to(scores.dtype).repeat_interleave(query.shape[1] // key.shape[1], 1)
+    out = torch.einsum("hqk,khd->qhd", torch.exp(scores - lse[..., None]), every)
+    return out.to(query.dtype), lse
+
+
+@attend.register_fake
+def _(query: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    dtype = accumulation_dtype(query.dtype)
+    lse = query.new_empty(query.shape[1], query.shape[0], dtype=dtype)
+    return query.new_empty(query.shape), lse
+
+
+@torch.library.custom_op(
+    "hf_posenc::emulated_flash_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
+    f"{_SHARED}) -> (Tensor, Tensor, Tensor)",
+)
+def attend_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    query_starts: Tensor,
+    key_starts: Tensor,
+    scaling: float,
+    left: int,
+    right: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of query, key and value, given the output and log-sum-exp of a whole softmax."""
+    scores = _scores(query, key, (query_starts, key_starts), scaling, left, right)
+    dtype, group = scores.dtype, query.shape[1] // key.shape[1]
+    weights = torch.exp(scores - lse[..., None])
+    grad, out = grad.to(dtype), out.to(dtype)
+    keys, values = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
+    of_weights = torch.einsum("qhd,khd->hqk", grad, values)
+    of_weights -= torch.einsum("qhd,qhd->hq", grad, out)[..., None]
+    of_scores = weights * of_weights * scaling
+    of_query = torch.einsum("hqk,khd->qhd", of_scores, keys)
+    of_key = torch.einsum("hqk,qhd->khd", of_scores, query.to(dtype))
+    of_value = torch.einsum("hqk,qhd->khd", weights, grad)
+    of_key, of_value = (x.unflatten(1, (-1, group)).sum(2) for x in (of_key, of_value))
+    return of_query.to(query.dtype), of_key.to(query.dtype), of_value.to(query.dtype)
+
+
+@attend_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))

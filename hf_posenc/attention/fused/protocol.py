@@ -1,0 +1,113 @@
+"""The contract of a fused attention that returns its log-sum-exp, and the shape of one call of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Sequences that lie one behind the other in one call, each of which attends to itself alone.
+
+    Attributes:
+        queries: Where each sequence starts among the rows, and the end; from 0.
+        keys: The same among the keys. A sequence without keys gives rows of zeros and a log-sum-exp of `EMPTY`.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    _tensors: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        pairs: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+        rows: int,
+        keys: int,
+    ) -> Segments:
+        """Return the sequences of (first row, end), (first key, end), in order; the rest attends to nothing."""
+        queries, starts = [0], [0]
+        for (first, end), (begin, stop) in (*pairs, ((rows, rows), (keys, keys))):
+            # Rows in no sequence are one without keys; keys in none are one without rows.
+            for row, key in ((first, starts[-1]), (first, begin), (end, stop)):
+                if (row, key) != (queries[-1], starts[-1]):
+                    queries.append(row)
+                    starts.append(key)
+        return cls(tuple(queries), tuple(starts))
+
+    @property
+    def longest(self) -> tuple[int, int]:
+        """The number of rows and of keys of the longest sequence of each."""
+        return _longest(self.queries), _longest(self.keys)
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return both starts as int32 tensors, copied to a device once."""
+        if device not in self._tensors:
+            pair = (torch.tensor(starts, dtype=torch.int32) for starts in (self.queries, self.keys))
+            self._tensors[device] = tuple(x.to(device) for x in pair)  # type: ignore[assignment]
+        return self._tensors[device]
+
+
+def _longest(starts: Sequence[int]) -> int:
+    return max((end - first for first, end in itertools.pairwise(starts)), default=0)
+
+
+EMPTY = -1e30
+"""The log-sum-exp of a row without keys in a part: finite, since the difference of two infinite ones is none."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The pairs that one call sees.
+
+    Attributes:
+        causal: A row sees the keys up to its own, aligned as the operator aligns.
+        window: Of those, the last so many; `None`: all.
+        mask: Added to the scores, of `accumulation_dtype`; broadcasts to (B, heads, rows, keys).
+        segments: The sequences of a call over several; `None`: it is one.
+    """
+
+    causal: bool = False
+    window: int | None = None
+    mask: Tensor | None = None
+    segments: Segments | None = None
+
+
+class Fused(Protocol):
+    """A fused attention; queries (B, H, R, D), keys and values (B, HK, N, D) of any strides, H a multiple of HK."""
+
+    name: str
+    windows: bool
+    """True if it has windows and segments and aligns causal calls to the bottom right: the last row sees the last key.
+    It then takes no masks and a batch of 1. Else causal calls are aligned to the top left, and masks are taken."""
+
+    def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
+        """True if it computes heads of so many features on a device."""
+        ...
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, shape: Shape
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Return the output (B, H, R, D), its log-sum-exp (B, H, R), and what the backward needs beside them."""
+        ...
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        scaling: float,
+        shape: Shape,
+        state: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of query, key and value, given the output and log-sum-exp of the whole softmax."""
+        ...

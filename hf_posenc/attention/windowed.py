@@ -1,0 +1,251 @@
+"""Causal sequences by a fused operator with windows: a few calls for all of them, on any device that has one.
+
+The operator aligns causal calls to the bottom right and has windows and sequences of any length in one call, so a band
+is one call without a mask. A row that a call gives no key has a log-sum-exp that no merge counts.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.call import Call, Run
+from hf_posenc.attention.encoding import BandPlan, Encoding
+from hf_posenc.attention.flash import Part, attend_parts
+from hf_posenc.attention.fused.protocol import Fused, Segments
+from hf_posenc.methods import LengthDependent
+
+Label = tuple[str, int]
+Rectangles = Mapping[Label, Part]
+"""The parts of one sequence, whose first cover all its rows; parts of equal labels are one call over all sequences."""
+
+
+def accepts(call: Call, encoding: Encoding, fused: Fused) -> bool:
+    """True if the operator computes this call."""
+    plan = encoding.plan
+    features = max(call.query.shape[-1], call.value.shape[-1])
+    if (
+        encoding.bias is not None
+        or plan.kernel is None
+        or not call.plain
+        or torch.compiler.is_compiling()
+        or not fused.serves(call.query.device, call.query.dtype, features)
+    ):
+        return False
+    runs = call.runs()
+    if runs is None or encoding.plain:
+        return runs is not None
+    return all(run.window is None for run in runs) and call.count_up(plan.counts_from_zero)
+
+
+def attend(call: Call, encoding: Encoding, fused: Fused) -> tuple[Tensor, None]:
+    """Compute attention over causal sequences; queries in none are padding and give zeros."""
+    runs = call.runs()
+    assert runs is not None
+    if encoding.plan.kernel == "buckets":
+        return _by_bucket(call, encoding, runs, fused), None
+    batch, _, rows, _ = call.query.shape
+    key_count = call.key.shape[2]
+    parts = call.mask.decided(
+        ("parts", _outline(encoding), rows, key_count),
+        lambda: joined(
+            [_placed(place, encoding) for place in _places(runs, batch, rows, key_count)],
+            batch * rows,
+            batch * key_count,
+        ),
+    )
+    m, n = call.query_position, call.key_position
+    query, origin = encoding.scaled(call.query, m), n.new_zeros(())
+    branches = encoding.plan.branches
+    queries = [_in_a_row(branch.query(query, m, origin)) for branch in branches]
+    keys, moved = [], []
+    for index, branch in enumerate(branches):
+        ends = [part.keys for part in parts if part.key == index]
+        first = min((start for start, _ in ends), default=0) if batch == 1 else 0
+        stop = max((stop for _, stop in ends), default=0) if batch == 1 else key_count
+        keys.append(_in_a_row(branch.key(call.key[:, :, first:stop], n[:, first:stop], origin)))
+        moved.append(first)
+    parts = [replace(part, first_key=moved[part.key]) for part in parts]
+    value = _in_a_row(call.value)
+    out = attend_parts(parts, queries, keys, value, call.scaling, fused=fused)
+    return out.unflatten(2, (batch, rows))[0].transpose(0, 1), None
+
+
+def _outline(encoding: Encoding) -> tuple[object, ...]:
+    """All that decides the parts of an encoding: equal for the layers of one patch."""
+    plan = encoding.plan
+    bands = plan.bands if isinstance(plan, BandPlan) else ()
+    return plan.kernel, *((band.least, band.below, band.keys, band.chunk) for band in bands)
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    """From (batch, heads, length, features) to (1, heads, batch * length, features); a view of one row."""
+    if len(x) == 1:
+        return x
+    return x.transpose(1, 2).reshape(1, -1, x.shape[1], x.shape[3]).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One sequence: its first row and key among those of all rows of the batch, and its numbers of both."""
+
+    row: int
+    key: int
+    rows: int
+    keys: int
+    window: int | None
+
+
+def _places(runs: Sequence[Run], batch: int, rows: int, keys: int) -> list[Place]:
+    places = []
+    for run in runs:
+        first, end, _ = run.queries.indices(rows)
+        begin, stop, _ = run.keys.indices(keys)
+        for row in range(batch)[run.batch]:
+            counts = end - first, stop - begin
+            places.append(Place(row * rows + first, row * keys + begin, *counts, run.window))
+    return sorted(places, key=lambda place: place.row)
+
+
+def _placed(place: Place, encoding: Encoding) -> tuple[Place, Rectangles]:
+    plan, rows, offset = encoding.plan, place.rows, place.keys - place.rows
+    if place.window is not None:
+        return place, two_bands(rows, offset, place.window, far_keys=0)
+    if not isinstance(plan, BandPlan):
+        return place, causal(rows, offset)
+    first, last = plan.bands[0], plan.bands[-1]
+    if plan.kernel == "chunks":
+        assert first.chunk is not None
+        return place, three_chunks(rows, offset, first.chunk)
+    if first.below is None:
+        return place, causal(rows, offset)
+    far_keys = 0 if first is last else last.keys
+    return place, two_bands(rows, offset, first.below, far_keys=far_keys)
+
+
+def causal(rows: int, offset: int) -> Rectangles:
+    """Return the parts of causal attention of rows behind `offset` keys."""
+    return {("near", 0): Part((0, rows), (0, offset + rows), causal=True)}
+
+
+def two_bands(rows: int, offset: int, window: int, *, far_keys: int | None = None) -> Rectangles:
+    """Return the parts of two bands, as `banded.two_bands`; queries and keys 0 are near, 1 far.
+
+    Row t has the position i = offset + t. Near: the keys i - window + 1 to i. Far: the keys up to i - window, for the
+    rows from `first` on. The last of them sees the keys below `keys - window`, so with these keys the call is
+    causal. Where the far keys end before, the last part is a rectangle.
+    """
+    keys = offset + rows
+    least = max(0, offset - window + 1)
+    parts = {("near", 0): Part((0, rows), (least, keys), causal=True, window=window)}
+    first = max(0, window - offset)
+    if first >= rows or far_keys == 0:
+        return parts
+    far_part = functools.partial(Part, query=1, key=1)
+    if far_keys is None or far_keys >= keys - window:
+        parts["far", 0] = far_part((first, rows), (0, keys - window), causal=True)
+        return parts
+    # From this row on, all far keys are seen.
+    corner = max(first, min(rows, far_keys + window - 1 - offset))
+    if corner > first:
+        parts["far", 0] = far_part((first, corner), (0, corner + offset - window), causal=True)
+    if corner < rows:
+        parts["first", 0] = far_part((corner, rows), (0, far_keys))
+    return parts
+
+
+def three_chunks(rows: int, offset: int, chunk: int) -> Rectangles:
+    """Return the parts of dual chunk attention, as `banded.three_chunks`; all of them read key 0."""
+    parts: dict[Label, Part] = {}
+    first = 0
+    while first < rows:
+        number, border = (offset + first) // chunk, (offset + first) // chunk * chunk
+        end = min(rows, border + chunk - offset)
+        own = first, end
+        parts["intra", number] = Part(own, (border, offset + end), causal=True)
+        if border:
+            parts["before", number] = Part(own, (border - chunk, border), query=1)
+        if border > chunk:
+            parts["older", number] = Part(own, (0, border - chunk), query=2)
+        first = end
+    return parts
+
+
+_TOGETHER = ("intra", "before")
+"""Parts of one sequence whose keys follow one another, so that they are one call too."""
+
+
+def joined(plans: Sequence[tuple[Place, Rectangles]], rows: int, keys: int) -> list[Part]:
+    """Return the calls for all sequences, of `rows` and `keys` in all: one for each label."""
+    by_label: dict[Label, list[Part]] = {}
+    for place, parts in plans:
+        for (name, number), part in parts.items():
+            label = (name, 0) if name in _TOGETHER else (name, number)
+            placed = replace(
+                part,
+                rows=(place.row + part.rows[0], place.row + part.rows[1]),
+                keys=(place.key + part.keys[0], place.key + part.keys[1]),
+            )
+            by_label.setdefault(label, []).append(placed)
+    calls: list[Part] = []
+    for parts_of_label in by_label.values():
+        first, last = parts_of_label[0], parts_of_label[-1]
+        span, reach = (first.rows[0], last.rows[1]), (first.keys[0], last.keys[1])
+        if not calls:  # it defines all rows, those of no sequence too
+            span = 0, rows
+        segments = None
+        if len(parts_of_label) > 1 or span != first.rows:
+            pairs = [
+                (_moved(part.rows, -span[0]), _moved(part.keys, -reach[0]))
+                for part in parts_of_label
+            ]
+            segments = Segments.of(pairs, span[1] - span[0], reach[1] - reach[0])
+        calls.append(replace(first, rows=span, keys=reach, segments=segments, merge=bool(calls)))
+    return calls
+
+
+def _moved(ends: tuple[int, int], by: int) -> tuple[int, int]:
+    return ends[0] + by, ends[1] + by
+
+
+def _by_bucket(call: Call, encoding: Encoding, runs: Sequence[Run], fused: Fused) -> Tensor:
+    """Compute every bucket of queries with keys rotated for it, by one call."""
+    method = encoding.method
+    assert isinstance(method, LengthDependent)
+    plan, (batch, heads, rows, _) = encoding.plan, call.query.shape
+    out = call.query.new_zeros(batch, rows, heads, call.value.shape[-1]).transpose(1, 2)
+    sizes = call.mask.decided(
+        ("buckets", encoding.original, method.update, method.bucket_size(encoding.original)),
+        lambda: [_sizes(plan.bucket(call.positions_of(run)[0][0])) for run in runs],
+    )
+    for run, of_run in zip(runs, sizes, strict=True):
+        m, n = (positions[:1] for positions in call.positions_of(run))
+        for row in range(batch)[run.batch]:
+            own = slice(row, row + 1)
+            query = encoding.scaled(call.query[own, :, run.queries], m)
+            key, value = call.key[own, :, run.keys], call.value[own, :, run.keys]
+            lengths = None if call.lengths is None else call.lengths[own]
+            outs, start = [], 0
+            for size in of_run:
+                part, seen = slice(start, start + size), run.offset + start + size
+                origin = plan.origin(m[:, part], lengths)
+                pair = (
+                    (plan.query(query[:, :, part], m[:, part], origin),),
+                    (plan.key(key[:, :, :seen], n[:, :seen], origin),),
+                )
+                whole = [Part((0, size), (0, seen), causal=True)]
+                outs.append(
+                    attend_parts(whole, *pair, value[:, :, :seen], call.scaling, fused=fused)
+                )
+                start += size
+            out[own, :, run.queries] = torch.cat(outs, 2)
+    return out
+
+
+def _sizes(buckets: Tensor) -> list[int]:
+    sizes: list[int] = buckets.unique_consecutive(return_counts=True)[1].tolist()
+    return sizes

@@ -1,0 +1,351 @@
+"""The path of CUDA's flash attention, run on a CPU by an operator that has its contract."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_posenc import patch_model
+from hf_posenc.attention import engine, windowed
+from hf_posenc.attention.flash import attend_parts
+from hf_posenc.attention.fused import cuda
+from hf_posenc.attention.fused.cuda import CudaFlash
+from hf_posenc.attention.fused.emulated import EmulatedFlash
+from hf_posenc.attention.fused.protocol import EMPTY, Segments, Shape
+from hf_posenc.attention.windowed import Place, Rectangles, joined
+from hf_posenc.errors import PosencError
+from hf_posenc.model import masks
+from tests.attention.test_attention import HEADS, apply, assert_close, build
+from tests.attention.test_attention_training import gradients
+from tests.support import zoo
+from tests.support.attention_cases import SCALING, attend_naively, leaf, scores_of
+from tests.support.attention_llama import CASES, Case, reference
+from tests.support.attention_ways import WAYS
+
+EMULATED = EmulatedFlash()
+NAMES = [
+    *("rerope", "rerope_log_n", "leaky_rerope", "self_extend", "string", "lm_infinite"),
+    *("attention_sinks", "sliding_window", "dual_chunk"),
+    *("dynamic_ntk_row", "dynamic_yarn_row", "longrope_row"),
+]
+"""Every case of kind bands, chunks or buckets."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
+
+
+# ------------------------------------------------------------------------------------------
+# The parts, against naive attention over every pair
+
+Sequences = list[tuple[int, int]]
+"""Rows and cached keys of each."""
+
+
+def check(plan: Any, naive_visible: Any, sequences: Sequences, gap: int, count: int) -> None:
+    """All sequences in one call, with `gap` rows and keys of padding before each, against each alone."""
+    torch.manual_seed(0)
+    places, spans = [], []
+    row = key = 0
+    for rows, offset in sequences:
+        row, key = row + gap, key + gap
+        places.append((Place(row, key, rows, offset + rows, None), plan(rows, offset)))
+        spans.append((slice(row, row + rows), slice(key, key + offset + rows), offset))
+        row, key = row + rows, key + offset + rows
+    queries = [leaf(1, 4, row, 8) for _ in range(count)]
+    keys = [leaf(1, 2, key, 8) for _ in range(count)]
+    value = leaf(1, 2, key, 8)
+    tensors = [*queries, *keys, value]
+    out = attend_parts(joined(places, row, key), queries, keys, value, SCALING, fused=EMULATED)
+    expected = torch.zeros_like(out)
+    for own, seen, offset in spans:
+        m = torch.arange(offset, offset + own.stop - own.start)[:, None]
+        n = torch.arange(seen.stop - seen.start)
+        kind, visible = naive_visible(m, n)
+        every = torch.stack(
+            [scores_of(q[:, :, own], k[:, :, seen]) for q, k in zip(queries, keys, strict=True)]
+        )
+        index = kind.expand(1, *every.shape[1:]).long()
+        scores = every.gather(0, index)[0]
+        part = attend_naively(scores, visible, value[:, :, seen])
+        expected = torch.cat((expected[:, :, : own.start], part, expected[:, :, own.stop :]), 2)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-13)
+    grad = torch.randn_like(out)
+    for mine, theirs in zip(
+        torch.autograd.grad(out, tensors, grad, materialize_grads=True, allow_unused=True),
+        torch.autograd.grad(expected, tensors, grad, materialize_grads=True, allow_unused=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+
+
+SEQUENCES = st.lists(
+    st.tuples(st.integers(1, 40), st.just(0) | st.integers(1, 50)), min_size=1, max_size=3
+)
+GAPS = st.sampled_from([0, 3])
+
+
+@given(SEQUENCES, GAPS)
+def test_causal(sequences: Sequences, gap: int) -> None:
+    check(windowed.causal, lambda m, n: (torch.zeros_like(m - n), n <= m), sequences, gap, count=1)
+
+
+@given(SEQUENCES, GAPS, st.integers(1, 60), st.none() | st.integers(0, 100))
+def test_two_bands(sequences: Sequences, gap: int, window: int, far_keys: int | None) -> None:
+    def plan(rows: int, offset: int) -> Rectangles:
+        return windowed.two_bands(rows, offset, window, far_keys=far_keys)
+
+    def naive(m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        far = m - n >= window
+        return far, (n <= m) & (~far | (n < (far_keys if far_keys is not None else 1000)))
+
+    check(plan, naive, sequences, gap, count=2)
+
+
+@given(SEQUENCES, GAPS, st.integers(1, 60))
+def test_three_chunks(sequences: Sequences, gap: int, chunk: int) -> None:
+    def naive(m: Tensor, n: Tensor) -> tuple[Tensor, Tensor]:
+        return (m // chunk - n // chunk).clamp(0, 2), n <= m
+
+    def plan(rows: int, offset: int) -> Rectangles:
+        return windowed.three_chunks(rows, offset, chunk)
+
+    torch.manual_seed(0)
+    places, spans, row, key = [], [], 0, 0
+    for rows, offset in sequences:
+        row, key = row + gap, key + gap
+        places.append((Place(row, key, rows, offset + rows, None), plan(rows, offset)))
+        spans.append((slice(row, row + rows), slice(key, key + offset + rows), offset))
+        row, key = row + rows, key + offset + rows
+    queries, keys, value = (
+        [leaf(1, 4, row, 8) for _ in range(3)],
+        leaf(1, 2, key, 8),
+        leaf(1, 2, key, 8),
+    )
+    parts = joined(places, row, key)
+    out = attend_parts(parts, queries, (keys,), value, SCALING, fused=EMULATED)
+    for own, seen, offset in spans:
+        m = torch.arange(offset, offset + own.stop - own.start)[:, None]
+        n = torch.arange(seen.stop - seen.start)
+        kind, visible = naive(m, n)
+        every = torch.stack([scores_of(q[:, :, own], keys[:, :, seen]) for q in queries])
+        scores = every.gather(0, kind.expand(1, *every.shape[1:]))[0]
+        want = attend_naively(scores, visible, value[:, :, seen])
+        torch.testing.assert_close(out[:, :, own], want, rtol=0, atol=1e-13)
+
+
+def test_the_number_of_calls() -> None:
+    """One call per band for all sequences, and per chunk for the oldest keys alone."""
+    whole = Place(0, 0, 90, 90, None)
+    assert len(joined([(whole, windowed.two_bands(90, 0, 20))], 90, 90)) == 2
+    assert len(joined([(whole, windowed.two_bands(90, 0, 20, far_keys=4))], 90, 90)) == 3
+    assert len(joined([(whole, windowed.two_bands(90, 0, 20, far_keys=0))], 90, 90)) == 1
+    assert len(joined([(whole, windowed.three_chunks(90, 0, 30))], 90, 90)) == 3
+    places = [Place(90 * i, 90 * i, 90, 90, None) for i in range(3)]
+    plans = [(place, windowed.two_bands(90, 0, 20)) for place in places]
+    assert len(joined(plans, 270, 270)) == 2
+
+
+# ------------------------------------------------------------------------------------------
+# The contract of the operator
+
+
+def test_rows_without_keys() -> None:
+    """Zeros and a log-sum-exp that merges as none, as flash attention gives them."""
+    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 1, 4, 8)
+    segments = Segments.of([((1, 3), (0, 2)), ((3, 4), (3, 4))], 5, 4)
+    assert segments.queries[-1] == 5
+    assert segments.keys[-1] == 4
+    assert segments.longest == (2, 2)
+    out, lse, _ = EMULATED.forward(query, key, key, 1.0, Shape(segments=segments))
+    empty = [0, 4]
+    assert torch.equal(out[:, :, empty], torch.zeros(1, 2, 2, 8))
+    assert (lse[:, :, empty] == EMPTY).all()
+    alone, _, _ = EMULATED.forward(query[:, :, 1:3], key[:, :, :2], key[:, :, :2], 1.0, Shape())
+    torch.testing.assert_close(out[:, :, 1:3], alone)
+
+
+@pytest.mark.parametrize(("window", "expected"), [(None, 3), (1, 1), (2, 2)])
+def test_calls_are_aligned_to_the_bottom_right(window: int | None, expected: int) -> None:
+    query, key = torch.zeros(1, 1, 2, 8), torch.zeros(1, 1, 4, 8)
+    value = torch.eye(4)[None, None]
+    value = torch.cat((value, torch.zeros(1, 1, 4, 4)), -1)
+    out, lse, _ = EMULATED.forward(query, key, value, 1.0, Shape(causal=True, window=window))
+    assert lse[0, 0, 0] == pytest.approx(math.log(expected))
+    assert (out[0, 0, 0] > 0).nonzero()[:, 0].tolist() == list(range(3 - expected, 3))
+
+
+@pytest.mark.parametrize("public", [True, False], ids=["public", "operator"])
+@pytest.mark.parametrize("shape", [Shape(), Shape(causal=True), Shape(causal=True, window=7)])
+def test_the_operators_of_cuda_take_these_calls(
+    shape: Shape, public: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names, order and shapes of arguments and results; nothing is computed."""
+    if not public:
+        monkeypatch.setattr(cuda, "varlen_attention", lambda: None)
+    assert cuda.varlen_attention() or not public
+    flash, half = CudaFlash(), functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    query = half(1, 24, 4, 16).transpose(1, 2)
+    key = half(1, 30, 2, 16).transpose(1, 2)
+    out, lse, state = flash.forward(query, key, key, 0.3, shape)
+    assert out.shape == query.shape
+    assert lse.shape == query.shape[:3]
+    assert lse.dtype == torch.float32
+    grads = flash.backward(out, query, key, key, out, lse, 0.3, shape, state)
+    assert [x.shape for x in grads] == [x.shape for x in (query, key, key)]
+
+
+def test_no_other_device_has_the_operator() -> None:
+    assert not cuda.serves(torch.device("cpu"), torch.bfloat16)
+    assert not CudaFlash().serves(torch.device("cpu"), torch.bfloat16, 64)
+
+
+# ------------------------------------------------------------------------------------------
+# Whole models
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Forces the operator, with masks of size O(length); the backends of all calls."""
+    names: list[str] = []
+    choose = engine.choose
+
+    def noted(*arguments: Any) -> engine.Backend:
+        backend = choose(*arguments)
+        names.append(backend.name)
+        return backend
+
+    monkeypatch.setattr(engine, "choose", noted)
+    monkeypatch.setattr(masks, "DENSE", 1)
+    with engine.forced("emulated flash"):
+        yield names
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return build()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_float64_reference(model: PreTrainedModel, name: str, used: list[str]) -> None:
+    apply(model, name)
+    ids = zoo.tokens(90)
+    used.clear()
+    assert_close(zoo.logits(model, ids), reference(model, CASES[name], ids))
+    assert set(used) == {"emulated flash"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_way_to_run_a_text_gives_the_same(
+    model: PreTrainedModel, name: str, used: list[str]
+) -> None:
+    """Padding, packing, pieces and steps; only a static cache, whose last keys are empty, goes elsewhere."""
+    ids = zoo.tokens(34)
+    apply(model, name)
+    full = zoo.logits(model, ids)
+    for way in WAYS:
+        used.clear()
+        assert_close(way(model, ids), full, way.__name__)
+        assert "emulated flash" in used or "static" in way.__name__, way.__name__
+
+
+@pytest.mark.parametrize("layout", HEADS)
+@pytest.mark.parametrize("name", ["rerope", "attention_sinks", "dual_chunk", "dynamic_ntk_row"])
+def test_every_layout_of_heads(name: str, layout: str, used: list[str]) -> None:
+    heads, key_heads = HEADS[layout]
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": key_heads}
+    model = apply(build(**sizes, hidden_size=16 * heads), name)
+    ids = zoo.tokens(40)
+    assert_close(zoo.logits(model, ids), reference(model, CASES[name], ids))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients(model: PreTrainedModel, name: str, used: list[str]) -> None:
+    apply(model, name)
+    ids = zoo.tokens(40)
+    found = gradients(model, ids)
+    assert set(used) == {"emulated flash"}
+    with engine.forced("exact"):
+        expected = gradients(model, ids)
+    for key, value in expected.items():
+        assert_close(found[key], value, key, tolerance=1e-4)
+
+
+def test_layers_that_are_not_patched_and_sliding_windows(used: list[str]) -> None:
+    """A layer that shares its table with patched ones, and one with the model's own window."""
+    model = build(num_hidden_layers=2)
+    before = zoo.logits(model, zoo.tokens(40))
+    patch_model(model, "rerope", window=50, layers=[1], original_max_position_embeddings=64)
+    assert_close(zoo.logits(model, zoo.tokens(40)), before)
+    mistral = zoo.build("mistral", sliding_window=11, initializer_range=0.1)
+    ids = zoo.tokens(60)
+    patch_model(mistral, "dual_chunk", chunk=9, window=3, layers="all")
+    used.clear()
+    got = zoo.logits(mistral, ids)
+    with engine.forced("exact"):
+        assert_close(got, zoo.logits(mistral, ids))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["rerope", "dual_chunk", "attention_sinks"])
+def test_half_precision(
+    model: PreTrainedModel, name: str, dtype: torch.dtype, used: list[str]
+) -> None:
+    ids = zoo.tokens(50)
+    moved: Any = model
+    moved.to(dtype)
+    native = zoo.relative_difference(zoo.logits(model, ids), reference(model, Case("none"), ids))
+    apply(model, name)
+    assert_close(zoo.logits(model, ids), reference(model, CASES[name], ids), tolerance=3 * native)
+
+
+# ------------------------------------------------------------------------------------------
+# The table
+
+
+def test_backends_are_forced_and_struck_by_name(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apply(model, "rerope")
+    ids, names = zoo.tokens(80), []
+    choose = engine.choose
+
+    def noted(call: Any, encoding: Any) -> engine.Backend:
+        keys.append(engine.key_of(call, encoding))
+        names.append(choose(call, encoding).name)
+        return choose(call, encoding)
+
+    keys: list[engine.Key] = []
+    monkeypatch.setattr(engine, "choose", noted)
+    expected = zoo.logits(model, ids)
+    for name in ("exact", "emulated flash", "prefill"):
+        names.clear()
+        with engine.forced(name):
+            assert_close(zoo.logits(model, ids), expected)
+        assert set(names) == {name}
+    assert keys[0] == engine.Key(torch.device("cpu"), torch.float32, 16, "bands")
+    try:
+        engine.strike("prefill", keys[0])
+        names.clear()
+        assert_close(zoo.logits(model, ids), expected)
+        assert set(names) == {"exact"}
+    finally:
+        engine.restore()
+    names.clear()
+    zoo.logits(model, ids)
+    assert set(names) == {"prefill"}
+
+
+def test_unknown_backends_are_refused() -> None:
+    key = engine.Key(torch.device("cpu"), torch.float32, 16, "bands")
+    with pytest.raises(PosencError, match=r"cuda flsh.*cuda flash"):
+        engine.force("cuda flsh")
+    with pytest.raises(PosencError, match="keep it"):
+        engine.strike("exact", key)
