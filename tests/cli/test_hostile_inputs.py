@@ -254,7 +254,10 @@ def call(expression: str, model: nn.Module) -> Any:
     names = {"model": model, "pipe": Pipe(model), "math": math, "YaRN": YaRN, "bench": bench}
     options = {"BenchOptions": BenchOptions, "PerplexityOptions": PerplexityOptions}
     functions = {"parse_method": parse_method, "recommend": recommend}
-    return eval(expression, {**vars(hf_posenc), **names, **options, **functions})
+    public = {
+        name: getattr(hf_posenc, name) for name in hf_posenc.__all__
+    }  # imported when asked for
+    return eval(expression, {**public, **names, **options, **functions})
 
 
 @pytest.mark.parametrize(("expression", "message"), CALLS)
