@@ -28,7 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from hf_posenc.attention.kernels import decode
+from hf_posenc.attention.kernels import biased, decode
+from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.rotation import Layout
 from tests.support.kernel_cases import Case
 
@@ -62,6 +63,17 @@ def step(case: Case) -> Callable[[], object]:
     return lambda: decode.run(call, encoding)
 
 
+def text(case: Case) -> Callable[[], object]:
+    """Return a call of the operator for whole texts."""
+    case = replace(case, queries=case.length)
+    encoding = case.encoding()
+    call = case.call(encoding)
+    bias = operands_of(encoding, 0, case.length, call.query.device)
+    assert bias is not None
+    tensors = (call.query, call.key, call.value, call.query_position, call.key_position)
+    return lambda: biased.biased(*tensors, *bias, call.scaling)
+
+
 LLAMA = Case(
     "rerope",
     length=1024,
@@ -86,6 +98,10 @@ CALLS: dict[str, Callable[[], object]] = {
     "dual_chunk": step(replace(LLAMA, method="dual_chunk")),
     "alibi": step(replace(LLAMA, method="alibi")),
     "sandwich, soft cap": step(replace(LLAMA, method="sandwich", softcap=30.0)),
+    "a text, alibi": text(replace(LLAMA, method="alibi")),
+    "a text, alibi, float32": text(replace(LLAMA, method="alibi", dtype=torch.float32)),
+    "a text, kerple_log": text(replace(LLAMA, method="kerple_log")),
+    "a text, t5": text(replace(LLAMA, method="t5")),
 }
 
 

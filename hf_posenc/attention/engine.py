@@ -17,6 +17,7 @@ from hf_posenc.attention.exact import exact
 from hf_posenc.attention.fused.cuda import CudaFlash
 from hf_posenc.attention.fused.emulated import EmulatedFlash
 from hf_posenc.attention.fused.protocol import Fused
+from hf_posenc.attention.kernels import biased as triton_biased
 from hf_posenc.attention.kernels import decode as triton_decode
 from hf_posenc.errors import PosencError, unknown
 
@@ -45,6 +46,7 @@ def _windowed(name: str, fused: Fused) -> Backend:
 
 BACKENDS: tuple[Backend, ...] = (
     Backend("triton decode", triton_decode.accepts, triton_decode.run),
+    Backend("triton biased", triton_biased.accepts, triton_biased.run),
     Backend("prefill", prefill.accepts, prefill.prefill),
     _windowed("cuda flash", CudaFlash()),
     Backend("few", decode.accepts_few, decode.few),

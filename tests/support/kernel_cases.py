@@ -189,7 +189,7 @@ def reference(case: Case, call: Call, encoding: Encoding) -> Tensor:
     if call.sinks is not None:
         sinks = call.sinks.double().cpu().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]]
+    weights = scores.softmax(-1)[..., : key.shape[2]].nan_to_num()  # of a row that sees nothing
     return weights @ value.masked_fill(value == POISON, 0.0)
 
 

@@ -23,6 +23,11 @@ window on, so top 0) and dual chunk attention (a sawtooth). A method with anothe
 Biases (`biases`) are closed forms of the distance, evaluated in the kernel from the trained parameters themselves, or
 tables that are read by distance.
 
+**A whole text under a bias** (`biased`) is flash attention with a bias in registers: the blocks of keys that all rows
+see, then those on the diagonal. For ALiBi and KERPLE a first launch finds the distance of each head beyond which all
+keys together have at most a share of 1e-8, provably from the norms of queries and keys, and writes it where the second
+launch reads it. Gradients are left to the general path.
+
 **How it is proven** without a GPU: `scripts/check_kernels.sh` runs the kernels in Triton's interpreter against float64
 and compiles them for three generations of GPUs, whose registers, spills and shared memory may only fall. What this
 cannot show is a miscompilation, a race, and any speed.

@@ -50,11 +50,6 @@ class Scored(NamedTuple):
     shift: Shift | None = None
     turns_keys: bool = False
 
-    @property
-    def everything(self) -> bool:
-        """True if all pairs belong to the band."""
-        return not self.least and self.below is None and self.keys is None
-
 
 class Scheme(NamedTuple):
     """All that a kernel is compiled for: the bands, the last of which is that of the cached keys.

@@ -82,19 +82,20 @@ def decode(
     lse = query.new_empty(batch, heads, rows, splits, dtype=torch.float32)
     out = output_like(query, value)
     sizes = {"SPLITS": splits, "DV": value_dim, "VALUES": padded(value_dim)}
-    decode_triton.decode_share[(splits, tiles, batch)](
-        *strided(query), *strided(key), *strided(value),
-        *strided(query_position.expand(batch, -1)), *strided(key_position.expand(batch, -1)),
-        *strided(visible), inv_freq, *strided(first), second,
-        Operands(bias, first, second).distances, shares, lse,
-        key_heads, group, rows, keys, scaling, softcap,
-        BANDS=bands, CHUNK=chunk, FEATURES=features, BIAS=bias or None, D=head_dim,
-        HALF=padded(rotated // 2), REST=padded(head_dim - rotated), BM=tile, BN=block,
-        PRECISION=precision(query.dtype), **sizes,
-    )  # fmt: skip
-    decode_triton.merge_shares[(batch * heads * rows,)](
-        shares, lse, sinks, *strided(out), heads, rows, **sizes
-    )
+    with torch.cuda.device_of(query):
+        decode_triton.decode_share[(splits, tiles, batch)](
+            *strided(query), *strided(key), *strided(value),
+            *strided(query_position.expand(batch, -1)), *strided(key_position.expand(batch, -1)),
+            *strided(visible), inv_freq, *strided(first), second,
+            Operands(bias, first, second).distances, shares, lse,
+            key_heads, group, rows, keys, scaling, softcap,
+            BANDS=bands, CHUNK=chunk, FEATURES=features, BIAS=bias or None, D=head_dim,
+            HALF=padded(rotated // 2), REST=padded(head_dim - rotated), BM=tile, BN=block,
+            PRECISION=precision(query.dtype), **sizes,
+        )  # fmt: skip
+        decode_triton.merge_shares[(batch * heads * rows,)](
+            shares, lse, sinks, *strided(out), heads, rows, **sizes
+        )
     return out
 
 

@@ -13,8 +13,6 @@ from hf_posenc.attention.encoding import Encoding
 
 FEATURES = 256
 """Most features of a head: a tile of keys and one of values have to fit into registers."""
-TRITON = (3, 3)
-"""The oldest Triton that takes tuples as arguments."""
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,8 +5,14 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 from tests.support.kernel_cases import RUNS
 
@@ -15,11 +21,17 @@ if not RUNS:
         "needs a GPU or Triton's interpreter: scripts/check_kernels.sh", allow_module_level=True
     )
 
-from hf_posenc.attention.kernels import decode
+from hf_posenc.attention.call import Call, Run
+from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.kernels import biased, decode
+from hf_posenc.attention.kernels.biases import operands_of
+from hf_posenc.attention.kernels.device import strided
 from hf_posenc.attention.rotation import Layout
+from hf_posenc.attention.toeplitz import provable_windows
+from hf_posenc.methods import DistanceBias
 from tests.support import attention_references as naive
 from tests.support import kernel_cases
-from tests.support.kernel_cases import BOUND, Case, error, reference
+from tests.support.kernel_cases import BOUND, Case, Written, error, reference
 
 kernel_cases.multiply_bfloat16()
 
@@ -65,3 +77,129 @@ def test_a_step(case: Case) -> None:
     assert weights is None
     assert out.dtype == case.dtype
     assert error(out, reference(case, call, encoding)) < BOUND[case.dtype]
+
+
+TEXTS = [
+    *(Case(name, queries=70) for name in ("alibi", "kerple_log", "kerple_power")),
+    Case("sandwich", {"dim": 8}, queries=70),
+    Case("t5", {"buckets": 8, "max_distance": 20}, queries=65, heads=6, head_dim=24),
+    Case("alibi", queries=150, length=290, heads=8, value_dim=40, head_dim=40),
+    Case("kerple_power", queries=20, length=133),
+    Case("alibi", queries=50, length=50, padding=(0, 13)),
+    *(Case("alibi", queries=140, length=140, dtype=dtype) for dtype in (HALF, BF16)),
+    Case("kerple_log", queries=70, head_dim=80, dtype=BF16),
+]
+
+
+@pytest.mark.parametrize("case", TEXTS, ids=str)
+def test_a_text(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(biased, "available", lambda device: True)
+    encoding = case.encoding()
+    call = case.call(encoding)
+    past = case.length - case.queries
+    parts = [
+        Run(slice(row, row + 1), slice(pad, case.queries), slice(pad, case.length), past)
+        for row, pad in enumerate(case.padding)
+    ]
+    monkeypatch.setattr(Written, "runs", lambda mask, positions: tuple(parts))
+    assert biased.accepts(call, encoding)
+    out, _ = biased.run(call, encoding)
+    assert out.dtype == case.dtype
+    assert error(out, reference(case, call, encoding)) < BOUND[case.dtype]
+
+
+@pytest.mark.parametrize("name", ["alibi", "kerple_log", "kerple_power"])
+def test_windows_are_provable_and_leave_keys_out(name: str) -> None:
+    case = Case(name, queries=90, length=600, heads=8)
+    encoding = case.encoding()
+    if encoding.parameters:
+        encoding.parameters["r1"].mul_(40)  # or a logarithm reaches all keys
+    call = case.call(encoding)
+    windows = windows_of(case, call, encoding)
+    assert isinstance(encoding.bias, DistanceBias)
+    horizon = partial(encoding.bias.horizon, heads=8, parameters=encoding.parameters)
+    tight = provable_windows(call.query, call.key, horizon, call.scaling, biased.DROPPED)
+    assert (windows >= tight).all()
+    assert windows.min() < 300
+    assert (windows <= tight * 1.3 + 2).all()
+
+
+def test_all_keys_count_where_positions_do_not_count_up() -> None:
+    case = Case("alibi", queries=90, length=600, heads=8)
+    encoding = case.encoding()
+    call = case.call(encoding)
+    call.key_position[0, 400:] += 1
+    assert (windows_of(case, call, encoding) == 600).all()
+
+
+def windows_of(case: Case, call: Call, encoding: Encoding) -> Tensor:
+    """The window of each head."""
+    from hf_posenc.attention.kernels import biased_triton
+
+    bias = operands_of(encoding, 0, case.length, call.query.device)
+    assert bias is not None
+    windows = torch.zeros(1, case.heads, dtype=torch.int32, device=call.query.device)
+    tensors = (call.query, call.key, call.query_position, call.key_position)
+    biased_triton.provable_windows[(case.heads, 1)](
+        *(value for x in tensors for value in strided(x)),
+        bias.first,
+        bias.second,
+        windows,
+        case.heads // case.key_heads,
+        case.queries,
+        case.length,
+        call.scaling,
+        math.log(case.length / biased.DROPPED),
+        BIAS=bias.kind,
+        D=case.head_dim,
+        DP=case.head_dim,
+        BN=64,
+    )
+    return windows[0].cpu()
+
+
+def test_a_step_far_into_a_text_is_as_precise() -> None:
+    """Near keys turn by their distance to the query, not by their position."""
+    case = Case("rerope", {"window": 60}, queries=3)
+    encoding = case.encoding()
+    call = case.call(encoding)
+    expected = reference(case, call, encoding)
+    far = replace(
+        call,
+        query_position=call.query_position + 1_000_000,
+        key_position=call.key_position + 1_000_000,
+    )
+    assert error(decode.run(far, encoding)[0], expected) < BOUND[torch.float32]
+
+
+def test_an_operator_launches_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_posenc.attention.kernels import biased_triton, decode_triton
+
+    launched: list[str] = []
+    names = ("decode_share", "merge_shares", "provable_windows", "biased_forward")
+    for name in names:
+        module: Any = decode_triton if hasattr(decode_triton, name) else biased_triton
+        kernel = getattr(module, name)
+        monkeypatch.setattr(module, name, _Noted(name, kernel, launched))
+    case = Case("alibi", queries=2)
+    encoding = case.encoding()
+    call = case.call(encoding)
+    decode.run(call, encoding)
+    assert launched == [*names[:2]]
+    assert decode.LAUNCHES == 2
+    launched.clear()
+    bias = operands_of(encoding, 0, case.length, call.query.device)
+    assert bias is not None
+    tensors = (call.query, call.key, call.value, call.query_position, call.key_position)
+    biased.biased(*tensors, *bias, call.scaling)
+    assert launched == [*names[2:]]
+    assert biased.LAUNCHES == 2
+
+
+class _Noted:
+    def __init__(self, name: str, kernel: Any, launched: list[str]) -> None:
+        self.name, self.kernel, self.launched = name, kernel, launched
+
+    def __getitem__(self, grid: Any) -> Any:
+        self.launched.append(self.name)
+        return self.kernel[grid]

@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.kernels import decode
+from hf_posenc.attention.kernels import biased, decode
 from hf_posenc.methods import get_method
+from hf_posenc.model.masks import CausalMask
 from tests.support.kernel_cases import Case, Written
 
 BANDS = (
@@ -24,7 +25,7 @@ BANDS = (
     *("lm_infinite", "attention_sinks", "sliding_window"),
 )
 BIASES = ("alibi", "kerple_log", "kerple_power", "t5", "sandwich")
-LAUNCHES = {"hf_posenc::decode": decode.LAUNCHES}
+LAUNCHES = {"hf_posenc::decode": decode.LAUNCHES, "hf_posenc::biased": biased.LAUNCHES}
 VIEWS = {
     *(
         "view",
@@ -45,6 +46,7 @@ VIEWS = {
 @pytest.fixture(autouse=True)
 def _available(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "available", lambda device: True)
+    monkeypatch.setattr(biased, "available", lambda device: True)
 
 
 def on_meta(case: Case) -> tuple[Call, Encoding]:
@@ -93,6 +95,48 @@ def test_a_step_is_two_launches_and_no_wait(name: str, padding: tuple[int, ...])
     assert out.shape == (len(padding), 4, 1, 16)
     assert weights is None
     assert launches.names == ["hf_posenc::decode"] * 2
+
+
+@pytest.mark.parametrize("length", [70, 90])
+@pytest.mark.parametrize("name", ["alibi", "kerple_log", "kerple_power", "t5"])
+def test_a_text_is_two_launches_and_no_wait(name: str, length: int) -> None:
+    call, encoding = on_meta(Case(name, queries=70, length=length))
+    call = replace(call, mask=CausalMask(70, length, torch.device("meta")))
+    assert engine.choose(call, encoding).name == "triton biased"
+    engine.attend(call, encoding)
+    with Launches() as launches:
+        out, weights = engine.attend(call, encoding)
+    assert out.shape == (1, 4, 70, 16)
+    assert weights is None
+    assert launches.names == ["hf_posenc::biased"] * 2
+
+
+TEXTS_REFUSED: dict[str, dict[str, Any]] = {
+    "soft cap": {"softcap": 3.0},
+    "sinks": {"sinks": torch.zeros(4)},
+    "a step": {"query": torch.zeros(1, 4, 8, 16)},
+    "gradients": {"query": torch.zeros(1, 4, 70, 16, requires_grad=True)},
+    "no runs": {"mask": Written(torch.ones(1, 1, 70, 70, dtype=torch.bool))},
+}
+
+
+@pytest.mark.parametrize("change", TEXTS_REFUSED)
+def test_texts_that_are_not_accepted(change: str) -> None:
+    case = Case("alibi", queries=70)
+    encoding = case.encoding()
+    call = replace(case.call(encoding), mask=CausalMask(70, 70, torch.device("cpu")))
+    assert biased.accepts(call, encoding)
+    assert not biased.accepts(replace(call, **TEXTS_REFUSED[change]), encoding)
+
+
+def test_a_table_is_read_where_positions_have_no_gaps() -> None:
+    case = Case("sandwich", queries=70)
+    encoding = case.encoding()
+    call = replace(case.call(encoding), mask=CausalMask(70, 70, torch.device("cpu")))
+    assert biased.accepts(call, encoding)
+    call.key_position[0, 30:] += 1
+    other = replace(call, mask=CausalMask(70, 70, torch.device("cpu")))
+    assert not biased.accepts(other, encoding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
