@@ -158,6 +158,9 @@ class RowOf(Mask):
     def seen(self) -> Tensor | None:
         return self._own(self.mask.seen())
 
+    def decided(self, question: Hashable, answer: Callable[[], Answer]) -> Answer:
+        return self.mask.decided((question, self.row.start), answer)
+
     def _own(self, every: Tensor | None) -> Tensor | None:
         return None if every is None else _rows(every, self.row)
 

@@ -9,6 +9,7 @@ from hf_posenc.attention.call import Call, RotatedKeys
 from hf_posenc.attention.encoding import BandBranch, Encoding
 from hf_posenc.attention.exact import score_bias
 from hf_posenc.attention.softmax import grouped_scores, weighted_values
+from hf_posenc.attention.windowed import turned_key, turned_queries
 
 QUERIES = 8
 """More queries than this are left to other paths."""
@@ -74,28 +75,35 @@ def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     m, n = call.query_position, call.key_position
     query = encoding.scaled(call.query, m)
     branches, origin = encoding.plan.branches, m.new_zeros(())
-    pairs = m[:, None, :, None], n[:, None, None, :]
-    visible = call.mask.rows(0, query.shape[2])
+    together = query.device.type != "cpu" and not torch.compiler.is_compiling()
+    if together:
+        queries = turned_queries(call, encoding, query, m)
+    else:
+        queries = [branch.query(query, m, origin) for branch in branches]
     near = None
     if len(branches) == 2:
         window = _window(encoding)
         assert window is not None
-        width = _width(call, window)
+        width, count = _width(call, window), call.key.shape[2]
+        ends = count - width, count
         tail = n[:, n.shape[1] - width :]
-        near_key = branches[0].key(call.key[:, :, call.key.shape[2] - width :], tail, origin)
-        inside = branches[0].contains(pairs[0], tail[:, None, None, :])
+        if together:
+            near_key = turned_key(call, branches[0], 0, encoding, ends)
+        else:
+            near_key = branches[0].key(call.key[:, :, ends[0] :], tail, origin)
+        inside = call.mask.decided(
+            ("near", width, *encoding.outline),
+            lambda: branches[0].contains(m[:, None, :, None], tail[:, None, None, :]),
+        )
         assert inside is not None
-        near = branches[0].query(query, m, origin), near_key, inside
-    covered = [branch.contains(*pairs) for branch in branches]
-    if covered[0] is not None:
-        inside = torch.stack([part for part in covered if part is not None]).any(0)
-        visible = inside if visible is None else visible & inside
+        near = queries[0], near_key, inside
+    visible = call.mask.decided(("visible", *encoding.outline), lambda: _visible(call, encoding))
     bias = call.mask.added(0, query.shape[2])
     if encoding.bias is not None:
         own = score_bias(encoding, query, call.key, m, n, call.scaling)
         bias = own if bias is None else bias + own
     out, weights = decode(
-        branches[-1].query(query, m, origin),
+        queries[-1],
         call.key,
         call.value,
         call.scaling,
@@ -106,6 +114,18 @@ def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
         sinks=call.sinks,
     )
     return out, weights.to(call.value.dtype) if call.weights else None
+
+
+def _visible(call: Call, encoding: Encoding) -> Tensor | None:
+    """The keys that the mask shows and a band contains."""
+    m, n = call.query_position, call.key_position
+    visible = call.mask.rows(0, call.query.shape[2])
+    pairs = m[:, None, :, None], n[:, None, None, :]
+    covered = [branch.contains(*pairs) for branch in encoding.plan.branches]
+    if covered[0] is None:
+        return visible
+    inside = torch.stack([part for part in covered if part is not None]).any(0)
+    return inside if visible is None else visible & inside
 
 
 def _window(encoding: Encoding) -> int | None:

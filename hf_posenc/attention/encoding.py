@@ -114,6 +114,13 @@ class Encoding:
         return "bias" if self.bias is not None else self.plan.kernel or "general"
 
     @property
+    def outline(self) -> tuple[object, ...]:
+        """All that decides which pairs belong to which band: equal for the layers of one patch."""
+        bands = self.plan.bands if isinstance(self.plan, BandPlan) else ()
+        shapes = ((band.least, band.below, band.keys, band.chunk) for band in bands)
+        return self.plan.kernel, *shapes
+
+    @property
     def plain(self) -> bool:
         """True for attention without any method, which reads no positions."""
         fields = (self.method, self.bias, self.query, self.cached_by)
@@ -210,14 +217,18 @@ class BandBranch(Branch):
     shares_cache: bool
 
     def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
-        if self.keeps_query:
-            return x
-        return self.rotation.turn(x, self.band.query_position(m) - self.cached(m))
+        return x if self.keeps_query else self.rotation.turn(x, self.query_turn(m))
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        if self.shares_cache:
-            return x
-        return self.rotation.turn(x, self.band.key_position(n) - self.cached(n))
+        return x if self.shares_cache else self.rotation.turn(x, self.key_turn(n))
+
+    def query_turn(self, m: Tensor) -> Tensor:
+        """Return the positions by which cached queries at m are turned, of m's shape."""
+        return self.band.query_position(m) - self.cached(m)
+
+    def key_turn(self, n: Tensor) -> Tensor:
+        """Return the positions by which cached keys at n are turned, of n's shape."""
+        return self.band.key_position(n) - self.cached(n)
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         return self.band.contains(m, n)
@@ -289,8 +300,9 @@ class MovingPlan(Plan):
         inv_freq = self.method.inv_freq(self.spec, origin).float()
         if self.spec.order is not None:
             inv_freq = inv_freq[self.spec.order.to(inv_freq.device)]
-        moved = inv_freq - self.rotation.inv_freq.to(inv_freq.device)
-        if not torch.compiler.is_compiling() and not moved.any():
+        moved = inv_freq - self.rotation.on(inv_freq.device)
+        # Another device than the CPU would be waited for.
+        if x.device.type == "cpu" and not torch.compiler.is_compiling() and not moved.any():
             return x
         return self.rotation.turn(x, n, moved)
 

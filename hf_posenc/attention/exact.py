@@ -53,9 +53,14 @@ def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
     size = max(16, min(queries, SCRATCH // (batch * heads * max(1, call.key.shape[2]))))
     borders = [0, queries]
     if not encoding.plan.shares_keys and queries > 1:
-        bucket = encoding.plan.bucket(call.query_position[0])
-        changes = (bucket[1:] != bucket[:-1]).nonzero()[:, 0] + 1
-        borders = [0, *changes.tolist(), queries]
+
+        def changes() -> list[int]:
+            bucket = encoding.plan.bucket(call.query_position[0])
+            found: list[int] = ((bucket[1:] != bucket[:-1]).nonzero()[:, 0] + 1).tolist()
+            return found
+
+        # One method object serves all layers.
+        borders = [0, *call.mask.decided(("changes", id(encoding.method)), changes), queries]
     for start, stop in itertools.pairwise(borders):
         for begin in range(start, stop, size):
             yield begin, min(begin + size, stop)

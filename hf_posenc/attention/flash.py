@@ -125,6 +125,13 @@ def attend_parts(
     return out if size == features else out[..., :features]
 
 
+def _merges_again(part: Part, later: Sequence[Part], fused: Fused) -> bool:
+    """True if a later part has rows of this one; the many parts of a CPU are not compared."""
+    if not fused.windows:
+        return bool(later)
+    return any(other.rows[0] < part.rows[1] and part.rows[0] < other.rows[1] for other in later)
+
+
 class _Parts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -161,9 +168,10 @@ class _Parts(torch.autograd.Function):
             part_out, part_lse = part.ordered(part_out), part.ordered(part_lse)
             out_rows, lse_rows = part.of_rows(out), part.of_rows(lse)
             if part.merge:
-                share = torch.sigmoid(part_lse - lse_rows).unsqueeze(-1)
-                out_rows.lerp_(part_out, share.to(out.dtype))
-                if needed or index + 1 < len(parts):
+                share = torch.empty_like(part_lse, dtype=out.dtype)
+                torch.sigmoid(part_lse - lse_rows, out=share)
+                out_rows.lerp_(part_out, share.unsqueeze(-1))
+                if needed or _merges_again(part, parts[index + 1 :], fused):
                     lse_rows.copy_(torch.logaddexp(part_lse, lse_rows))
             else:
                 out_rows.copy_(part_out)

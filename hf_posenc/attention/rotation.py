@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ class Rotation:
     inv_freq: Tensor
     layout: Layout
     factor: float = 1.0
+    _copies: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def turn(self, x: Tensor, positions: Tensor, inv_freq: Tensor | None = None) -> Tensor:
         """Rotate x, (batch, heads, length, head_dim), by so many tokens beyond the rotation that it has.
@@ -39,12 +40,50 @@ class Rotation:
         Positions, (batch or 1, length or 1), may be negative or fractional. Angles, sines and products are at least
         float32; the dtype of x stays.
         """
-        table = self.inv_freq if inv_freq is None else inv_freq
+        table = self.on(x.device) if inv_freq is None else inv_freq
         exact = torch.promote_types(x.dtype, torch.float32)
         angles = positions[:, None, :, None].to(exact) * table.to(x.device, exact)
         cos, sin = angles.cos(), angles.sin() * self.layout.sign
         first, second = self.pairs(x, exact)
         return self.joined(x, first * cos - second * sin, second * cos + first * sin)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the frequencies on a device, to which they are copied once, for models that have moved."""
+        if self.inv_freq.device == device or torch.compiler.is_compiling():
+            return self.inv_freq.to(device)
+        if device not in self._copies:
+            self._copies[device] = self.inv_freq.to(device)
+        return self._copies[device]
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return cos and sin for `turned`, at least float32, which all layers of a forward may share.
+
+        Positions are those of `turn`, several times, (turns, batch or 1, length).
+        """
+        exact = torch.promote_types(dtype, torch.float32)
+        angles = positions[:, :, None, :, None].to(exact) * self.on(positions.device).to(exact)
+        axis = -1 if self.layout.interleaved else -2
+        sin = angles.sin() * self.layout.sign
+        return angles.cos().unsqueeze(axis), torch.stack((-sin, sin), axis)
+
+    def turned(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+        """Rotate x as `turn`, for every turn of the tables: (turns, *x.shape); as few operations as PyTorch has."""
+        (cos, sin), layout = tables, self.layout
+        axis, half = (-1 if layout.interleaved else -2), layout.dim // 2
+        rotated = x[..., layout.start : layout.start + layout.dim]
+        pairs = rotated.unflatten(-1, (half, 2) if layout.interleaved else (2, half))
+        crossed = pairs.flip(axis) * sin
+        if crossed.requires_grad or crossed.dtype == x.dtype:
+            result = torch.addcmul(crossed, pairs, cos).to(x.dtype)
+        else:
+            result = torch.empty_like(crossed, dtype=x.dtype)
+            torch.addcmul(crossed, pairs, cos, out=result)
+        result = result.flatten(-2)
+        if layout.dim == x.shape[-1]:
+            return result
+        before, after = x[..., : layout.start], x[..., layout.start + layout.dim :]
+        shape = len(cos), *x.shape[:-1], -1
+        return torch.cat((before.expand(shape), result, after.expand(shape)), -1)
 
     def pairs(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the first and the second feature of every pair, each of shape (..., d/2)."""

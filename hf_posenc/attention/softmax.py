@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CONVERTED = 1 << 20
-"""Elements of the keys that are converted to float32 at a time, at least: 4 MB."""
+CONVERTED = 1 << 17
+"""Elements of the keys that are converted to float32 at a time, at least: half a megabyte, which a cache holds."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:

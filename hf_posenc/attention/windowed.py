@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import Call, Run
-from hf_posenc.attention.encoding import BandPlan, Encoding
+from hf_posenc.attention.encoding import BandBranch, BandPlan, Branch, Encoding
 from hf_posenc.attention.flash import Part, attend_parts
 from hf_posenc.attention.fused.protocol import Fused, Segments
 from hf_posenc.methods import LengthDependent
@@ -51,23 +51,22 @@ def attend(call: Call, encoding: Encoding, fused: Fused) -> tuple[Tensor, None]:
     batch, _, rows, _ = call.query.shape
     key_count = call.key.shape[2]
     parts = call.mask.decided(
-        ("parts", _outline(encoding), rows, key_count),
+        ("parts", encoding.outline, rows, key_count),
         lambda: joined(
             [_placed(place, encoding) for place in _places(runs, batch, rows, key_count)],
             batch * rows,
             batch * key_count,
         ),
     )
-    m, n = call.query_position, call.key_position
-    query, origin = encoding.scaled(call.query, m), n.new_zeros(())
-    branches = encoding.plan.branches
-    queries = [_in_a_row(branch.query(query, m, origin)) for branch in branches]
+    m = call.query_position
+    query = encoding.scaled(call.query, m)
+    queries = [_in_a_row(x) for x in turned_queries(call, encoding, query, m)]
     keys, moved = [], []
-    for index, branch in enumerate(branches):
+    for index, branch in enumerate(encoding.plan.branches):
         ends = [part.keys for part in parts if part.key == index]
         first = min((start for start, _ in ends), default=0) if batch == 1 else 0
         stop = max((stop for _, stop in ends), default=0) if batch == 1 else key_count
-        keys.append(_in_a_row(branch.key(call.key[:, :, first:stop], n[:, first:stop], origin)))
+        keys.append(_in_a_row(turned_key(call, branch, index, encoding, (first, stop))))
         moved.append(first)
     parts = [replace(part, first_key=moved[part.key]) for part in parts]
     value = _in_a_row(call.value)
@@ -75,11 +74,38 @@ def attend(call: Call, encoding: Encoding, fused: Fused) -> tuple[Tensor, None]:
     return out.unflatten(2, (batch, rows))[0].transpose(0, 1), None
 
 
-def _outline(encoding: Encoding) -> tuple[object, ...]:
-    """All that decides the parts of an encoding: equal for the layers of one patch."""
-    plan = encoding.plan
-    bands = plan.bands if isinstance(plan, BandPlan) else ()
-    return plan.kernel, *((band.least, band.below, band.keys, band.chunk) for band in bands)
+def turned_queries(call: Call, encoding: Encoding, query: Tensor, m: Tensor) -> list[Tensor]:
+    """Return the queries of every branch; bands turn theirs together, by angles that all layers share."""
+    branches = encoding.plan.branches
+    turning = [b for b in branches if isinstance(b, BandBranch) and not b.keeps_query]
+    if not turning:
+        return [branch.query(query, m, m.new_zeros(())) for branch in branches]
+    rotation = turning[0].rotation
+    tables = call.mask.decided(
+        ("queries", rotation, query.dtype, *encoding.outline),
+        lambda: rotation.tables(
+            torch.stack([branch.query_turn(m) for branch in turning]), query.dtype
+        ),
+    )
+    turned = iter(rotation.turned(query, tables))
+    return [next(turned) if branch in turning else query for branch in branches]
+
+
+def turned_key(
+    call: Call, branch: Branch, index: int, encoding: Encoding, ends: tuple[int, int]
+) -> Tensor:
+    """Return the keys from a first one to an end as a branch reads them, turned by angles that all layers share."""
+    key, n = call.key[:, :, slice(*ends)], call.key_position[:, slice(*ends)]
+    if not isinstance(branch, BandBranch):
+        return branch.key(key, n, n.new_zeros(()))
+    if branch.shares_cache or not key.shape[2]:
+        return key
+    rotation, turn = branch.rotation, branch.key_turn
+    tables = call.mask.decided(
+        ("keys", rotation, key.dtype, index, ends, *encoding.outline),
+        lambda: rotation.tables(turn(n)[None], key.dtype),
+    )
+    return rotation.turned(key, tables)[0]
 
 
 def _in_a_row(x: Tensor) -> Tensor:

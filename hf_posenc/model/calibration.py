@@ -101,6 +101,7 @@ def calibrate(
         _refuse_dynamic(tables, wrappers)
     names = {module: name for name, module in model.named_modules()}
     layers = []
+    rotations: dict[tuple[int, Layout], Rotation] = {}
     for module, calls in native.items():
         name, first, unrotated = names[module], calls[0], still[module][0]
         _check_arguments(name, module, calls)
@@ -121,6 +122,8 @@ def calibrate(
         elif first.kwargs.get("position_ids") is None:
             module.register_forward_pre_hook(catch_positions, with_kwargs=True)
         table = None if index is None else candidates[index]
+        if rotation is not None:  # one object for all layers, which then share its angles
+            rotation = rotations.setdefault((id(table), rotation.layout), rotation)
         layers.append(CalibratedLayer(name, module, first, rotation, table, inner, len(calls)))
     return layers
 

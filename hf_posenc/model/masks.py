@@ -149,6 +149,7 @@ def described(handle: Tensor) -> LazyMask:
             "The model changed the attention mask on its way to the attention layers in a way that hf_posenc cannot "
             "follow. Please report it, with the model type."
         )
+    setattr(handle, _ATTRIBUTE, mask)  # the next layers read no number from the device
     return mask
 
 

@@ -1,0 +1,137 @@
+"""Launches and waits of the engine, per layer, counted on a device that computes nothing.
+
+A launch is an operator that is no view; the emulated flash attention counts as one. A wait is a read by the host, or a
+copy from it. Nothing here says how long a launch takes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_posenc.attention import engine
+from hf_posenc.attention.call import Call, Mask
+from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.rotation import Layout, Rotation
+from hf_posenc.methods import Method, get_method
+from hf_posenc.model.masks import CausalMask
+
+HEADS, KEY_HEADS, FEATURES, LENGTH = 8, 2, 64, 600
+VIEWS = {
+    *("view", "_unsafe_view", "transpose", "t", "expand", "slice", "select", "unsqueeze"),
+    *("squeeze", "permute", "as_strided", "alias", "detach", "split", "narrow", "unbind"),
+    *("_reshape_alias", "unflatten", "empty", "new_empty", "empty_like", "empty_strided"),
+}
+WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "lift_fresh"}
+METHODS: dict[str, dict[str, Any]] = {
+    **{name: {"window": 64} for name in ("rerope", "leaky_rerope", "self_extend")},
+    "string": {"window": 32},
+    **{name: {"window": 64} for name in ("lm_infinite", "attention_sinks", "sliding_window")},
+}
+
+_DispatchMode: Any = TorchDispatchMode
+
+
+class Meter(_DispatchMode):  # type: ignore[misc]
+    """Counts launches and waits by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func.overloadpacket.__name__, kwargs or {}
+        out = func(*args, **kwargs)
+        tensors = [x for x in torch.utils._pytree.tree_leaves((args, out)) if torch.is_tensor(x)]
+        devices = {x.device.type for x in tensors}
+        if name in WAITS or devices == {"cpu", "meta"}:
+            self.waits[name] += 1
+        elif name not in VIEWS and "meta" in devices:
+            self.launches[name] += 1
+        return out
+
+
+def call_of(queries: int, mask: Mask) -> Call:
+    def tensor(heads: int, length: int) -> torch.Tensor:
+        shape = 1, length, heads, FEATURES
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta").transpose(1, 2)
+
+    n = torch.empty(1, LENGTH, dtype=torch.int64, device="meta")
+    key = tensor(KEY_HEADS, LENGTH)
+    return Call(tensor(HEADS, queries), key, key, n[:, LENGTH - queries :], n, mask, 0.1)
+
+
+def encoding_of(name: str, rotation: Rotation) -> Encoding:
+    method: Method = get_method(name).from_options(**METHODS[name])
+    return Encoding(128, HEADS, rotation, method=method)
+
+
+def rotation() -> Rotation:
+    table = torch.empty(FEATURES // 2)  # on the CPU, as a model that was patched there
+    return Rotation(table, Layout(0, FEATURES, interleaved=False))
+
+
+@torch.no_grad()
+def second_layer(name: str, queries: int, backend: str) -> Meter:
+    """Meter one layer after another, which has answered what a forward asks once."""
+    mask, shared, meter = CausalMask(queries, LENGTH, torch.device("meta")), rotation(), Meter()
+    for start in (False, True):  # meta tensors have no values to answer from
+        mask.decided(("count up", start), lambda: True)
+    with engine.forced(backend):
+        engine.attend(call_of(queries, mask), encoding_of(name, shared))
+        call, encoding = call_of(queries, mask), encoding_of(name, shared)
+        assert engine.choose(call, encoding).name == backend
+        with meter:
+            out, _ = engine.attend(call, encoding)
+            out.transpose(1, 2).contiguous()
+    assert out.device.type == "meta"
+    return meter
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bands_of_a_prefill(name: str) -> None:
+    meter = second_layer(name, LENGTH, "emulated flash")
+    assert not meter.waits, meter.waits
+    assert meter.launches["emulated_flash"] in (1, 2, 3)
+    # Where the far keys end, a third call and its merge join.
+    assert meter.launches.total() <= (15 if name == "lm_infinite" else 12), meter.launches
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_bands_of_a_step(name: str) -> None:
+    """The price without a kernel that turns keys itself; most of it is turning."""
+    meter = second_layer(name, 1, "emulated flash")
+    assert not meter.waits, meter.waits
+    assert meter.launches.total() <= 12, meter.launches
+
+
+@pytest.mark.parametrize(("name", "most"), [("rerope", 60), ("attention_sinks", 45)])
+def test_bands_of_a_step_on_the_general_path(name: str, most: int) -> None:
+    """What a step costs where flash attention does not serve (float32, older devices)."""
+    meter = second_layer(name, 1, "few")
+    assert not meter.waits, meter.waits
+    assert meter.launches.total() <= most, meter.launches
+
+
+def test_frequencies_are_copied_to_a_device_once() -> None:
+    """A model that is patched on the CPU and moved."""
+    shared, meter = rotation(), Meter()
+    x = torch.empty(1, 2, 5, FEATURES, device="meta")
+    positions = torch.empty(1, 5, device="meta")
+    shared.turn(x, positions)
+    with meter:
+        assert shared.turn(x, positions).device.type == "meta"
+    assert not meter.waits
+
+
+def test_the_meter_sees_waits() -> None:
+    meter = Meter()
+    with meter:
+        bool(torch.ones(2).any())
+        torch.ones(2).to("meta")
+    assert meter.waits.total() == 2
