@@ -196,6 +196,25 @@ def test_an_operator_launches_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     assert biased.LAUNCHES == 2
 
 
+@pytest.mark.parametrize("case", [STEPS[9], STEPS[30], TEXTS[0], TEXTS[4]], ids=str)
+def test_operators_keep_their_schema_and_their_fakes(case: Case) -> None:
+    """By `torch.library.opcheck`: nothing is written or aliased, and a trace sees the shapes that a call gives."""
+    encoding = case.encoding()
+    call = case.call(encoding)
+    bias = operands_of(encoding, 0, case.length, call.query.device)
+    assert bias is not None
+    tensors = (call.query, call.key, call.value, call.query_position, call.key_position)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    if case in TEXTS:
+        torch.library.opcheck(biased.biased, (*tensors, *bias, call.scaling), test_utils=checks)
+        return
+    scheme = decode.prepared(encoding.plan)
+    assert encoding.rotation is not None
+    visible = call.mask.rows(0, case.queries)
+    more = (visible, encoding.rotation.inv_freq, call.sinks, *bias, scheme, call.scaling, None)
+    torch.library.opcheck(decode.decode, (*tensors, *more), test_utils=checks)
+
+
 class _Noted:
     def __init__(self, name: str, kernel: Any, launched: list[str]) -> None:
         self.name, self.kernel, self.launched = name, kernel, launched
