@@ -17,6 +17,7 @@ from hf_posenc.attention.call import Call, Mask
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.methods import get_method
+from hf_posenc.model.parameters import MethodParameters
 from tests.support import attention_references as naive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -109,10 +110,11 @@ class Case:
         rotation = Rotation(inv_freq.to(DEVICE), self.layout)
         generator = torch.Generator().manual_seed(1)
         initial = method.parameters_for(self.heads, self.key_heads, self.head_dim, self.original)
-        parameters = {
-            name: (0.1 + torch.rand(value.shape, generator=generator)).to(DEVICE)
+        drawn = {
+            name: 0.1 + torch.rand(value.shape, generator=generator)
             for name, value in initial.items()
         }
+        parameters: Any = MethodParameters(drawn).requires_grad_(False).to(DEVICE)  # as in a model
         return replace(encoding, heads=self.heads, rotation=rotation, parameters=parameters, **more)
 
     def call(self, encoding: Encoding) -> Call:
@@ -181,7 +183,8 @@ def reference(case: Case, call: Call, encoding: Encoding) -> Tensor:
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if case.method in naive.BIAS:
-        values = {**case.knobs, **naive.as_numbers(encoding.parameters or {})}
+        parameters = encoding.parameters or {}
+        values = {**case.knobs, **naive.as_numbers({name: parameters[name] for name in parameters})}
         matrix = naive.bias_matrix(case.method, longest, case.heads, **values)
         bias = [matrix[:, m[b]][:, :, n[b].clamp(0, longest - 1)] for b in range(len(m))]
         scores = scores + torch.stack(bias)

@@ -37,8 +37,11 @@ def takes(call: Call, encoding: Encoding) -> bool:
         return False
     if max(call.query.shape[-1], call.value.shape[-1]) > FEATURES:
         return False
-    trained = (encoding.parameters or {}).values()
-    return not torch.is_grad_enabled() or not any(x.requires_grad for x in (*tensors, *trained))
+    if not torch.is_grad_enabled():
+        return True
+    parameters = encoding.parameters or {}
+    trained = (parameters[name] for name in parameters)  # a module in a model
+    return not any(x.requires_grad for x in (*tensors, *trained))
 
 
 def output_like(query: Tensor, value: Tensor) -> Tensor:

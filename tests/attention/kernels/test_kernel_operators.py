@@ -60,11 +60,11 @@ def on_meta(case: Case) -> tuple[Call, Encoding]:
     rotation = encoding.rotation
     assert rotation is not None
     assert isinstance(call.mask, Written)
-    parameters = {name: moved(value) for name, value in (encoding.parameters or {}).items()}
+    parameters: Any = encoding.parameters
     encoding = replace(
         encoding,
         rotation=replace(rotation, inv_freq=moved(rotation.inv_freq)),
-        parameters=parameters,
+        parameters=parameters.to("meta"),
     )
     values = {name: moved(value) for name, value in vars(call).items()}
     return Call(**{**values, "mask": Written(moved(call.mask.visible))}), encoding
@@ -165,6 +165,18 @@ def test_what_is_not_accepted(change: str) -> None:
     call = case.call(encoding)
     assert decode.accepts(call, encoding)
     assert not decode.accepts(replace(call, **REFUSED[change]), encoding)
+
+
+def test_parameters_that_are_trained_are_not_accepted() -> None:
+    case = Case("kerple_log")
+    encoding = case.encoding()
+    call = case.call(encoding)
+    assert decode.accepts(call, encoding)
+    parameters: Any = encoding.parameters
+    parameters.requires_grad_(True)
+    assert not decode.accepts(call, encoding)
+    with torch.no_grad():
+        assert decode.accepts(call, encoding)
 
 
 @pytest.mark.parametrize("name", ["fire", "shaw", "xpos", "rope_bias", "dynamic_ntk"])
