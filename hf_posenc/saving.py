@@ -23,7 +23,7 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.patching import get_patch, patch_model
-from hf_posenc.patch.saving import restore_withheld, stored_config
+from hf_posenc.patch.saving import damaged, restore_withheld, stored_config
 
 FILE = "posenc_config.json"
 PARAMETER_FILE = "posenc.safetensors"
@@ -102,6 +102,11 @@ def load_patch(model: nn.Module, source: str | Path) -> nn.Module:
     Raises:
         PosencError: No such recipe or file, or a patch that the model cannot take.
     """
+    if not isinstance(source, (str, Path)):
+        raise PosencError(
+            f"A patch is a recipe's name, a JSON file or a directory, not {type(source).__name__}: for a method and "
+            "its options, patch_model."
+        )
     beside = Path(source) / PARAMETER_FILE
     config, patch = read_patch(source), get_patch(model)
     if patch is not None and (beside.is_file() or (config.replace and config != patch.config)):
@@ -121,7 +126,10 @@ def read_patch(source: str | Path) -> PatchConfig:
     if path.is_dir():
         path = path / FILE
     if path.is_file():
-        return PatchConfig.from_json(path.read_text(encoding="utf-8"))
+        try:
+            return PatchConfig.from_json(path.read_text(encoding="utf-8"))
+        except PosencError as error:
+            raise PosencError(f"{path}: {error}") from error
     name = str(source)
     if name not in available_recipes() and (path.suffix or path.name != name):
         raise PosencError(
@@ -174,6 +182,7 @@ def from_pretrained(
     from transformers import AutoModelForCausalLM
     from transformers.utils.peft_utils import find_adapter_config_file
 
+    check_folder(path_or_id, "model")
     adapter = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
     if adapter is not None:
         kwargs["allow_missing_weights"] = allow_missing_weights
@@ -194,6 +203,22 @@ def from_pretrained(
         if trained := trained_parameters(model):
             _fill_from_checkpoint(trained, path_or_id, options)
     return (model, info) if with_info else model
+
+
+def check_folder(path_or_id: str | Path, given: str) -> None:
+    """Raise for what is neither a folder nor in the form of a hub name."""
+    if not isinstance(path_or_id, (str, Path)):
+        raise PosencError(
+            f"A {given} is given by its folder or hub name, not by {type(path_or_id).__name__}."
+        )
+    name, path = str(path_or_id), Path(path_or_id)
+    if path.is_dir() and name:
+        return
+    below = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
+    if not name.strip() or path.exists() or below:
+        raise PosencError(
+            f"There is no {given} folder {name or repr(name)}. Give a folder that save_pretrained wrote, or a hub name."
+        )
 
 
 def check_layers(config: Any, path_or_id: str | Path) -> None:
@@ -295,9 +320,12 @@ def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
         beside = Path(path_or_id) / FILE
         return read_patch(beside) if beside.is_file() else None
     configs = dict(export.config_parts(config))
-    for path, before in block["before"].items():
-        export.restore(configs[path], before)
-    return PatchConfig.from_dict(block)
+    try:
+        for path, before in block["before"].items():
+            export.restore(configs[path], before)
+        return PatchConfig.from_dict(block)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise damaged(path_or_id) from error
 
 
 def load_adapter(
@@ -325,6 +353,7 @@ def load_adapter(
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
+    check_folder(path_or_id, "adapter")
     file = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
     if file is None:
         raise PosencError(

@@ -32,7 +32,13 @@ class OneLineErrors(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_ARGUMENTS] = list(args)
-        return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            if not ctx.meta[_ARGUMENTS]:  # the help
+                raise
+            _print_usage_error(error, ctx)
+            raise typer.Exit(2) from error
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -46,12 +52,17 @@ class OneLineErrors(TyperGroup):
                 traceback.print_exc()
             print_error(str(error))
         except Exception as error:
-            # typer's own usage errors, whose module moved between its versions: wrong option, value or subcommand
-            if not hasattr(error, "format_message"):
-                raise
-            context = getattr(error, "ctx", None) or ctx
-            print_error(f"{error.format_message()} Try: {context.command_path} --help")
+            _print_usage_error(error, ctx)
         raise typer.Exit(2)
+
+
+def _print_usage_error(error: Exception, ctx: Any) -> None:
+    """Print a wrong option, value or subcommand; raise any other error again."""
+    # typer's own errors, whose module moved between its versions
+    if not hasattr(error, "format_message"):
+        raise error
+    context = getattr(error, "ctx", None) or ctx
+    print_error(f"{error.format_message()} Try: {context.command_path} --help")
 
 
 app = typer.Typer(

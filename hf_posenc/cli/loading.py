@@ -44,6 +44,8 @@ def one_thread() -> None:
 
 def check_name(name: str, revision: str | None = None, *, given: str = "model") -> str:
     """Return the name of a model; raise if it is neither a folder nor on the hub, after one request without retries."""
+    from hf_posenc.saving import check_folder
+
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -51,10 +53,7 @@ def check_name(name: str, revision: str | None = None, *, given: str = "model") 
                 f"--revision {revision}: {name} is a folder, and only models on the hub have revisions. Leave it out."
             )
         return str(path)
-    if path.exists() or name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2:
-        raise PosencError(
-            f"There is no {given} folder {name}. Give a folder that save_pretrained wrote, or a hub name."
-        )
+    check_folder(name, given)
     _check_hub(name, revision, given)
     return name
 
@@ -173,7 +172,10 @@ def _reason(error: BaseException, config: Any = None) -> str:
     """Return the whole message of an error on one line, with advice for the command line."""
     text = " ".join(str(error).split())
     if isinstance(error, KeyError) and config is not None:  # transformers has no such class
-        named = (key for key, value in config.to_dict().items() if value == error.args[0])
+        values: dict[str, Any] = config.to_dict()
+        rope = values.get("rope_parameters")
+        values |= {f"rope_parameters.{key}": value for key, value in dict(rope or {}).items()}
+        named = (key for key, value in values.items() if value == error.args[0])
         text = f"{next(named, 'one of its values')}: {text} is unknown to transformers"
     elif isinstance(error, (LookupError, TypeError, AttributeError, AssertionError)) or not text:
         text = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -234,6 +236,8 @@ def load_model(
     quiet_transformers()
     if dtype not in DTYPES:
         raise PosencError(f"Unknown dtype {dtype!r}: {', '.join(DTYPES)}.")
+    if device is not None and device_map is not None and device_map != "meta":
+        raise PosencError("--device and --device-map exclude each other: give one of them.")
     target = _device(device)
     on_cpu = target.type == "cpu" and device_map is None
     precision: Any = getattr(torch, dtype, None) or (torch.float32 if on_cpu else "auto")
@@ -252,7 +256,26 @@ def load_model(
     except PosencError:
         raise
     except Exception as error:  # as for the tokenizer
-        raise PosencError(f"The model {name} cannot be loaded: {_reason(error)}") from error
+        raise PosencError(
+            f"The model {name} cannot be loaded: {_unreadable(name) or _reason(error)}"
+        ) from error
+
+
+def _unreadable(name: str) -> str | None:
+    """Return the first weights file of a folder that is not a whole safetensors file, and what it is instead."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            with file.open("rb") as content:
+                pointer = content.read(64).startswith(b"version https://git-lfs")
+            kind = "a Git LFS pointer and not the weights: run `git lfs pull` there"
+            damaged = f"damaged or incomplete ({one_line(error)}): download it again"
+            return f"{file.name} is {kind if pointer else damaged}."
+    return None
 
 
 def live_model(
@@ -294,6 +317,8 @@ def _device(name: str | None) -> Any:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise PosencError(f"The device {name!r} cannot be used: {one_line(error)}") from error
+    if device.type == "meta":
+        raise PosencError("The device 'meta' holds no weights: give cpu, or an accelerator.")
     return device
 
 

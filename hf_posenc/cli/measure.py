@@ -114,7 +114,12 @@ def retrieval(
         )
     options = dataclasses.replace(options, methods=options.methods or RETRIEVAL_METHODS)
     _check(options)
-    settings_of(options, options.lengths or EMBEDDED_LENGTHS)
+    settings = settings_of(options, options.lengths or EMBEDDED_LENGTHS)
+    if options.distractors != RetrievalOptions.distractors and settings.decode == "generate":
+        raise PosencError(
+            f"--distractors {options.distractors} is for --decode teacher-forced, and generated answers have no rank: "
+            "leave it out."
+        )
     frame = Frame(context, output)
     text = _read(haystack) if haystack else None
     job = frame.prepare(prepare, model, None, options, haystack=text, paths=haystack or ())
@@ -199,7 +204,14 @@ def sweep(
     """
     from hf_posenc.evaluation.tuning.sweep import crossed, prepare_sweep
 
-    crossed(options.methods or SWEEP_METHODS, options.scales or (2.0,))  # refuse before loading
+    methods = options.methods or SWEEP_METHODS
+    crossed(methods, options.scales or (2.0,))  # refuse before loading
+    if options.scales is not None and crossed(methods, (2.0,)) == crossed(methods, (3.0,)):
+        scales = ",".join(f"{scale:g}" for scale in options.scales)
+        raise PosencError(
+            f"--scales {scales} is for methods without a scale of their own, and no --patch here takes one: leave it "
+            "out."
+        )
     frame = Frame(context, run)
     result = _tune(frame, frame.prepare(prepare_sweep, model, documents, options))
     if result is not None:

@@ -364,4 +364,6 @@ def _open(path: str | Path) -> Any:
     try:
         return gguf.GGUFReader(path)
     except ValueError as error:
-        raise PosencError(f"{path} is not a GGUF file: {error}") from error
+        raise PosencError(
+            f"{path} is not a GGUF file, or damaged. Give one of convert_hf_to_gguf."
+        ) from error

@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from hf_posenc.errors import unknown
+from hf_posenc.errors import PosencError, unknown
 from hf_posenc.methods.bands import Band, RotaryBands
 from hf_posenc.methods.base import (
     REGISTRY,
@@ -100,6 +100,10 @@ def get_method(name: str) -> type[Method]:
     Raises:
         PosencError: No method has this name.
     """
+    if not isinstance(name, str):
+        raise PosencError(
+            f"A method is a name such as 'yarn' (available_methods() lists them), not {name!r}."
+        )
     method = _BY_NAME.get(name.lower().replace("-", "_"))
     if method is None:
         raise unknown("method", name, available_methods())

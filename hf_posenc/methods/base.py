@@ -156,7 +156,7 @@ class Method:
         for knob, default in knobs.items():
             if default is dataclasses.MISSING and knob not in options:
                 also = " (or target_length=)" if knob == "scale" else ""
-                raise PosencError(f"{cls.name} needs {knob}={also}. {cls.summary}")
+                raise PosencError(f"{cls.name} needs {knob}={also}: {cls.summary}.")
         try:
             return cls(**options)
         except TypeError as error:

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_posenc.errors import PosencError
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, state_of
 
@@ -199,6 +200,8 @@ def _auto_classes(model: Any) -> Iterator[str]:
 def restore_withheld(config: Any) -> Any:
     """Give a loaded config the values that its folder withholds from plain transformers; return the config."""
     block = vars(config).get(export.BLOCK) or {}
+    if not isinstance(block, dict):
+        raise damaged(config.name_or_path)
     configs = dict(export.config_parts(config))
     for path, values in block.pop(_WITHHELD, {}).items():
         true = dict(values)
@@ -208,6 +211,14 @@ def restore_withheld(config: Any) -> Any:
             config._attn_implementation = None  # a property; of the configs inside too
         export.restore(configs[path], true)
     return config
+
+
+def damaged(path: Any) -> PosencError:
+    """Return the error for a checkpoint whose block is not a patch."""
+    return PosencError(
+        f'The block "{export.BLOCK}" in the config.json of {path} is damaged: restore the file, or save the model '
+        "again."
+    )
 
 
 def stored_config(name: Any, **options: Any) -> Any:

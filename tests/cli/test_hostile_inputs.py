@@ -149,6 +149,53 @@ COMMANDS: list[tuple[str, str, int]] = [
     ("bench {model} --target-length 1k,2k --output {out}", "'1k,2k' is no length; give a", 2),
     ("recommend {model} --target-length 4k --original 1k", "", 0),
     ("recommend {model} --target-length 4k --original x", "--original: 'x' is no length; give", 2),
+    ("--banana", "error: No such option: --banana Try: hf-posenc --help", 2),
+    (RUN + " --lengths 32 --device meta", "The device 'meta' holds no weights: give cpu, or", 2),
+    (RUN + " --lengths 32 --device cpu --device-map cpu", "--device and --device-map exclude", 2),
+    (
+        RUN + " --lengths 32 --stride 8",
+        "--stride 8 is for --protocol sliding or stream, and this run measures prefix and tail",
+        2,
+    ),
+    (
+        RUN + " --lengths 32 --protocol prefix --tail-tokens 8",
+        "is for --protocol tail, and this",
+        2,
+    ),
+    (RUN + " --lengths 32 --bos-windows first", "--bos-windows first is for --protocol sliding", 2),
+    (RUN + " --lengths 32 --protocol tail --buckets 4", "--buckets 4 is for --protocol prefix", 2),
+    (RUN + " --lengths 32 --longppl-short 8", "--longppl-short 8 is for --longppl, and this", 2),
+    (
+        "bench {model} --text {texts} --stride 8 --lengths 32,64 --output {out}",
+        "--stride 8 is for --protocol sliding or stream, and this run measures",
+        2,
+    ),
+    (
+        RUN + " --lengths 32 --protocol disjoint --windows-per-document 2",
+        "--windows-per-document 2 is for --protocol tail or sliding, and",
+        2,
+    ),
+    (RUN + " --lengths 32 --patch none --longppl self --longppl-short 8 --dry-run", "", 0),
+    (
+        "retrieval {model} --tasks vt,vt --lengths 64 --output {out}",
+        "Give at least one of the tasks, each once, not ['vt', 'vt'].",
+        2,
+    ),
+    (
+        "retrieval {model} --decode generate --distractors 5 --lengths 300 --output {out}",
+        "--distractors 5 is for --decode teacher-forced, and generated answers have no rank",
+        2,
+    ),
+    (
+        "sweep {model} --text {texts} --patch rerope --scales 4 --target-length 128 --output {out}",
+        "--scales 4 is for methods without a scale of their own, and no --patch here takes one",
+        2,
+    ),
+    (
+        "sweep {model} --text {texts} --patch yarn:scale=4 --scales 8 --output {out}",
+        "--scales 8 is for methods without a scale of their own",
+        2,
+    ),
 ]
 
 
@@ -234,6 +281,16 @@ CALLS: list[tuple[str, str]] = [
     ("inspect_rope(pipe)", "give the model that it holds, its attribute .model."),
     ("patch_model('gpt2', 'yarn', scale=2)", "'gpt2' is a name, not a model: load it first, as in"),
     ("patch_model(None, 'yarn', scale=2)", "NoneType is not a model"),
+    ("get_method(5)", "A method is a name such as 'yarn'"),
+    (
+        "load_patch(model, {'method': 'yarn'})",
+        "A patch is a recipe's name, a JSON file or a directory",
+    ),
+    ("load_patch(model, torn)", "/torn.json: This is not a patch in JSON: Expecting value"),
+    ("hf_posenc.from_pretrained('')", "There is no model folder ''. Give a folder that save_pr"),
+    ("hf_posenc.from_pretrained('/no/such')", "There is no model folder /no/such. Give a folder"),
+    ("hf_posenc.from_pretrained(model)", "by its folder or hub name, not by LlamaForCausalLM"),
+    ("hf_posenc.load_adapter(model, './absent')", "There is no adapter folder ./absent. Give a"),
     ("parse_method('yarn:scale=8,scale=4')", "scale is given twice"),
     ("recommend(model, '4q')", f"target_length: '4q' {NO_LENGTH}"),
     ("bench(model, None, ['text'], target_length=32)", "--target-length 32: the model was trained"),
@@ -249,9 +306,11 @@ class Pipe:
         self.model = model
 
 
-def call(expression: str, model: nn.Module) -> Any:
-    """Evaluate an expression of `CALLS`."""
-    names = {"model": model, "pipe": Pipe(model), "math": math, "YaRN": YaRN, "bench": bench}
+def call(expression: str, model: nn.Module, torn: Path) -> Any:
+    """Evaluate an expression of `CALLS`; `torn` is the file of a patch that ends in the middle."""
+    torn.write_text('{"format": 1, "method":')
+    names: dict[str, Any] = {"hf_posenc": hf_posenc, "torn": torn}
+    names |= {"model": model, "pipe": Pipe(model), "math": math, "YaRN": YaRN, "bench": bench}
     options = {"BenchOptions": BenchOptions, "PerplexityOptions": PerplexityOptions}
     functions = {"parse_method": parse_method, "recommend": recommend}
     public = {
@@ -261,10 +320,10 @@ def call(expression: str, model: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize(("expression", "message"), CALLS)
-def test_a_call_is_answered_by_one_line(expression: str, message: str) -> None:
+def test_a_call_is_answered_by_one_line(expression: str, message: str, tmp_path: Path) -> None:
     model = zoo.build("llama")
     with pytest.raises(PosencError) as error:
-        call(expression, model)
+        call(expression, model, tmp_path / "torn.json")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert hf_posenc.get_patch(model) is None
@@ -635,6 +694,36 @@ CHECKPOINTS |= {
             folder, lambda tensors: {name: value * 0 for name, value in tensors.items()}
         ),
         "The weights of the model are all zero",
+        2,
+    ),
+    "half of the weights": (
+        lambda folder: os.truncate(folder / "model.safetensors", 4000),
+        "cannot be loaded: model.safetensors is damaged or incomplete (",
+        2,
+    ),
+    "a pointer": (
+        _write("model.safetensors", "version https://git-lfs.github.com/spec/v1\n"),
+        "model.safetensors is a Git LFS pointer and not the weights: run `git lfs pull` there.",
+        2,
+    ),
+    "unknown rope type": (
+        lambda folder: _edit_config(folder, rope_parameters={"rope_type": "banana"}),
+        "from its config.json: rope_parameters.rope_type: 'banana' is unknown to transformers",
+        2,
+    ),
+    "no length": (
+        lambda folder: _edit_config(folder, max_position_embeddings=-1),
+        "The model's config names a context length of -1: correct it there.",
+        2,
+    ),
+    "a patch that is none": (
+        lambda folder: _edit_config(folder, hf_posenc="banana"),
+        'The block "hf_posenc" in the config.json of ',
+        2,
+    ),
+    "half a patch": (
+        lambda folder: _edit_config(folder, hf_posenc={"format": 1}),
+        'The block "hf_posenc" in the config.json of ',
         2,
     ),
     "no weights": (

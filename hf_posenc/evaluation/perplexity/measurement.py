@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import unknown
+from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents import Entry, TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring import execute as machine
@@ -404,8 +404,36 @@ def settings_of(
         short = options.short and options.preset is None
         if lengths and short and original and original < min(lengths):
             lengths = (original, *lengths)
+    if original is not None and original < 1:
+        raise PosencError(
+            f"The model's config names a context length of {original}: correct it there."
+        )
     values["lengths"] = None if lengths is None else tuple(sorted(set(lengths)))
-    return make_settings(values, original, preset=options.preset, bos=options.bos)
+    settings, policy = make_settings(values, original, preset=options.preset, bos=options.bos)
+    _refuse_ignored(options, settings)
+    return settings, policy
+
+
+def _refuse_ignored(options: ProtocolOptions, settings: Settings) -> None:
+    """Raise if an option was given that none of the protocols reads."""
+    longppl = ("longppl",) if getattr(options, "longppl", None) is not None else ()
+    protocols = (*settings.protocols, *longppl)
+    readers = {
+        "tail_tokens": ("tail",),
+        "stride": ("sliding", "stream"),
+        "windows_per_document": ("tail", "sliding"),
+        "bos_windows": ("sliding",),
+        "buckets": ("prefix",),
+        "longppl_short": ("longppl",),
+    }
+    for name, users in readers.items():
+        value = getattr(options, name, None)
+        if value is not None and not set(users) & set(protocols):
+            wanted = "--longppl" if "longppl" in users else f"--protocol {' or '.join(users)}"
+            raise PosencError(
+                f"--{name.replace('_', '-')} {value} is for {wanted}, and this run measures "
+                f"{' and '.join(protocols)}: leave it out, or add that."
+            )
 
 
 def make_settings(

@@ -102,7 +102,7 @@ class Settings:
         if self.aggregate not in AGGREGATES:
             raise PosencError(f"Unknown aggregate {self.aggregate!r}: {', '.join(AGGREGATES)}.")
         if self.bos_windows not in ("every", "first"):
-            raise PosencError(f"bos_windows is every or first, not {self.bos_windows!r}.")
+            raise PosencError(f"--bos-windows is every or first, not {self.bos_windows!r}.")
         if self.tail_tokens == 0:
             object.__setattr__(self, "tail_tokens", default_tail_tokens(self.lengths))
         if "tail" in self.protocols and not 1 <= self.tail_tokens < self.lengths[0]:

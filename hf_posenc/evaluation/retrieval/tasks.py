@@ -440,8 +440,9 @@ class RetrievalSettings:
             object.__setattr__(self, name, tuple(values))
             ordered = name == "tasks" or list(values) == sorted(values)
             if not values or len(set(values)) != len(values) or not ordered:
+                order = "" if name == "tasks" else ", in ascending order"
                 raise PosencError(
-                    f"{name.capitalize()} are different and ascending, not {list(values)}."
+                    f"Give at least one of the {name}, each once{order}, not {list(values)}."
                 )
         for task in self.tasks:
             get_task(task)
