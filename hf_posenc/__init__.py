@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_posenc.adapters import available_architectures as available_architectures
+    from hf_posenc.attention.engine import set_backend as set_backend
     from hf_posenc.errors import PosencError as PosencError
     from hf_posenc.errors import UnsupportedModelError as UnsupportedModelError
     from hf_posenc.errors import VerificationError as VerificationError
@@ -33,6 +34,7 @@ __version__ = "0.1.0.dev0"
 # Importing the package loads neither torch nor transformers: a name is imported from its module on first use.
 _MODULES = {
     "adapters": "available_architectures",
+    "attention.engine": "set_backend",
     "errors": "PosencError UnsupportedModelError VerificationError",
     "methods": "Method available_methods get_method",
     "patch.config": "PatchConfig",

@@ -110,8 +110,8 @@ class Encoding:
 
     @property
     def kind(self) -> str:
-        """The kind of computation, by which backends are chosen: that of the plan, `"bias"` or `"general"`."""
-        return "bias" if self.bias is not None else self.plan.kernel or "general"
+        """The kind of computation, by which backends are checked: a bias by name, else the plan's, or `"general"`."""
+        return self.bias.name if self.bias is not None else self.plan.kernel or "general"
 
     @property
     def outline(self) -> tuple[object, ...]:

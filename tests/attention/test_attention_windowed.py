@@ -346,6 +346,6 @@ def test_backends_are_forced_and_struck_by_name(
 def test_unknown_backends_are_refused() -> None:
     key = engine.Key(torch.device("cpu"), torch.float32, 16, "bands")
     with pytest.raises(PosencError, match=r"cuda flsh.*cuda flash"):
-        engine.force("cuda flsh")
+        engine.set_backend("cuda flsh")
     with pytest.raises(PosencError, match="keep it"):
         engine.strike("exact", key)
