@@ -141,3 +141,22 @@ def test_the_general_path_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
         set_backend(None)
     logits_of(model, ids)
     assert len(rows) == 3
+
+
+def test_a_compiled_forward_uses_what_was_checked_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = apply(build(), "rerope"), zoo.tokens(80)
+    rows = unproven(monkeypatch)
+    expected = logits_of(model, ids)
+    rows.clear()
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_close(logits_of(compiled, ids), expected)
+    assert rows == [80, 80]
+
+
+def test_a_compiled_forward_checks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = apply(build(), "rerope"), zoo.tokens(80)
+    rows = unproven(monkeypatch)
+    torch.compiler.reset()
+    logits_of(torch.compile(model, backend="eager", fullgraph=True), ids)
+    assert rows == []
