@@ -112,7 +112,7 @@ def test_bands_of_a_step(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "most"), [("rerope", 60), ("attention_sinks", 45)])
 def test_bands_of_a_step_on_the_general_path(name: str, most: int) -> None:
-    """What a step costs where flash attention does not serve (float32, older devices)."""
+    """The cost of a step where flash attention does not serve (float32, older devices)."""
     meter = second_layer(name, 1, "few")
     assert not meter.waits, meter.waits
     assert meter.launches.total() <= most, meter.launches

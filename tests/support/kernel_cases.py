@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BOUND = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 """Largest error over the largest number: sums in float32; for halves, the roundings of keys, weights and output."""
 POISON = 1e4
-"""What lies where no query may look: it shows in every result that has read it."""
+"""A value where no query may look: it shows in every result that has read it."""
 
 
 RUNS = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"

@@ -64,7 +64,7 @@ def operands_of(
 def _kept(
     encoding: Encoding, device: torch.device, size: int, make: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """What the method makes of so many distances: once, and kept on the plan, where a traced graph finds it too."""
+    """Compute the biases of so many distances once, and keep them on the plan, where a traced graph finds them too."""
     name = f"_bias of {size} on {device}"
     found: Tensor | None = getattr(encoding.plan, name, None)
     if found is None:

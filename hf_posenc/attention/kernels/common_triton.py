@@ -54,7 +54,7 @@ def bias_parameters(KIND: tl.constexpr, FIRST, SECOND, head, mask):
 
 @triton.jit
 def bias(KIND: tl.constexpr, first, second, TABLE, INDEX, head, strides, distances, distance):
-    """What a bias adds to scores, in units of log2, by distance (float32, >= 0); all but strides broadcast."""
+    """The bias of scores, in units of log2, by distance (float32, >= 0); all but strides broadcast."""
     if KIND == "alibi":
         return -(first * LOG2E) * distance
     elif KIND == "kerple_log":

@@ -1,4 +1,4 @@
-"""What the kernels read off position maps, against the papers' relative positions, pair by pair."""
+"""The schemes that kernels read off position maps, against the papers' relative positions, pair by pair."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROTATION = Rotation(torch.ones(4), Layout(2, 8, interleaved=True, sign=-1))
 
 
 def relative_positions(scheme: Scheme, encoding: Encoding, positions: Tensor) -> Tensor:
-    """What a scheme makes of all pairs, float64; NaN: of no band."""
+    """The relative positions of all pairs under a scheme, float64; NaN: of no band."""
     m, n = positions[:, None], positions[None]
     cached = encoding.cached_position(positions).double()
     span = (m // scheme.chunk - n // scheme.chunk).clamp(min=0)
