@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_posenc.adapters import patches_folder
 from hf_posenc.errors import PosencError, UntrainedWarning, unknown
+from hf_posenc.files import disk_errors
 from hf_posenc.methods import available_methods
 from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
@@ -58,20 +59,24 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
         The file.
 
     Raises:
-        PosencError: The model is not patched, or its method is the user's own and cannot be loaded by name.
+        PosencError: The model is not patched, its method is the user's own and cannot be loaded by name, or the
+            folder cannot be written.
     """
     config = patch_to_save(model)
     if config is None:
         raise PosencError("This model is not patched: nothing to save. Call patch_model first.")
+    if not str(directory or "").strip():
+        raise PosencError(f"{directory!r} is no folder to save the patch to. Give its path.")
     path = Path(directory) / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(config.to_json(), encoding="utf-8")
-    trained = trained_parameters(unwrap(model))
-    if trained:
-        save_file(
-            {name: tensor.detach().cpu().contiguous() for name, tensor in trained.items()},
-            path.parent / PARAMETER_FILE,
-        )
+    with disk_errors(f"The patch cannot be saved to {directory}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(config.to_json(), encoding="utf-8")
+        trained = trained_parameters(unwrap(model))
+        if trained:
+            save_file(
+                {name: tensor.detach().cpu().contiguous() for name, tensor in trained.items()},
+                path.parent / PARAMETER_FILE,
+            )
     return path
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -24,7 +29,18 @@ class OneLineErrors(TyperGroup):
     def main(self, *args: Any, **options: Any) -> Any:
         prepare_terminal()
         try:
-            return super().main(*args, **options)
+            try:
+                return super().main(*args, **options)
+            finally:
+                with contextlib.suppress(BrokenPipeError):
+                    sys.stdout.flush()
+        except OSError as error:
+            if error.errno != errno.ENOSPC or error.filename is not None:
+                raise
+            # A full disk behind stdout; the files of a result were written before. Python flushes stdout at its end.
+            sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+            print_error(f"stdout cannot be written: {error.strerror or error}")
+            raise SystemExit(2) from error
         except SystemExit as end:
             if end.code == 130:  # typer's own for a KeyboardInterrupt
                 print_error("interrupted")

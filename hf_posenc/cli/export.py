@@ -79,10 +79,11 @@ def export(options: ExportOptions) -> None:
     if options.dry_run:
         return
     folder = options.output or Path(f"{Path(name).resolve().name}-{to}")
+    over = " over the export that was there" if (folder / "export.json").exists() else ""
     written = engines.write_export(exported, folder, weights=options.weights)
     about = _about(exported) | {"folder": str(folder), "files": [path.name for path in written]}
     _show(exported)
-    print_note(f"Wrote {', '.join(path.name for path in written)} to {folder}")
+    print_note(f"Wrote {', '.join(path.name for path in written)} to {folder}{over}")
     if options.verify:
         about["verified"] = _verify(exported, folder, options.packages, patch)
     print_json(about)

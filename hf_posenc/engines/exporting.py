@@ -260,6 +260,11 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
         raise PosencError(f"{folder} is where the model is. Give another folder with --output.")
     if (folder / "config.json").exists() and not (folder / RECORD).exists():
         raise PosencError(f"{folder} holds another model. Give another folder with --output.")
+    earlier = _earlier(folder)
+    if earlier not in (None, (export.engine, export.path)):
+        raise PosencError(
+            f"{folder} holds the export of {earlier[1]} to {earlier[0]}. Give another folder with --output."
+        )
     folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     if export.is_adapter and weights != "none":
@@ -278,6 +283,15 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
     del record["config"]
     written += [_write_json(folder / "config.json", config), _write_json(folder / RECORD, record)]
     return sorted(set(written))
+
+
+def _earlier(folder: Path) -> tuple[str, str] | None:
+    """Return the engine and the model of the export that a folder holds; `None`: there is none."""
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        return record["engine"], record["path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def merged_dtype(adapter: str | Path) -> str:

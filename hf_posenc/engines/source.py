@@ -169,6 +169,10 @@ def open_source(
     """Read a saved model or adapter, with a patch as for `patch_model`; `unpatched`: without the one that was saved."""
     base, of_adapter = _of_adapter(path)
     try:
+        if Path(base).is_dir() and not (Path(base) / "config.json").is_file():
+            raise PosencError(
+                f"{base} has no config.json. Give a folder that save_pretrained wrote."
+            )
         stored = stored_config(base)
     except Exception as error:  # no such name, no config.json, an unknown model type
         reason = " ".join(str(error).split())

@@ -52,6 +52,15 @@ def test_the_default_folder_is_named_after_both(
     assert (tmp_path / "tiny-vllm" / "config.json").is_file()
 
 
+def test_a_folder_keeps_the_export_of_another_engine(model: Path, tmp_path: Path) -> None:
+    given = "export", model, "--patch", "pi:scale=2", "--output", tmp_path / "out"
+    assert "over the export" not in invoke(*given, "--to", "vllm").stdout
+    assert "over the export that was there" in " ".join(
+        invoke(*given, "--to", "vllm").stdout.split()
+    )
+    assert f"holds the export of {model} to vllm" in refused(*given, "--to", "transformers4")
+
+
 def test_what_cannot_be_is_status_1_and_one_line(model: Path, tmp_path: Path) -> None:
     result = invoke(
         "export", model, "--to", "vllm", "--patch", "rerope", "--output", tmp_path / "out"

@@ -234,6 +234,18 @@ NOT_A_METHOD = "A method is a name such as 'yarn' (available_methods() lists the
 
 # A Python expression on a tiny Llama of 4 layers, trained at 64 tokens, and a part of the message of its PosencError.
 CALLS: list[tuple[str, str]] = [
+    (
+        "save_patch(patch_model(type(model)(model.config), 'yarn', scale=2), '')",
+        "'' is no folder to save the patch to",
+    ),
+    (
+        "save_patch(patch_model(type(model)(model.config), 'yarn', scale=2), None)",
+        "None is no folder to save the patch to",
+    ),
+    (
+        "save_patch(patch_model(type(model)(model.config), 'yarn', scale=2), '/dev/null/x')",
+        "to /dev/null/x: Not a directory",
+    ),
     ("patch_model(model, None)", f"{NOT_A_METHOD}, a Method object, or a list of them, not None."),
     ("patch_model(model, 5)", NOT_A_METHOD),
     ("patch_model(model, ['yarn', 5], scale=2)", NOT_A_METHOD),

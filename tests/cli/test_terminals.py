@@ -216,3 +216,14 @@ def test_a_closed_pipe_is_quiet(options: list[str]) -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=300) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+def test_a_full_disk_behind_stdout_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        code = "from hf_posenc.cli import main; main(['methods'])"
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    error = "error: stdout cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (2, error)

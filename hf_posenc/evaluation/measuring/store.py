@@ -60,9 +60,14 @@ def current_shard(text: str | None = None) -> Shard:
                 f"--shard {text}: give one of 1/N ... N/N, such as 2/8 for the second of eight processes."
             )
         return Shard(index - 1, count)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > 1:
-        return Shard(int(os.environ["RANK"]), processes, launched=True)
+    world, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "")
+    if world != "1":
+        if not (world.isdecimal() and rank.isdecimal() and int(rank) < int(world)):
+            raise PosencError(
+                f"The environment has WORLD_SIZE={world!r} and RANK={rank!r}; a rank is one of 0 to WORLD_SIZE - 1. "
+                "Start the processes with torchrun or accelerate launch, unset both, or pass --shard I/N."
+            )
+        return Shard(int(rank), int(world), launched=True)
     if "SLURM_ARRAY_TASK_ID" in os.environ:
         task = int(os.environ["SLURM_ARRAY_TASK_ID"])
         first = int(os.environ.get("SLURM_ARRAY_TASK_MIN", "0"))

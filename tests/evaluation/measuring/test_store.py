@@ -251,6 +251,18 @@ def test_a_place_that_does_not_exist(text: str) -> None:
         current_shard(text)
 
 
+@pytest.mark.parametrize(("world", "rank"), [("2", None), ("2", "5"), ("2", "a"), ("many", "0")])
+def test_an_environment_that_no_launcher_made(
+    world: str, rank: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", world)
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(PosencError, match="unset both, or pass --shard"):
+        current_shard()
+
+
 def test_shares_cover_everything_once() -> None:
     items = list(range(11))
     shares = [Shard(index, 3).mine(items) for index in range(3)]
