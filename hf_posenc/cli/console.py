@@ -40,8 +40,11 @@ class _Terminal:
 def terminal(options: TerminalOptions) -> Iterator[None]:
     """Print as these options say; with `--json`, whatever else is written to stdout goes to stderr."""
     _Terminal.options, _Terminal.stdout = options, sys.stdout
-    with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
-        yield
+    try:
+        with contextlib.redirect_stdout(sys.stderr if options.json else sys.stdout):
+            yield
+    finally:  # this stdout may be closed by the next command of the process
+        _Terminal.options = TerminalOptions(verbose=options.verbose)
 
 
 def is_verbose() -> bool:

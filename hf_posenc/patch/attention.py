@@ -199,7 +199,8 @@ def _give_encodings(
     chosen = [layer for layer in sharing if _is_chosen(layer, state.config.layers)]
     if not chosen:
         raise UnsupportedModelError(
-            f"No layer that rotates is among layers={state.config.layers!r}; layers='all' includes sliding windows."
+            f"No layer that rotates is among layers={state.config.layers!r}; "
+            'layers="all" includes sliding-window layers.'
         )
     for layer in layers:
         encoding = Encoding(state.original, layer.recorded.query.shape[1], layer.rotation)

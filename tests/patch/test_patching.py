@@ -159,7 +159,7 @@ def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
         ("yarn", {"scale": 4, "layers": [0, 1]}, "cuts through"),
         ("yarn", {"scale": 4, "compose": True, "replace": True}, "exclude each other"),
         (["yarn", "pi"], {"scale": 4}, "one seam"),
-        (YaRN(scale=4), {"scale": 4}, "itself"),
+        (YaRN(scale=4), {"scale": 4}, r"Give the knobs to YaRN\(\.\.\.\)"),
         ("longrope", {"short_factor": [1.0], "long_factor": [1.0]}, "rotates 8 pairs"),
         ("abf", {}, "rope_theta="),
     ],

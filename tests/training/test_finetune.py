@@ -239,7 +239,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "an encoding without parameters": (("--train", "encoding"), "yarn has no parameters"),
     "an export that cannot be": (
         ("--patch", "rerope:window=64", "--target_length", "128", "--verify_export"),
-        "cannot express rerope",
+        "transformers has no rerope",
     ),
     "an adapter to be verified": (("--train", "lora", "--verify_export"), "saves an adapter"),
     "a target that is no length": (("--target_length", "-5"), "--target_length.*'-5' is no length"),

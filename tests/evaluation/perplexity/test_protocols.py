@@ -156,7 +156,7 @@ def test_the_tail_is_1024_tokens_and_at_most_half_of_the_shortest_length() -> No
         ({"protocols": ("tail", "window")}, "Unknown protocol 'window': prefix, tail, sliding"),
         ({"protocols": ("tail", "tail")}, "A protocol is named twice: tail, tail"),
         ({"aggregate": "bytes"}, "Unknown aggregate 'bytes': tokens, windows"),
-        ({"bos_windows": "some"}, "bos_windows is every or first, not 'some'"),
+        ({"bos_windows": "some"}, "bos-windows is every or first, not 'some'"),
         ({"stride": -1}, "stride is at least 1, not -1"),
         ({"tail_tokens": 16}, "fewer than the shortest length .* or --tail-tokens 8"),
         ({"protocols": ("tail", "longppl")}, "--longppl EVALUATOR"),
