@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate import debug_launcher
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_posenc import patch_model
@@ -167,6 +168,19 @@ def launch(
         process.join()
     assert after is not None or time.monotonic() < ends, "the training hangs"
     return [int(process.exitcode) for process in made]
+
+
+def in_two_processes(function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function in two forked processes of one group; several tests may do so at the same time.
+
+    accelerate's own launcher gives all of them one port, where two groups wait for each other.
+    """
+    debug_launcher(_on_port, (_free_port(), function, *arguments), num_processes=2)
+
+
+def _on_port(port: int, function: Callable[..., None], *arguments: Any) -> None:
+    os.environ["MASTER_PORT"] = str(port)
+    function(*arguments)
 
 
 def losses(folder: Path) -> list[dict[str, Any]]:

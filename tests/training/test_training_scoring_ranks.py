@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import debug_launcher
 from torch.distributed.fsdp import fully_shard
 
 from hf_posenc import from_pretrained
@@ -20,6 +19,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training.ranks import group_shard
 from hf_posenc.training.scoring import FILE, stages_of
+from tests.support.killing import in_two_processes
 from tests.support.tiny_text import byte_tokenizer, prose
 from tests.training.test_training_scoring import (
     HELD_OUT,
@@ -74,7 +74,7 @@ def train_together(folder: Path) -> None:
 
 
 def test_two_processes_share_the_windows_and_give_the_sums_of_one(tmp_path: Path) -> None:
-    debug_launcher(train_together, (tmp_path,), num_processes=2)
+    in_two_processes(train_together, tmp_path)
     shares = lines(tmp_path)
     assert shares == {"shard-1-of-2": 3 * 2, "shard-2-of-2": 3 * (len(HELD_OUT) - 2)}
     model = patched_model()
@@ -100,7 +100,7 @@ def score_sharded(folder: Path) -> None:
 
 
 def test_a_sharded_model_is_scored_by_all_together(tmp_path: Path) -> None:
-    debug_launcher(score_sharded, (tmp_path,), num_processes=2)
+    in_two_processes(score_sharded, tmp_path)
     assert lines(tmp_path) == {"shard-1-of-1": 3 * len(HELD_OUT)}  # and nothing was measured twice
     result, model = stored(tmp_path), patched_model()
     for step in range(3):
@@ -158,7 +158,7 @@ def resumed(folder: Path) -> None:
 
 def test_what_two_processes_began_one_finishes(tmp_path: Path) -> None:
     with contextlib.suppress(Exception):  # the process that waits for the other one
-        debug_launcher(interrupted, (tmp_path,), num_processes=2)
+        in_two_processes(interrupted, tmp_path)
     begun = lines(tmp_path)
     assert begun == {"shard-1-of-2": 2, "shard-2-of-2": 0}
     resumed(tmp_path)

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.training.batches.blocks import prepare_blocks
 from hf_posenc.training.batches.collator import PositionCollator
+from tests.support.killing import in_two_processes
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 from tests.support.zoo_registry import quiet
 
@@ -175,9 +176,8 @@ def _in_one_of_two(folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_trainers_see_what_one_sees(whole: tuple[Path, list[Batch]], tmp_path: Path) -> None:
-    from accelerate import debug_launcher
 
-    debug_launcher(_in_one_of_two, (str(tmp_path),), num_processes=2)
+    in_two_processes(_in_one_of_two, str(tmp_path))
     shards = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
     together = [[tuple(row) for part in step for row in part] for step in zip(*shards, strict=True)]
     assert together == whole[1]
