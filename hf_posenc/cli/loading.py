@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +128,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             raise PosencError(
                 f"The folder {name} has no config.json ({held}). Give the folder that save_pretrained wrote."
             )
-        _read_json(folder / "config.json", name)
+        _check_rope(_read_json(folder / "config.json", name), name)
     try:
         config = stored_config(name, trust_remote_code=trust_remote_code, revision=revision)
     except Exception as error:  # an unknown model type, values of a wrong type, custom code
@@ -144,6 +146,20 @@ def _read_json(file: Path, name: str) -> dict[str, Any]:
         kind = type(values).__name__
         raise PosencError(f"The {file.name} of {name} is a JSON {kind}, not an object.")
     return values
+
+
+def _check_rope(values: Mapping[str, Any], name: str, place: str = "") -> None:
+    """Refuse a base or a factor of a rotary embedding that is not a number above 0."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            _check_rope(value, name, f"{place}{key}.")
+        elif value is not None and (key == "rope_theta" or (key == "factor" and "rope" in place)):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 < value < math.inf:
+                raise PosencError(
+                    f"The config.json of {name} has {place}{key} = {value!r}, which is not a number above 0. Correct "
+                    "it there."
+                )
 
 
 def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool = False) -> Any:

@@ -718,6 +718,20 @@ CHECKPOINTS |= {
         "model.safetensors is a Git LFS pointer and not the weights: run `git lfs pull` there.",
         2,
     ),
+    "a base of zero": (
+        lambda folder: _edit_config(
+            folder, rope_parameters={"rope_type": "default", "rope_theta": 0}
+        ),
+        "has rope_parameters.rope_theta = 0, which is not a number above 0. Correct it there",
+        2,
+    ),
+    "a factor in words": (
+        lambda folder: _edit_config(
+            folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "four"}
+        ),
+        "has rope_parameters.factor = 'four', which is not a number above 0. Correct it there",
+        2,
+    ),
     "unknown rope type": (
         lambda folder: _edit_config(folder, rope_parameters={"rope_type": "banana"}),
         "from its config.json: rope_parameters.rope_type: 'banana' is unknown to transformers",
