@@ -151,6 +151,8 @@ def _read_json(file: Path, name: str) -> dict[str, Any]:
 def _check_rope(values: Mapping[str, Any], name: str, place: str = "") -> None:
     """Refuse a base or a factor of a rotary embedding that is not a number above 0."""
     for key, value in values.items():
+        if key == "hf_posenc":  # a patch and what it replaced, which its own reader checks
+            continue
         if isinstance(value, dict):
             _check_rope(value, name, f"{place}{key}.")
         elif value is not None and (key == "rope_theta" or (key == "factor" and "rope" in place)):
