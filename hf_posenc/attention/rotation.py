@@ -67,7 +67,7 @@ class Rotation:
         return angles.cos().unsqueeze(axis), torch.stack((-sin, sin), axis)
 
     def turned(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-        """Rotate x as `turn`, for every turn of the tables: (turns, *x.shape); as few operations as PyTorch has."""
+        """Rotate x as `turn` by every entry of the tables, and return (entries, *x.shape); in few operations."""
         (cos, sin), layout = tables, self.layout
         axis, half = (-1 if layout.interleaved else -2), layout.dim // 2
         rotated = x[..., layout.start : layout.start + layout.dim]

@@ -109,7 +109,7 @@ class VLLM(Engine):
     fixed_table = True
     length_flag = "--max-model-len"
     override_flag = "--hf-overrides"
-    switches_by_text = False  # to the long list: by --max-model-len, for every text
+    switches_by_text = False  # --max-model-len chooses between longrope's two lists, for every text
     switch_note = (
         "With {flag} above {original} vLLM uses long_factor for all texts, else short_factor."
     )

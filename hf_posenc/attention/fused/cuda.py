@@ -48,21 +48,8 @@ class CudaFlash:
         self, query: Tensor, key: Tensor, value: Tensor, scaling: float, shape: Shape
     ) -> tuple[Tensor, Tensor, Any]:
         segments = shape.segments or one_segment(query.shape[2], key.shape[2])
-        flat = [flattened(x) for x in (query, key, value)]
-        starts, longest, window = segments.on(query.device), segments.longest, window_of(shape)
-        public, state = varlen_attention(), None
-        if public is not None:
-            attend, aux = public
-            options = {"scale": scaling, "window_size": window, "enable_gqa": True}
-            out, lse = attend(*flat, *starts, *longest, return_aux=aux(lse=True), **options)
-        else:
-            # The operator has "no window" as is_causal or not, as the public function translates it.
-            causal, sizes = window == (-1, 0), {}
-            if window != (-1, -1) and not causal:
-                sizes = {"window_size_left": window[0], "window_size_right": window[1]}
-            out, lse, *state = _FORWARD(
-                *flat, *starts, *longest, 0.0, causal, False, scale=scaling, **sizes
-            )
+        q, k, v = (_flattened(x) for x in (query, key, value))
+        out, lse, state = self.attend(q, k, v, segments, scaling, window_of(shape))
         if shape.segments is not None:
             lse = lse.nan_to_num_(nan=torch.nan, posinf=EMPTY)
         return out.transpose(0, 1)[None], lse[None], state
@@ -80,12 +67,57 @@ class CudaFlash:
         state: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         segments = shape.segments or one_segment(query.shape[2], key.shape[2])
-        flat = [flattened(x) for x in (grad, query, key, value, out)]
-        window, (left, right) = window_of(shape), window_of(shape)
+        g, q, k, v, o = (_flattened(x) for x in (grad, query, key, value, out))
+        window = window_of(shape)
+        gradients = self.attend_backward(g, q, k, v, o, lse[0], segments, scaling, window, state)
+        of_query, of_key, of_value = (x.transpose(0, 1)[None] for x in gradients)
+        return of_query, of_key, of_value
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scaling: float,
+        window: tuple[int, int],
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Call the operator on tensors (length, heads, features); the log-sum-exp is (heads, rows)."""
+        starts, longest = segments.on(query.device), segments.longest
+        public = varlen_attention()
+        if public is not None:
+            attend, aux = public
+            options = {"scale": scaling, "window_size": window, "enable_gqa": True}
+            return *attend(
+                query, key, value, *starts, *longest, return_aux=aux(lse=True), **options
+            ), None
+        # The operator has "no window" as is_causal or not, as the public function translates it.
+        causal, sizes = window == (-1, 0), {}
+        if window != (-1, -1) and not causal:
+            sizes = {"window_size_left": window[0], "window_size_right": window[1]}
+        given = (query, key, value, *starts, *longest, 0.0, causal, False)
+        out, lse, *state = _FORWARD(*given, scale=scaling, **sizes)
+        return out, lse, state
+
+    def attend_backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        segments: Segments,
+        scaling: float,
+        window: tuple[int, int],
+        state: Any,
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of query, key and value, given the output and log-sum-exp of a whole softmax."""
+        left, right = window
         # Without dropout, no random numbers are read.
         seed, unused = state[:2] if state else (_no_seed(query.device), query.new_empty(0))
-        gradients = _BACKWARD(
-            *(flat[0].contiguous(), *flat[1:4], flat[4].contiguous(), lse[0].contiguous()),
+        gradients: tuple[Tensor, ...] = _BACKWARD(
+            *(grad.contiguous(), query, key, value, out.contiguous(), lse.contiguous()),
             *segments.on(query.device),
             *segments.longest,
             0.0,
@@ -94,8 +126,7 @@ class CudaFlash:
             scale=scaling,
             **({} if left < 0 else {"window_size_left": left, "window_size_right": right}),
         )
-        of_query, of_key, of_value = (x.transpose(0, 1)[None] for x in gradients)
-        return of_query, of_key, of_value
+        return gradients
 
 
 def window_of(shape: Shape) -> tuple[int, int]:
@@ -105,7 +136,7 @@ def window_of(shape: Shape) -> tuple[int, int]:
     return (-1, 0) if shape.causal else (-1, -1)
 
 
-def flattened(x: Tensor) -> Tensor:
+def _flattened(x: Tensor) -> Tensor:
     """From (1, heads, length, features) to (length, heads, features), a view."""
     return x[0].transpose(0, 1)
 

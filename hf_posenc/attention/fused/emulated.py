@@ -12,31 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.fused.cuda import flattened, one_segment, window_of
-from hf_posenc.attention.fused.protocol import EMPTY, Shape
+from hf_posenc.attention.fused.cuda import CudaFlash
+from hf_posenc.attention.fused.protocol import Segments
 from hf_posenc.attention.softmax import accumulation_dtype
 
 
-class EmulatedFlash:
-    """`Fused` by the emulated operator."""
+class EmulatedFlash(CudaFlash):
+    """`Fused` by the emulated operator; all else is the code that CUDA runs."""
 
     name = "emulated flash"
-    windows = True
 
     def serves(self, device: torch.device, dtype: torch.dtype, features: int) -> bool:
         return True
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, scaling: float, shape: Shape
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        segments: Segments,
+        scaling: float,
+        window: tuple[int, int],
     ) -> tuple[Tensor, Tensor, Any]:
-        segments = shape.segments or one_segment(query.shape[2], key.shape[2])
-        flat = [flattened(x) for x in (query, key, value)]
-        out, lse = attend(*flat, *segments.on(query.device), scaling, *window_of(shape))
-        if shape.segments is not None:
-            lse = lse.nan_to_num_(nan=torch.nan, posinf=EMPTY)
-        return out.transpose(0, 1)[None], lse[None], None
+        starts = segments.on(query.device)
+        return *_attend(query, key, value, *starts, scaling, *window), None
 
-    def backward(
+    def attend_backward(
         self,
         grad: Tensor,
         query: Tensor,
@@ -44,17 +45,14 @@ class EmulatedFlash:
         value: Tensor,
         out: Tensor,
         lse: Tensor,
+        segments: Segments,
         scaling: float,
-        shape: Shape,
+        window: tuple[int, int],
         state: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        segments = shape.segments or one_segment(query.shape[2], key.shape[2])
-        flat = [flattened(x) for x in (grad, query, key, value, out)]
-        gradients = attend_backward(
-            *flat, lse[0], *segments.on(query.device), scaling, *window_of(shape)
-        )
-        of_query, of_key, of_value = (x.transpose(0, 1)[None] for x in gradients)
-        return of_query, of_key, of_value
+    ) -> tuple[Tensor, ...]:
+        tensors, starts = (grad, query, key, value, out, lse), segments.on(query.device)
+        gradients: tuple[Tensor, ...] = _attend_backward(*tensors, *starts, scaling, *window)
+        return gradients
 
 
 def _visible(rows: int, keys: int, starts: tuple[Tensor, Tensor], left: int, right: int) -> Tensor:
@@ -94,7 +92,7 @@ _SHARED = "Tensor query_starts, Tensor key_starts, float scaling, int left, int 
     mutates_args=(),
     schema=f"(Tensor query, Tensor key, Tensor value, {_SHARED}) -> (Tensor, Tensor)",
 )
-def attend(
+def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -113,7 +111,7 @@ def attend(
     return out.to(query.dtype), lse
 
 
-@attend.register_fake
+@_attend.register_fake
 def _(query: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(query.dtype)
     lse = query.new_empty(query.shape[1], query.shape[0], dtype=dtype)
@@ -126,7 +124,7 @@ def _(query: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
     schema="(Tensor grad, Tensor query, Tensor key, Tensor value, Tensor out, Tensor lse, "
     f"{_SHARED}) -> (Tensor, Tensor, Tensor)",
 )
-def attend_backward(
+def _attend_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -155,6 +153,6 @@ def attend_backward(
     return of_query.to(query.dtype), of_key.to(query.dtype), of_value.to(query.dtype)
 
 
-@attend_backward.register_fake
+@_attend_backward.register_fake
 def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *given: Any) -> tuple[Tensor, ...]:
     return tuple(x.new_empty(x.shape) for x in (query, key, value))

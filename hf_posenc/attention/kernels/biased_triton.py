@@ -1,10 +1,7 @@
 """Kernels for whole causal texts under a bias by distance: provable windows, and the attention within them."""
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from hf_posenc.attention.kernels.absent import tl, triton
+import triton
+import triton.language as tl
 
 from hf_posenc.attention.kernels.common_triton import LOG2E, bias, bias_parameters
 

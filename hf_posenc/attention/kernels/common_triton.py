@@ -1,10 +1,7 @@
 """Device functions of all kernels: biases by distance, soft cap, cosine and sine."""
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from hf_posenc.attention.kernels.absent import tl, triton
+import triton
+import triton.language as tl
 
 from hf_posenc.methods.penalties import LEAST, KerplePower
 

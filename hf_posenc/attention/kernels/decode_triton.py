@@ -1,10 +1,7 @@
 """Decode kernels: a share of the keys for the query heads of a key head, and the merge of the shares."""
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:
-    from hf_posenc.attention.kernels.absent import tl, triton
+import triton
+import triton.language as tl
 
 from hf_posenc.attention.kernels.common_triton import (
     LOG2E,
