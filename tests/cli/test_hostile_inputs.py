@@ -37,6 +37,7 @@ from hf_posenc.evaluation.documents import load_documents, read_dataset, read_pa
 from hf_posenc.evaluation.documents import tokens as joining
 from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions
 from hf_posenc.evaluation.recommend import recommend
+from hf_posenc.evaluation.retrieval import measure_retrieval
 from hf_posenc.methods import YaRN
 from hf_posenc.patch.config import parse_method
 from tests.support import zoo
@@ -234,6 +235,8 @@ NOT_A_METHOD = "A method is a name such as 'yarn' (available_methods() lists the
 
 # A Python expression on a tiny Llama of 4 layers, trained at 64 tokens, and a part of the message of its PosencError.
 CALLS: list[tuple[str, str]] = [
+    ("measure_retrieval(model, None, haystack='')", "The haystack is empty. Give text, or None"),
+    ("measure_retrieval(model, None, haystack=' ')", "The haystack is empty. Give text, or None"),
     (
         "save_patch(patch_model(type(model)(model.config), 'yarn', scale=2), '')",
         "'' is no folder to save the patch to",
@@ -324,10 +327,10 @@ def call(expression: str, model: nn.Module, torn: Path) -> Any:
     names: dict[str, Any] = {"hf_posenc": hf_posenc, "torn": torn}
     names |= {"model": model, "pipe": Pipe(model), "math": math, "YaRN": YaRN, "bench": bench}
     options = {"BenchOptions": BenchOptions, "PerplexityOptions": PerplexityOptions}
-    functions = {"parse_method": parse_method, "recommend": recommend}
-    public = {
-        name: getattr(hf_posenc, name) for name in hf_posenc.__all__
-    }  # imported when asked for
+    functions: dict[str, Any] = {"parse_method": parse_method, "recommend": recommend}
+    functions |= {"measure_retrieval": measure_retrieval}
+    # Imported when they are asked for.
+    public = {name: getattr(hf_posenc, name) for name in hf_posenc.__all__}
     return eval(expression, {**public, **names, **options, **functions})
 
 

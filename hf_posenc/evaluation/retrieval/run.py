@@ -204,7 +204,7 @@ def measure_retrieval(
         **fields: Fields of `RetrievalOptions` that replace those of `options`, such as `methods` or `samples`.
 
     Raises:
-        PosencError: Options exclude each other, or no task has prompts of these lengths.
+        PosencError: Options exclude each other, or no task has prompts of these lengths, or the haystack is empty.
     """
     options = with_fields(RetrievalOptions, options, fields)
     run = prepare(model, tokenizer, options, haystack=haystack)
@@ -228,6 +228,8 @@ def prepare(
     `haystack` replaces the noise sentences and comes from the files `paths`. `name` is the model's in results, by
     default read from its config; `command` gives this result again.
     """
+    if haystack is not None and not haystack.strip():
+        raise PosencError("The haystack is empty. Give text, or None for the noise sentences.")
     check_weights(model)
     candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
     original = original_length(model, candidates)
