@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-
-PATIENCE = 60
-"""Seconds after which something hangs."""
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -41,20 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
-@pytest.fixture
-def no_hanging() -> Iterator[None]:
-    """Ends a test that waits for something that never comes."""
-
-    def stop(*_: object) -> None:
-        raise TimeoutError("this hangs")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(PATIENCE)
-    yield
-    signal.alarm(0)
-    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

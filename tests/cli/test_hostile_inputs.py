@@ -44,7 +44,7 @@ from tests.support import zoo
 from tests.support.documents_forms import GOOD, PACK, refusal, zstd
 from tests.support.tiny_text import byte_tokenizer, prose, tiny_checkpoint
 
-pytestmark = pytest.mark.usefixtures("no_hanging")
+pytestmark = pytest.mark.timeout(60)  # nothing waits for what never comes
 
 EMPTY = "is empty. Is a shell variable unset? Give a value, or leave it out for the default."
 RUN = "perplexity {model} --text {texts} --output {out}"

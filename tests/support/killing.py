@@ -1,11 +1,10 @@
-"""A small training in forked processes that end at a chosen moment: killed at a file operation, or told to stop."""
+"""A small training in processes that end at a chosen moment: killed at a file operation, or told to stop."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import json
-import multiprocessing
 import os
 import socket
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import debug_launcher
+from accelerate import PartialState
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from hf_posenc import patch_model
@@ -25,6 +24,7 @@ from hf_posenc.training.parameters import choose_parameters
 from hf_posenc.training.preparation import partition_weights
 from tests.support.file_operations import Moment, count_operations
 from tests.support.fsdp_on_cpu import allow
+from tests.support.processes import start
 
 REFUSED = 3
 """Exit status of a process that ended with one line."""
@@ -130,7 +130,7 @@ def launch(
     work: Callable[..., None] = train,
     **options: Any,
 ) -> list[int]:
-    """Runs `work` in forked processes; when one dies of a signal, the others are killed as a launcher would.
+    """Runs `work` in several processes; when one dies of a signal, the others are killed as a launcher would.
 
     Args:
         folder: The run's folder.
@@ -144,16 +144,13 @@ def launch(
     Returns:
         The exit status of each; negative for a signal.
     """
-    context, port = multiprocessing.get_context("fork"), _free_port()
+    port = _free_port()
     made: list[Any] = [
-        context.Process(
-            target=_in_process,
-            args=(work, folder, moment, rank, processes, port, log if rank == 0 else None, options),
+        start(
+            _in_process, work, folder, moment, rank, processes, port, None if rank else log, options
         )
         for rank in range(processes)
     ]
-    for process in made:
-        process.start()
     ends = time.monotonic() + (120 if after is None else after)
     while any(process.is_alive() for process in made):
         crashed = any(process.exitcode not in (None, 0) for process in made)
@@ -170,17 +167,19 @@ def launch(
     return [int(process.exitcode) for process in made]
 
 
-def in_two_processes(function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function in two forked processes of one group; several tests may do so at the same time.
+def in_two_processes(function: Callable[[Path], None], folder: Path) -> None:
+    """Call a function in two processes of one group.
 
-    accelerate's own launcher gives all of them one port, where two groups wait for each other.
+    Raises:
+        RuntimeError: One of them fails; the text is what they printed.
     """
-    debug_launcher(_on_port, (_free_port(), function, *arguments), num_processes=2)
+    if launch(folder / "two", processes=2, work=_grouped, function=function) != [0, 0]:
+        raise RuntimeError("".join(path.read_text() for path in folder.glob("two-?.out")))
 
 
-def _on_port(port: int, function: Callable[..., None], *arguments: Any) -> None:
-    os.environ["MASTER_PORT"] = str(port)
-    function(*arguments)
+def _grouped(folder: Path, moment: Moment | None, *, function: Callable[[Path], None]) -> None:
+    PartialState(cpu=True)
+    function(folder.parent)
 
 
 def losses(folder: Path) -> list[dict[str, Any]]:
@@ -213,10 +212,6 @@ def _in_process(
     log: Path | None,
     options: dict[str, Any],
 ) -> None:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()  # of the process that was forked
     os.environ["ACCELERATE_USE_CPU"] = "true"
     if processes > 1:
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -33,6 +31,7 @@ from hf_posenc.training.folder import (
     resume_point,
     settings_of,
 )
+from tests.support.processes import running
 
 LR = {"arguments": {"learning_rate": 1e-3, "seed": 1}, "patch": {"method": "yarn"}}
 
@@ -246,9 +245,9 @@ def test_what_a_launch_file_switches_on_is_a_setting(
     ]
 
 
-def _held(folder: Path, told: Any) -> None:
+def _held(folder: Path) -> None:
     with TrainingFolder(_arguments(folder), {}):
-        told.set()
+        (folder / "held").touch()
         time.sleep(60)
 
 
@@ -259,16 +258,12 @@ def _arguments(folder: Path) -> TrainingArguments:
 def test_a_folder_is_held_by_one_run_and_let_go_by_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    context = multiprocessing.get_context("fork")
-    told = context.Event()
-    process = context.Process(target=_held, args=(tmp_path, told))
-    process.start()
-    assert told.wait(60)
-    monkeypatch.setattr(folder_module, "_PATIENCE", 0.2)
-    with pytest.raises(PosencError, match="Another process still trains"):
-        TrainingFolder(_arguments(tmp_path), {}).__enter__()
+    with running(_held, tmp_path) as process:
+        while process.is_alive() and not (tmp_path / "held").exists():
+            time.sleep(0.01)
+        monkeypatch.setattr(folder_module, "_PATIENCE", 0.2)
+        with pytest.raises(PosencError, match="Another process still trains"):
+            TrainingFolder(_arguments(tmp_path), {}).__enter__()
     assert "waiting for it to end" in capfd.readouterr().err
-    os.kill(process.pid or 0, signal.SIGKILL)
-    process.join()
     with TrainingFolder(_arguments(tmp_path), {}) as folder:
         assert folder.checkpoint is None

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
-import os
 import random
 import signal
 import time
@@ -24,6 +22,7 @@ from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, joined
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.files import to_json
 from tests.support import zoo
+from tests.support.processes import PATIENCE, running, start
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 LENGTHS = (32, 64, 128)
@@ -66,12 +65,6 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-def start(folder: Path, shard: Shard, slow: float = 0.0) -> Any:
-    process = multiprocessing.get_context("fork").Process(target=work, args=(folder, shard, slow))
-    process.start()
-    return process
-
-
 def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
     work(tmp_path / "whole", Shard())
     expected = result(tmp_path / "whole")
@@ -80,24 +73,22 @@ def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
     while kills < 20:
         count = chance.choice([1, 2, 3])
         shards = [Shard(index, count) for index in range(count)]
-        processes = [start(folder, shard, slow=0.01) for shard in shards]
+        processes = [start(work, folder, shard, 0.01) for shard in shards]
         time.sleep(chance.uniform(0.05, 0.6))
         for process in processes:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
             kills += 1
         for process in processes:
-            process.join()
+            process.join(PATIENCE)
             assert process.exitcode in (-signal.SIGKILL, 0)
     work(folder, Shard())
     assert result(folder) == expected
 
 
 def test_nothing_that_was_reported_is_measured_again(tmp_path: Path) -> None:
-    process = start(tmp_path, Shard(), slow=0.02)
-    while len(lines(tmp_path)) < 5:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    with running(work, tmp_path, Shard(), 0.02) as process:
+        while len(lines(tmp_path)) < 5 and process.is_alive():
+            time.sleep(0.01)
     before = lines(tmp_path)
     assert 5 <= len(before) < len(make_run().items)
     work(tmp_path, Shard(1, 2))

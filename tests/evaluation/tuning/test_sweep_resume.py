@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import time
@@ -21,6 +20,7 @@ from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.cli.measure import register
 from hf_posenc.evaluation.tuning.sweep import SweepJob
 from tests.support import zoo
+from tests.support.processes import PATIENCE, running
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 RUNNER = CliRunner()
@@ -57,13 +57,6 @@ def invoke(*given: str) -> Any:
     return RUNNER.invoke(APP, list(given), env={"COLUMNS": "150", "TERM": "dumb"})
 
 
-def started(given: list[str]) -> Any:
-    """The command in a process of its own."""
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(given,))
-    process.start()
-    return process
-
-
 def _run(given: list[str]) -> None:
     with (
         Path(os.devnull).open("w") as nothing,
@@ -87,20 +80,19 @@ def test_killed_shared_and_resumed_gives_the_same_bytes(
     total = records(whole)
     chance = random.Random(command)
     # one of two processes, killed while it measures or while it waits for the other
-    process = started(arguments(command, model, folder, torn, "--shard", "2/2"))
-    wanted, until = chance.randrange(1, 12), time.monotonic() + 120
-    while records(torn) < wanted and process.is_alive() and time.monotonic() < until:
-        time.sleep(0.01)
-    time.sleep(chance.random() * 0.3)
-    process.kill()
-    process.join()
+    share = arguments(command, model, folder, torn, "--shard", "2/2")
+    with running(_run, share) as process:
+        wanted, until = chance.randrange(1, 12), time.monotonic() + PATIENCE
+        while records(torn) < wanted and process.is_alive() and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(chance.random() * 0.3)
     kept = records(torn)
     assert wanted <= kept < total
     if command == "sweep":  # the same share again, beside the other one
-        process = started(arguments(command, model, folder, torn, "--shard", "2/2"))
-        resumed = invoke(*arguments(command, model, folder, torn, "--shard", "1/2"))
-        process.join(120)
-        assert process.exitcode == 0
+        with running(_run, share) as process:
+            resumed = invoke(*arguments(command, model, folder, torn, "--shard", "1/2"))
+            process.join(PATIENCE)
+            assert process.exitcode == 0
     else:  # alone, over what the killed one left
         resumed = invoke(*arguments(command, model, folder, torn))
     assert resumed.exit_code == 0, resumed.output

@@ -168,16 +168,16 @@ def test_two_processes_share_the_batches_of_one(skipped: int, streamed: bool) ->
     assert batches(2) == alone
 
 
-def _in_one_of_two(folder: str) -> None:
+def _in_one_of_two(folder: Path) -> None:
     rank = torch.distributed.get_rank()
-    seen = trained(Path(folder), per_device_train_batch_size=BATCH // 2)
-    (Path(folder) / f"seen-{rank}.json").write_text(json.dumps(seen))
+    seen = trained(folder, per_device_train_batch_size=BATCH // 2)
+    (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
 
 
 @pytest.mark.slow
 def test_two_trainers_see_what_one_sees(whole: tuple[Path, list[Batch]], tmp_path: Path) -> None:
 
-    in_two_processes(_in_one_of_two, str(tmp_path))
+    in_two_processes(_in_one_of_two, tmp_path)
     shards = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
     together = [[tuple(row) for part in step for row in part] for step in zip(*shards, strict=True)]
     assert together == whole[1]

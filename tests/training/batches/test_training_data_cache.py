@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document, Entry, TokenizedDocument, read_paths
 from hf_posenc.training.batches.blocks import Block, Blocks, prepare_blocks
+from tests.support.processes import PATIENCE, running, start
 from tests.support.tiny_text import byte_tokenizer, prose
 
 pytest.importorskip("datasets")
@@ -112,24 +111,20 @@ def test_a_reader_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert len(cached(tmp_path, documents(25, 25))) == 4
 
 
-def _slow(folder: str, begun: str) -> None:
+def _slow(folder: Path, begun: Path) -> None:
     def entries() -> Iterator[Entry]:
         yield from documents(*[20] * 200)
-        Path(begun).touch()
+        begun.touch()
         time.sleep(60)
 
-    cached(Path(folder), entries())
+    cached(folder, entries())
 
 
 def test_a_killed_process_leaves_nothing_that_is_taken_for_complete(tmp_path: Path) -> None:
     begun = tmp_path / "begun"
-    process = multiprocessing.get_context("fork").Process(target=_slow, args=(tmp_path, begun))
-    process.start()
-    while not begun.exists():
-        time.sleep(0.01)
-    assert process.pid is not None
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    with running(_slow, tmp_path, begun) as process:
+        while process.is_alive() and not begun.exists():
+            time.sleep(0.01)
     left = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
     assert [path.name.startswith("unfinished-") for path in left] == [True]
     assert len(cached(tmp_path, documents(25, 25))) == 4
@@ -137,24 +132,21 @@ def test_a_killed_process_leaves_nothing_that_is_taken_for_complete(tmp_path: Pa
     assert not any(path.name.startswith("unfinished-") for path in left)
 
 
-def _rank(folder: str, rank: int) -> None:
+def _rank(folder: Path, rank: int) -> None:
     def entries() -> Iterator[Entry]:
-        (Path(folder) / f"read-{rank}").touch()
+        (folder / f"read-{rank}").touch()
         for entry in documents(25, 40):
             time.sleep(0.2)
             yield entry
 
-    blocks = cached(Path(folder), entries())
-    (Path(folder) / f"hash-{rank}").write_text(blocks.counts.sha256)
+    blocks = cached(folder, entries())
+    (folder / f"hash-{rank}").write_text(blocks.counts.sha256)
 
 
 def test_of_several_processes_one_reads_and_all_have_the_same(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    ranks = [context.Process(target=_rank, args=(tmp_path, rank)) for rank in range(3)]
+    ranks = [start(_rank, tmp_path, rank) for rank in range(3)]
     for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
+        process.join(PATIENCE)
     assert len(list(tmp_path.glob("read-*"))) == 1
     hashes = [path.read_text() for path in tmp_path.glob("hash-*")]
     assert len(hashes) == 3

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, distributed, multiprocessing
+from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_posenc.training.chunked_loss.loss import ChunkedLoss, chunk_loss
 from tests.support import zoo
+from tests.support.processes import PATIENCE, start
 
 WORLD, STEPS, RATE = 2, 3, 0.1
 CHUNK = 16
@@ -134,7 +135,6 @@ ZERO3 = {"zero3": (zero3, {"tied": False}), "zero3_tied": (zero3, {"tied": True}
 
 
 def work(rank: int, cases: dict[str, Any], folder: Path) -> None:
-    torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = f"file://{folder / 'store'}"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=WORLD)
@@ -150,8 +150,10 @@ def work(rank: int, cases: dict[str, Any], folder: Path) -> None:
 
 
 def check(cases: dict[str, Any], folder: Path) -> None:
-    torch_processes: Any = multiprocessing
-    torch_processes.start_processes(work, (cases, folder), nprocs=WORLD, start_method="fork")
+    ranks = [start(work, rank, cases, folder) for rank in range(WORLD)]
+    for process in ranks:
+        process.join(PATIENCE)
+    assert [process.exitcode for process in ranks] == [0] * WORLD
     found = torch.load(folder / "found.pt")
     expected = {tied: trained(build(tied)) for tied in (False, True)}
     assert found.keys() == cases.keys()
