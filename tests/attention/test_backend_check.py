@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_posenc import set_backend
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call
+from hf_posenc.attention.checks.comparison import ROWS
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.errors import PosencError
@@ -78,7 +79,7 @@ def test_one_that_is_right_is_checked_once(name: str, monkeypatch: pytest.Monkey
         warnings.simplefilter("error")
         logits = logits_of(model, ids)
     assert_close(logits, reference(model, CASES[name], ids))
-    assert rows == [engine.ROWS, 80, 80]  # the check, and two layers
+    assert rows == [ROWS, 80, 80]  # the check, and two layers
     logits_of(model, ids)
     assert len(rows) == 5
 
@@ -118,6 +119,25 @@ def test_gradients_are_checked_where_they_are_on(monkeypatch: pytest.MonkeyPatch
     assert len(rows) == 3  # its output is right, so it computes without gradients
     with pytest.warns(UserWarning, match="its gradient of the query differs"):
         model(input_ids=ids, use_cache=False).logits.sum().backward()
+
+
+def test_gradients_of_trained_parameters_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where they alone are trained."""
+    model, ids = apply(build(), "kerple_log"), zoo.tokens(80)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".posenc." in name)
+
+    def wrong(call: Call, encoding: Encoding) -> engine.Result:
+        given = encoding.parameters or {}
+        r1 = given["r1"] * 2 - given["r1"].detach()
+        return exact(call, encoding.with_parameters({"r1": r1, "r2": given["r2"]}))
+
+    unproven(monkeypatch, wrong)
+    logits_of(model, ids)
+    before = {name: x.grad for name, x in model.named_parameters()}
+    with pytest.warns(UserWarning, match="its gradient of r1 differs"):
+        model(input_ids=ids, use_cache=False)
+    assert {name: x.grad for name, x in model.named_parameters()} == before
 
 
 def test_nothing_random_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:

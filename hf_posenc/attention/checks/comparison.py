@@ -1,0 +1,181 @@
+"""A backend against the general path in float64, on a small problem like a call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.call import Call, Mask, Run
+from hf_posenc.attention.checks.backend import Backend
+from hf_posenc.attention.encoding import BandPlan, Encoding
+from hf_posenc.attention.exact import exact
+
+ROWS, KEYS = 129, 385
+"""Queries of the problem where a backend takes so many, and keys beyond the last border between two bands."""
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+"""Largest root mean square of the error, relative to that of the result: for halves about 1.5 roundings. A window that
+is wrong by one of N keys changes the result by about `N ** -0.5`, which is more."""
+INPUTS = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The findings about a backend for one key.
+
+    Attributes:
+        errors: By the name of a result, the root mean square of its error relative to that of the result.
+        bound: The largest that is accepted.
+        reason: The reason not to use the backend; `None`: it may be used.
+        decided: False if the reason is not the backend's: there was no memory for the problem.
+        rows: Queries of the problem; 0 if none was run.
+    """
+
+    errors: Mapping[str, float] = field(default_factory=dict)
+    bound: float = 0.0
+    reason: str | None = None
+    decided: bool = True
+    rows: int = 0
+
+
+def problem_of(
+    backend: Backend, call: Call, encoding: Encoding, *, gradients: bool = False
+) -> Call | None:
+    """Return a problem with the encoding, heads and device of a call that a backend accepts; `None`: it takes none."""
+    # Steps of a generation have backends that take a few queries alone.
+    sizes = ROWS, min(ROWS, call.query.shape[2])
+    problems = (_problem(call, encoding, rows, gradients) for rows in sizes)
+    return next((each for each in problems if backend.accepts(each, encoding)), None)
+
+
+def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool) -> Comparison:
+    """Compare a backend with the general path in float64, on a problem like a call.
+
+    The problem has the call's encoding, heads and device, an offset, a row with padding on the left and, with
+    `gradients`, a backward, of trained parameters too.
+    """
+    device, bound = call.query.device, BOUNDS[call.query.dtype]
+    errors: dict[str, float] = {}
+    rows = 0
+    try:
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(gradients),
+            torch.autocast(device.type, enabled=False),
+        ):
+            encoding = _with_leaves(encoding, gradients)
+            small = problem_of(backend, call, encoding, gradients=gradients)
+            if small is None:
+                return Comparison(reason="it does not compute the problem of its check")
+            rows = small.query.shape[2]
+            double: dict[str, Any] = {
+                name: _leaf(getattr(small, name).double(), gradients) for name in INPUTS
+            }
+            results = _results(backend.run, small, encoding, gradients)
+            expected = _results(exact, replace(small, **double), encoding, gradients)
+            for (name, one), (_, other) in zip(results, expected, strict=True):
+                # A gradient may be 0, as that of a bias that all keys share.
+                size = other.double().norm().clamp(min=torch.finfo(torch.float32).tiny)
+                errors[name] = float((one.double() - other.double()).norm() / size)
+    except torch.OutOfMemoryError:
+        return Comparison(errors, bound, "no memory for its check", decided=False, rows=rows)
+    except Exception as raised:
+        text = f"it raises {type(raised).__name__}: {' '.join(str(raised).split())[:200]}"
+        return Comparison(errors, bound, text, rows=rows)
+    for name, error in errors.items():
+        if not error <= bound:  # NaN too
+            reason = f"its {name} differs by {error:.1e} from float64, of {bound:.1e} accepted"
+            return Comparison(errors, bound, reason, rows=rows)
+    return Comparison(errors, bound, rows=rows)
+
+
+def _problem(call: Call, encoding: Encoding, rows: int, gradients: bool) -> Call:
+    plan, query = encoding.plan, call.query
+    bands = plan.bands if isinstance(plan, BandPlan) else ()
+    border = max(
+        (max(band.least, band.below or 0) * (band.chunk or 1) for band in bands), default=0
+    )
+    keys, padding = border + KEYS, 37
+    generator = torch.Generator(query.device).manual_seed(0)
+
+    def normal(heads: int, length: int, features: int) -> Tensor:
+        # In the memory layout of transformers.
+        sizes = 2, length, heads, features
+        return torch.randn(sizes, generator=generator, device=query.device).transpose(1, 2)
+
+    features = query.shape[-1]
+    tensors = (
+        normal(query.shape[1], rows, features) / (call.scaling * features**0.5),
+        normal(call.key.shape[1], keys, features),
+        normal(call.key.shape[1], keys, call.value.shape[-1]),
+    )
+    every = torch.arange(keys, device=query.device)
+    positions = torch.stack((every, (every - padding).clamp(min=0)))
+    lengths = None if call.lengths is None else positions[:, -1] + 1
+    rounded = (_leaf(x.to(query.dtype), gradients) for x in tensors)
+    inputs: dict[str, Any] = dict(zip(INPUTS, rounded, strict=True))
+    return replace(
+        call,
+        **inputs,
+        query_position=positions[:, keys - rows :],
+        key_position=positions,
+        mask=_Padded(rows, keys, padding, query.device),
+        lengths=None if lengths is None else lengths.to(call.lengths),
+        rotated=None,
+    )
+
+
+def _leaf(x: Tensor, gradients: bool) -> Tensor:
+    return x.detach().requires_grad_(gradients)
+
+
+def _with_leaves(encoding: Encoding, gradients: bool) -> Encoding:
+    """The same encoding with copies of its trained parameters, so that no gradient reaches the model."""
+    parameters = encoding.parameters
+    if not parameters:
+        return encoding
+    return encoding.with_parameters(
+        {name: _leaf(parameters[name].clone(), gradients) for name in parameters}
+    )
+
+
+def _results(
+    run: Any, call: Call, encoding: Encoding, gradients: bool
+) -> Iterator[tuple[str, Tensor]]:
+    out = run(call, encoding)[0]
+    yield "output", out.detach()
+    if gradients:
+        weights = torch.linspace(-1, 1, out.shape[-1], dtype=out.dtype, device=out.device)
+        leaves = {name: getattr(call, name) for name in INPUTS} | dict(encoding.parameters or {})
+        found = torch.autograd.grad(
+            out, [*leaves.values()], weights.expand_as(out), materialize_grads=True, allow_unused=True
+        )  # fmt: skip
+        for name, gradient in zip(leaves, found, strict=True):
+            yield f"gradient of the {name}" if name in INPUTS else f"gradient of {name}", gradient
+
+
+class _Padded(Mask):
+    """Two causal sequences, the second of them with padding on the left."""
+
+    def __init__(self, rows: int, keys: int, padding: int, device: torch.device) -> None:
+        self._rows, self._keys, self._padding = rows, keys, padding
+        self._first = torch.tensor([0, padding], device=device)
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        own = torch.arange(self._keys - self._rows + start, self._keys - self._rows + stop)
+        every = torch.arange(self._keys, device=self._first.device)
+        causal = every <= own.to(every.device)[:, None]
+        return (causal & (every >= self._first[:, None, None]))[:, None]
+
+    def seen(self) -> Tensor:
+        return torch.arange(self._keys, device=self._first.device) >= self._first[:, None]
+
+    def runs(self, positions: Tensor) -> tuple[Run, ...]:
+        offset, whole = self._keys - self._rows, slice(None)
+        return tuple(
+            Run(slice(row, row + 1), whole, slice(first, self._keys), offset - first)
+            for row, first in enumerate((0, self._padding))
+        )

@@ -1,0 +1,215 @@
+"""The first check of a backend, in another process: one that crashes, hangs or errs there never runs here."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc.attention import engine
+from hf_posenc.attention.checks import isolation, verdicts
+from hf_posenc.attention.checks.comparison import Comparison, problem_of
+from hf_posenc.attention.checks.samples import Case, call_of, encoding_of, kinds, methods
+from hf_posenc.attention.exact import exact
+from hf_posenc.methods import seam_of
+from tests.attention.test_attention import apply, assert_close, build
+from tests.attention.test_backend_check import logits_of
+from tests.support import broken_backends, zoo
+from tests.support.attention_llama import CASES, reference
+
+CPU = torch.device("cpu")
+Table = Callable[..., list[list[Case]]]
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Table]:
+    """Puts broken backends ahead of the table, here and in the other process; returns the cases of each process."""
+    started: list[list[Case]] = []
+    compared = isolation.compared
+
+    def noted(cases: Any, *arguments: Any) -> Any:
+        started.append([*cases])
+        return compared(cases, *arguments)
+
+    def ahead(*names: str) -> list[list[Case]]:
+        backends = tuple(broken_backends.EVERY[name] for name in names)
+        monkeypatch.setattr(engine, "BACKENDS", (*backends, *engine.BACKENDS))
+        monkeypatch.setenv(verdicts.EXTRA, broken_backends.__name__)
+        monkeypatch.setenv("BROKEN", ",".join(names))
+        return started
+
+    monkeypatch.setattr(isolation, "compared", noted)
+    monkeypatch.setattr(engine, "SECONDS", 0.0)
+    monkeypatch.setenv("HF_POSENC_CACHE", str(tmp_path / "cache"))
+    engine.restore()
+    yield ahead
+    engine.restore()
+
+
+def chosen(kind: str = "bands") -> str:
+    call = call_of(torch.float32, 64, CPU)
+    return engine.choose(call, encoding_of(kinds()[kind], 64, CPU)).name
+
+
+def case(name: str, kind: str = "bands") -> Case:
+    return Case(name, kind, "float32", 64)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("crashing", r"it crashes the process \(SIGSEGV\)"),
+        ("hanging", "it gives no result within 1 s"),
+        ("wrong", "its output differs by .* from float64"),
+    ],
+)
+def test_one_that_is_broken_is_struck_and_results_stay_right(
+    name: str, reason: str, table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One warning; the verdict holds for later processes, which start none."""
+    monkeypatch.setattr(isolation, "HANGING", 1.0)
+    model, ids = apply(build(), "rerope"), zoo.tokens(80)
+    started = table(name)
+    with pytest.warns(UserWarning, match=f"{name!r} is not used for .*: {reason}") as caught:
+        logits = logits_of(model, ids)
+    messages = [str(each.message) for each in caught if "is not used" in str(each.message)]
+    assert len(messages) == 1
+    assert "`hf-posenc selftest --device cpu`" in messages[0]
+    assert_close(logits, reference(model, CASES["rerope"], ids))
+    assert len(started) == 1
+    engine.restore()  # as a new process is
+    with pytest.warns(UserWarning, match=reason):
+        assert_close(logits_of(model, ids), logits)
+    assert len(started) == 1
+
+
+def test_one_that_is_right_is_compared_here_too_and_the_rest_is_known(
+    table: Table, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Further cases are checked by the same process; one of them that crashes it is struck for its own kind."""
+    monkeypatch.setattr(engine, "SECONDS", 60.0)
+    ran: list[int] = []
+
+    def compare(*_: Any, **__: Any) -> Comparison:
+        ran.append(1)
+        return Comparison()
+
+    monkeypatch.setattr(engine, "compare", compare)
+    started = table("right")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert chosen() == "right"
+        assert ran == [1]
+        assert chosen("causal") == "right"
+    with pytest.warns(UserWarning, match="SIGSEGV"):
+        assert chosen("alibi") != "right"
+    assert len(started) == 1
+    known = verdicts.read(CPU)
+    assert known[case("right")] is None
+    assert "SIGSEGV" in str(known[case("right", "alibi")])
+
+
+def test_a_process_that_cannot_decide_leaves_it_to_this_one(
+    table: Table, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for child, python in (("raise SystemExit(3)", sys.executable), ("", str(tmp_path / "none"))):
+        monkeypatch.setattr(isolation, "_CHILD", child)
+        monkeypatch.setattr(sys, "executable", python)
+        table("right")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert chosen() == "right"
+        assert verdicts.read(CPU) == {}
+        engine.restore()
+
+
+def test_nothing_is_started_while_compiling(table: Table, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = table("crashing")
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert chosen() != "crashing"
+    monkeypatch.undo()
+    assert started == []
+
+
+# The cache.
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("HF_POSENC_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_verdicts_are_kept_by_versions(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdicts.write(CPU, {case("a"): None})
+    verdicts.write(CPU, {case("b"): "it raises"})
+    assert verdicts.read(CPU) == {case("a"): None, case("b"): "it raises"}
+    assert json.loads(verdicts.path_of(CPU).read_text())["of"]["torch"] == torch.__version__
+    assert [path.suffix for path in cache.iterdir()] == [".json"]
+    verdicts.write(CPU, {case("c"): None}, anew=True)
+    assert verdicts.read(CPU) == {case("c"): None}
+    for change in ((torch, "__version__", "9.9"), (verdicts, "_source", lambda: "other")):
+        with monkeypatch.context() as other:
+            other.setattr(*change)
+            assert verdicts.read(CPU) == {}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(b"", b"{", b"\xff\xfe", b"[]", b'{"verdicts": {}}', b'{"verdicts": [1]}'),
+        b'{"verdicts": [{"backend": "a", "reason": null}]}',
+        b'{"verdicts": [{"backend": "a", "kind": "bands", "dtype": "float32", "head_dim": "64", "reason": null}]}',
+    ],
+)
+def test_a_damaged_file_is_written_again(cache: Path, damage: bytes) -> None:
+    verdicts.path_of(CPU).write_bytes(damage)
+    assert verdicts.read(CPU) == {}
+    verdicts.write(CPU, {case("a"): None})
+    assert verdicts.read(CPU) == {case("a"): None}
+
+
+def test_a_folder_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (cache / "file").write_text("")
+    cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    try:
+        for folder in (cache / "sub", cache / "file" / "sub"):
+            monkeypatch.setenv("HF_POSENC_CACHE", str(folder))
+            verdicts.write(CPU, {case("a"): None})
+            assert verdicts.read(CPU).keys() <= {case("a")}  # root may write anywhere
+    finally:
+        cache.chmod(stat.S_IRWXU)
+
+
+def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HF_POSENC_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert verdicts.folder() == tmp_path / "hf_posenc"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert verdicts.folder() == Path.home() / ".cache" / "hf_posenc"
+
+
+# The samples.
+
+
+def test_every_method_of_the_engine_has_a_sample_that_computes() -> None:
+    """And is told from plain attention, or a check of it would show nothing."""
+    call = call_of(torch.float32, 64, CPU)
+    backend = engine.backend_of("exact")
+    for method in methods():
+        assert seam_of(method) in ("attention", "bias")
+        encoding = encoding_of(method, 64, CPU)
+        problem = problem_of(backend, call, encoding)
+        assert problem is not None
+        plain = exact(problem, encoding_of(None, 64, CPU))[0]
+        assert zoo.relative_difference(exact(problem, encoding)[0], plain) > 1e-3, method.name
+        again = encoding_of(method, 64, CPU)
+        assert torch.equal(exact(problem, encoding)[0], exact(problem, again)[0])
+    assert {"causal", "bands", "chunks", "buckets", "general", "alibi"} <= {*kinds()}
