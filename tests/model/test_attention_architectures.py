@@ -28,7 +28,8 @@ OTHERS = [name for name in DECODERS if name not in zoo.REPRESENTATIVE]
 LENGTH = 24
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
-FEW = ("rerope", "self_extend", "dual_chunk", "alibi", "log_n", "dynamic_ntk_row")
+PAIRS = (("rerope", "alibi"), ("self_extend", "log_n"), ("dual_chunk", "dynamic_ntk_row"))
+FEW = tuple(name for pair in PAIRS for name in pair)
 MORE = (
     *("rerope", "attention_sinks", "alibi_keep_rope", "t5", "transformer_xl_keep_rope"),
     *("xpos", "rope_bias", "log_n", "dynamic_ntk_row"),
@@ -203,9 +204,9 @@ def check(model_type: str, names: Iterable[str]) -> None:
         assert re.search(expected_reason(model_type, name), reason), f"{name}: {reason}"
 
 
-@pytest.mark.parametrize("model_type", zoo.REPRESENTATIVE)
-def test_works_or_is_refused(model_type: str) -> None:
-    check(model_type, FEW)
+@pytest.mark.parametrize(("model_type", "names"), covering(zoo.REPRESENTATIVE, PAIRS))
+def test_works_or_is_refused(model_type: str, names: tuple[str, ...]) -> None:
+    check(model_type, names)
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from hf_posenc.model import masks
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL
+from tests.support.selection import covering
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 
@@ -29,6 +30,12 @@ NEW = 9
 @pytest.fixture
 def model() -> PreTrainedModel:
     return build(eos_token_id=None, pad_token_id=0)
+
+
+@pytest.fixture
+def layer() -> PreTrainedModel:
+    """A model of one layer: what is traced takes seconds, and another layer the same ones again."""
+    return build(num_hidden_layers=1)
 
 
 def prompts() -> dict[str, Tensor]:
@@ -63,8 +70,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(("name", "cache"), covering(FEW, CACHES, rounds=2))
 def test_generate_on_a_padded_batch(
     model: PreTrainedModel, name: str, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,8 +177,8 @@ TRACED = [
 
 
 @pytest.mark.parametrize("name", [p for p in TRACED if p.values[0] != "dynamic_ntk_row"])
-def test_a_compiled_forward(model: PreTrainedModel, name: str) -> None:
-    apply(model, name)
+def test_a_compiled_forward(layer: PreTrainedModel, name: str) -> None:
+    model = apply(layer, name)
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=name != "xpos")
     for length in (40, 31):
@@ -181,8 +187,8 @@ def test_a_compiled_forward(model: PreTrainedModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dual_chunk", "log_n"])
-def test_a_compiled_forward_of_a_padded_batch(model: PreTrainedModel, name: str) -> None:
-    apply(model, name)
+def test_a_compiled_forward_of_a_padded_batch(layer: PreTrainedModel, name: str) -> None:
+    model = apply(layer, name)
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     for length in (40, 31):
@@ -208,8 +214,8 @@ def decoded(model: PreTrainedModel, step: Any, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", TRACED)
-def test_compiled_steps_of_generation(model: PreTrainedModel, name: str) -> None:
-    apply(model, name)
+def test_compiled_steps_of_generation(layer: PreTrainedModel, name: str) -> None:
+    model = apply(layer, name)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     ids = zoo.tokens(44)
@@ -229,8 +235,8 @@ def test_a_compiled_forward_by_blocks(model: PreTrainedModel) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rerope", "alibi"])
-def test_compiled_to_machine_code(model: PreTrainedModel, name: str) -> None:
-    apply(model, name)
+def test_compiled_to_machine_code(layer: PreTrainedModel, name: str) -> None:
+    model = apply(layer, name)
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, fullgraph=True)
     ids = zoo.tokens(40)
@@ -238,7 +244,8 @@ def test_compiled_to_machine_code(model: PreTrainedModel, name: str) -> None:
     assert_close(decoded(model, compiled, ids), zoo.logits(model, ids), name)
 
 
-def test_compiled_before_the_patch(model: PreTrainedModel) -> None:
+def test_compiled_before_the_patch(layer: PreTrainedModel) -> None:
+    model = layer
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
     ids = zoo.tokens(40)

@@ -47,13 +47,16 @@ def quiet() -> Iterator[None]:
     """Silence transformers' advice on configurations that no one would ship."""
     log: Any = transformers.logging
     level = log.get_verbosity()
-    log.set_verbosity_error()
+    loud = level < log.ERROR  # a change of level empties the caches of all loggers: a millisecond
+    if loud:
+        log.set_verbosity_error()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.set_verbosity(level)
+        if loud:
+            log.set_verbosity(level)
 
 
 _ROTARY_MODULE = re.compile(r"[=(]\s+(?!\w*(?:Vision(?!Text)|Audio))\w*RotaryEmbedding\(")
