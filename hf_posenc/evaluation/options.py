@@ -574,3 +574,28 @@ class SearchSettings:
             raise PosencError(
                 f"--attention-factor is a number above 0, not {self.attention_factor}."
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelftestOptions:
+    """Options of the self-test.
+
+    Attributes:
+        dtypes: Names of dtypes to check, of which the first is timed; `None`: bfloat16, float16 and float32, on a CPU
+            float32 first.
+        head_dims: Head dimensions to check, of which the first is timed.
+        methods: Names of the methods to time; `None`: all that the engine computes.
+    """
+
+    device: str | None = plain_option(
+        "The device, e.g. cuda, cuda:1 or cpu. Default: the GPU if there is one."
+    )
+    length: int | None = plain_option(
+        "Tokens of the text that is timed. Default: 8192 on a GPU, 1024 on a CPU."
+    )
+    seconds: int = plain_option(
+        "Begin no further check after so many seconds; the report names those that are left.", 30
+    )
+    dtypes: Sequence[str] | None = None
+    head_dims: Sequence[int] = (128, 64, 256)
+    methods: Sequence[str] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hf_posenc.attention.call import Call, Mask, Run
 from hf_posenc.attention.checks.backend import Backend
+from hf_posenc.attention.checks.samples import Case, call_of, encoding_of, kinds
 from hf_posenc.attention.encoding import BandPlan, Encoding
 from hf_posenc.attention.exact import exact
 
@@ -31,7 +33,8 @@ class Comparison:
         bound: The largest that is accepted.
         reason: The reason not to use the backend; `None`: it may be used.
         decided: False if the reason is not the backend's: there was no memory for the problem.
-        rows: Queries of the problem; 0 if none was run.
+        rows: Queries of the problem; 0 if it gave no result.
+        raised: True if it raised an error, after which the device may be broken for the process.
     """
 
     errors: Mapping[str, float] = field(default_factory=dict)
@@ -39,6 +42,7 @@ class Comparison:
     reason: str | None = None
     decided: bool = True
     rows: int = 0
+    raised: bool = False
 
 
 def problem_of(
@@ -47,8 +51,10 @@ def problem_of(
     """Return a problem with the encoding, heads and device of a call that a backend accepts; `None`: it takes none."""
     # Steps of a generation have backends that take a few queries alone.
     sizes = ROWS, min(ROWS, call.query.shape[2])
-    problems = (_problem(call, encoding, rows, gradients) for rows in sizes)
-    return next((each for each in problems if backend.accepts(each, encoding)), None)
+    for rows in sizes:
+        if backend.accepts(_problem(call, encoding, rows, gradients, drawn=False), encoding):
+            return _problem(call, encoding, rows, gradients)
+    return None
 
 
 def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool) -> Comparison:
@@ -77,14 +83,12 @@ def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool
             results = _results(backend.run, small, encoding, gradients)
             expected = _results(exact, replace(small, **double), encoding, gradients)
             for (name, one), (_, other) in zip(results, expected, strict=True):
-                # A gradient may be 0, as that of a bias that all keys share.
-                size = other.double().norm().clamp(min=torch.finfo(torch.float32).tiny)
-                errors[name] = float((one.double() - other.double()).norm() / size)
+                errors[name] = float((one.double() - other).norm() / other.norm())
     except torch.OutOfMemoryError:
         return Comparison(errors, bound, "no memory for its check", decided=False, rows=rows)
     except Exception as raised:
         text = f"it raises {type(raised).__name__}: {' '.join(str(raised).split())[:200]}"
-        return Comparison(errors, bound, text, rows=rows)
+        return Comparison(errors, bound, text, rows=rows, raised=True)
     for name, error in errors.items():
         if not error <= bound:  # NaN too
             reason = f"its {name} differs by {error:.1e} from float64, of {bound:.1e} accepted"
@@ -92,7 +96,34 @@ def compare(backend: Backend, call: Call, encoding: Encoding, *, gradients: bool
     return Comparison(errors, bound, rows=rows)
 
 
-def _problem(call: Call, encoding: Encoding, rows: int, gradients: bool) -> Call:
+def check(backend: Backend, case: Case, device: torch.device) -> Comparison | None:
+    """Compare a backend with the general path in float64 on a sample of a case; `None`: it computes no such calls."""
+    if not offers(backend, case, device):
+        return None
+    call, encoding = _sample(case.kind, case.dtype, case.head_dim, device)
+    return compare(backend, call, encoding, gradients=case.gradients)
+
+
+def offers(backend: Backend, case: Case, device: torch.device) -> bool:
+    """Return whether a backend computes such calls; nothing is computed for that."""
+    call, encoding = _sample(case.kind, case.dtype, case.head_dim, device)
+    with torch.set_grad_enabled(case.gradients):
+        return any(
+            backend.accepts(_problem(call, encoding, rows, case.gradients, drawn=False), encoding)
+            for rows in (ROWS, 1)
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _sample(kind: str, dtype: str, head_dim: int, device: torch.device) -> tuple[Call, Encoding]:
+    call = call_of(getattr(torch, dtype), head_dim, device)
+    return call, encoding_of(kinds()[kind], head_dim, device)
+
+
+def _problem(
+    call: Call, encoding: Encoding, rows: int, gradients: bool, *, drawn: bool = True
+) -> Call:
+    """The problem of a comparison; with `drawn` false its tensors have no values, which cost most of its time."""
     plan, query = encoding.plan, call.query
     bands = plan.bands if isinstance(plan, BandPlan) else ()
     border = max(
@@ -104,6 +135,8 @@ def _problem(call: Call, encoding: Encoding, rows: int, gradients: bool) -> Call
     def normal(heads: int, length: int, features: int) -> Tensor:
         # In the memory layout of transformers.
         sizes = 2, length, heads, features
+        if not drawn:
+            return torch.empty(sizes, device=query.device).transpose(1, 2)
         return torch.randn(sizes, generator=generator, device=query.device).transpose(1, 2)
 
     features = query.shape[-1]
@@ -149,12 +182,17 @@ def _results(
     yield "output", out.detach()
     if gradients:
         weights = torch.linspace(-1, 1, out.shape[-1], dtype=out.dtype, device=out.device)
-        leaves = {name: getattr(call, name) for name in INPUTS} | dict(encoding.parameters or {})
-        found = torch.autograd.grad(
-            out, [*leaves.values()], weights.expand_as(out), materialize_grads=True, allow_unused=True
-        )  # fmt: skip
-        for name, gradient in zip(leaves, found, strict=True):
-            yield f"gradient of the {name}" if name in INPUTS else f"gradient of {name}", gradient
+        parameters = encoding.parameters or {}
+        leaves = [*(getattr(call, name) for name in INPUTS), *(parameters[x] for x in parameters)]
+        every = torch.autograd.grad(
+            out, leaves, weights.expand_as(out), materialize_grads=True, allow_unused=True
+        )
+        for name, gradient in zip(INPUTS, every, strict=False):
+            yield f"gradient of the {name}", gradient
+        if parameters:
+            # One vector, since that of a single parameter may be 0 (a bias that all keys share).
+            flat = [gradient.double().flatten() for gradient in every[len(INPUTS) :]]
+            yield "gradient of the parameters", torch.cat(flat)
 
 
 class _Padded(Mask):

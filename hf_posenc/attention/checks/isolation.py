@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -31,13 +32,14 @@ def compared(
 ) -> Iterator[tuple[Case, Comparison | None]]:
     """Yield the findings of another process, case by case; those that it had no time for are missing.
 
-    The first case is always checked; after `seconds`, no further one is begun. `None` is found where a backend does not
-    compute a case. One that fails is the last, since it may have ended the process or broken the device for it.
+    The first case is always checked; after `seconds`, the start included, no further one is begun. `None` is found
+    where a backend does not compute a case. One that ends the process, raises or hangs is the last.
     """
+    cases = tuple(cases)  # the caller's list may change meanwhile
     task = {
         "device": str(device),
         "cases": [asdict(case) for case in cases],
-        "seconds": seconds,
+        "until": time.time() + seconds,
         "path": sys.path,
     }
     try:
@@ -75,8 +77,8 @@ def compared(
             if begun is None:
                 found = values["found"] and Comparison(**values["found"])
                 yield case, found
-                if found and found.reason:
-                    return
+                if found and found.raised:
+                    return  # the device may be broken for that process
     finally:
         process.kill()
         process.wait()

@@ -1,0 +1,153 @@
+"""Every backend for every kind, dtype and head dimension, against float64; and the contract of fused operators."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from hf_posenc.attention import engine
+from hf_posenc.attention.checks import isolation
+from hf_posenc.attention.checks.comparison import Comparison, check, offers
+from hf_posenc.attention.checks.samples import Case, kinds
+from hf_posenc.attention.flash import CPU
+from hf_posenc.attention.fused.cuda import CudaFlash
+from hf_posenc.attention.fused.emulated import EmulatedFlash
+from hf_posenc.attention.fused.protocol import Fused, Segments, Shape
+
+PROCESSES = 4
+"""At most so many processes check at once; most of their time is compilation."""
+
+Findings = dict[Case, Comparison | None]
+"""`None`: the backend does not compute such calls."""
+
+
+def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> list[Case]:
+    """Return all cases, those of the first dtype and head dimension first."""
+    names = [backend.name for backend in (*engine.BACKENDS, *engine.ON_REQUEST)]
+    return [
+        Case(name, kind, dtype, head_dim, gradients)
+        for head_dim in head_dims
+        for dtype in dtypes
+        for gradients in (False, True)
+        for kind in kinds()
+        for name in names
+    ]
+
+
+def check_all(every: Sequence[Case], device: torch.device, seconds: float) -> Findings:
+    """Check cases until the time is over: backends that may crash in other processes, the others here."""
+    end = time.monotonic() + seconds
+    found: Findings = {}
+    elsewhere = []
+    for case in every:
+        backend = engine.backend_of(case.backend)
+        if backend.may_crash and offers(backend, case, device):
+            elsewhere.append(case)
+        elif backend.may_crash:
+            found[case] = None
+    threads = [
+        threading.Thread(target=_elsewhere, args=(share, device, end, found))
+        for share in _shares(elsewhere)
+    ]
+    for thread in threads:
+        thread.start()
+    here = [case for case in every if not engine.backend_of(case.backend).may_crash]
+    for case in here:
+        if time.monotonic() > end:
+            break
+        found[case] = check(engine.backend_of(case.backend), case, device)
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def _shares(pending: Sequence[Case]) -> list[list[Case]]:
+    count = min(PROCESSES, os.cpu_count() or 1, len(pending))
+    return [list(pending[first::count]) for first in range(count)]
+
+
+def _elsewhere(pending: list[Case], device: torch.device, end: float, found: Findings) -> None:
+    """Check a share of the cases, in a new process after each one that ends one."""
+    while pending and (left := end - time.monotonic()) > 0:
+        before = len(pending)
+        for case, result in isolation.compared(pending, device, left):
+            found[case] = result
+            pending.remove(case)
+        if len(pending) == before:  # no process could be started
+            return
+
+
+def probes(fused: Fused, device: torch.device, dtype: torch.dtype) -> dict[str, bool | str]:
+    """Return whether a fused operator keeps its contract, claim by claim: alignment, windows, rows without keys."""
+    try:
+        return _windowed_probes(fused, device, dtype) if fused.windows else _probes(fused, device)
+    except Exception as error:
+        return {"runs": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+
+
+def operators(device: torch.device, dtype: torch.dtype) -> list[Fused]:
+    """Return the fused operators that serve a device."""
+    every: tuple[Fused, ...] = (CPU, CudaFlash(), EmulatedFlash())
+    return [fused for fused in every if fused.serves(device, dtype, FEATURES)]
+
+
+FEATURES, ROWS, KEYS = 16, 2, 6
+
+
+def _windowed_probes(
+    fused: Fused, device: torch.device, dtype: torch.dtype
+) -> dict[str, bool | str]:
+    query = torch.zeros(1, 2, ROWS, FEATURES, dtype=dtype, device=device)
+    key = query.new_zeros(1, 1, KEYS, FEATURES)
+    value = torch.eye(KEYS, FEATURES, dtype=dtype, device=device)[None, None]
+
+    def seen(shape: Shape) -> tuple[list[list[int]], list[float]]:
+        out, lse, _ = fused.forward(query, key, value, 1.0, shape)
+        rows = [row.nonzero()[:, 0].tolist() for row in out[0, 0]]
+        return rows, lse[0, 0].double().tolist()
+
+    def agrees(shape: Shape, expected: list[list[int]]) -> bool:
+        rows, lse = seen(shape)
+        sizes = [math.log(len(row)) for row in expected]
+        return rows == expected and all(
+            math.isclose(a, b, abs_tol=1e-5) for a, b in zip(lse, sizes, strict=True)
+        )
+
+    last = KEYS - ROWS
+    empty = Segments.of([((0, 1), (0, 3))], ROWS, KEYS)
+    out, lse, _ = fused.forward(query, key, value, 1.0, Shape(segments=empty))
+    return {
+        "all keys without a mask": agrees(Shape(), [[*range(KEYS)]] * ROWS),
+        "causal, aligned to the bottom right": agrees(
+            Shape(causal=True), [[*range(last + row + 1)] for row in range(ROWS)]
+        ),
+        **{
+            f"a window of {window} sees {window}": agrees(
+                Shape(causal=True, window=window),
+                [[*range(last + row + 1 - window, last + row + 1)] for row in range(ROWS)],
+            )
+            for window in (1, 3)
+        },
+        "rows without keys: zeros that no merge counts": bool(
+            (out[:, :, 1] == 0).all() and (lse[:, :, 1] < -1e29).all()
+        ),
+    }
+
+
+def _probes(fused: Fused, device: torch.device) -> dict[str, bool | str]:
+    query = torch.zeros(1, 2, ROWS, FEATURES, device=device)
+    key = query.new_zeros(1, 1, KEYS, FEATURES)
+    value = torch.eye(KEYS, FEATURES, device=device)[None, None]
+    out, lse, _ = fused.forward(query, key, value, 1.0, Shape(causal=True))
+    rows = [row.nonzero()[:, 0].tolist() for row in out[0, 0]]
+    sizes = [math.log(row + 1) for row in range(ROWS)]
+    near = all(math.isclose(a, b, abs_tol=1e-5) for a, b in zip(lse[0, 0].tolist(), sizes, strict=True))  # fmt: skip
+    return {
+        "causal, aligned to the top left": rows == [[*range(row + 1)] for row in range(ROWS)],
+        "the log-sum-exp": near,
+    }

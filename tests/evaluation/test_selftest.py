@@ -1,0 +1,175 @@
+"""The self-test of the attention engine, on a CPU, with backends and operators that are broken on purpose too."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from hf_posenc.attention import engine
+from hf_posenc.attention.checks import verdicts
+from hf_posenc.attention.checks.samples import Case, kinds, methods
+from hf_posenc.attention.fused.emulated import EmulatedFlash
+from hf_posenc.cli.app import app
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.selftest import SelftestResult, checking, selftest
+from tests.support import broken_backends
+
+CPU = torch.device("cpu")
+SMALL: dict[str, Any] = {
+    "device": "cpu",
+    "dtypes": ["float32"],
+    "head_dims": [16],
+    "length": 64,
+    "methods": ["rerope", "alibi", "fire"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    monkeypatch.setenv("HF_POSENC_CACHE", str(tmp_path / "cache"))
+    engine.restore()
+    yield
+    engine.restore()
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    backends = tuple(broken_backends.EVERY[name] for name in names)
+    monkeypatch.setattr(engine, "BACKENDS", (*backends, *engine.BACKENDS))
+    monkeypatch.setenv(verdicts.EXTRA, broken_backends.__name__)
+    monkeypatch.setenv("BROKEN", ",".join(names))
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> SelftestResult:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_POSENC_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return selftest(**SMALL, seconds=100)
+
+
+def test_every_backend_of_a_cpu_is_right(result: SelftestResult) -> None:
+    assert result.passed
+    assert not result.not_reached
+    on_cpu = {"prefill", "few", "moving", "exact", "emulated flash"}
+    assert {case.backend for case in result.checks} == on_cpu
+    assert {case.kind for case in result.checks} == {*kinds()}
+    assert {case.gradients for case in result.checks} == {False, True}
+    for case, found in result.checks.items():
+        assert 0 < max(found.errors.values()) <= found.bound == 1e-5, case
+    trained = result.checks[Case("exact", "kerple_log", "float32", 16, True)]
+    assert "gradient of the parameters" in trained.errors
+    assert result.probes.keys() == {"cpu flash", "emulated flash"}
+    assert all(kept is True for claims in result.probes.values() for kept in claims.values())
+
+
+def test_methods_are_timed_beside_plain_attention(result: SelftestResult) -> None:
+    assert result.plain["prefill"]["backend"] == "flash_attention"
+    assert result.methods.keys() == {"rerope", "alibi", "fire"}
+    for findings in result.methods.values():
+        for phase, timing in findings.phases.items():
+            plain = result.plain[phase]["seconds"]
+            assert timing.ratio == pytest.approx(timing.seconds / plain)
+            assert (timing.waits, timing.captured, timing.peak_bytes) == (None, None, None)
+    backends = {name: found.phases["prefill"].backend for name, found in result.methods.items()}
+    assert backends == {"rerope": "prefill", "alibi": "prefill", "fire": "exact"}
+    named = [name for names in result.verdicts.values() for name in names]
+    assert sorted(named) == ["alibi", "fire", "rerope"]
+    assert result.summary.startswith("cpu: fast: ")
+    assert "; correct but slow: " in result.summary
+    assert result.summary.endswith("; refused: none.")
+
+
+def test_all_methods_of_the_engine_are_timed_by_default() -> None:
+    everything = selftest(**{**SMALL, "methods": None, "length": 32}, seconds=1)
+    assert everything.methods.keys() == {method.name for method in methods()}
+    assert not [name for name, found in everything.methods.items() if found.error]
+
+
+def test_json_has_everything(result: SelftestResult) -> None:
+    values = json.loads(json.dumps(result.to_dict()))
+    assert values["environment"]["torch"] == torch.__version__
+    assert len(values["checks"]) == len(result.checks)
+    assert values["checks"][0].keys() >= {"backend", "kind", "dtype", "head_dim", "errors", "bound"}
+    assert values["methods"]["rerope"]["phases"]["step"]["ratio"] > 0
+    assert values["summary"] == result.summary
+
+
+def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken(monkeypatch, "wrong")
+    small = functools.partial(selftest, **SMALL, seconds=100)
+    monkeypatch.setattr("hf_posenc.evaluation.selftest.selftest", small)
+    verdicts.write(CPU, {Case("old", "bands", "float32", 16): None})
+    file = tmp_path / "selftest.json"
+    result = CliRunner().invoke(app, ["selftest", "--device", "cpu", "--json", str(file)])
+    assert result.exit_code == 1, result.output
+    values = json.loads(file.read_text())
+    assert not values["passed"]
+    summary = next(line for line in result.stdout.splitlines() if line.startswith("cpu: "))
+    assert summary == values["summary"]
+    assert "rerope (wrong)" in summary
+    assert "failed: wrong, bands, float32, head dimension 16: its output differs" in result.stdout
+    known = verdicts.read(CPU)
+    assert {case.backend for case in known} == {"wrong"}, "the old ones are replaced"
+    assert values["methods"]["rerope"]["phases"]["prefill"]["backend"] != "wrong"
+
+
+def test_one_that_crashes_leaves_the_others_to_another_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken(monkeypatch, "right")  # which crashes for alibi
+    monkeypatch.setattr(checking, "PROCESSES", 1)
+    every = [Case("right", kind, "float32", 16) for kind in ("bands", "alibi", "t5")]
+    found = checking.check_all(every, CPU, 100)
+    reasons = {case.kind: result and result.reason for case, result in found.items()}
+    assert reasons == {"bands": None, "alibi": "it crashes the process (SIGSEGV)", "t5": None}
+
+
+def test_an_operator_with_another_contract_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = EmulatedFlash.attend
+
+    def wider(self: Any, *arguments: Any) -> Any:
+        *given, (left, right) = arguments
+        return attend(self, *given, (left + (left > 0), right))  # type: ignore[call-arg]
+
+    monkeypatch.setattr(EmulatedFlash, "attend", wider)
+    result = selftest(**SMALL, seconds=1)
+    claims = result.probes["emulated flash"]
+    assert claims["a window of 3 sees 3"] is False
+    assert claims["causal, aligned to the bottom right"] is True
+    assert not result.passed
+
+
+def test_what_cannot_be_tested_is_refused() -> None:
+    with pytest.raises(PosencError, match="'gpu' is no device"):
+        selftest(device="gpu")
+    with pytest.raises(PosencError, match="cuda:63 is not here"):
+        selftest(device="cuda:63")
+    with pytest.raises(PosencError, match="Unknown dtype 'float64'"):
+        selftest(**{**SMALL, "dtypes": ["float64"]})
+    with pytest.raises(PosencError, match="Unknown method of the engine 'yarn'"):
+        selftest(**{**SMALL, "methods": ["yarn"]})
+
+
+def test_the_bug_form_asks_for_it() -> None:
+    root = Path(__file__).parents[2]
+    form = yaml.safe_load((root / ".github" / "ISSUE_TEMPLATE" / "bug.yml").read_text())
+    asked = next(part for part in form["body"] if part.get("id") == "selftest")
+    assert "hf-posenc selftest --json selftest.json" in asked["attributes"]["description"]
+    assert asked["validations"]["required"]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu() -> None:
+    found = selftest(device="cuda")
+    assert found.passed, found.refused
+    for findings in found.methods.values():
+        assert findings.phases["prefill"].waits is not None
+        assert findings.phases["step"].captured is not None
