@@ -307,7 +307,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
 """Options under which a text of 40 tokens, of 64 that the model was trained on, is read as it was."""
 
 
-@pytest.mark.parametrize("name", NEUTRAL)
+@pytest.mark.parametrize(("name", "path"), covering(NEUTRAL, PATHS), indirect=["path"])
 def test_neutral_knobs_change_nothing(model: PreTrainedModel, name: str, path: str) -> None:
     ids = zoo.tokens(40)
     before, config = zoo.logits(model, ids), copy.deepcopy(model.config.to_dict())

@@ -145,8 +145,10 @@ def test_drafts_that_are_taken_back(model: PreTrainedModel, name: str) -> None:
     assert torch.equal(found.sequences[:, -NEW:], want)
 
 
-@pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_ntk_row"])
-@pytest.mark.parametrize("model_type", ["gemma3_text", "mistral"])
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    covering(("gemma3_text", "mistral"), ("rerope", "alibi", "dynamic_ntk_row")),
+)
 def test_layers_with_a_sliding_window(model_type: str, name: str) -> None:
     model = zoo.build(model_type, sliding_window=8, eos_token_id=None)
     case = CASES[name]

@@ -82,7 +82,9 @@ def test_the_models_own_implementation_gets_scaled_queries(
     assert model.config._attn_implementation == name
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize(
+    "name", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)]
+)
 def test_every_implementation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build()
     model.set_attn_implementation(name)

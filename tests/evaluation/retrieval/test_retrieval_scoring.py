@@ -18,6 +18,7 @@ from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit, RetrievalSettings
 from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 from tests.support import zoo
 from tests.support.retrieval_models import Copier
+from tests.support.selection import covering
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer
 
 KIT = Kit(byte_tokenizer(), distractors=6)
@@ -55,9 +56,12 @@ def forwards(model: Any) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("task", ["passkey", "vt"])
 @pytest.mark.parametrize(
-    "spec", ["none", "yarn", "dynamic_yarn", "rerope", "alibi", "dynamic_ntk:update=sequence"]
+    ("spec", "task"),
+    covering(
+        ("none", "yarn", "dynamic_yarn", "rerope", "alibi", "dynamic_ntk:update=sequence"),
+        ("passkey", "vt"),
+    ),
 )
 def test_verdicts_are_what_full_logits_give(spec: str, task: str) -> None:
     length = {"passkey": LENGTH, "vt": 1900}[task]

@@ -17,17 +17,17 @@ from hf_posenc.evaluation.scoring.estimate import read_shape
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
 from tests.support.live_bytes import LiveBytes, attentions, build, forward_cost, measured, within
+from tests.support.selection import covering
 from tests.support.zoo_registry import quiet as quietly
 
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "model_type",
-    [
-        *("llama", "qwen3", "cohere", "granite", "phi", "phi3", "olmo2", "stablelm"),
-        *("gpt_neox", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "lfm2", "gemma2"),
-    ],
+DTYPES = (torch.float32, torch.bfloat16)
+TYPES = (
+    *("llama", "qwen3", "cohere", "granite", "phi", "phi3", "olmo2", "stablelm"),
+    *("gpt_neox", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3", "lfm2", "gemma2"),
 )
+
+
+@pytest.mark.parametrize(("model_type", "dtype"), covering(TYPES, DTYPES))
 def test_memory_is_estimated_within_a_quarter(model_type: str, dtype: torch.dtype) -> None:
     model = build(model_type).to(dtype)
     for length in (256, 1024):
@@ -53,14 +53,17 @@ def test_logits_count_by_the_chunk(vocabulary: int, chunk: int, dtype: torch.dty
     assert (cost.logits > cost.activations) == (vocabulary * chunk > 2**18)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("model_type", "attention"),
-    [("llama", "sdpa"), ("llama", "eager"), ("gemma3_text", "sdpa"), ("mixtral", "sdpa")],
+ATTENTIONS = (
+    ("llama", "sdpa"),
+    ("llama", "eager"),
+    ("gemma3_text", "sdpa"),
+    ("mixtral", "sdpa"),
 )
-def test_a_prefill_in_pieces_keeps_a_cache(
-    model_type: str, attention: str, dtype: torch.dtype
-) -> None:
+
+
+@pytest.mark.parametrize(("case", "dtype"), covering(ATTENTIONS, DTYPES))
+def test_a_prefill_in_pieces_keeps_a_cache(case: tuple[str, str], dtype: torch.dtype) -> None:
+    model_type, attention = case
     model = build(model_type, **({"sliding_window": 32} if "gemma" in model_type else {})).to(dtype)
     model.set_attn_implementation(attention)
     whole, pieces = (forward_cost(model, 1024, chunk=16, prefill_chunk=p) for p in (None, 128))
@@ -106,8 +109,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(("method", "dtype"), covering(METHODS, DTYPES))
 def test_patched_models_on_the_kernels(method: str, dtype: torch.dtype) -> None:
     model = patch_model(
         build("llama", max_position_embeddings=256).to(dtype), method, **METHODS[method]

@@ -19,6 +19,7 @@ from hf_posenc import patch_model, unpatch_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer, evaluation_mode
 from tests.support import zoo
+from tests.support.selection import covering
 
 FAMILIES = (
     *(
@@ -73,20 +74,23 @@ def test_losses_have_the_bits_of_full_logits(model_type: str) -> None:
     torch.testing.assert_close(losses, expected_losses(logits, ids), atol=2e-6, rtol=2e-6)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gemma2", "gpt_neox", "qwen3", "cohere"])
+IN_ATTENTION: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("rerope", {"window": 16}),
+    ("alibi", {}),
+    ("dynamic_ntk", {"update": "row", "bucket": 8, "original_max_position_embeddings": 16}),
+    ("dynamic_ntk", {"update": "request", "original_max_position_embeddings": 16}),
+    ("log_n", {"original_max_position_embeddings": 16}),
+)
+
+
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [
-        ("rerope", {"window": 16}),
-        ("alibi", {}),
-        ("dynamic_ntk", {"update": "row", "bucket": 8, "original_max_position_embeddings": 16}),
-        ("dynamic_ntk", {"update": "request", "original_max_position_embeddings": 16}),
-        ("log_n", {"original_max_position_embeddings": 16}),
-    ],
+    ("model_type", "patch"),
+    covering(("llama", "gemma2", "gpt_neox", "qwen3", "cohere"), IN_ATTENTION, rounds=2),
 )
 def test_models_patched_in_attention_are_replayed_too(
-    model_type: str, method: str, options: dict[str, Any]
+    model_type: str, patch: tuple[str, dict[str, Any]]
 ) -> None:
+    method, options = patch
     model = patch_model(zoo.build(model_type), method, **options)
     ids = zoo.tokens(57)[0]
     expected = expected_losses(full_logits(model, ids), ids)

@@ -16,6 +16,7 @@ from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 from tests.evaluation.scoring.test_head_replay import expected_losses, full_logits
 from tests.support import zoo
 from tests.support.perplexities import measured
+from tests.support.selection import covering
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 CACHED = (
@@ -27,8 +28,7 @@ DOCUMENTS = [
 ]
 
 
-@pytest.mark.parametrize("model_type", CACHED)
-@pytest.mark.parametrize("piece", [7, 16, 64])
+@pytest.mark.parametrize(("model_type", "piece"), covering(CACHED, (7, 16, 64)))
 def test_a_prefill_in_pieces_gives_the_same_losses(model_type: str, piece: int) -> None:
     model = zoo.build(model_type)
     ids = zoo.tokens(57)[0]
