@@ -9,13 +9,7 @@ later, at most 256 features, a multiple of 8; causal calls and windows are align
 sequence; a window of (w - 1, 0) is w keys; a sequence without keys gives 0 and a log-sum-exp of +inf, and the
 gradients of rows without keys, and of keys without rows, are 0. `emulated` has the same contract.
 
-Other fused operators, by their schemas in PyTorch 2.13; they join where a GPU has shown the rest:
-
-| operator | log-sum-exp | windows | backward with other out and lse | joins |
-|---|---|---|---|---|
-| `_flash_attention_forward` | yes | left and right | yes | here |
-| `_cudnn_attention_forward` | yes | none | yes | could compute the far band of halves alone |
-| `_efficient_attention_forward` | yes | one number | yes | the schema does not say how its window is aligned |
+Other fused operators of PyTorch 2.13 do not join yet; docs/gpu.md has their contracts, and the reasons.
 """
 
 from __future__ import annotations
