@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
@@ -26,6 +28,17 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     log.set_verbosity_error()
     settings.register_profile("ci", deadline=None, max_examples=60, derandomize=True)
     settings.load_profile("ci")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without the garbage collector, which would go through all modules and cases again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

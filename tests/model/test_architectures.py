@@ -207,7 +207,7 @@ def rotary_layout(model: PreTrainedModel) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("model_type", "case"),
     [
-        *covering([t for t in zoo.REPRESENTATIVE if t not in TABLES], NATIVE, rounds=2),
+        *covering([t for t in zoo.REPRESENTATIVE if t not in TABLES], NATIVE),
         *late([t for t in OTHERS if t not in TABLES], NATIVE),
     ],
 )
@@ -289,7 +289,7 @@ def test_other_models_stay_untouched(model: PreTrainedModel, model_type: str) ->
     assert fresh.config.to_dict() == configs[0]
 
 
-@pytest.mark.parametrize(("model_type", "method"), covering(zoo.REPRESENTATIVE, ACTING, rounds=4))
+@pytest.mark.parametrize(("model_type", "method"), covering(zoo.REPRESENTATIVE, ACTING, rounds=2))
 def test_every_method_acts(model: PreTrainedModel, model_type: str, method: str) -> None:
     """No silent no-op: past the trained length every method changes the logits; the dynamic ones only there."""
     longest = zoo.longest(model)

@@ -58,7 +58,7 @@ def test_unpatching_restores_everything(model: PreTrainedModel, name: str) -> No
     assert patch is not None
     assert patch.method == CASES[name].method
     assert CASES[name].method in str(patch)
-    token_by_token(model, IDS)
+    token_by_token(model, IDS[:, :12])
     assert unpatch_model(model) is model
     assert everything(model) == before
     assert torch.equal(zoo.logits(model, IDS), logits)

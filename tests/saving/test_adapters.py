@@ -32,6 +32,7 @@ from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters, lora_config
 from tests.saving.test_resuming import settings
 from tests.support import zoo
+from tests.support.selection import covering
 from tests.training.test_training_parameters import is_tied, stepped
 
 peft: Any = pytest.importorskip("peft")
@@ -181,8 +182,10 @@ def plain_config(**options: Any) -> Any:
 class TestPlainConfig:
     """An adapter of a plain `LoraConfig` on a patched model carries the patch all the same."""
 
-    @pytest.mark.parametrize("method", ["yarn", "alibi"])
-    @pytest.mark.parametrize("way", ["before", "after", "add_adapter", "Trainer", "SFTTrainer"])
+    @pytest.mark.parametrize(
+        ("way", "method"),
+        covering(("before", "after", "add_adapter", "Trainer", "SFTTrainer"), ("yarn", "alibi")),
+    )
     def test_ways(self, base: Path, tmp_path: Path, way: str, method: str) -> None:
         model: Any = load(base) if way == "after" else patch_model(load(base), **PATCHES[method])
         config, adapter = plain_config(init_lora_weights=False), tmp_path / "adapter"

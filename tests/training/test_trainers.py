@@ -158,8 +158,8 @@ def test_resumed_training_is_the_same(base: Path, ids: Tensor, tmp_path: Path, t
     ("name", "train"),
     [
         ("yarn", "lora"),
-        ("kerple", "lora"),
-        ("rerope", "lora"),
+        pytest.param("kerple", "lora", marks=pytest.mark.slow),
+        pytest.param("rerope", "lora", marks=pytest.mark.slow),
         ("list", "full"),
         ("kerple", "full"),
     ],

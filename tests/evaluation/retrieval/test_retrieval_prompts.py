@@ -25,6 +25,7 @@ from hf_posenc.evaluation.retrieval.prompts import (
 )
 from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit
 from tests.support.retrieval_models import TOKENIZERS
+from tests.support.selection import covering
 from tests.support.tiny_text import prose
 
 FIXED = ["44856", "7398107", "428e0b5e-59c9-4b29-ad5b-17ca5984d4b0", "CBBBB"]
@@ -73,8 +74,7 @@ def shortest(task: str, tokenizer: str, *depths: float) -> int:
     return max(TASKS[task].scene(place, kit).shortest for place in places) + len(special)
 
 
-@pytest.mark.parametrize("tokenizer", TOKENIZERS)
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize(("task", "tokenizer"), covering(TASKS, TOKENIZERS))
 def test_prompt_and_answer_have_exactly_the_tokens_asked_for(task: str, tokenizer: str) -> None:
     depths = (0.0, 0.37, 1.0)
     least = shortest(task, tokenizer, *depths)
