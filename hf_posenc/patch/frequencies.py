@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from hf_posenc.errors import UnsupportedModelError, VerificationError
+from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import RopeScaling, YaRN
 from hf_posenc.methods.yarn import mscale
 from hf_posenc.model.discovery import RotaryTable, SinCosTable, Tables, adapter_of, read_spec
@@ -103,6 +105,26 @@ def _scales_by_mscale(kind: type[nn.Module]) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class TableEnd:
+    """A hook in front of a model's forward that refuses more tokens than its tables have positions for."""
+
+    positions: int
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
+        if not isinstance(given, Tensor) or torch.compiler.is_compiling():
+            return
+        count = getattr(kwargs.get("past_key_values"), "get_seq_length", int)
+        before = count()
+        tokens = given.shape[1] + (before if isinstance(before, int) else 0)
+        if tokens > self.positions:
+            raise PosencError(
+                f"{tokens:,} tokens: the patched tables of {type(model).__name__} have {self.positions:,} positions. "
+                f"Patch it with a target_length of at least {tokens:,}."
+            )
+
+
 def install_sincos(
     model: nn.Module, state: State, tables: Sequence[SinCosTable], method: RopeScaling
 ) -> None:
@@ -129,6 +151,7 @@ def install_sincos(
             raise VerificationError(
                 f"{table.name} does not hold the patched table; it is restored."
             )
+    state.hooks.append(model.register_forward_pre_hook(TableEnd(positions), with_kwargs=True))
     values = {} if state.extended is None else {"max_position_embeddings": positions}
     if any(isinstance(table.module, nn.Embedding) for table in tables):
         # The table is among the weights (RoFormer): no block that asks for a second patch.

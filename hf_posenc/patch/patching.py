@@ -211,6 +211,8 @@ def _undo(model: nn.Module, state: State) -> None:
     replace_modules(model, {id(wrapper): wrapper.base for wrapper in wrappers})
     for table, tensor in state.tensors:
         table.swap(tensor)
+    for hook in state.hooks:
+        hook.remove()
     for target, before in reversed(state.changes):
         export.restore(target, before)
     unwrap_saving(model)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.methods import Method, seam_of
 from hf_posenc.model.discovery import RotaryTable, SinCosTable
@@ -30,6 +31,7 @@ class State:
         attention: The attention implementation that the engine replaces, as in `Patch`.
         changes: Every config and module with attributes that were set, and their values from before.
         tensors: The sin-cos tables that were swapped, and their tensors from before.
+        hooks: The forward hook that refuses texts past the end of those tables.
         warned: True once saving has warned that the patch is not loaded with the folder by everyone.
         adapters: The PEFT configs that saving has made carry the patch.
     """
@@ -42,6 +44,7 @@ class State:
     attention: str | None = None
     changes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     tensors: list[tuple[SinCosTable, Tensor]] = field(default_factory=list)
+    hooks: list[RemovableHandle] = field(default_factory=list)
     warned: bool = False
     adapters: list[Any] = field(default_factory=list)
 

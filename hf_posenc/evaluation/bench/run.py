@@ -15,7 +15,11 @@ from hf_posenc.evaluation.bench.result import BenchResult
 from hf_posenc.evaluation.bench.speed import SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.measuring.candidates import original_length, parse_candidates
+from hf_posenc.evaluation.measuring.candidates import (
+    original_length,
+    parse_candidates,
+    within_reach,
+)
 from hf_posenc.evaluation.measuring.execute import (
     Measurement,
     Progress,
@@ -228,6 +232,7 @@ def prepare(
     if not lengths:
         candidates = [candidate.checked(model) for candidate in parse_candidates(suite.methods)]
         lengths = suite_lengths(suite, original_length(model, candidates), target)
+        lengths = within_reach(model, candidates, lengths, given=target is not None)
     shared = {field.name: getattr(options, field.name) for field in fields(ProtocolOptions)}
     shared |= {"limit": suite.documents, "methods": suite.methods, "lengths": lengths}
     run = measurement.prepare(

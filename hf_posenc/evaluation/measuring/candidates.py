@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.scoring.positions import position_limit, too_long
 from hf_posenc.methods import LengthDependent, Method, get_method
 from hf_posenc.model.discovery import RotaryTable, rotary_tables
 from hf_posenc.model.rotary import PosencRotary, RotaryWrapper, moves_with_length
@@ -71,6 +72,8 @@ class Candidate:
         moves: Whether a rotary table or a saved patch depends on the length of the text; set by `checked`.
         stateful: Whether one of these tables is the model's own: transformers' dynamic RoPE keeps the table of the
             longest text that it has read, whatever else is patched in; set by `checked`.
+        reach: The most tokens that the model has positions for under it; `None`: no end, or it follows the scale. Set
+            by `checked`.
         state: For `as_it_is`: identifies this state of the model, its weights above all.
     """
 
@@ -81,6 +84,7 @@ class Candidate:
     original: int | None = None
     moves: bool = False
     stateful: bool = False
+    reach: int | None = None
     state: str | None = None
 
     @classmethod
@@ -225,7 +229,8 @@ class Candidate:
         """Patch the model on trial; return the candidate with its `original` length, `moves` and `stateful`."""
         if not self.parts:
             moves, stateful = movement(model)
-            return dataclasses.replace(self, moves=moves, stateful=stateful)
+            reach = position_limit(model)
+            return dataclasses.replace(self, moves=moves, stateful=stateful, reach=reach)
         saved = get_patch(model)
         if saved is not None:
             raise PosencError(
@@ -236,11 +241,13 @@ class Candidate:
         try:
             with trial.applied(model, 1):
                 patch, (moves, stateful) = get_patch(model), movement(model)
+                reach = None if self.auto_scale else position_limit(model)
         except PosencError as error:
             raise PosencError(f"--patch {self.spec}: {error}") from error
         assert patch is not None
         original = patch.original_max_position_embeddings
-        return dataclasses.replace(self, original=original, moves=moves, stateful=stateful)
+        about: dict[str, Any] = {"moves": moves, "stateful": stateful, "reach": reach}
+        return dataclasses.replace(self, original=original, **about)
 
     @contextlib.contextmanager
     def applied(self, model: nn.Module, length: int) -> Iterator[None]:
@@ -250,6 +257,19 @@ class Candidate:
                 method, options = self.arguments(self.scale_at(length) or 1.0)
                 stack.enter_context(patched(model, method, **options))
             yield
+
+
+def within_reach(
+    model: nn.Module, candidates: Sequence[Candidate], lengths: Sequence[int], *, given: bool
+) -> tuple[int, ...]:
+    """Return the lengths that some checked candidate has positions for; raise for others that were `given`."""
+    reaches = [candidate.reach for candidate in candidates if candidate.reach is not None]
+    if len(reaches) < len(candidates) or max(lengths) <= max(reaches):
+        return tuple(lengths)
+    most = max(reaches)
+    if given:
+        raise too_long(model, next(length for length in lengths if length > most), most)
+    return tuple(length for length in lengths if length <= most) or (most,)
 
 
 def _call(name: str, options: Mapping[str, Any], *values: str) -> str:

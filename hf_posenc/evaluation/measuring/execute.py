@@ -23,8 +23,10 @@ from torch import nn
 
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer
 from hf_posenc.evaluation.scoring.memory import reason_of
+from hf_posenc.evaluation.scoring.positions import position_limit
 from hf_posenc.files import to_json, write_atomically
 
 Progress = Callable[[str, int, int], None]
@@ -339,6 +341,7 @@ def patched_in(
         if candidate is not None:
             scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
             stack.enter_context(candidate.applied(model, length))
+            scorer.scorer.positions = position_limit(model)
         yield
 
 

@@ -31,7 +31,8 @@ from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
 from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, special_tokens
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 
 SHORT = 4096
 """K, tokens of the short context, as in the authors' code."""

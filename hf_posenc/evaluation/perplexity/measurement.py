@@ -18,7 +18,12 @@ from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents import Entry, TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring import execute as machine
-from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
+from hf_posenc.evaluation.measuring.candidates import (
+    Candidate,
+    original_length,
+    parse_candidates,
+    within_reach,
+)
 from hf_posenc.evaluation.measuring.execute import (
     Attempt,
     Failures,
@@ -50,7 +55,8 @@ from hf_posenc.evaluation.perplexity.protocols import (
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.published import comparable
 from hf_posenc.evaluation.published import get as get_table
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 
 EMBEDDED_DOCUMENTS = 12
 """Default number of the held-out modules."""
@@ -359,6 +365,9 @@ def prepare(
     candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
     original = original_length(model, candidates)
     settings, policy = settings_of(options, original)
+    lengths = within_reach(model, candidates, settings.lengths, given=options.lengths is not None)
+    if lengths != settings.lengths:
+        settings, policy = settings_of(dataclasses.replace(options, lengths=lengths), original)
     for table in options.compare:
         comparable(get_table(table), settings)
     special = special_tokens(tokenizer, policy)

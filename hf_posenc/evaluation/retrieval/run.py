@@ -15,7 +15,12 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.measuring import execute as machine
-from hf_posenc.evaluation.measuring.candidates import Candidate, original_length, parse_candidates
+from hf_posenc.evaluation.measuring.candidates import (
+    Candidate,
+    original_length,
+    parse_candidates,
+    within_reach,
+)
 from hf_posenc.evaluation.measuring.execute import (
     Attempt,
     Failures,
@@ -39,7 +44,8 @@ from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate
 from hf_posenc.evaluation.retrieval.prompts import Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
 from hf_posenc.evaluation.retrieval.tasks import DEFAULT_TASKS, Kit, RetrievalSettings, get_task
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 
 # Settings that are parts of the keys, or only determine their number.
 _OF_THE_KEYS = ("lengths", "tasks", "depths", "samples")
@@ -134,9 +140,11 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
 
     def _score(self, item: Item, prompt: Prompt) -> dict[str, Any]:
         if self.settings.decode == "teacher-forced":
+            self.scorer.scorer.check_length(item.length)
             return asdict(self._answers(prompt))
         self.scorer.reset(prompt.ids)
         task = get_task(item.sample.task)
+        self.scorer.scorer.check_length(len(prompt.ids) + task.new_tokens)
         text = generate(self.model, self.tokenizer, prompt, task.new_tokens)
         score = task.hit(text, prompt.references)
         return {"correct": score == 1.0, "score": score, "text": text}
@@ -235,7 +243,13 @@ def prepare(
     original = original_length(model, candidates)
     policy = options.bos or "auto"
     special = special_prefix(tokenizer, policy)
-    settings = settings_of(options, options.lengths or default_lengths(original))
+    lengths = within_reach(
+        model,
+        candidates,
+        sorted(options.lengths or default_lengths(original)),
+        given=bool(options.lengths),
+    )
+    settings = settings_of(options, lengths)
     described: dict[str, Any] = {"kind": "noise"}
     if haystack is not None:
         digest = hashlib.sha256(haystack.encode("utf-8", "surrogatepass")).hexdigest()

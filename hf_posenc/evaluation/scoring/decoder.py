@@ -123,6 +123,18 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
 
 
+@contextlib.contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put every module of the model into evaluation mode, and each back into its own mode on exit."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def check_causal(model: nn.Module, probe: Tensor, logits: Tensor, options: dict[str, Any]) -> None:
     """Check that changing a token leaves the logits in front of it unchanged, up to the rounding of experts."""
     full = (torch.float32, torch.float64)

@@ -11,7 +11,6 @@ buffers) could then not be written to.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from hf_posenc.evaluation.scoring.decoder import (
     without_cache,
 )
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
+from hf_posenc.evaluation.scoring.positions import position_limit, too_long
 from hf_posenc.evaluation.scoring.prefill import LEAST, Pieces, Prefill
 
 logger = logging.getLogger(__name__)
@@ -97,6 +97,7 @@ class TokenScorer:
             limit = max(1, LOGITS_PER_CHUNK // full.shape[-1])
             self.chunk = chunk or (limit - limit % _TILE if limit > _TILE else limit)
             self.replays, self.exact = self._probe(probe, full)
+        self.positions = position_limit(model)
         self.prefill = prefill
         self._pieces = Prefill(model, probe_ids, self._losses)
         if not self.replays:
@@ -143,6 +144,7 @@ class TokenScorer:
             )
         windows = ids.reshape(-1, ids.shape[-1]).to(input_device(self.model))
         read = windows if read_last else windows[:, :-1]
+        self.check_length(read.shape[1])
         # The token at index i is predicted by the hidden state at i - 1.
         positions = first - 1, ids.shape[-1] - 1
         if self.replays:
@@ -154,6 +156,13 @@ class TokenScorer:
             chunks = iter(whole.split(self._step(windows), dim=1))
         for logits in chunks:
             yield logits if ids.dim() > 1 else logits[0]
+
+    def check_length(self, tokens: int) -> None:
+        """Raise if the model has no positions for so many tokens."""
+        if self.positions is not None and tokens > self.positions:
+            self.positions = position_limit(self.model)  # it may have been patched since
+            if self.positions is not None and tokens > self.positions:
+                raise too_long(self.model, tokens, self.positions)
 
     def _replay(
         self, windows: Tensor, start: int, stop: int, pieces: Pieces | None = None
@@ -240,18 +249,6 @@ def _nats(chunks: Iterator[Tensor], targets: Tensor) -> Tensor:
         loss = F.cross_entropy(single.flatten(0, 1), ids.flatten(), reduction="none")
         losses.append(loss.to("cpu", torch.float64).view_as(ids))
     return torch.cat(losses, dim=1)
-
-
-@contextlib.contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module of the model into evaluation mode, and each back into its own mode on exit."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class FrugalScorer:

@@ -42,7 +42,8 @@ from hf_posenc.evaluation.measuring.statistics import Interval, estimate, exp_or
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
 from hf_posenc.evaluation.options import TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
 from hf_posenc.files import finite
 
 ResultT = TypeVar("ResultT")

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.measuring.identity import check_vocabulary
-from hf_posenc.evaluation.scoring.decoder import input_embeddings
-from hf_posenc.evaluation.scoring.head_replay import evaluation_mode
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_embeddings
 from hf_posenc.training.batches.collator import DRAWS, PositionCollator
 
 _TOKENS = 12

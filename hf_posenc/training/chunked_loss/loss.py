@@ -21,13 +21,13 @@ from transformers.integrations.fsdp import is_fsdp_enabled
 
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.scoring.decoder import (
+    evaluation_mode,
     hidden_states,
     input_embeddings,
     replaced,
     sliced,
     without_cache,
 )
-from hf_posenc.evaluation.scoring.head_replay import evaluation_mode
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.training.batches.collator import IGNORED
 from hf_posenc.training.chunked_loss.head import (

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from hf_posenc import patch_model, patched
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation import measure_perplexity
-from hf_posenc.evaluation.scoring.head_replay import TokenScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import peers
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness comes with the dev extra")

@@ -24,7 +24,8 @@ from hf_posenc.evaluation.perplexity.longppl import (
     key_tokens,
     short_windows,
 )
-from hf_posenc.evaluation.scoring.head_replay import TokenScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
 from tests.support.tiny_text import byte_tokenizer, prose
 

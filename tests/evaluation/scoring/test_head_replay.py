@@ -17,7 +17,8 @@ from transformers import AutoModel, LlamaForCausalLM
 
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.scoring.head_replay import TokenScorer, evaluation_mode
+from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
 from tests.support.selection import covering
 

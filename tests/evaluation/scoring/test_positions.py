@@ -1,0 +1,120 @@
+"""Models whose positions end: the limit that is found, and lengths past it, refused in one line."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import hf_posenc
+from hf_posenc.cli.app import app
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import measure_perplexity, measure_retrieval
+from hf_posenc.evaluation.bench.run import bench
+from hf_posenc.evaluation.scoring.positions import position_limit
+from tests.support import zoo
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny_checkpoint
+
+TEXTS = [prose(400, index) for index in range(2)]
+
+# Positions from row 0, from row 2, behind the padding's row, of a table of sines and cosines in a buffer and in an
+# embedding; then tables that grow, distances, and rotations.
+LIMITS: dict[str, int | None] = {
+    **dict.fromkeys(("gpt2", "gpt_neo", "gpt_bigcode", "openai-gpt", "bert"), 64),
+    **dict.fromkeys(("opt", "biogpt", "bart", "roberta"), 64),
+    **dict.fromkeys(("gptj", "codegen", "roformer"), 64),
+    **dict.fromkeys(("xglm", "bloom", "llama", "gemma3_text", "mamba"), None),
+}
+
+
+@pytest.mark.parametrize(("family", "limit"), LIMITS.items())
+def test_the_limit_is_found_and_is_the_model_s_own(family: str, limit: int | None) -> None:
+    lengths = {"n_positions": 64, "max_position_embeddings": 65 if family == "roberta" else 64}
+    known = vars(zoo.tiny_config(family))
+    model = zoo.build(family, **{name: n for name, n in lengths.items() if name in known}).eval()
+    assert position_limit(model) == limit
+    ids = torch.full((1, 66 if limit is None else limit + 1), 5)
+    with torch.no_grad():
+        model(input_ids=ids[:, :-1])
+        if limit is not None:
+            with pytest.raises((IndexError, RuntimeError)):
+                model(input_ids=ids)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "opt"])
+def test_lengths_past_trained_positions_are_refused_before_measuring(family: str) -> None:
+    model, tokenizer = zoo.build(family, vocab_size=VOCABULARY), byte_tokenizer()
+    line = f"100 tokens: {type(model).__name__} has positions for 64. No method extends position"
+    with pytest.raises(PosencError, match=line):
+        measure_perplexity(model, tokenizer, TEXTS, lengths=[32, 100])
+    with pytest.raises(PosencError, match=line):
+        measure_retrieval(model, tokenizer, lengths=[100])
+    with pytest.raises(PosencError, match=line):
+        bench(model, tokenizer, TEXTS, methods=["none"], target_length=100)
+    result = measure_perplexity(model, tokenizer, TEXTS)
+    assert (result.settings.lengths, result.failures) == ((64,), [])
+
+
+def test_a_method_that_extends_the_table_is_measured_and_the_others_are_refused() -> None:
+    model, tokenizer = zoo.build("gptj", vocab_size=VOCABULARY), byte_tokenizer()
+    methods = ["none", "yarn", "yarn:scale=2"]
+    result = measure_perplexity(model, tokenizer, TEXTS, methods=methods, lengths=[32, 200])
+    reasons = {failure.method: failure.reason for failure in result.failures}
+    way = "Give shorter lengths, or a method that extends its table, such as yarn."
+    assert reasons == {
+        "none": f"200 tokens: GPTJForCausalLM has positions for 64. {way}",
+        "yarn (scale 2)": f"200 tokens: GPTJForCausalLM has positions for 128. {way}",
+    }
+
+
+def test_generated_tokens_count() -> None:
+
+    model = zoo.build("gpt2", vocab_size=VOCABULARY, n_positions=256)
+    options: dict[str, Any] = {
+        "tasks": ["passkey"],
+        "samples": 1,
+        "lengths": [256],
+        "depths": (0.5,),
+    }
+    result = measure_retrieval(model, byte_tokenizer(), decode="generate", **options)
+    assert "tokens: GPT2LMHeadModel has positions for 256." in result.failures[0].reason
+
+
+def test_a_command_answers_with_one_line(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model", "gpt2")
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    command = ["perplexity", str(model), "--text", str(tmp_path / "text.txt"), "--patch", "none"]
+    output = ["--lengths", "128", "--output", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, [*command, *output])
+    assert result.exit_code == 2
+    assert "error: 128 tokens: GPT2LMHeadModel has positions for 64." in result.stderr
+
+
+@pytest.mark.parametrize("family", ["gptj", "roformer"])
+def test_a_forward_past_the_patched_table_is_one_line(family: str) -> None:
+    model = zoo.build(family).eval()
+    own = {name for name, value in vars(model).items() if value}
+    hf_posenc.patch_model(model, "yarn", scale=2)
+    line = "129 tokens: the patched tables of .* have 128 positions. Patch it with a target_length"
+    with torch.no_grad():
+        model(input_ids=torch.full((1, 128), 5))
+        for one in (model, copy.deepcopy(model)):
+            with pytest.raises(PosencError, match=line):
+                one(input_ids=torch.full((1, 129), 5))
+        hf_posenc.patch_model(model, "yarn", scale=4, replace=True)
+        model(input_ids=torch.full((1, 200), 5))
+    hf_posenc.unpatch_model(model)
+    assert {name for name, value in vars(model).items() if value} == own
+
+
+def test_a_forward_through_a_cache_counts_what_is_in_it() -> None:
+    model = zoo.build("gptj").eval()
+    hf_posenc.patch_model(model, "yarn", scale=2)
+    with torch.no_grad():
+        cache = model(input_ids=torch.full((1, 120), 5), use_cache=True).past_key_values
+        with pytest.raises(PosencError, match="130 tokens"):
+            model(input_ids=torch.full((1, 10), 5), past_key_values=cache)
