@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_posenc.adapters import patches_folder
+from hf_posenc.diagnosis import check_source, read_config, reason_of, unreadable
 from hf_posenc.errors import PosencError, UntrainedWarning, unknown
 from hf_posenc.files import disk_errors
 from hf_posenc.methods import available_methods
@@ -24,7 +25,7 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
 from hf_posenc.patch.patching import get_patch, patch_model
-from hf_posenc.patch.saving import damaged, restore_withheld, stored_config
+from hf_posenc.patch.saving import damaged, restore_withheld
 
 FILE = "posenc_config.json"
 PARAMETER_FILE = "posenc.safetensors"
@@ -181,20 +182,38 @@ def from_pretrained(
         The model, patched if the checkpoint was saved with a patch; of an adapter a `PeftModel`.
 
     Raises:
-        PosencError: A patch that the model cannot take, a checkpoint without weights that the model has or with
+        PosencError: Nothing that can be loaded, with the first thing that is wrong (name, config, model, weights); a
+            patch that the model cannot take, a checkpoint without weights that the model has or with
             weights of another shape, a config without layers, or an adapter that does not name its base model.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    check_folder(path_or_id, "model")
+    check_source(path_or_id, "model", **_some(kwargs, _HUB))
     adapter = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
     if adapter is not None:
         kwargs["allow_missing_weights"] = allow_missing_weights
         return _with_adapter(path_or_id, adapter, auto_class, kwargs)
     options = _some(kwargs, (*_HUB, "trust_remote_code"))
-    config = kwargs.pop("config", None) or stored_config(path_or_id, **options)
-    check_layers(config, path_or_id)
+    config = kwargs.pop("config", None) or read_config(path_or_id, **options)
+    try:
+        return _load(path_or_id, config, auto_class, allow_missing_weights, options, kwargs)
+    except (PosencError, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:  # a family, a missing library or the hub: each raises in its own way
+        reason = unreadable(path_or_id) or reason_of(error, config)
+        raise PosencError(f"The model {path_or_id} cannot be loaded: {reason}") from error
+
+
+def _load(
+    path_or_id: str | Path,
+    config: Any,
+    auto_class: Any,
+    allow_missing_weights: bool,
+    options: Mapping[str, Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    from transformers import AutoModelForCausalLM
+
     patch = take_patch(config, path_or_id)
     loader: Any = AutoModelForCausalLM if auto_class is None else auto_class
     with_info = kwargs.pop("output_loading_info", False)
@@ -208,32 +227,6 @@ def from_pretrained(
         if trained := trained_parameters(model):
             _fill_from_checkpoint(trained, path_or_id, options)
     return (model, info) if with_info else model
-
-
-def check_folder(path_or_id: str | Path, given: str) -> None:
-    """Raise for what is neither a folder nor in the form of a hub name."""
-    if not isinstance(path_or_id, (str, Path)):
-        raise PosencError(
-            f"A {given} is given by its folder or hub name, not by {type(path_or_id).__name__}."
-        )
-    name, path = str(path_or_id), Path(path_or_id)
-    if path.is_dir() and name:
-        return
-    below = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
-    if not name.strip() or path.exists() or below:
-        raise PosencError(
-            f"There is no {given} folder {name or repr(name)}. Give a folder that save_pretrained wrote, or a hub name."
-        )
-
-
-def check_layers(config: Any, path_or_id: str | Path) -> None:
-    """Raise for a config whose model has no layers: transformers builds it without an error."""
-    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
-    if isinstance(layers, int) and layers < 1:
-        raise PosencError(
-            f"The config.json of {path_or_id} has num_hidden_layers {layers}: a model needs at least 1 layer. "
-            "Restore the value that the checkpoint was saved with."
-        )
 
 
 @contextlib.contextmanager
@@ -358,7 +351,7 @@ def load_adapter(
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    check_folder(path_or_id, "adapter")
+    check_source(path_or_id, "adapter", **_some(kwargs, _HUB))
     file = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
     if file is None:
         raise PosencError(

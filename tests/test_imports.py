@@ -24,6 +24,7 @@ LAYERS = (
     ("attention", "adapters"),
     ("model",),
     ("patch",),
+    ("diagnosis",),
     ("saving",),
     ("engines", "verification"),
     ("evaluation",),

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.cli.console import quiet_transformers
+from hf_posenc.diagnosis import check_source, read_config, read_json, reason_of, unreadable
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.options import ModelOptions
 
@@ -46,8 +44,6 @@ def one_thread() -> None:
 
 def check_name(name: str, revision: str | None = None, *, given: str = "model") -> str:
     """Return the name of a model; raise if it is neither a folder nor on the hub, after one request without retries."""
-    from hf_posenc.saving import check_folder
-
     path = Path(name).expanduser()
     if path.is_dir():
         if revision is not None:
@@ -55,63 +51,20 @@ def check_name(name: str, revision: str | None = None, *, given: str = "model") 
                 f"--revision {revision}: {name} is a folder, and only models on the hub have revisions. Leave it out."
             )
         return str(path)
-    check_folder(name, given)
-    _check_hub(name, revision, given)
+    check_source(name, given, revision=revision)
     return name
-
-
-def _check_hub(name: str, revision: str | None, given: str) -> None:
-    from huggingface_hub import HfApi, constants, try_to_load_from_cache
-    from huggingface_hub.errors import (
-        HFValidationError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    absent = f"There is no {given} {name}: no folder has this name"
-    try:
-        files = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
-        cached = (try_to_load_from_cache(name, file, revision=revision) for file in files)
-        if any(isinstance(file, str) for file in cached):
-            return
-        if constants.HF_HUB_OFFLINE:
-            raise PosencError(
-                f"{absent}, and it is not cached. HF_HUB_OFFLINE is set: unset it to download, or give a folder."
-            )
-        HfApi().model_info(name, revision=revision, timeout=10)
-    except HFValidationError as error:
-        raise PosencError(f"{absent}, and it is no hub name ({_reason(error)}).") from error
-    except RevisionNotFoundError as error:
-        raise PosencError(
-            f"{name} has no revision {revision}. Give a branch, a tag or a commit of it."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise PosencError(
-            f"{absent}, and the hub has none that you can read. Check the spelling, or log in with `hf auth login`."
-        ) from error
-    except PosencError:
-        raise
-    except Exception as error:  # no network, a proxy, a mirror: each raises in its own way
-        raise PosencError(
-            f"{absent}, it is not in the cache, and {constants.ENDPOINT} cannot be reached ({_reason(error)}). Give a "
-            "folder, or try again with a network."
-        ) from error
 
 
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Return the config of a model, of an adapter that of its base model; raise if it cannot be read."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    from hf_posenc.patch.saving import stored_config
-    from hf_posenc.saving import check_layers
-
-    folder = Path(name)
     try:
         adapter = find_adapter_config_file(name, revision=revision)
     except OSError:
         adapter = None
     if adapter is not None:
-        values = _read_json(Path(adapter), name)
+        values = read_json(Path(adapter), name)
         base = values.get("base_model_name_or_path")
         if not base:
             raise PosencError(
@@ -120,48 +73,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
         revision = values.get("revision")
         base = check_name(str(base), revision, given=f"base model of {name},")
         return load_config(base, revision=revision, trust_remote_code=trust_remote_code)
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            files = sorted(path.name for path in folder.iterdir())
-            more = ", ..." * (len(files) > 5)
-            held = f"it has {', '.join(files[:5])}{more}" if files else "it is empty"
-            raise PosencError(
-                f"The folder {name} has no config.json ({held}). Give the folder that save_pretrained wrote."
-            )
-        _check_rope(_read_json(folder / "config.json", name), name)
-    try:
-        config = stored_config(name, trust_remote_code=trust_remote_code, revision=revision)
-    except Exception as error:  # an unknown model type, values of a wrong type, custom code
-        raise PosencError(f"The config.json of {name} cannot be read: {_reason(error)}") from error
-    check_layers(config, name)
-    return config
-
-
-def _read_json(file: Path, name: str) -> dict[str, Any]:
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PosencError(f"The {file.name} of {name} is not JSON: {_reason(error)}") from error
-    if not isinstance(values, dict):
-        kind = type(values).__name__
-        raise PosencError(f"The {file.name} of {name} is a JSON {kind}, not an object.")
-    return values
-
-
-def _check_rope(values: Mapping[str, Any], name: str, place: str = "") -> None:
-    """Refuse a base or a factor of a rotary embedding that is not a number above 0."""
-    for key, value in values.items():
-        if key == "hf_posenc":  # a patch and what it replaced, which its own reader checks
-            continue
-        if isinstance(value, dict):
-            _check_rope(value, name, f"{place}{key}.")
-        elif value is not None and (key == "rope_theta" or (key == "factor" and "rope" in place)):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < math.inf:
-                raise PosencError(
-                    f"The config.json of {name} has {place}{key} = {value!r}, which is not a number above 0. Correct "
-                    "it there."
-                )
+    return read_config(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool = False) -> Any:
@@ -182,24 +94,8 @@ def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool
         return empty_model(config)
     except Exception as error:
         raise PosencError(
-            f"The model of {name} cannot be built from its config.json: {_reason(error, config)}"
+            f"The model of {name} cannot be built from its config.json: {reason_of(error, config)}"
         ) from error
-
-
-def _reason(error: BaseException, config: Any = None) -> str:
-    """Return the whole message of an error on one line, with advice for the command line."""
-    text = " ".join(str(error).split())
-    if isinstance(error, KeyError) and config is not None:  # transformers has no such class
-        values: dict[str, Any] = config.to_dict()
-        rope = values.get("rope_parameters")
-        values |= {f"rope_parameters.{key}": value for key, value in dict(rope or {}).items()}
-        named = (key for key, value in values.items() if value == error.args[0])
-        text = f"{next(named, 'one of its values')}: {text} is unknown to transformers"
-    elif isinstance(error, (LookupError, TypeError, AttributeError, AssertionError)) or not text:
-        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    if "trust_remote_code" in text:
-        return "it needs the Python code that comes with it. Read that code, and pass --trust-remote-code to run it."
-    return text
 
 
 def load_tokenizer(
@@ -218,7 +114,7 @@ def load_tokenizer(
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
-        folder, reason = Path(name), f"The tokenizer of {name} cannot be loaded: {_reason(error)}"
+        folder, reason = Path(name), f"The tokenizer of {name} cannot be loaded: {reason_of(error)}"
         kinds = ("*token*", "*vocab*", "*.model")
         if folder.is_dir() and not any(path for kind in kinds for path in folder.glob(kind)):
             reason = f"{name} has no tokenizer files."
@@ -275,25 +171,8 @@ def load_model(
         raise
     except Exception as error:  # as for the tokenizer
         raise PosencError(
-            f"The model {name} cannot be loaded: {_unreadable(name) or _reason(error)}"
+            f"The model {name} cannot be loaded: {unreadable(name) or reason_of(error)}"
         ) from error
-
-
-def _unreadable(name: str) -> str | None:
-    """Return the first weights file of a folder that is not a whole safetensors file, and what it is instead."""
-    from safetensors import SafetensorError, safe_open
-
-    for file in sorted(Path(name).glob("*.safetensors")):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            with file.open("rb") as content:
-                pointer = content.read(64).startswith(b"version https://git-lfs")
-            kind = "a Git LFS pointer and not the weights: run `git lfs pull` there"
-            damaged = f"damaged or incomplete ({one_line(error)}): download it again"
-            return f"{file.name} is {kind if pointer else damaged}."
-    return None
 
 
 def live_model(

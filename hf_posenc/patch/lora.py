@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from peft import PEFT_TYPE_TO_CONFIG_MAPPING, LoraConfig, PeftConfig
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.methods import available_methods
 from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.patch.config import PatchConfig
@@ -99,9 +99,12 @@ PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = _LoadedWithout  # type: ignore[index, a
 
 def read_adapter(path: str | Path) -> tuple[PeftConfig, PatchConfig | None]:
     """Read an `adapter_config.json`, and the patch that it carries, if any."""
-    values: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    if values.get("peft_type") != PEFT_TYPE:
-        return PeftConfig.from_peft_type(**values), None
+    try:
+        values: dict[str, Any] = dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        if values.get("peft_type") != PEFT_TYPE:
+            return PeftConfig.from_peft_type(**values), None
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise PosencError(f"{path} is not the config of an adapter: {one_line(error)}") from error
     del values["peft_type"]
     config: PosencLoraConfig = PosencLoraConfig.from_peft_type(**values)  # type: ignore[no-untyped-call]
     return config, config.patch()

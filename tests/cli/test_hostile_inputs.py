@@ -304,6 +304,15 @@ CALLS: list[tuple[str, str]] = [
     ("load_patch(model, torn)", "/torn.json: This is not a patch in JSON: Expecting value"),
     ("hf_posenc.from_pretrained('')", "There is no model folder ''. Give a folder that save_pr"),
     ("hf_posenc.from_pretrained('/no/such')", "There is no model folder /no/such. Give a folder"),
+    (
+        "hf_posenc.from_pretrained('no-such-model')",
+        "no folder has this name, and it is not cached.",
+    ),
+    (
+        "hf_posenc.from_pretrained('a b')",
+        "There is no model a b: no folder has this name, and it is no hub",
+    ),
+    ("hf_posenc.load_adapter(model, 'no-such')", "There is no adapter no-such: no folder has this"),
     ("hf_posenc.from_pretrained(model)", "by its folder or hub name, not by LlamaForCausalLM"),
     ("hf_posenc.load_adapter(model, './absent')", "There is no adapter folder ./absent. Give a"),
     ("parse_method('yarn:scale=8,scale=4')", "scale is given twice"),
@@ -636,6 +645,14 @@ CHECKPOINTS: dict[str, tuple[Callable[[Path], object], str, int]] = {
 }
 
 
+def _index(values: dict[str, Any]) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        (folder / "model.safetensors").unlink()
+        (folder / "model.safetensors.index.json").write_text(json.dumps(values))
+
+    return write
+
+
 def _write(name: str, content: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(content)
 
@@ -760,6 +777,37 @@ CHECKPOINTS |= {
         "cannot be loaded: Error no file named model.safetensors",
         2,
     ),
+    "nothing": (_remove("*"), "has no config.json (it is empty). Give the folder that save_", 2),
+    "a byte order mark": (
+        lambda folder: (folder / "config.json").write_bytes(b"\xef\xbb\xbf{}"),
+        "is not JSON: Unexpected UTF-8 BOM",
+        2,
+    ),
+    "a number of layers in words": (
+        lambda folder: _edit_config(folder, num_hidden_layers="two"),
+        "Field 'num_hidden_layers' expected int, got str (value: 'two')",
+        2,
+    ),
+    "a length in words": (
+        lambda folder: _edit_config(folder, max_position_embeddings="4k"),
+        "Field 'max_position_embeddings' expected int, got str (value: '4k')",
+        2,
+    ),
+    "a dtype that is none": (
+        lambda folder: _edit_config(folder, dtype="float7"),
+        "has dtype = 'float7', which is no dtype of torch, such as bfloat16. Correct it there.",
+        2,
+    ),
+    "a shard that is absent": (
+        _index({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}),
+        "model.safetensors.index.json names model-00001-of-00002.safetensors, which is not there",
+        2,
+    ),
+    "an index of nothing": (
+        _index({}),
+        "model.safetensors.index.json is not the index of its weights: download it again.",
+        2,
+    ),
 }
 
 
@@ -788,6 +836,24 @@ def test_a_damaged_checkpoint_is_one_line(name: str, tmp_path: Path) -> None:
     assert len(lines) == 1, result.output
     assert line in lines[0]
     assert "Traceback" not in result.output
+
+
+# What is wrong with a tokenizer, with values or for a measurement; and what Python meets only when it loads.
+_ONLY_IN_COMMANDS = (
+    *("fewer layers", "not causal", "no tokenizer", "broken tokenizer"),
+    *("not finite", "one infinity", "all zero", "no length"),
+)
+
+
+@pytest.mark.parametrize("name", sorted(set(CHECKPOINTS) - set(_ONLY_IN_COMMANDS)))
+def test_python_gives_the_line_of_the_command(name: str, tmp_path: Path) -> None:
+    damage, line, _ = CHECKPOINTS[name]
+    model = tiny_checkpoint(tmp_path / "model")
+    damage(model)
+    with pytest.raises(PosencError) as error:
+        hf_posenc.from_pretrained(model)
+    assert line.rpartition("from its config.json: ")[2] in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_missing_weights_are_the_same_at_every_run(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def position_limit(model: nn.Module) -> int | None:
 def _sincos_tables(model: nn.Module) -> list[SinCosTable]:
     try:
         return [table for table in tables_of(unwrap(model)) if isinstance(table, SinCosTable)]
-    except PosencError:  # a model that cannot be patched
+    except Exception:  # a model that cannot be patched, or with a config of its own kind
         return []
 
 

@@ -1,0 +1,191 @@
+"""Checks of a checkpoint that is to be loaded: the first thing that is wrong, with the whole reason, in one line."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_posenc.errors import PosencError, one_line
+
+_FILES = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
+
+
+def check_source(
+    path_or_id: Any,
+    given: str,
+    *,
+    revision: str | None = None,
+    cache_dir: Any = None,
+    subfolder: str = "",
+    token: Any = None,
+    local_files_only: bool = False,
+    **_: Any,
+) -> None:
+    """Raise for what is neither a folder nor a model that is cached or on the hub, after one request without retries.
+
+    `given` is the kind of thing in the messages; the other arguments are those of `from_pretrained`.
+    """
+    if not isinstance(path_or_id, (str, Path)):
+        raise PosencError(
+            f"A {given} is given by its folder or hub name, not by {type(path_or_id).__name__}."
+        )
+    name, path = str(path_or_id), Path(path_or_id)
+    if path.is_dir() and name:
+        return
+    below = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
+    if not name.strip() or path.exists() or below:
+        raise PosencError(
+            f"There is no {given} folder {name or repr(name)}. Give a folder that save_pretrained wrote, or a hub name."
+        )
+    from huggingface_hub import HfApi, constants, try_to_load_from_cache
+    from huggingface_hub.errors import (
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    absent = f"There is no {given} {name}: no folder has this name"
+    try:
+        files = (f"{subfolder}/{file}" if subfolder else file for file in _FILES)
+        where: dict[str, Any] = {"revision": revision, "cache_dir": cache_dir}
+        if any(isinstance(try_to_load_from_cache(name, file, **where), str) for file in files):
+            return
+        if constants.HF_HUB_OFFLINE or local_files_only:
+            reason, way = "HF_HUB_OFFLINE is set: unset it", "to download, or give a folder."
+            if local_files_only:
+                reason = "local_files_only is set: leave it out"
+            raise PosencError(f"{absent}, and it is not cached. {reason} {way}")
+        HfApi(token=token).model_info(name, revision=revision, timeout=10)
+    except HFValidationError as error:
+        raise PosencError(f"{absent}, and it is no hub name ({reason_of(error)}).") from error
+    except RevisionNotFoundError as error:
+        raise PosencError(
+            f"{name} has no revision {revision}. Give a branch, a tag or a commit of it."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise PosencError(
+            f"{absent}, and the hub has none that you can read. Check the spelling, or log in with `hf auth login`."
+        ) from error
+    except PosencError:
+        raise
+    except Exception as error:  # no network, a proxy, a mirror: each raises in its own way
+        raise PosencError(
+            f"{absent}, it is not in the cache, and {constants.ENDPOINT} cannot be reached ({reason_of(error)}). Give "
+            "a folder, or try again with a network."
+        ) from error
+
+
+def read_config(name: str | Path, **options: Any) -> Any:
+    """Return the config of a model that `check_source` has accepted; raise if it cannot be read."""
+    from hf_posenc.patch.saving import stored_config
+
+    folder = Path(name) / (options.get("subfolder") or "")
+    if Path(name).is_dir():
+        if not (folder / "config.json").is_file():
+            files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+            more = ", ..." * (len(files) > 5)
+            held = f"it has {', '.join(files[:5])}{more}" if files else "it is empty"
+            raise PosencError(
+                f"The folder {folder} has no config.json ({held}). Give the folder that save_pretrained wrote."
+            )
+        _check_values(read_json(folder / "config.json", name), name)
+    try:
+        config = stored_config(name, **options)
+    except PosencError:  # a damaged patch
+        raise
+    except Exception as error:  # an unknown model type, values of a wrong type, custom code
+        raise PosencError(
+            f"The config.json of {name} cannot be read: {reason_of(error)}"
+        ) from error
+    layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
+    if isinstance(layers, int) and layers < 1:  # transformers builds that without an error
+        raise PosencError(
+            f"The config.json of {name} has num_hidden_layers {layers}: a model needs at least 1 layer. "
+            "Restore the value that the checkpoint was saved with."
+        )
+    return config
+
+
+def read_json(file: Path, name: str | Path) -> dict[str, Any]:
+    """Return the object in a JSON file of a model or adapter."""
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PosencError(f"The {file.name} of {name} is not JSON: {reason_of(error)}") from error
+    if not isinstance(values, dict):
+        kind = type(values).__name__
+        raise PosencError(f"The {file.name} of {name} is a JSON {kind}, not an object.")
+    return values
+
+
+def _check_values(values: Mapping[str, Any], name: str | Path, place: str = "") -> None:
+    """Refuse a base or a factor of a rotary embedding that is not a number above 0, and a dtype that is none."""
+    for key, value in values.items():
+        if key == "hf_posenc":  # a patch and what it replaced, which its own reader checks
+            continue
+        kind = ""
+        if isinstance(value, dict):
+            _check_values(value, name, f"{place}{key}.")
+        elif value is not None and (key == "rope_theta" or (key == "factor" and "rope" in place)):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not 0 < value < math.inf:
+                kind = "not a number above 0"
+        elif value is not None and key in ("dtype", "torch_dtype"):
+            import torch
+
+            if value != "auto" and not isinstance(getattr(torch, str(value), None), torch.dtype):
+                kind = "no dtype of torch, such as bfloat16"
+        if kind:
+            raise PosencError(
+                f"The config.json of {name} has {place}{key} = {value!r}, which is {kind}. Correct it there."
+            )
+
+
+def reason_of(error: BaseException, config: Any = None) -> str:
+    """Return the whole message of an error on one line, with the way out where custom code is needed."""
+    text = " ".join(str(error).split())
+    if isinstance(error, KeyError) and config is not None:  # transformers has no such class
+        values: dict[str, Any] = config.to_dict()
+        rope = values.get("rope_parameters")
+        values |= {f"rope_parameters.{key}": value for key, value in dict(rope or {}).items()}
+        named = (key for key, value in values.items() if value == error.args[0])
+        text = f"{next(named, 'one of its values')}: {text} is unknown to transformers"
+    elif isinstance(error, (LookupError, TypeError, AttributeError, AssertionError)) or not text:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    if "trust_remote_code" in text:
+        return (
+            "it needs the Python code that comes with it. Read that code, and pass --trust-remote-code (in Python "
+            "trust_remote_code=True) to run it."
+        )
+    return text
+
+
+def unreadable(name: str | Path) -> str | None:
+    """Return the first index or weights file of a folder that is not whole, and what it is instead."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in sorted(Path(name).glob("*.safetensors.index.json")):
+        try:
+            shards = sorted(set(read_json(file, name)["weight_map"].values()))
+        except (PosencError, LookupError, AttributeError, TypeError):
+            return f"{file.name} is not the index of its weights: download it again."
+        absent = [shard for shard in shards if not (Path(name) / str(shard)).is_file()]
+        if absent:
+            return (
+                f"{file.name} names {absent[0]}, which is not there ({len(absent)} of {len(shards)} files are "
+                "missing): download it again."
+            )
+    for file in sorted(Path(name).glob("*.safetensors")):
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            with file.open("rb") as content:
+                pointer = content.read(64).startswith(b"version https://git-lfs")
+            kind = "a Git LFS pointer and not the weights: run `git lfs pull` there"
+            damaged = f"damaged or incomplete ({one_line(error)}): download it again"
+            return f"{file.name} is {kind if pointer else damaged}."
+    return None
