@@ -22,10 +22,10 @@ class UntrainedWarning(UserWarning):
     """A method was patched in whose parameters are not trained yet."""
 
 
-def unknown(kind: str, given: str, possible: Iterable[str]) -> PosencError:
+def unknown(kind: str, given: object, possible: Iterable[str]) -> PosencError:
     """Return the error for an unknown name of a kind (`"method"`), with the closest names first."""
     names = sorted(possible)
-    close = difflib.get_close_matches(given, names, n=3)
+    close = difflib.get_close_matches(str(given), names, n=3)
     hint = f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
     return PosencError(f"Unknown {kind} {given!r}.{hint} Available: {', '.join(names)}.")
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -86,6 +86,10 @@ output_option = functools.partial(option, panel=OUTPUT)
 
 def with_fields(kind: type[T], options: T | None, fields: Mapping[str, Any]) -> T:
     """Return `options`, or the defaults of `kind`, with these fields replaced; raise for one that does not exist."""
+    if options is not None and not isinstance(options, kind):
+        raise PosencError(
+            f"The options are a {kind.__name__}, not {type(options).__name__}: its fields can be given as keywords too."
+        )
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name in fields:
         if name not in names:
@@ -93,6 +97,23 @@ def with_fields(kind: type[T], options: T | None, fields: Mapping[str, Any]) -> 
     base: Any = kind() if options is None else options
     changed: T = dataclasses.replace(base, **fields)
     return changed
+
+
+def output_folder(output: Path | str | None, progress: Any) -> Path | None:
+    """Return the folder of a Python caller's records, `None` for none; raise for what is no folder or no function."""
+    if not callable(progress):
+        raise PosencError(
+            f"progress is a function of a label, the tokens done and those in all, not {type(progress).__name__}."
+        )
+    if output is None:
+        return None
+    if not isinstance(output, str | Path) or not str(output).strip() or output == Path():
+        raise PosencError(
+            f"output: {output!r} is no folder. Give its path, or None to keep nothing."
+        )
+    if Path(output).is_file():
+        raise PosencError(f"output: {output} is a file. Give a folder, or None to keep nothing.")
+    return Path(output)
 
 
 REVISION_HELP = "Branch, tag or commit of a model on the hub."
@@ -271,7 +292,10 @@ class CommonOptions:
         if isinstance(lengths, str):
             lengths = parse_lengths(lengths, "lengths")
         elif lengths is not None:
+            lengths = lengths if isinstance(lengths, Iterable) else [lengths]
             lengths = tuple(read_length(length, "lengths") for length in lengths)
+        if lengths == ():
+            raise PosencError("lengths is empty: give at least one, or None for the default.")
         if lengths is not None:
             object.__setattr__(self, "lengths", lengths)
 

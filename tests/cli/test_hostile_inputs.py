@@ -32,6 +32,7 @@ from typer.testing import CliRunner
 import hf_posenc
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.bench.run import bench
 from hf_posenc.evaluation.documents import load_documents, read_dataset, read_paths, readers
 from hf_posenc.evaluation.documents import tokens as joining
@@ -40,6 +41,7 @@ from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.evaluation.retrieval import measure_retrieval
 from hf_posenc.methods import YaRN
 from hf_posenc.patch.config import parse_method
+from hf_posenc.training import PositionCollator
 from tests.support import zoo
 from tests.support.documents_forms import GOOD, PACK, refusal, zstd
 from tests.support.tiny_text import byte_tokenizer, prose, tiny_checkpoint
@@ -317,9 +319,90 @@ CALLS: list[tuple[str, str]] = [
     ("hf_posenc.load_adapter(model, './absent')", "There is no adapter folder ./absent. Give a"),
     ("parse_method('yarn:scale=8,scale=4')", "scale is given twice"),
     ("recommend(model, '4q')", f"target_length: '4q' {NO_LENGTH}"),
-    ("bench(model, None, ['text'], target_length=32)", "--target-length 32: the model was trained"),
+    ("bench(model, tok, ['text'], target_length=32)", "--target-length 32: the model was trained"),
     ("BenchOptions(target_length=512.5)", f"target_length: 512.5 {NO_LENGTH}"),
     ("PerplexityOptions(lengths=[512, '1q'])", f"lengths: '1q' {NO_LENGTH}"),
+    ("PerplexityOptions(lengths=0)", f"lengths: 0 {NO_LENGTH}"),
+    ("PerplexityOptions(lengths=1.5)", f"lengths: 1.5 {NO_LENGTH}"),
+    ("PerplexityOptions(lengths='banana')", "lengths banana: 'banana' is no length"),
+    ("PerplexityOptions(lengths=[])", "lengths is empty: give at least one, or None for"),
+    ("measure_perplexity(None, tok, texts)", "NoneType is not a model: give a transformers model"),
+    ("measure_perplexity('gpt2', tok, texts)", "'gpt2' is a name, not a model: load it first"),
+    (
+        "measure_perplexity(nn.Linear(1, 1), tok, texts)",
+        "Linear has no transformers config: give a",
+    ),
+    ("measure_perplexity(model, None, texts)", "NoneType is no tokenizer: give the model's, as"),
+    ("measure_perplexity(model, 'gpt2', texts)", "'gpt2' is no tokenizer: give the model's, as"),
+    (
+        "measure_perplexity(model, tok, texts, lengths=32)",
+        "The tokenizer does not belong to the mod",
+    ),
+    ("measure_perplexity(model, tok, [], lengths=32)", "There is no document to read."),
+    ("measure_perplexity(model, tok, 5)", "The documents are a list of texts, not int."),
+    ("measure_perplexity(model, tok, {'a': 'b'})", "The documents are a list of texts, not dict."),
+    ("measure_perplexity(model, tok, ['a', b'b'], lengths=32)", "Document 1 is bytes, not a text."),
+    (
+        "measure_perplexity(model, tok, [None])",
+        "Document 0 is NoneType, not a text. Give strings, or",
+    ),
+    (
+        "measure_perplexity(model, tok, texts, 'yarn')",
+        "The options are a PerplexityOptions, not str:",
+    ),
+    (
+        "measure_perplexity(model, tok, texts, {'lengths': [8]})",
+        "a PerplexityOptions, not dict: its",
+    ),
+    ("measure_perplexity(model, tok, texts, lengths=64, methods=['ba'])", "Unknown method 'ba'."),
+    (
+        "measure_perplexity(model, tok, texts, output='')",
+        "output: '' is no folder. Give its path, or",
+    ),
+    (
+        "measure_perplexity(model, tok, texts, output=5)",
+        "output: 5 is no folder. Give its path, or",
+    ),
+    (
+        "measure_perplexity(model, tok, texts, output=torn)",
+        "/torn.json is a file. Give a folder, or",
+    ),
+    (
+        "measure_perplexity(model, tok, texts, progress=5)",
+        "progress is a function of a label, the to",
+    ),
+    ("bench(model, None, texts, lengths=32)", "NoneType is no tokenizer: give the model's, as"),
+    ("bench(model, tok, texts, progress='bar')", "progress is a function of a label, the tokens"),
+    ("measure_retrieval(model, None)", "NoneType is no tokenizer: give the model's, as Auto"),
+    ("measure_retrieval(model, tok, lengths=[])", "lengths is empty: give at least one, or None"),
+    (
+        "Collator(None)",
+        "Unknown kind of positions None. Available: contiguous, cream, packed, pose",
+    ),
+    ("Collator('pose', target_length='4q')", f"target_length: '4q' {NO_LENGTH}"),
+    ("Collator(seed='a')", "seed is a whole number, not 'a'."),
+    ("Collator(pad_token_id=None)", "pad_token_id is a whole number of at least 0, not None."),
+    ("Collator().set_epoch(None)", "The epoch is a whole number of at least 0, not None."),
+    ("Collator()([])", "A batch is a list of examples, of at least one, not []."),
+    ("Collator()(None)", "A batch is a list of examples, of at least one, not None."),
+    (
+        "Collator()([5])",
+        "Example 0 of the batch is int: it needs the column input_ids, a list of numb",
+    ),
+    ("Collator()([{'labels': [1]}])", "is the columns labels: it needs the column input_ids"),
+    ("Collator()([{'input_ids': []}])", "has input_ids []: give one list of token ids, not empty."),
+    ("Collator()([{'input_ids': 'abc'}])", "has input_ids 'abc': give one list of token ids"),
+    ("Collator()([{'input_ids': [1.5]}])", "has input_ids [1.5]: give one list of token ids"),
+    ("Collator()([{'input_ids': [[1], [2]]}])", "has input_ids [[1], [2]]: give one list of tok"),
+    ("Collator()([{'input_ids': [3, -1]}])", "has input_ids [3, -1]: give one list of token ids"),
+    (
+        "Collator()([{'input_ids': [1, 2], 'labels': [1]}])",
+        "Example 0 of the batch has 1 labels for 2 tokens: give one each, -100 where there is no",
+    ),
+    (
+        "Collator('packed')([{'input_ids': [1, 2], 'document_lengths': None}])",
+        "An example has document_lengths None: give one list of whole numbers, not empty.",
+    ),
 ]
 
 
@@ -337,7 +420,9 @@ def call(expression: str, model: nn.Module, torn: Path) -> Any:
     names |= {"model": model, "pipe": Pipe(model), "math": math, "YaRN": YaRN, "bench": bench}
     options = {"BenchOptions": BenchOptions, "PerplexityOptions": PerplexityOptions}
     functions: dict[str, Any] = {"parse_method": parse_method, "recommend": recommend}
-    functions |= {"measure_retrieval": measure_retrieval}
+    functions |= {"measure_retrieval": measure_retrieval, "Collator": PositionCollator, "nn": nn}
+    functions |= {"measure_perplexity": measure_perplexity, "tok": byte_tokenizer()}
+    functions |= {"texts": [prose(300, index) for index in range(2)]}
     # Imported when they are asked for.
     public = {name: getattr(hf_posenc, name) for name in hf_posenc.__all__}
     return eval(expression, {**public, **names, **options, **functions})

@@ -35,6 +35,7 @@ from hf_posenc.evaluation.options import (
     BenchOptions,
     PerplexityOptions,
     ProtocolOptions,
+    output_folder,
     with_fields,
 )
 from hf_posenc.evaluation.perplexity import measurement
@@ -207,10 +208,11 @@ def bench(
     Raises:
         PosencError: Options exclude each other, a published table is of another protocol, or no document can be used.
     """
+    folder = output_folder(output, progress)
     options = with_fields(BenchOptions, options, fields)
     source = Source() if documents is None else Source.of(documents)
     job = prepare(model, tokenizer, source, options)
-    result = job.run(None if output is None else Path(output), progress=progress)
+    result = job.run(folder, progress=progress)
     assert result is not None
     return result
 

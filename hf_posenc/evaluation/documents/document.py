@@ -142,8 +142,19 @@ class UnreadableError(PosencError):
 
 def as_entries(documents: Iterable[str | Entry]) -> Iterator[Entry]:
     """Yield the documents of a Python caller; a plain text is named by its index."""
+    kind = type(documents).__name__
+    if isinstance(documents, Mapping) or not isinstance(documents, Iterable):
+        raise PosencError(f"The documents are a list of texts, not {kind}.")
     for index, document in enumerate(documents):
-        yield Document(f"#{index}", document) if isinstance(document, str) else document
+        if isinstance(document, str):
+            yield Document(f"#{index}", document)
+        elif isinstance(document, Entry):
+            yield document
+        else:
+            kind = type(document).__name__
+            raise PosencError(
+                f"Document {index} is {kind}, not a text. Give strings, or what read_paths and read_dataset yield."
+            )
 
 
 def printable(name: str | Path) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.model.parameters import damaged_weights
+from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 
 _PACKAGES = ("hf-posenc", "torch", "transformers", "tokenizers", "numpy")
@@ -59,8 +60,21 @@ def describe_model(
     }
 
 
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise for what cannot turn text into tokens."""
+    if not callable(tokenizer):
+        given = repr(tokenizer) if isinstance(tokenizer, str) else type(tokenizer).__name__
+        raise PosencError(
+            f"{given} is no tokenizer: give the model's, as AutoTokenizer.from_pretrained(...) loads it."
+        )
+
+
 def check_weights(model: nn.Module) -> None:
-    """Raise if weights of the model are not finite, or if all of them are zero."""
+    """Raise for what is no model, and if weights are not finite, or all of them zero."""
+    if not hasattr(getattr(unwrap(model), "config", None), "get_text_config"):
+        raise PosencError(
+            f"{type(model).__name__} has no transformers config: give a causal language model of transformers."
+        )
     names = {name for name, _ in model.named_parameters()}
     tensors = ((name.lstrip("."), tensor) for name, tensor in _tensors(model))
     damage = damaged_weights((name, tensor) for name, tensor in tensors if name in names)

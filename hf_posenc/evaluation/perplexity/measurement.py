@@ -33,6 +33,7 @@ from hf_posenc.evaluation.measuring.execute import (
     silent,
 )
 from hf_posenc.evaluation.measuring.identity import (
+    check_tokenizer,
     check_vocabulary,
     check_weights,
     describe_model,
@@ -42,7 +43,12 @@ from hf_posenc.evaluation.measuring.identity import (
 from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
-from hf_posenc.evaluation.options import PerplexityOptions, ProtocolOptions, with_fields
+from hf_posenc.evaluation.options import (
+    PerplexityOptions,
+    ProtocolOptions,
+    output_folder,
+    with_fields,
+)
 from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder
 from hf_posenc.evaluation.perplexity.protocols import (
     PRESETS,
@@ -339,9 +345,10 @@ def measure_perplexity(
     Raises:
         PosencError: Options exclude each other, or no document can be used.
     """
+    folder = output_folder(output, progress)
     options = with_fields(PerplexityOptions, options, fields)
     run = prepare(model, tokenizer, Source.of(documents), options)
-    result = run.run(None if output is None else Path(output), progress=progress)
+    result = run.run(folder, progress=progress)
     assert result is not None
     return result
 
@@ -362,6 +369,7 @@ def prepare(
     the model and the tokenizer of a name, for an evaluator of LongPPL that is another model.
     """
     check_weights(model)
+    check_tokenizer(tokenizer)
     candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
     original = original_length(model, candidates)
     settings, policy = settings_of(options, original)

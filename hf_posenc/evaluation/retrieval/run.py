@@ -30,6 +30,7 @@ from hf_posenc.evaluation.measuring.execute import (
     silent,
 )
 from hf_posenc.evaluation.measuring.identity import (
+    check_tokenizer,
     check_vocabulary,
     check_weights,
     describe_model,
@@ -38,7 +39,7 @@ from hf_posenc.evaluation.measuring.identity import (
 )
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import Key
-from hf_posenc.evaluation.options import RetrievalOptions, with_fields
+from hf_posenc.evaluation.options import RetrievalOptions, output_folder, with_fields
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate
 from hf_posenc.evaluation.retrieval.prompts import Prompt, Sample, lay_out
@@ -214,9 +215,10 @@ def measure_retrieval(
     Raises:
         PosencError: Options exclude each other, or no task has prompts of these lengths, or the haystack is empty.
     """
+    folder = output_folder(output, progress)
     options = with_fields(RetrievalOptions, options, fields)
     run = prepare(model, tokenizer, options, haystack=haystack)
-    result = run.run(None if output is None else Path(output), progress=progress)
+    result = run.run(folder, progress=progress)
     assert result is not None
     return result
 
@@ -239,6 +241,7 @@ def prepare(
     if haystack is not None and not haystack.strip():
         raise PosencError("The haystack is empty. Give text, or None for the noise sentences.")
     check_weights(model)
+    check_tokenizer(tokenizer)
     candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
     original = original_length(model, candidates)
     policy = options.bos or "auto"

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ class PositionCollator(TrainerCallback):
             documents only in batches of one row.
 
     Raises:
-        PosencError: An unknown name, or drawn positions without a target length.
+        PosencError: An unknown name, a number that is none, or drawn positions without a target length.
     """
 
     def __init__(
@@ -134,7 +135,8 @@ class PositionCollator(TrainerCallback):
         self.positions, self.target_length = positions, None
         if target_length is not None:
             self.target_length = read_length(target_length, "target_length")
-        self.seed, self.pad_token_id = seed, pad_token_id
+        self.seed = _whole(seed, "seed")
+        self.pad_token_id = _whole(pad_token_id, "pad_token_id", 0)
         self.flatten = flatten and positions == "packed"
         # Shared memory: persistent workers would otherwise keep a copy.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
@@ -146,7 +148,7 @@ class PositionCollator(TrainerCallback):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, in every worker too."""
-        self._epoch.fill_(epoch)
+        self._epoch.fill_(_whole(epoch, "The epoch", 0))
 
     def on_epoch_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self.set_epoch(int(state.epoch or 0))  # a resumed run begins within an epoch
@@ -164,14 +166,25 @@ class PositionCollator(TrainerCallback):
             lengths differ. A document's first token has the label -100: no token of that document precedes it.
 
         Raises:
-            PosencError: Packed examples without document lengths, or more tokens than the long context has.
+            PosencError: Examples without token ids, with labels of another number, packed without document lengths,
+                or of more tokens than the long context has.
         """
-        rows = [np.asarray(example["input_ids"], dtype=np.int64) for example in examples]
+        if not isinstance(examples, Sequence) or isinstance(examples, str) or not examples:
+            raise PosencError(
+                f"A batch is a list of examples, of at least one, not {examples!r:.60}."
+            )
+        rows = [_numbers(example, "input_ids", index) for index, example in enumerate(examples)]
         documents = [self._documents(e, len(r)) for e, r in zip(examples, rows, strict=True)]
-        labels = [
-            np.array(row if given is None or not len(given) else given, dtype=np.int64)
-            for row, given in zip(rows, (e.get("labels") for e in examples), strict=True)
-        ]
+        labels = []
+        for index, (example, row) in enumerate(zip(examples, rows, strict=True)):
+            given = example.get("labels")
+            own = given is None or (isinstance(given, Sized) and not len(given))
+            labels.append(row.copy() if own else _numbers(example, "labels", index))
+            if len(labels[-1]) != len(row):
+                raise PosencError(
+                    f"Example {index} of the batch has {len(labels[-1]):,} labels for {len(row):,} tokens: give one "
+                    "each, -100 where there is no loss."
+                )
         for row, lengths in zip(labels, documents, strict=True):
             row[np.cumsum(lengths) - lengths] = IGNORED
         batch: dict[str, Any] = {
@@ -200,7 +213,7 @@ class PositionCollator(TrainerCallback):
                 "positions='packed' needs the column document_lengths, which holds the length of each document. The "
                 "Trainer drops it unless TrainingArguments has remove_unused_columns=False."
             )
-        lengths = np.asarray(example["document_lengths"], dtype=np.int64)
+        lengths = _numbers(example, "document_lengths")
         if int(lengths.sum()) != length or (lengths < 1).any():
             raise PosencError(
                 f"document_lengths {lengths.tolist()} sum to {int(lengths.sum()):,}; the example has {length:,} "
@@ -217,6 +230,38 @@ class PositionCollator(TrainerCallback):
             )
         random = generator(self.seed, self.epoch, ids)
         return DRAWS[self.positions](len(ids), self.target_length, random)
+
+
+def _whole(value: Any, name: str, least: int | None = None) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        bound = "" if least is None else f" of at least {least}"
+        raise PosencError(f"{name} is a whole number{bound}, not {value!r}.")
+    return number
+
+
+def _numbers(example: Any, column: str, index: int | None = None) -> Numbers:
+    """Return a column of an example, whole numbers in one row, as an array of its own."""
+    which = "An example" if index is None else f"Example {index} of the batch"
+    if not isinstance(example, Mapping) or column not in example:
+        held = type(example).__name__
+        if isinstance(example, Mapping):
+            held = f"the columns {', '.join(map(str, example)) or '(none)'}"
+        raise PosencError(f"{which} is {held}: it needs the column {column}, a list of numbers.")
+    try:
+        values = np.array(example[column])
+    except (ValueError, TypeError):  # rows of different lengths
+        values = np.array(None)
+    numbers = values.dtype.kind in "iu" and values.ndim == 1 and len(values)
+    if not numbers or (column == "input_ids" and values.min() < 0):
+        kind = "token ids" if column == "input_ids" else "whole numbers"
+        raise PosencError(
+            f"{which} has {column} {example[column]!r:.60}: give one list of {kind}, not empty."
+        )
+    return values.astype(np.int64)
 
 
 def _stack(rows: Sequence[Numbers], fill: int) -> Tensor:
