@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,6 +272,31 @@ class RunOptions(OutputOptions):
     dry_run: bool = memory_option("Print the cost of the run, and stop.", False, rank=1)
 
 
+_WHOLE = ("int", "int | None")
+
+
+def _check_whole(value: Any, name: str, least: int) -> None:
+    """Raise for what the command line would not take for a number either."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise PosencError(f"{name} is a whole number of at least {least}, not {value!r}.")
+
+
+def _check_texts(values: Any, name: str) -> None:
+    """Raise for what is no list of texts."""
+    if values is None or (
+        isinstance(values, Iterable) and all(isinstance(value, str) for value in values)
+    ):
+        return
+    way = "a list of texts"
+    if name == "methods":
+        way = "a list of texts as --patch takes them, such as 'none' and 'yarn:scale=8'"
+    raise PosencError(f"{name} is {way}, not {values!r:.80}.")
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
     """Options of every measurement."""
@@ -285,6 +311,15 @@ class CommonOptions:
     def __post_init__(self) -> None:
         """Read `target_length` and `lengths` where a Python caller gives them as text, such as `"32k"`."""
         given = vars(self)
+        for field in dataclasses.fields(self):
+            value, flag = given[field.name], field.metadata.get("flag")
+            if value is not None and field.name != "target_length" and str(field.type) in _WHOLE:
+                _check_whole(value, field.name, 1 if flag is None else flag.least)
+        for name in ("methods", "protocols", "tasks", "compare"):
+            _check_texts(given.get(name), name)
+        base = given.get("base")
+        if base is not None and not (isinstance(base, int | float) and 0 < base < math.inf):
+            raise PosencError(f"base is a number above 0, not {base!r}.")
         if given.get("target_length") is not None:
             target = read_length(given["target_length"], "target_length")
             object.__setattr__(self, "target_length", target)
