@@ -64,6 +64,7 @@ SECONDS = 20.0
 
 _struck: set[tuple[str, Key]] = set()
 _checked: set[tuple[str, Key]] = set()
+_warned: set[tuple[str, torch.device]] = set()
 _forced: str | None = os.environ.get("HF_POSENC_BACKEND") or None
 
 
@@ -82,6 +83,7 @@ def restore() -> None:
     """Let every backend that was struck compute again, after another check."""
     _struck.clear()
     _checked.clear()
+    _warned.clear()
 
 
 def set_backend(name: str | None) -> None:
@@ -147,12 +149,15 @@ def _passes(backend: Backend, call: Call, encoding: Encoding) -> bool:
         _checked.add((backend.name, key))
         return True
     strike(backend.name, key)
-    warnings.warn(
-        f"The attention backend {backend.name!r} is not used for {key.dtype} on {key.device}: {reason}. Another one "
-        f"computes instead, and results stay right. `hf-posenc selftest --device {key.device.type}` shows what works "
-        "here; HF_POSENC_BACKEND=exact in the environment avoids all such backends.",
-        stacklevel=2,
-    )
+    if (backend.name, key.device) not in _warned:  # one warning, for all its kinds
+        _warned.add((backend.name, key.device))
+        warnings.warn(
+            f"The attention backend {backend.name!r} is not used for {key.dtype} on {key.device}: {reason}. Another "
+            "one computes instead, and results stay right. Its other failures give no warning; "
+            f"`hf-posenc selftest --device {key.device.type}` shows what works here. HF_POSENC_BACKEND=exact in the "
+            "environment avoids all such backends.",
+            stacklevel=2,
+        )
     return False
 
 

@@ -7,6 +7,7 @@ import stat
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -84,10 +85,13 @@ def test_one_that_is_broken_is_struck_and_results_stay_right(
     assert "`hf-posenc selftest --device cpu`" in messages[0]
     assert_close(logits, reference(model, CASES["rerope"], ids))
     assert len(started) == 1
+    with warnings.catch_warnings():  # of another kind, about the same backend
+        warnings.simplefilter("error")
+        assert chosen("causal") != name
     engine.restore()  # as a new process is
     with pytest.warns(UserWarning, match=reason):
         assert_close(logits_of(model, ids), logits)
-    assert len(started) == 1
+    assert len(started) == 2
 
 
 def test_one_that_is_right_is_compared_here_too_and_the_rest_is_known(
@@ -174,6 +178,20 @@ def test_a_damaged_file_is_written_again(cache: Path, damage: bytes) -> None:
     assert verdicts.read(CPU) == {}
     verdicts.write(CPU, {case("a"): None})
     assert verdicts.read(CPU) == {case("a"): None}
+
+
+def test_processes_may_write_at_once(cache: Path) -> None:
+    """A reader never sees half a file, and the last writer's verdicts are there."""
+    names = [str(number) for number in range(40)]
+
+    def write(name: str) -> bool:
+        verdicts.write(CPU, {case(name): None})
+        return bool(verdicts.read(CPU))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(write, names))
+    assert {known.backend for known in verdicts.read(CPU)} <= {*names}
+    assert [path.name for path in cache.iterdir()] == [verdicts.path_of(CPU).name]
 
 
 def test_a_folder_that_cannot_be_written(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ def main(task: Mapping[str, Any]) -> None:
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)  # libraries print there
         device = torch.device(task["device"])
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
         torch.zeros(1, device=device)  # an error of the device is no backend's
         for index, values in enumerate(task["cases"]):
             if index and time.time() > task["until"]:

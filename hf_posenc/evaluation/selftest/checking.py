@@ -72,12 +72,17 @@ def _shares(pending: Sequence[Case]) -> list[list[Case]]:
 
 
 def _elsewhere(pending: list[Case], device: torch.device, end: float, found: Findings) -> None:
-    """Check a share of the cases, in a new process after each one that ends one."""
+    """Check a share of the cases, in a new process after an error; a backend that ended one is not tried again."""
     while pending and (left := end - time.monotonic()) > 0:
         before = len(pending)
         for case, result in isolation.compared(pending, device, left):
             found[case] = result
             pending.remove(case)
+            if result is not None and result.reason and not result.rows:
+                for other in [other for other in pending if other.backend == case.backend]:
+                    reason = f"not tried, since {case} failed: {result.reason}"
+                    found[other] = Comparison(reason=reason, decided=False)
+                    pending.remove(other)
         if len(pending) == before:  # no process could be started
             return
 

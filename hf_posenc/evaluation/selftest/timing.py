@@ -23,7 +23,7 @@ from hf_posenc.methods import Method
 from hf_posenc.model.masks import CausalMask
 
 PHASES = ("prefill", "step")
-ENOUGH, MOST = 0.2, 20
+ENOUGH, MOST = 0.1, 20
 """Seconds after which a call is not repeated again, and the most repetitions."""
 
 
