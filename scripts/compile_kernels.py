@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
-from hf_posenc.attention.kernels import biased, decode
+from hf_posenc.attention.kernels import biased, decode, turning
 from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.rotation import Layout
 from tests.support.kernel_cases import Case
@@ -74,6 +74,16 @@ def text(case: Case) -> Callable[[], object]:
     return lambda: biased.biased(*tensors, *bias, call.scaling)
 
 
+def turned(case: Case) -> Callable[[], object]:
+    """Return a call of the operator that turns the queries of two bands."""
+    case = replace(case, queries=case.length)
+    encoding = case.encoding()
+    call, rotation = case.call(encoding), encoding.rotation
+    assert rotation is not None
+    tables = rotation.tables(torch.stack((call.query_position,) * 2), case.dtype)
+    return lambda: turning.turned(rotation, call.query, tables)
+
+
 LLAMA = Case(
     "rerope",
     length=1024,
@@ -102,6 +112,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "a text, alibi, float32": text(replace(LLAMA, method="alibi", dtype=torch.float32)),
     "a text, kerple_log": text(replace(LLAMA, method="kerple_log")),
     "a text, t5": text(replace(LLAMA, method="t5")),
+    "a text, rerope": turned(LLAMA),
+    "a text, half of 128 features in pairs": turned(replace(LLAMA, layout=PAIRS)),
+    "a text, rerope, float32": turned(replace(LLAMA, dtype=torch.float32)),
 }
 
 

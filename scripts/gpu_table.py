@@ -27,6 +27,7 @@ PHASES: dict[str, tuple[int, torch.dtype, bool]] = {
 NAMES = {
     "triton decode": "Triton",
     "triton biased": "Triton",
+    "cuda flash, triton turns": "flash",
     "cuda flash": "flash",
     "few": "PyTorch, one product",
     "moving": "PyTorch, one product",
@@ -69,7 +70,7 @@ def backends(method: Method) -> tuple[str, ...]:
     """Return the backend of each phase, chosen as if tensors without values were on a GPU with Triton."""
     chosen = []
     with ExitStack() as stack:
-        for module in ("decode", "biased"):
+        for module in ("decode", "biased", "turning"):
             name = f"hf_posenc.attention.kernels.{module}.available"
             stack.enter_context(patch(name, lambda device: True))
         stack.enter_context(

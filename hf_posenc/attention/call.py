@@ -195,27 +195,34 @@ class RotatedKeys:
             self._kept = None
 
     def rotated(self, call: Call, branch: Branch, origins: Tensor) -> Tensor:
-        """Return all keys of a call, rotated by a branch for the length in force of each row, shape (batch,)."""
+        """Return all keys of a call, rotated by a branch for the length in force of each row: (batch,), on the CPU."""
         positions, keys = call.key_position, None
         if self._kept is not None:
             before, known, lengths = self._kept
             start = known.shape[1]
-            if torch.equal(known, positions[:, :start]) and torch.equal(lengths, origins):
-                new = _rotated(call.key[:, :, start:], positions[:, start:], branch, origins)
+            # One tensor serves all layers; it is part of the answer, so that its id stays its own.
+            same, _ = call.mask.decided(
+                ("known", id(known)), lambda: (torch.equal(known, positions[:, :start]), known)
+            )
+            if same and torch.equal(lengths, origins):
+                new = by_origin(branch.key, call.key[:, :, start:], positions[:, start:], origins)
                 keys = torch.cat((before, new), 2)
         if keys is None:
-            keys = _rotated(call.key, positions, branch, origins)
+            keys = by_origin(branch.key, call.key, positions, origins)
         if not torch.is_grad_enabled():
             self._cached, self._version = weakref.ref(call.key), _version(call.key)
             self._kept = keys, positions, origins
         return keys
 
 
-def _rotated(keys: Tensor, positions: Tensor, branch: Branch, origins: Tensor) -> Tensor:
+def by_origin(
+    turn: Callable[[Tensor, Tensor, Tensor], Tensor], x: Tensor, positions: Tensor, origins: Tensor
+) -> Tensor:
+    """Return `Branch.query` or `Branch.key` of a batch, of which each row has its own origin: (batch,), on the CPU."""
     if len({*origins.tolist()}) == 1:
-        return branch.key(keys, positions, origins[0])
-    rows = positions.expand(len(keys), -1).split(1)
-    return torch.cat([branch.key(*row) for row in zip(keys.split(1), rows, origins, strict=True)])
+        return turn(x, positions, origins[0])
+    rows = positions.expand(len(x), -1).split(1)
+    return torch.cat([turn(*row) for row in zip(x.split(1), rows, origins, strict=True)])
 
 
 def _version(tensor: Tensor | None) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_posenc.attention.call import Call, RotatedKeys
+from hf_posenc.attention.call import Call, RotatedKeys, by_origin
 from hf_posenc.attention.encoding import BandBranch, Encoding
 from hf_posenc.attention.exact import score_bias
 from hf_posenc.attention.softmax import grouped_scores, weighted_values
@@ -100,7 +100,7 @@ def few(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     visible = call.mask.decided(("visible", *encoding.outline), lambda: _visible(call, encoding))
     bias = call.mask.added(0, query.shape[2])
     if encoding.bias is not None:
-        own = score_bias(encoding, query, call.key, m, n, call.scaling)
+        own = score_bias(call, encoding, query)
         bias = own if bias is None else bias + own
     out, weights = decode(
         queries[-1],
@@ -180,14 +180,18 @@ def moving(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     m = call.query_position
     query = encoding.scaled(call.query, m)
     (branch,) = encoding.plan.branches
-    origins = call.lengths
-    if origins is None:
-        origins = encoding.plan.bucket(m)[:, 0].expand(len(query))
+    batch = len(query)
+
+    def read() -> Tensor:
+        lengths = call.lengths
+        if lengths is None:
+            lengths = encoding.plan.bucket(m)[:, 0].expand(batch)
+        return lengths.cpu()
+
+    origins = call.mask.decided(("origins", id(encoding.method), encoding.original), read)
     keys = RotatedKeys() if call.rotated is None else call.rotated
-    positions = m.expand(len(query), -1).split(1)
-    rows = zip(query.split(1), positions, origins, strict=True)
     out, weights = decode(
-        torch.cat([branch.query(*row) for row in rows]),
+        by_origin(branch.query, query, m, origins),
         keys.rotated(call, branch, origins),
         call.value,
         call.scaling,

@@ -178,7 +178,7 @@ class Plan(Branch):
 
     def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
         """Return the 0-dim `origin` of queries of one bucket and one row: m (1, queries) and its `Call.lengths`."""
-        return self.bucket(m[0, 0])
+        return m.new_zeros(())
 
 
 class SharedTablePlan(Plan):
@@ -268,7 +268,10 @@ class BandPlan(Plan):
 
 
 class MovingPlan(Plan):
-    """Frequencies that move with the length, by row or by request; `origin` is the length in force."""
+    """Frequencies that move with the length, by row or by request.
+
+    `origin` is the length in force. The host reads it, once for all layers: tables are computed on the CPU and kept.
+    """
 
     kernel = "buckets"
     shares_keys = False
@@ -286,25 +289,46 @@ class MovingPlan(Plan):
         return bucket_length(m, self.original, self.method.bucket_size(self.original))
 
     def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
-        return self.bucket(m[0, 0]) if lengths is None else lengths[0]
+        length = self.bucket(m[0, 0]) if lengths is None else lengths[0]
+        return length if torch.compiler.is_compiling() else length.cpu()
 
     def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
-        # Cos and sin of both sides carry the factor; all of it is applied to the query.
-        factor = (self.method.cos_sin_factor(self.spec, origin) / self.rotation.factor) ** 2
-        turned = self.key(x, m, origin)
-        if isinstance(factor, Tensor):
-            factor = factor.to(torch.promote_types(x.dtype, torch.float32))
-        return (turned * factor).to(x.dtype)
+        moved, factor = self.table(origin, x.device)
+        return x if moved is None else self.rotation.turn(x, m, moved, factor)
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        inv_freq = self.method.inv_freq(self.spec, origin).float()
+        moved, _ = self.table(origin, x.device)
+        return x if moved is None else self.rotation.turn(x, n, moved)
+
+    def table(
+        self, length: int | Tensor, device: torch.device
+    ) -> tuple[Tensor | None, float | Tensor]:
+        """Return what a length changes: frequencies beyond those that rotated, and the factor on rotated queries.
+
+        `None` instead of frequencies: it changes nothing. Cos and sin of both sides carry the factor, which all goes to
+        the query. Unless compiling, the factor is a number.
+        """
+        if torch.compiler.is_compiling():
+            return self._computed(length, device)
+        length = int(length)
+        # The method is part of the answer, so that its id stays its own.
+        question = id(self.method), self.original, length, device
+        return self.rotation.kept(question, lambda: (self._computed(length, device), self.method))[
+            0
+        ]
+
+    def _computed(
+        self, length: int | Tensor, device: torch.device
+    ) -> tuple[Tensor | None, float | Tensor]:
+        factor = (self.method.cos_sin_factor(self.spec, length) / self.rotation.factor) ** 2
+        inv_freq = self.method.inv_freq(self.spec, length).float()
         if self.spec.order is not None:
             inv_freq = inv_freq[self.spec.order.to(inv_freq.device)]
         moved = inv_freq - self.rotation.on(inv_freq.device)
-        # Another device than the CPU would be waited for.
-        if x.device.type == "cpu" and not torch.compiler.is_compiling() and not moved.any():
-            return x
-        return self.rotation.turn(x, n, moved)
+        if torch.compiler.is_compiling():
+            return moved, factor
+        changes = bool(moved.any()) or float(factor) != 1.0
+        return moved.to(device) if changes else None, float(factor)
 
 
 class XPosPlan(Plan):

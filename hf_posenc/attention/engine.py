@@ -33,12 +33,16 @@ from hf_posenc.attention.fused.emulated import EmulatedFlash
 from hf_posenc.attention.fused.protocol import Fused
 from hf_posenc.attention.kernels import biased as triton_biased
 from hf_posenc.attention.kernels import decode as triton_decode
+from hf_posenc.attention.kernels import turning
+from hf_posenc.attention.rotation import Rotation
 from hf_posenc.errors import PosencError, unknown
 
 
-def _windowed(name: str, fused: Fused, *, proven: bool) -> Backend:
-    accepts = functools.partial(windowed.accepts, fused=fused)
-    run = functools.partial(windowed.attend, fused=fused)
+def _windowed(name: str, fused: Fused, *, proven: bool, kernel: bool = False) -> Backend:
+    """A fused operator; with `kernel`, a kernel turns queries and keys for it."""
+    turns, turned = (turning.accepts, turning.turned) if kernel else (None, Rotation.turned)
+    accepts = functools.partial(windowed.accepts, fused=fused, turns=turns)
+    run = functools.partial(windowed.attend, fused=fused, turned=turned)
     return Backend(name, accepts, run, proven, may_crash=not proven)
 
 
@@ -50,14 +54,18 @@ BACKENDS: tuple[Backend, ...] = (
     _kernels("triton decode", triton_decode),
     _kernels("triton biased", triton_biased),
     Backend("prefill", prefill.accepts, prefill.prefill),
+    Backend("moving", decode.accepts_moving, decode.moving),
+    _windowed("cuda flash, triton turns", CudaFlash(), proven=False, kernel=True),
     _windowed("cuda flash", CudaFlash(), proven=False),
     Backend("few", decode.accepts_few, decode.few),
-    Backend("moving", decode.accepts_moving, decode.moving),
     Backend("exact", lambda call, encoding: True, exact),
 )
 """Tried in this order; a faster kernel joins ahead of the general path."""
 
-ON_REQUEST: tuple[Backend, ...] = (_windowed("emulated flash", EmulatedFlash(), proven=True),)
+ON_REQUEST: tuple[Backend, ...] = (
+    _windowed("emulated flash, triton turns", EmulatedFlash(), proven=True, kernel=True),
+    _windowed("emulated flash", EmulatedFlash(), proven=True),
+)
 """Tried only where `set_backend` names them."""
 SECONDS = 20.0
 """Time for a process that checks the case at hand to check others that may follow too."""

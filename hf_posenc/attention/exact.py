@@ -72,7 +72,11 @@ def _block(
     m, n = call.query_position[:, start:stop], call.key_position
     key = call.key
     query = encoding.scaled(call.query[:, :, start:stop], m)
-    origin = encoding.plan.origin(m, call.lengths)
+    # One method object serves all layers.
+    origin = call.mask.decided(
+        ("origin", start, stop, id(encoding.method), encoding.original),
+        lambda: encoding.plan.origin(m, call.lengths),
+    )
     pairs = (m[:, None, :, None], n[:, None, None, :])
     scores: Tensor | None = None
     covered: Tensor | None = None
@@ -87,7 +91,7 @@ def _block(
     if call.softcap is not None:
         scores = call.softcap * torch.tanh(scores / call.softcap)
     if encoding.bias is not None:
-        scores = scores + score_bias(encoding, query, key, m, n, call.scaling)
+        scores = scores + score_bias(call, encoding, query, start, stop)
     added = call.mask.added(start, stop)
     if added is not None:
         scores = scores + added
@@ -101,10 +105,11 @@ def _block(
 
 
 def score_bias(
-    encoding: Encoding, query: Tensor, key: Tensor, m: Tensor, n: Tensor, scaling: float
+    call: Call, encoding: Encoding, query: Tensor, start: int = 0, stop: int | None = None
 ) -> Tensor:
-    """Return what a bias adds to the scores, (batch or 1, heads, queries, keys); query and key as in `Call`."""
+    """Return what a bias adds to the scores of some scaled queries of a call, (batch or 1, heads, queries, keys)."""
     method, parameters = encoding.bias, encoding.parameters or {}
+    m, n, scaling = call.query_position[:, start:stop], call.key_position, call.scaling
     distance = (m[:, :, None] - n[:, None, :]).clamp(min=0)
     dtype = torch.promote_types(query.dtype, torch.float32)
     if isinstance(method, DistanceBias):
@@ -113,7 +118,14 @@ def score_bias(
         return bias.transpose(0, 1)
     assert method is not None
     # Content meets distance: one embedding for each distance that occurs, then each pair selects its own.
-    span = int(distance.max()) + 1
+    constant = method.constant_from()
+    if constant is None:
+        # Of every query, read by the host once for all blocks and layers.
+        farthest = call.mask.decided("farthest", lambda: _farthest(call))
+        span = max(0, *farthest[start:stop]) + 1
+    else:
+        span = constant + 1
+        distance = distance.clamp(max=constant)
     every = torch.arange(span, device=query.device, dtype=dtype)
     head_dim = query.shape[-1]
     relative = method.relative(every, encoding.heads, head_dim, parameters).to(dtype)
@@ -130,5 +142,11 @@ def score_bias(
     if content_bias is not None:
         u = content_bias[None, :, None].to(dtype).expand(len(query), -1, query.shape[2], -1)
         u = u if rotation is None else rotation.turn(u, m)
-        bias = bias + grouped_scores(u, key.to(dtype), scaling)
+        bias = bias + grouped_scores(u, call.key.to(dtype), scaling)
     return bias
+
+
+def _farthest(call: Call) -> list[int]:
+    distances = call.query_position - call.key_position.amin(-1, keepdim=True)
+    farthest: list[int] = distances.amax(0).tolist()
+    return farthest

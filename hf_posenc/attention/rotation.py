@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+KEPT = 256
+"""Most tables that are kept with frequencies: a table is half a kilobyte."""
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -32,18 +38,26 @@ class Rotation:
     inv_freq: Tensor
     layout: Layout
     factor: float = 1.0
-    _copies: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
-    def turn(self, x: Tensor, positions: Tensor, inv_freq: Tensor | None = None) -> Tensor:
+    def turn(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        inv_freq: Tensor | None = None,
+        factor: float | Tensor = 1.0,
+    ) -> Tensor:
         """Rotate x, (batch, heads, length, head_dim), by so many tokens beyond the rotation that it has.
 
         Positions, (batch or 1, length or 1), may be negative or fractional. Angles, sines and products are at least
-        float32; the dtype of x stays.
+        float32; the dtype of x stays. The rotated features are multiplied by the factor.
         """
         table = self.on(x.device) if inv_freq is None else inv_freq
         exact = torch.promote_types(x.dtype, torch.float32)
         angles = positions[:, None, :, None].to(exact) * table.to(x.device, exact)
         cos, sin = angles.cos(), angles.sin() * self.layout.sign
+        if isinstance(factor, Tensor) or factor != 1.0:
+            cos, sin = (cos * factor).to(exact), (sin * factor).to(exact)
         first, second = self.pairs(x, exact)
         return self.joined(x, first * cos - second * sin, second * cos + first * sin)
 
@@ -51,20 +65,39 @@ class Rotation:
         """Return the frequencies on a device, to which they are copied once, for models that have moved."""
         if self.inv_freq.device == device or torch.compiler.is_compiling():
             return self.inv_freq.to(device)
-        if device not in self._copies:
-            self._copies[device] = self.inv_freq.to(device)
-        return self._copies[device]
+        return self.kept(device, lambda: self.inv_freq.to(device))
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def kept(self, question: Hashable, compute: Callable[[], Answer]) -> Answer:
+        """Return what was computed for a question before, by any layer with these frequencies, and compute it else."""
+        if question not in self._kept:
+            if len(self._kept) >= KEPT:
+                del self._kept[next(iter(self._kept))]
+            self._kept[question] = compute()
+        found: Answer = self._kept[question]
+        return found
+
+    def tables(
+        self,
+        positions: Tensor,
+        dtype: torch.dtype,
+        inv_freq: Tensor | None = None,
+        factor: float = 1.0,
+    ) -> tuple[Tensor, Tensor]:
         """Return cos and sin for `turned`, at least float32, which all layers of a forward may share.
 
-        Positions are those of `turn`, several times, (turns, batch or 1, length).
+        Arguments are those of `turn`, positions several times, (turns, batch or 1, length). Shapes: cos (turns, batch
+        or 1, 1, length, 1, pairs) and, with both signs, sin (turns, batch or 1, 1, length, 2, pairs); the last two the
+        other way around where pairs are interleaved.
         """
         exact = torch.promote_types(dtype, torch.float32)
-        angles = positions[:, :, None, :, None].to(exact) * self.on(positions.device).to(exact)
+        table = self.on(positions.device) if inv_freq is None else inv_freq
+        angles = positions[:, :, None, :, None].to(exact) * table.to(exact)
         axis = -1 if self.layout.interleaved else -2
-        sin = angles.sin() * self.layout.sign
-        return angles.cos().unsqueeze(axis), torch.stack((-sin, sin), axis)
+        cos, sin = angles.cos(), angles.sin()
+        if factor != 1.0:
+            cos, sin = cos * factor, sin * factor
+        signed = (-sin, sin) if self.layout.sign == 1 else (sin, -sin)
+        return cos.unsqueeze(axis), torch.stack(signed, axis)
 
     def turned(self, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
         """Rotate x as `turn` by every entry of the tables, and return (entries, *x.shape); in few operations."""

@@ -7,25 +7,34 @@ is one call without a mask. A row that a call gives no key has a log-sum-exp tha
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import Call, Run
-from hf_posenc.attention.encoding import BandBranch, BandPlan, Branch, Encoding
+from hf_posenc.attention.encoding import BandBranch, BandPlan, Branch, Encoding, MovingPlan
 from hf_posenc.attention.flash import Part, attend_parts
 from hf_posenc.attention.fused.protocol import Fused, Segments
-from hf_posenc.methods import LengthDependent
+from hf_posenc.attention.rotation import Rotation
 
 Label = tuple[str, int]
 Rectangles = Mapping[Label, Part]
 """The parts of one sequence, whose first cover all its rows; parts of equal labels are one call over all sequences."""
 
 
-def accepts(call: Call, encoding: Encoding, fused: Fused) -> bool:
-    """True if the operator computes this call."""
+Turned = Callable[[Rotation, Tensor, tuple[Tensor, Tensor]], Tensor]
+"""`Rotation.turned`, or a kernel that computes it."""
+
+
+def accepts(
+    call: Call,
+    encoding: Encoding,
+    fused: Fused,
+    turns: Callable[[Call, Encoding], bool] | None = None,
+) -> bool:
+    """True if the operator computes this call; `turns`: if a kernel turns its queries and keys."""
     plan = encoding.plan
     features = max(call.query.shape[-1], call.value.shape[-1])
     if (
@@ -33,6 +42,7 @@ def accepts(call: Call, encoding: Encoding, fused: Fused) -> bool:
         or plan.kernel is None
         or not call.plain
         or torch.compiler.is_compiling()
+        or (turns is not None and not turns(call, encoding))
         or not fused.serves(call.query.device, call.query.dtype, features)
     ):
         return False
@@ -42,12 +52,14 @@ def accepts(call: Call, encoding: Encoding, fused: Fused) -> bool:
     return all(run.window is None for run in runs) and call.count_up(plan.counts_from_zero)
 
 
-def attend(call: Call, encoding: Encoding, fused: Fused) -> tuple[Tensor, None]:
+def attend(
+    call: Call, encoding: Encoding, fused: Fused, turned: Turned = Rotation.turned
+) -> tuple[Tensor, None]:
     """Compute attention over causal sequences; queries in none are padding and give zeros."""
     runs = call.runs()
     assert runs is not None
     if encoding.plan.kernel == "buckets":
-        return _by_bucket(call, encoding, runs, fused), None
+        return _by_bucket(call, encoding, runs, fused, turned), None
     batch, _, rows, _ = call.query.shape
     key_count = call.key.shape[2]
     parts = call.mask.decided(
@@ -60,13 +72,14 @@ def attend(call: Call, encoding: Encoding, fused: Fused) -> tuple[Tensor, None]:
     )
     m = call.query_position
     query = encoding.scaled(call.query, m)
-    queries = [_in_a_row(x) for x in turned_queries(call, encoding, query, m)]
+    queries = [_in_a_row(x) for x in turned_queries(call, encoding, query, m, turned)]
     keys, moved = [], []
     for index, branch in enumerate(encoding.plan.branches):
-        ends = [part.keys for part in parts if part.key == index]
-        first = min((start for start, _ in ends), default=0) if batch == 1 else 0
-        stop = max((stop for _, stop in ends), default=0) if batch == 1 else key_count
-        keys.append(_in_a_row(turned_key(call, branch, index, encoding, (first, stop))))
+        read = [part.keys for part in parts if part.key == index]
+        first = min((start for start, _ in read), default=0) if batch == 1 else 0
+        stop = max((stop for _, stop in read), default=0) if batch == 1 else key_count
+        ends = first, stop
+        keys.append(_in_a_row(turned_key(call, branch, index, encoding, ends, turned)))
         moved.append(first)
     parts = [replace(part, first_key=moved[part.key]) for part in parts]
     value = _in_a_row(call.value)
@@ -74,7 +87,9 @@ def attend(call: Call, encoding: Encoding, fused: Fused) -> tuple[Tensor, None]:
     return out.unflatten(2, (batch, rows))[0].transpose(0, 1), None
 
 
-def turned_queries(call: Call, encoding: Encoding, query: Tensor, m: Tensor) -> list[Tensor]:
+def turned_queries(
+    call: Call, encoding: Encoding, query: Tensor, m: Tensor, turned: Turned = Rotation.turned
+) -> list[Tensor]:
     """Return the queries of every branch; bands turn theirs together, by angles that all layers share."""
     branches = encoding.plan.branches
     turning = [b for b in branches if isinstance(b, BandBranch) and not b.keeps_query]
@@ -87,12 +102,17 @@ def turned_queries(call: Call, encoding: Encoding, query: Tensor, m: Tensor) -> 
             torch.stack([branch.query_turn(m) for branch in turning]), query.dtype
         ),
     )
-    turned = iter(rotation.turned(query, tables))
-    return [next(turned) if branch in turning else query for branch in branches]
+    each = iter(turned(rotation, query, tables))
+    return [next(each) if branch in turning else query for branch in branches]
 
 
 def turned_key(
-    call: Call, branch: Branch, index: int, encoding: Encoding, ends: tuple[int, int]
+    call: Call,
+    branch: Branch,
+    index: int,
+    encoding: Encoding,
+    ends: tuple[int, int],
+    turned: Turned = Rotation.turned,
 ) -> Tensor:
     """Return the keys from a first one to an end as a branch reads them, turned by angles that all layers share."""
     key, n = call.key[:, :, slice(*ends)], call.key_position[:, slice(*ends)]
@@ -105,7 +125,7 @@ def turned_key(
         ("keys", rotation, key.dtype, index, ends, *encoding.outline),
         lambda: rotation.tables(turn(n)[None], key.dtype),
     )
-    return rotation.turned(key, tables)[0]
+    return turned(rotation, key, tables)[0]
 
 
 def _in_a_row(x: Tensor) -> Tensor:
@@ -238,40 +258,56 @@ def _moved(ends: tuple[int, int], by: int) -> tuple[int, int]:
     return ends[0] + by, ends[1] + by
 
 
-def _by_bucket(call: Call, encoding: Encoding, runs: Sequence[Run], fused: Fused) -> Tensor:
+def _by_bucket(
+    call: Call, encoding: Encoding, runs: Sequence[Run], fused: Fused, turned: Turned
+) -> Tensor:
     """Compute every bucket of queries with keys rotated for it, by one call."""
-    method = encoding.method
-    assert isinstance(method, LengthDependent)
     plan, (batch, heads, rows, _) = encoding.plan, call.query.shape
+    assert isinstance(plan, MovingPlan)
+    rotation, dtype = plan.rotation, call.query.dtype
     out = call.query.new_zeros(batch, rows, heads, call.value.shape[-1]).transpose(1, 2)
-    sizes = call.mask.decided(
-        ("buckets", encoding.original, method.update, method.bucket_size(encoding.original)),
-        lambda: [_sizes(plan.bucket(call.positions_of(run)[0][0])) for run in runs],
-    )
-    for run, of_run in zip(runs, sizes, strict=True):
+    # One method object serves all layers.
+    same = id(encoding.method), encoding.original
+    buckets = call.mask.decided(("buckets", *same), lambda: _buckets(call, encoding, runs))
+    for index, (run, of_run) in enumerate(zip(runs, buckets, strict=True)):
         m, n = (positions[:1] for positions in call.positions_of(run))
         for row in range(batch)[run.batch]:
             own = slice(row, row + 1)
             query = encoding.scaled(call.query[own, :, run.queries], m)
             key, value = call.key[own, :, run.keys], call.value[own, :, run.keys]
-            lengths = None if call.lengths is None else call.lengths[own]
             outs, start = [], 0
-            for size in of_run:
+            for size, lengths in of_run:
                 part, seen = slice(start, start + size), run.offset + start + size
-                origin = plan.origin(m[:, part], lengths)
-                pair = (
-                    (plan.query(query[:, :, part], m[:, part], origin),),
-                    (plan.key(key[:, :, :seen], n[:, :seen], origin),),
-                )
+                own_query, own_key = query[:, :, part], key[:, :, :seen]
+                moved, factor = plan.table(lengths[row], query.device)
+                if moved is not None:
+                    queries = functools.partial(rotation.tables, m[None, :, part], dtype)
+                    # Those of the keys would be a matrix of queries times keys in all buckets.
+                    tables = call.mask.decided(
+                        ("bucket", rotation, dtype, index, row, start, *same),
+                        functools.partial(queries, moved, factor),
+                    )
+                    own_query = turned(rotation, own_query, tables)[0]
+                    tables = rotation.tables(n[None, :, :seen], dtype, moved)
+                    own_key = turned(rotation, own_key, tables)[0]
                 whole = [Part((0, size), (0, seen), causal=True)]
-                outs.append(
-                    attend_parts(whole, *pair, value[:, :, :seen], call.scaling, fused=fused)
-                )
+                tensors = (own_query,), (own_key,), value[:, :, :seen]
+                outs.append(attend_parts(whole, *tensors, call.scaling, fused=fused))
                 start += size
-            out[own, :, run.queries] = torch.cat(outs, 2)
+            out[own, :, run.queries] = outs[0] if len(outs) == 1 else torch.cat(outs, 2)
     return out
 
 
-def _sizes(buckets: Tensor) -> list[int]:
-    sizes: list[int] = buckets.unique_consecutive(return_counts=True)[1].tolist()
-    return sizes
+def _buckets(
+    call: Call, encoding: Encoding, runs: Sequence[Run]
+) -> list[list[tuple[int, list[int]]]]:
+    """The buckets of each run: their numbers of queries, and the length in force in each row of the batch."""
+    plan, batch = encoding.plan, len(call.query)
+    lengths = None if call.lengths is None else call.lengths.tolist()
+    found = []
+    for run in runs:
+        buckets = plan.bucket(call.positions_of(run)[0][0].cpu())
+        values, counts = buckets.unique_consecutive(return_counts=True)
+        of_rows = [lengths or [value] * batch for value in values.tolist()]
+        found.append([*zip(counts.tolist(), of_rows, strict=True)])
+    return found

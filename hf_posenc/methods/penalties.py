@@ -34,19 +34,22 @@ class ALiBi(DistanceBias):
 
     scale: float = field(default=1.0, metadata=number(1))
 
-    def slopes(self, heads: int) -> Tensor:
-        """Return the slopes, shape (heads,), float64, in score per token; divided by the scale."""
+    def slopes(self, heads: int, device: torch.device | None = None) -> Tensor:
+        """Return the slopes, shape (heads,), float64 (float32 on MPS), in score per token; divided by the scale."""
         below = 2 ** math.floor(math.log2(heads))
-        exponents = [8 * (h + 1) / below for h in range(below)]
-        exponents += [8 * (2 * h + 1) / (2 * below) for h in range(heads - below)]
-        return 2.0 ** -torch.tensor(exponents, dtype=torch.float64) / self.scale
+        # Made on the device, so that no step waits for a copy; every exponent is exact.
+        exponents = real(torch.arange(1, below + 1, device=device)) * (-8 / below)
+        if heads > below:
+            others = real(torch.arange(1, 2 * (heads - below), 2, device=device)) * (-4 / below)
+            exponents = torch.cat((exponents, others))
+        return torch.pow(2.0, exponents) / self.scale
 
     def bias(self, distance: Tensor, heads: int, parameters: Weights, *_: Any) -> Tensor:
-        slopes = self.slopes(heads).to(distance.dtype).to(distance.device)
+        slopes = self.slopes(heads, distance.device).to(distance.dtype)
         return -per_head(slopes, distance) * distance
 
     def horizon(self, drop: Tensor, heads: int, parameters: Weights | None = None) -> Tensor:
-        return drop / self.slopes(heads).to(drop.dtype).to(drop.device)
+        return drop / self.slopes(heads, drop.device).to(drop.dtype)
 
 
 LEAST = 0.01

@@ -75,8 +75,8 @@ class XPos(Method):
             origin: The position from which both count.
         """
         exponents = real(m - origin)[..., None] / self.scale_base
-        pairs = (torch.arange(0, dim, 2, dtype=torch.float64) / dim + 0.4) / 1.4
-        return pairs.to(exponents) ** exponents
+        pairs = (real(torch.arange(0, dim, 2, device=exponents.device)) / dim + 0.4) / 1.4
+        return pairs**exponents
 
     def key_scale(self, n: Tensor, dim: int, origin: int | Tensor) -> Tensor:
         """Return the factor on each pair of the key at n, `z_i ** ((origin - n) / scale_base)`."""

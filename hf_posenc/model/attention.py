@@ -309,13 +309,16 @@ def posenc_attention(
     if attention_mask is None and queries > 1:
         key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
     size, given = (queries, keys), attention_mask
+    mask: Mask
     if given is None:
         mask = shared(query_position, size, lambda: CausalMask(*size, query.device))
     elif given.dtype == HANDLE:
         mask = described(given)
     else:
-        mask = shared(given, size, lambda: WrittenMask.read(given[..., :keys]))
-    key_position = mask.decided("keys", lambda: _key_position(query_position, mask, queries, keys))
+        mask = shared(given, size, lambda: WrittenMask.copied(given[..., :keys]))
+    key_position = query_position  # without a past, the keys are the queries
+    if keys != queries:
+        key_position = mask.decided("keys", lambda: _key_position(query_position, mask, keys))
     call = Call(
         query=query,
         key=key,
@@ -399,18 +402,18 @@ def _query_position(module: nn.Module, layer: Layer, kwargs: Mapping[str, Any]) 
         raise PosencError(
             f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model."
         )
-    return text_positions(positions)
+    if positions.dim() < 3:
+        return text_positions(positions)
+    # Axes are compared once for all layers, which share masks by the result.
+    return shared(positions, "text", lambda: text_positions(positions).clone())
 
 
-def _key_position(query_position: Tensor, mask: Mask, queries: int, keys: int) -> Tensor:
-    """The position of every key; arbitrary for keys that no query sees.
+def _key_position(query_position: Tensor, mask: Mask, keys: int) -> Tensor:
+    """The position of every key where there is a past; arbitrary for keys that no query sees.
 
-    Without a past the keys are the queries. With one, the past is contiguous: a key is as many
-    positions before the last query as there are visible keys between the two. This is right for dynamic, static and
-    sliding caches, padding, chunks, beams and crops, and needs no state.
+    The past is contiguous: a key is as many positions before the last query as there are visible keys between the two.
+    This is right for dynamic, static and sliding caches, padding, chunks, beams and crops, and needs no state.
     """
-    if keys == queries:
-        return query_position
     last = query_position.amax(-1, keepdim=True)
     visible = mask.seen()
     if visible is None:

@@ -10,9 +10,9 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
     # transformers clones the mask that generate() passes to a compileable cache: the attribute is lost, and one
     # byte becomes as many as a bool mask has. The byte is still the number of the mask.
     number = next(_count) % _NUMBERS + 1
-    _latest[number] = mask
+    _latest[number] = LazyMask(kwargs)  # without the tables that layers share, which would stay
     _latest.pop((number - 1 - _KEPT) % _NUMBERS + 1, None)
     handle = torch.full((1, 1, 1, 1), number, dtype=HANDLE, device=kwargs.get("device"))
     batch, queries, keys = mask.shape
@@ -143,7 +143,8 @@ def described(handle: Tensor) -> LazyMask:
     """Return the mask of a handle, also of one that was moved or viewed, but not cut or kept after its forward."""
     mask: LazyMask | None = getattr(handle, _ATTRIBUTE, None)
     if mask is None:
-        mask = _latest.get(int(handle[0, 0, 0, 0]))
+        latest = _latest.get(int(handle[0, 0, 0, 0]))
+        mask = latest and LazyMask(latest.arguments)
     if mask is None or (handle.shape[0], *handle.shape[2:]) != mask.shape:
         raise PosencError(
             "The model changed the attention mask on its way to the attention layers in a way that hf_posenc cannot "
@@ -184,6 +185,11 @@ class WrittenMask(Mask):
         visible = mask > torch.finfo(mask.dtype).min / 2
         return cls(visible, mask.masked_fill(~visible, 0.0))
 
+    @classmethod
+    def copied(cls, mask: Tensor) -> WrittenMask:
+        """Read a mask without a view of it, so that it may be kept as long as the mask lives, and no longer."""
+        return cls.read(mask.clone() if mask.dtype == torch.bool else mask)
+
     def rows(self, start: int, stop: int) -> Tensor | None:
         return self.visible[:, :, start:stop]
 
@@ -215,16 +221,20 @@ class CausalMask(Mask):
 # A mask answers questions once for all layers of a forward, so the layers must share it: by the tensor that every
 # layer is given, a mask or the positions.
 _shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+Made = TypeVar("Made")
 
 
-def shared(tensor: Tensor, size: tuple[int, int], make: Callable[[], Mask]) -> Mask:
-    """Return the mask of a forward that belongs to a tensor and these numbers of queries and keys."""
+def shared(tensor: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
+    """Return what belongs to a tensor of a forward and a key, such as a mask and its size; made once for all layers.
+
+    It must not hold the tensor, nor a view of it: both would then stay for ever.
+    """
     if torch.compiler.is_compiling():
         return make()
-    masks: dict[tuple[int, int], Mask] = _shared.setdefault(tensor, {})
-    if size not in masks:
-        masks[size] = make()
-    return masks[size]
+    of_tensor: dict[Hashable, Made] = _shared.setdefault(tensor, {})
+    if key not in of_tensor:
+        of_tensor[key] = make()
+    return of_tensor[key]
 
 
 def forget(*given: Any) -> None:

@@ -317,3 +317,39 @@ def test_neutral_knobs_change_nothing(model: PreTrainedModel, name: str, path: s
     unpatch_model(model)
     assert torch.equal(zoo.logits(model, ids), before)
     assert model.config.to_dict() == config
+
+
+def test_a_factor_is_for_rotated_features_alone() -> None:
+    """`update="row"` reads a text that ends with its bucket as `update="sequence"` does, in one layer."""
+    ids = zoo.tokens(ORIGINAL + 8)
+    model = zoo.build("gpt_neox", num_hidden_layers=1)  # rotates a part of every head
+    last: list[Tensor] = []
+    options: dict[str, Any] = {"bucket": 8, "original_max_position_embeddings": ORIGINAL}
+    for update in ("row", "sequence"):
+        patch_model(model, "dynamic_yarn", update=update, **options)
+        last.append(zoo.logits(model, ids)[:, -1])
+        unpatch_model(model)
+    assert_close(last[0], last[1])
+
+
+@torch.no_grad()
+def test_nothing_of_a_forward_stays(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers share positions, masks and angles by the tensors of a forward, and end with them."""
+    apply(model, "rerope")
+    callee: Any = model
+    ids = zoo.tokens(70)
+    padding = torch.ones_like(ids)
+    padding[:, :5] = 0
+    written = torch.ones(1, 1, 70, 70, dtype=torch.bool).tril()
+    before = len(masks._shared)
+    for mask in (None, padding, written, torch.zeros(written.shape).masked_fill(~written, -1e30)):
+        cache = callee(input_ids=ids, attention_mask=mask).past_key_values
+        if mask is None:
+            callee(input_ids=ids[:, :1], past_key_values=cache)
+    monkeypatch.setattr(masks, "DENSE", 0)
+    callee(input_ids=ids, attention_mask=padding, use_cache=False)
+    del mask, written  # which the model passes on
+    assert len(masks._shared) == before
+    assert not [mask for mask in masks._latest.values() if "_answers" in vars(mask)]

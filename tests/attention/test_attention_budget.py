@@ -7,18 +7,21 @@ copy from it. Nothing here says how long a launch takes.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc.attention import engine
+from hf_posenc.attention import engine, windowed
 from hf_posenc.attention.call import Call, Mask
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.kernels import turning
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.methods import Method, get_method
 from hf_posenc.model.masks import CausalMask
+from hf_posenc.rope import RopeSpec
 
 HEADS, KEY_HEADS, FEATURES, LENGTH = 8, 2, 64, 600
 VIEWS = {
@@ -27,11 +30,15 @@ VIEWS = {
     *("_reshape_alias", "unflatten", "empty", "new_empty", "empty_like", "empty_strided"),
 }
 WAITS = {"_local_scalar_dense", "nonzero", "equal", "is_nonzero", "lift_fresh"}
+ORIGINAL = 128
+SPEC = RopeSpec(FEATURES, 10_000.0, ORIGINAL)
 METHODS: dict[str, dict[str, Any]] = {
     **{name: {"window": 64} for name in ("rerope", "leaky_rerope", "self_extend")},
     "string": {"window": 32},
     **{name: {"window": 64} for name in ("lm_infinite", "attention_sinks", "sliding_window")},
 }
+FLASH = "emulated flash"
+TURNED = "emulated flash, triton turns"
 
 _DispatchMode: Any = TorchDispatchMode
 
@@ -66,13 +73,17 @@ def call_of(queries: int, mask: Mask) -> Call:
     return Call(tensor(HEADS, queries), key, key, n[:, LENGTH - queries :], n, mask, 0.1)
 
 
-def encoding_of(name: str, rotation: Rotation) -> Encoding:
-    method: Method = get_method(name).from_options(**METHODS[name])
-    return Encoding(128, HEADS, rotation, method=method)
+def method_of(name: str) -> Method:
+    options = {**METHODS, "dual_chunk": {"chunk": 96}, "dynamic_yarn": {"bucket": 64}}
+    return get_method(name).from_options(**options[name])
+
+
+def encoding_of(method: Method, rotation: Rotation) -> Encoding:
+    return Encoding(ORIGINAL, HEADS, rotation, method=method, spec=SPEC)
 
 
 def rotation() -> Rotation:
-    table = torch.empty(FEATURES // 2)  # on the CPU, as a model that was patched there
+    table = SPEC.default_inv_freq().float()  # on the CPU, as a model that was patched there
     return Rotation(table, Layout(0, FEATURES, interleaved=False))
 
 
@@ -82,9 +93,15 @@ def second_layer(name: str, queries: int, backend: str) -> Meter:
     mask, shared, meter = CausalMask(queries, LENGTH, torch.device("meta")), rotation(), Meter()
     for start in (False, True):  # meta tensors have no values to answer from
         mask.decided(("count up", start), lambda: True)
+    method = method_of(name)
+    if name == "dynamic_yarn":
+        there = replace(call_of(queries, mask), query_position=torch.arange(LENGTH)[None])
+        encoding, runs = encoding_of(method, shared), there.runs() or ()
+        question = "buckets", id(method), ORIGINAL
+        mask.decided(question, lambda: windowed._buckets(there, encoding, runs))
     with engine.forced(backend):
-        engine.attend(call_of(queries, mask), encoding_of(name, shared))
-        call, encoding = call_of(queries, mask), encoding_of(name, shared)
+        engine.attend(call_of(queries, mask), encoding_of(method, shared))
+        call, encoding = call_of(queries, mask), encoding_of(method, shared)
         assert engine.choose(call, encoding).name == backend
         with meter:
             out, _ = engine.attend(call, encoding)
@@ -93,21 +110,59 @@ def second_layer(name: str, queries: int, backend: str) -> Meter:
     return meter
 
 
+@pytest.fixture(autouse=True)
+def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turning, "available", lambda device: True)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_bands_of_a_prefill(name: str) -> None:
-    meter = second_layer(name, LENGTH, "emulated flash")
+    if name != "sliding_window":  # turns nothing
+        meter = second_layer(name, LENGTH, TURNED)
+        assert not meter.waits, meter.waits
+        assert meter.launches["turn"] in (1, 2)
+        assert meter.launches.total() <= (11 if name == "lm_infinite" else 10), meter.launches
+    meter = second_layer(name, LENGTH, FLASH)
     assert not meter.waits, meter.waits
     assert meter.launches["emulated_flash"] in (1, 2, 3)
-    # Where the far keys end, a third call and its merge join.
+    # Without Triton a turn is three launches. Where the far keys end, a third call and its merge join.
     assert meter.launches.total() <= (15 if name == "lm_infinite" else 12), meter.launches
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_bands_of_a_step(name: str) -> None:
     """The price without a kernel that turns keys itself; most of it is turning."""
-    meter = second_layer(name, 1, "emulated flash")
+    meter = second_layer(name, 1, FLASH)
     assert not meter.waits, meter.waits
     assert meter.launches.total() <= 12, meter.launches
+
+
+@pytest.mark.parametrize(("backend", "turn"), [(FLASH, 3), (TURNED, 1)])
+def test_chunks_of_a_prefill(backend: str, turn: int) -> None:
+    """A turn, one call for all chunks, one for those before them, and one for the older ones of each chunk.
+
+    A merge is three launches: the difference of two log-sum-exps, its sigmoid, and the mean. The merge of the chunks
+    before is two more, which keep the log-sum-exp for the older ones. A call over several sequences is two: rows
+    without keys get a finite log-sum-exp.
+    """
+    meter = second_layer("dual_chunk", LENGTH, backend)
+    assert not meter.waits, meter.waits
+    older = -(-LENGTH // 96) - 2
+    assert meter.launches["emulated_flash"] == 2 + older
+    assert meter.launches.total() <= turn + 2 + (2 + 5) + older * (1 + 3), meter.launches
+
+
+@pytest.mark.parametrize(("backend", "turn"), [(FLASH, 3), (TURNED, 1)])
+def test_buckets_of_a_prefill(backend: str, turn: int) -> None:
+    """For each bucket one call, its queries turned, and its keys by angles that no other bucket has.
+
+    Angles, cos and sin of the keys are six launches: kept, they would be a matrix of queries times keys.
+    """
+    meter = second_layer("dynamic_yarn", LENGTH, backend)
+    assert not meter.waits, meter.waits
+    moved = -(-(LENGTH - ORIGINAL) // 64)
+    assert meter.launches["emulated_flash"] == 1 + moved
+    assert meter.launches.total() <= 4 + moved * (1 + 2 * turn + 6), meter.launches
 
 
 @pytest.mark.parametrize(("name", "most"), [("rerope", 60), ("attention_sinks", 45)])

@@ -108,8 +108,8 @@ def test_steps_under_moving_frequencies(spread: float, dtype: torch.dtype) -> No
 def test_scores_with_a_bias(spread: float, dtype: torch.dtype) -> None:
     encoding = Encoding(1, HEADS, bias=get_method("alibi")(), rotates=False)  # type: ignore[arg-type]
     given = inputs(1, 4096, spread, dtype)
-    n = torch.arange(4096)[None]
-    bias = exact.score_bias(encoding, given[0].double(), given[1].double(), n[:, -1:], n, SCALING)
+    wide = call_of(*(x.double() for x in given))
+    bias = exact.score_bias(wide, encoding, wide.query)
     want = fused(*(x.double() for x in given), attn_mask=bias)
     theirs = error(fused(*given, attn_mask=bias.float()), want)
     for run in (decode.few, exact.exact):

@@ -28,6 +28,10 @@ see, then those on the diagonal. For ALiBi and KERPLE a first launch finds the d
 keys together have at most a share of 1e-8, provably from the norms of queries and keys, and writes it where the second
 launch reads it. Gradients are left to the general path.
 
+**Queries and keys of a whole text** are turned by one launch (`turning`) for PyTorch's flash attention, which takes
+them turned: cos and sin come from tables that all layers of a forward share. A kernel for both bands that turned keys
+itself would turn them again in every block of queries.
+
 **How it is proven** without a GPU: `scripts/check_kernels.sh` runs the kernels in Triton's interpreter against float64
 and compiles them for three generations of GPUs, whose registers, spills and shared memory may only fall. What this
 cannot show is a miscompilation, a race, and any speed.

@@ -23,15 +23,15 @@ if not RUNS:
 
 from hf_posenc.attention.call import Call, Run
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.kernels import biased, decode
+from hf_posenc.attention.kernels import biased, decode, turning
 from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.kernels.device import strided
-from hf_posenc.attention.rotation import Layout
+from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.attention.toeplitz import provable_windows
 from hf_posenc.methods import DistanceBias
 from tests.support import attention_references as naive
 from tests.support import kernel_cases
-from tests.support.kernel_cases import BOUND, Case, Written, error, reference
+from tests.support.kernel_cases import BOUND, DEVICE, Case, Written, error, reference
 
 kernel_cases.multiply_bfloat16()
 
@@ -170,6 +170,42 @@ def test_a_step_far_into_a_text_is_as_precise() -> None:
         key_position=call.key_position + 1_000_000,
     )
     assert error(decode.run(far, encoding)[0], expected) < BOUND[torch.float32]
+
+
+TURNS = [
+    (Layout(0, 32, interleaved=False), 32),
+    (Layout(0, 24, interleaved=True), 24),
+    (Layout(4, 8, interleaved=False, sign=-1), 40),  # features before and behind stay
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF, BF16], ids=str)
+@pytest.mark.parametrize(("layout", "features"), TURNS)
+def test_a_turn_and_its_gradient(layout: Layout, features: int, dtype: torch.dtype) -> None:
+    """Two turns of two rows with their own positions, against float64."""
+    rotation = Rotation(100.0 ** -torch.linspace(0, 1, layout.dim // 2).to(DEVICE), layout)
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2, 37, 9, features, generator=generator).to(DEVICE, dtype).transpose(1, 2)
+    positions = torch.randint(-60, 60, (2, 2, 37), generator=generator).to(DEVICE)
+    tables = rotation.tables(positions, torch.float32)
+    given = x.clone().requires_grad_()
+    out = turning.turned(rotation, given, tables)
+    wide = x.double().requires_grad_()
+    expected = torch.stack([rotation.turn(wide, each) for each in positions])
+    assert out.dtype == dtype
+    assert out.transpose(2, 3).is_contiguous()
+    assert error(out.detach(), expected.detach().cpu()) < BOUND[dtype]
+    weights = torch.randn(expected.shape, generator=generator).to(DEVICE)
+    (gradient,) = torch.autograd.grad(out, given, weights.to(dtype))
+    (of_wide,) = torch.autograd.grad(expected, wide, weights.to(dtype).double())
+    assert error(gradient, of_wide.cpu()) < BOUND[dtype]
+
+
+def test_a_turn_keeps_its_schema_and_its_fake() -> None:
+    x = torch.randn(2, 1, 3, 5, 16, device=DEVICE, requires_grad=True)
+    cos, sin = torch.randn(2, 2, 1, 5, 8, device=DEVICE)
+    checks = ("test_schema", "test_faketensor", "test_autograd_registration")
+    torch.library.opcheck(turning.turn, (x, cos, sin, 0, False), test_utils=checks)
 
 
 def test_an_operator_launches_what_it_says(monkeypatch: pytest.MonkeyPatch) -> None:

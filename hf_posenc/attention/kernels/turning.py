@@ -1,0 +1,91 @@
+"""Queries and keys of a whole text, turned in one launch: the operator, and the calls in which it serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.encoding import BandBranch, Encoding, MovingPlan
+from hf_posenc.attention.kernels.device import available, padded, strided
+from hf_posenc.attention.rotation import Rotation
+
+_ROWS = 32
+_HEADS = 8
+"""Heads of one program, which reads cos and sin once for them."""
+
+
+@torch.library.custom_op(
+    "hf_posenc::turn",
+    mutates_args=(),
+    schema="(Tensor x, Tensor cos, Tensor sin, int start, bool interleaved) -> Tensor",
+)
+def turn(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
+    """Turn pairs of features, in one launch.
+
+    Shapes: x (turns, batch, heads, rows, features), float32 or halves, its features dense; cos and sin (turns, batch,
+    rows, pairs), float32. `start` and `interleaved` are those of `Layout`. The result has x's shape and dtype, and the
+    memory layout (turns, batch, rows, heads, features).
+    """
+    from hf_posenc.attention.kernels import turning_triton
+
+    turns, batch, heads, rows, features = x.shape
+    pairs, out = cos.shape[-1], _like(x)
+    with torch.cuda.device_of(x):
+        turning_triton.turn_pairs[(-(-rows // _ROWS), -(-heads // _HEADS), turns * batch)](
+            *strided(x), *strided(cos), *strided(sin), *strided(out), heads, rows, batch,
+            START=start, PAIRS=pairs, INTERLEAVED=interleaved, D=features, HALF=padded(pairs),
+            REST=padded(features - 2 * pairs), BM=_ROWS,
+        )  # fmt: skip
+    return out
+
+
+@turn.register_fake
+def _(x: Tensor, *arguments: Any) -> Tensor:
+    return _like(x)
+
+
+def _like(x: Tensor) -> Tensor:
+    turns, batch, heads, rows, features = x.shape
+    return x.new_empty(turns, batch, rows, heads, features).transpose(2, 3)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cos, sin, *ctx.layout = inputs
+    ctx.save_for_backward(cos, sin)
+
+
+def _turned_back(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    cos, sin = ctx.saved_tensors
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    back: Tensor = turn(grad, cos, -sin, *ctx.layout)
+    return back, None, None, None, None
+
+
+turn.register_autograd(_turned_back, setup_context=_keep)
+
+
+def accepts(call: Call, encoding: Encoding) -> bool:
+    """True if the operator turns what a call has to turn."""
+    query, plan = call.query, encoding.plan
+    if not available(query.device) or query.dtype == torch.float64:
+        return False
+    if any(x.stride(-1) != 1 or x.dtype != query.dtype for x in (query, call.key)):
+        return False
+    return isinstance(plan, MovingPlan) or any(
+        isinstance(branch, BandBranch) and not (branch.keeps_query and branch.shares_cache)
+        for branch in plan.branches
+    )
+
+
+def turned(rotation: Rotation, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate x as `Rotation.turned`, by the operator."""
+    layout, axis = rotation.layout, -1 if rotation.layout.interleaved else -2
+    cos, sin = (table.select(axis, -1).squeeze(2) for table in tables)
+    turns, batch = len(cos), len(x)
+    cos, sin = (table.expand(-1, batch, -1, -1) for table in (cos, sin))
+    every = x.expand(turns, *x.shape)
+    result: Tensor = turn(every, cos, sin, layout.start, layout.interleaved)
+    return result

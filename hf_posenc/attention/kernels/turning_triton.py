@@ -1,0 +1,48 @@
+"""The kernel that turns queries or keys: one pass over them, with cos and sin from a table."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def turn_pairs(
+    X, x_strides, COS, cos_strides, SIN, sin_strides, OUT, out_strides, heads, rows, batch,
+    START: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """A block of rows in every `num_programs(1)`-th head, which share their cos and sin.
+
+    X and OUT have the axes (turns, batch, heads, rows, features), COS and SIN (turns, batch, rows,
+    pairs). HALF and REST are numbers of features as powers of two: of pairs, and of those that stay.
+    """
+    turn = tl.program_id(2) // batch
+    b = (tl.program_id(2) % batch).to(tl.int64)
+    r = tl.program_id(0) * BM + tl.arange(0, BM)
+    row = r[:, None].to(tl.int64)
+    pair = tl.arange(0, HALF)[None, :]
+    inside = (r < rows)[:, None] & (pair < PAIRS)
+    at_cos = COS + turn * cos_strides[0] + b * cos_strides[1] + row * cos_strides[2]
+    at_sin = SIN + turn * sin_strides[0] + b * sin_strides[1] + row * sin_strides[2]
+    cos = tl.load(at_cos + pair * cos_strides[3], mask=inside, other=0.0)
+    sin = tl.load(at_sin + pair * sin_strides[3], mask=inside, other=0.0)
+    if INTERLEAVED:
+        first_at = START + 2 * pair
+        second_at = first_at + 1
+    else:
+        first_at = START + pair
+        second_at = first_at + PAIRS
+    x = X + turn * x_strides[0] + b * x_strides[1] + row * x_strides[3]
+    out = OUT + turn.to(tl.int64) * out_strides[0] + b * out_strides[1] + row * out_strides[3]
+    for head in range(tl.program_id(1), heads, tl.num_programs(1)):
+        from_head = x + head * x_strides[2]
+        to_head = out + head * out_strides[2]
+        first = tl.load(from_head + first_at, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(from_head + second_at, mask=inside, other=0.0).to(tl.float32)
+        kind = OUT.dtype.element_ty
+        tl.store(to_head + first_at, (first * cos - second * sin).to(kind), mask=inside)
+        tl.store(to_head + second_at, (second * cos + first * sin).to(kind), mask=inside)
+        if REST > 0:
+            rest = tl.arange(0, REST)[None, :]
+            stays = (r < rows)[:, None] & (rest < D - 2 * PAIRS)
+            rest = tl.where(rest < START, rest, rest + 2 * PAIRS)
+            tl.store(to_head + rest, tl.load(from_head + rest, mask=stays), mask=stays)
