@@ -46,10 +46,14 @@ class LiveBytes(_DispatchMode):  # type: ignore[misc]
         self.now -= size
 
 
-def measured(model: Any, length: int, *, chunk: int, prefill: int | None = None) -> int:
+def measured(
+    model: Any, length: int, *, chunk: int, prefill: int | None = None, mlp: int | None = None
+) -> int:
     scorer = TokenScorer(model, zoo.tokens(9)[0], chunk=chunk)
     assert scorer.replays
-    scorer.prefill = prefill
+    scorer.prefill, scorer.mlp = prefill, mlp
+    if mlp is not None:
+        assert scorer.mlps
     live: Any = LiveBytes(model)
     with live:
         scorer(zoo.tokens(length)[0])

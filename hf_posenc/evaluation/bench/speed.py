@@ -27,7 +27,8 @@ from hf_posenc.evaluation.measuring.execute import (
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 
 ON_GPU = "allocated by PyTorch on the GPU at the peak, weights included"
 ON_CPU = (

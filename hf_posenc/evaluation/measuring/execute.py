@@ -24,7 +24,7 @@ from torch import nn
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.memory import reason_of
 from hf_posenc.evaluation.scoring.positions import position_limit
 from hf_posenc.files import to_json, write_atomically

@@ -32,7 +32,8 @@ from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_ha
 from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, special_tokens
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 
 SHORT = 4096
 """K, tokens of the short context, as in the authors' code."""

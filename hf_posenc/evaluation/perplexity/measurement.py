@@ -62,7 +62,8 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.published import comparable
 from hf_posenc.evaluation.published import get as get_table
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 
 EMBEDDED_DOCUMENTS = 12
 """Default number of the held-out modules."""

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt
 from hf_posenc.evaluation.scoring.decoder import input_device
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
 
 SAME = {torch.float64: 1e-6, torch.float32: 1e-3}

@@ -29,6 +29,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
+from hf_posenc.evaluation.scoring.mlp import linear_features, mlps
 from hf_posenc.model.attention import LAYER, native_implementation
 from hf_posenc.model.discovery import layer_type
 
@@ -91,6 +92,7 @@ def run_cost(
     batch: int = 1,
     chunk: int | None = None,
     prefill_chunk: int | None = None,
+    mlp_chunk: int | None = None,
     dtype: torch.dtype | None = None,
     full_logits: bool = False,
 ) -> Cost:
@@ -103,7 +105,12 @@ def run_cost(
     counted = Counter(forwards)
     if not counted:
         raise PosencError("There is no window to estimate: give one or more.")
-    sizes = {"windows": batch, "chunk": chunk, "prefill_chunk": prefill_chunk}
+    sizes = {
+        "windows": batch,
+        "chunk": chunk,
+        "prefill_chunk": prefill_chunk,
+        "mlp_chunk": mlp_chunk,
+    }
     for name, value in {"length": min(counted)[0], **sizes}.items():
         if value is not None and value < 1:
             raise PosencError(f"{name} is at least 1, not {value}.")
@@ -113,7 +120,8 @@ def run_cost(
     costs = []
     for (tokens, scored), count in counted.items():
         piece = tokens if prefill_chunk is None or full_logits else min(prefill_chunk, tokens)
-        run, together = _Pass(piece, tokens, size), min(batch, count)
+        run = _Pass(piece, tokens, size, piece if mlp_chunk is None else min(mlp_chunk, piece))
+        together = min(batch, count)
         rows = min(chunk, together * min(scored, piece))
         held = rows * shape.vocabulary * size if run.pieced else 0
         # One chunk, or without head replay the whole text, is held while the next chunk is computed: a float32 copy of
@@ -159,11 +167,12 @@ def _flops(shape: ModelShape, length: int, scored: int) -> float:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One run of the decoder, over the whole window or its last piece: tokens, and the bytes of a number."""
+    """One run of the decoder, over the whole window or its last piece: tokens, bytes of a number, tokens of an MLP."""
 
     queries: int
     keys: int
     size: int
+    mlp: int
 
     @property
     def pieced(self) -> bool:
@@ -192,7 +201,12 @@ def _activations(shape: ModelShape, run: _Pass) -> int:
     widest = 0
     for layer in shape.layers:
         # The residual, the normalized input, and a branch beside the MLP or the MLP's output.
-        mlp = int((kept + 3 * shape.hidden + layer.intermediate) * run.queries * run.size)
+        mlp = (kept + 3 * shape.hidden) * run.queries + layer.intermediate * run.mlp
+        if run.mlp < run.queries:  # the output of a slice too; experts are not sliced
+            mlp += max(
+                shape.hidden * run.mlp, layer.experts * run.queries - layer.intermediate * run.mlp
+            )
+        mlp = int(mlp * run.size)
         widest = max(widest, mlp)
         if layer.attention is not None:
             outside = (kept + shape.hidden) * run.queries * run.size
@@ -282,11 +296,12 @@ class Layer:
     """Sizes of one decoder layer; `attention` is `None` if it mixes tokens in another way.
 
     A token is multiplied by `weights`, of experts those that it is sent to; `intermediate` features of it are in memory
-    at once within the MLP or the experts.
+    at once within the MLP or the experts, in these at least `experts`.
     """
 
     weights: float
     intermediate: float
+    experts: float
     attention: Attention | None
 
 
@@ -389,16 +404,19 @@ def read_layer(layer: nn.Module, config: Any, hidden: int) -> Layer:
         own = _own_weights(module, experts, chosen)
         weights += own * chosen / experts if id(module) in inside else own
     attentions = filter(None, (_read_attention(module, config) for module in layer.modules()))
-    return Layer(weights, _mlp(layer, hidden, experts, chosen, inside), next(attentions, None))
+    wide = _mlp(layer, hidden, experts, chosen, inside)
+    return Layer(weights, max(wide), wide[1], next(attentions, None))
 
 
 def _own_weights(module: nn.Module, experts: int = 0, chosen: int = 1) -> float:
     """Return the weights of this module itself, not of its parts, that a token is multiplied by."""
     if isinstance(module, nn.Embedding):  # a lookup
         return 0
-    sizes = _linear(module)
+    sizes = linear_features(module)
     if sizes is not None:
-        inner = any(_linear(child) is not None for child in module.modules() if child is not module)
+        inner = any(
+            linear_features(child) is not None for child in module.modules() if child is not module
+        )
         return 0 if inner else sizes[0] * sizes[1]  # a wrapper's features are those of its parts
     return sum(
         parameter.numel() * (chosen / experts if _of_experts(parameter, experts) else 1)
@@ -407,39 +425,28 @@ def _own_weights(module: nn.Module, experts: int = 0, chosen: int = 1) -> float:
     )
 
 
-def _linear(module: nn.Module) -> tuple[int, int] | None:
-    """Return the features in and out of a linear layer, quantized (its weight is packed) and GPT-2's included."""
-    sizes = _first_int(module, ("in_features", "nx")), _first_int(module, ("out_features", "nf"))
-    return None if sizes[0] is None or sizes[1] is None else (sizes[0], sizes[1])
-
-
 def _of_experts(parameter: nn.Parameter, experts: int) -> bool:
     return parameter.dim() == 3 and experts > 1 and parameter.shape[0] == experts
 
 
-def _mlp(layer: nn.Module, hidden: int, experts: int, chosen: int, inside: set[int]) -> float:
-    """Return the features of a token that are in memory at once, in the widest of the layer's MLPs.
-
-    An MLP is a projection from an intermediate size to the hidden one, beside those to that size (gate and value).
-    """
-    widest = 0.0
+def _mlp(
+    layer: nn.Module, hidden: int, experts: int, chosen: int, inside: set[int]
+) -> tuple[float, float]:
+    """Return the features of a token that are in memory at once: in the widest MLP, and in the experts."""
+    widest = {True: 0.0, False: 0.0}
+    for mlp in mlps(layer):
+        expert = id(mlp.module) in inside
+        steps = 2 if mlp.up > mlp.intermediate else _activation_tensors(mlp.module)
+        together = mlp.up if mlp.projections == 1 else mlp.intermediate
+        together = (chosen if expert else 1) * (together + steps * mlp.intermediate)
+        widest[expert] = max(widest[expert], together)
     for module in layer.modules():
-        children = [(child, size) for child in module.children() if (size := _linear(child))]
-        for last, (intermediate, out) in children:
-            others = [s[1] for child, s in children if child is not last and s[0] == out]
-            up = sum(size for size in others if size in (intermediate, 2 * intermediate))
-            if not up or intermediate == out == up:
-                continue
-            rows = chosen if id(module) in inside else 1
-            steps = 2 if up > intermediate else _activation_tensors(module)
-            together = (up if len(others) == 1 else intermediate) + steps * intermediate
-            widest = max(widest, rows * together)
         for parameter in module.parameters(recurse=False):
             if _of_experts(parameter, experts):
                 # A row for each expert of a token: gathered, projected, activated, multiplied; back, sorted, weighted.
                 wide = sum(parameter.shape[1:]) - hidden
-                widest = max(widest, chosen * max(2 * wide + hidden, 4 * hidden))
-    return widest
+                widest[True] = max(widest[True], chosen * max(2 * wide + hidden, 4 * hidden))
+    return widest[False], widest[True]
 
 
 def _activation_tensors(module: nn.Module) -> int:

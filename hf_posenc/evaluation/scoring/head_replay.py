@@ -12,8 +12,7 @@ buffers) could then not be written to.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from hf_posenc.evaluation.scoring.decoder import (
     sliced,
     without_cache,
 )
-from hf_posenc.evaluation.scoring.memory import is_out_of_memory, release
+from hf_posenc.evaluation.scoring.mlp import SlicedMLPs
 from hf_posenc.evaluation.scoring.positions import position_limit, too_long
 from hf_posenc.evaluation.scoring.prefill import LEAST, Pieces, Prefill
 
@@ -37,11 +36,6 @@ logger = logging.getLogger(__name__)
 
 LOGITS_PER_CHUNK = 2**25
 """Logits held at a time: 128 MiB in float32, 8,192 tokens of a 4k vocabulary, 261 of a 128k one."""
-
-LEAST_CHUNK = 64
-LEAST_PREFILL = 512
-SHRINK = 4
-"""Limits of what is run at a time when memory runs out, in tokens, and the factor of a reduction."""
 
 _TILE = 64
 """Least rows of the last of several chunks: CPU matrix products of few rows may round differently."""
@@ -64,12 +58,16 @@ class TokenScorer:
             whole tiles of 64 rows.
         prefill: Tokens that the decoder runs at a time, 2 or more, with the keys and values of those before in a cache;
             by default all. It bounds the activations of a layer, so that only the cache grows with the text.
+        mlp: Tokens that the MLP of a layer runs at a time; by default all. It bounds the activations of MLPs, and needs
+            no cache.
 
     Attributes:
         exact: Whether the probe's logits by head replay were bit-identical to those of the plain forward.
         replays: Whether head replay is in use; False means full logits, and no prefill in pieces.
 
-    `chunk` and `prefill` may be changed between calls.
+        in_head: Whether the last computation was one of logits, rather than of the decoder.
+
+    `chunk`, `prefill` and `mlp` may be changed between calls.
 
     Raises:
         PosencError: The model is an encoder-decoder, does not return logits for every token or reads ahead.
@@ -82,13 +80,21 @@ class TokenScorer:
         *,
         chunk: int | None = None,
         prefill: int | None = None,
+        mlp: int | None = None,
     ) -> None:
-        for name, tokens, least in (("chunk", chunk, 1), ("prefill", prefill, LEAST)):
+        for name, tokens, least in (
+            ("chunk", chunk, 1),
+            ("prefill", prefill, LEAST),
+            ("mlp", mlp, 1),
+        ):
             if tokens is not None and tokens < least:
                 some = f"{least} token{'s' * (least > 1)}"
                 raise PosencError(f"A {name} has at least {some}, not {tokens}.")
         self.model = model
         self.prefill: int | None = None
+        self.mlp: int | None = None
+        self.mlps = SlicedMLPs(model)
+        self.in_head = False
         self._options = without_cache(model)
         probe = probe_ids[:_PROBE_TOKENS].unsqueeze(0).to(input_device(model))
         with torch.no_grad():
@@ -98,7 +104,7 @@ class TokenScorer:
             self.chunk = chunk or (limit - limit % _TILE if limit > _TILE else limit)
             self.replays, self.exact = self._probe(probe, full)
         self.positions = position_limit(model)
-        self.prefill = prefill
+        self.prefill, self.mlp = prefill, mlp
         self._pieces = Prefill(model, probe_ids, self._losses)
         if not self.replays:
             logger.warning(
@@ -152,7 +158,9 @@ class TokenScorer:
             pieces = None if size is None else self._pieces.pieces(size, read.shape[1])
             chunks = self._replay(read, *positions, pieces)
         else:
-            whole = self.model(input_ids=read, **self._options).logits[:, slice(*positions)]
+            self.in_head = False
+            with self.mlps.sliced(self.mlp):
+                whole = self.model(input_ids=read, **self._options).logits[:, slice(*positions)]
             chunks = iter(whole.split(self._step(windows), dim=1))
         for logits in chunks:
             yield logits if ids.dim() > 1 else logits[0]
@@ -199,14 +207,15 @@ class TokenScorer:
             options = self._options
             if pieces is not None:
                 options = pieces.arguments(before, windows, begin, end)
-            output = None
-            with replaced(decoder, "forward", run):
+            output, self.in_head = None, False
+            with replaced(decoder, "forward", run), self.mlps.sliced(self.mlp):
                 try:
                     before = self.model(input_ids=windows[:, begin:end], **options)
                 except Exception:
                     # A head may count the token ids and fail on a single position. The decoder's output is complete.
                     if output is None or pieces is not None:
                         raise
+            self.in_head = True
             yield begin, end, output
 
     def _losses(self, ids: Tensor, pieces: Pieces | None) -> Tensor:
@@ -249,92 +258,3 @@ def _nats(chunks: Iterator[Tensor], targets: Tensor) -> Tensor:
         loss = F.cross_entropy(single.flatten(0, 1), ids.flatten(), reduction="none")
         losses.append(loss.to("cpu", torch.float64).view_as(ids))
     return torch.cat(losses, dim=1)
-
-
-class FrugalScorer:
-    """Scores windows of one shape, `batch` of them at once, and fewer whenever memory runs out.
-
-    The batch is reduced first, then the number of logits, then the tokens of a prefill. A reduction is kept, so that
-    later windows do not run out of memory anew. Once nothing is left to reduce, the platform's error is raised.
-
-    Attributes:
-        pieces: Whether a prefill in pieces gives the same numbers for the current patch.
-        stateful: Whether the model keeps the largest length it has read as state (transformers' own dynamic RoPE).
-            Two tokens in front of every forward reset it.
-        patient: Reduce the batch when memory runs out; otherwise raise.
-    """
-
-    def __init__(self, scorer: TokenScorer, batch: int = 1) -> None:
-        self.scorer, self.batch = scorer, batch
-        self.pieces, self.stateful, self.patient = True, False, True
-
-    def __call__(
-        self, windows: Sequence[Tensor], first: int, *, read_last: bool = True
-    ) -> list[Tensor]:
-        """Return the losses of windows of shape (n,), each with the arguments and the result of `TokenScorer`."""
-        done: list[Tensor] = []
-        while len(done) < len(windows):
-            part = list(windows[len(done) : len(done) + self.batch])
-            # One alone goes in without a batch dimension: its numbers then never depend on `batch`.
-            ids = torch.stack(part) if len(part) > 1 else part[0]
-            forward = partial(self.scorer, ids, first, read_last=read_last)
-            losses = self._attempt(forward, ids, ids.shape[-1])
-            if losses is not None:
-                done += list(losses) if len(part) > 1 else [losses]
-        return done
-
-    def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Tensor:
-        """Return the logits that predict tokens `first .. n-1` of a window of shape (n,), (n - first, vocabulary)."""
-
-        def joined() -> Tensor:
-            parts = list(self.scorer.logits(ids, first, read_last=read_last))
-            return torch.cat([part.to(parts[0].device) for part in parts])
-
-        while (logits := self._attempt(joined, ids, len(ids) - first)) is None:
-            pass
-        return logits
-
-    def reset(self, ids: Tensor) -> None:
-        """Make a stateful model forget the largest length it has read; it reads two of these token ids."""
-        if self.stateful:
-            self.scorer(ids[:2])
-
-    @property
-    def head_replay(self) -> str:
-        """Agreement of head replay with full logits on the probe: `"bit-exact"`, `"up to rounding"` or `"off"`."""
-        if not self.scorer.replays:
-            return "off"
-        return "bit-exact" if self.scorer.exact else "up to rounding"
-
-    @property
-    def reduced(self) -> dict[str, int | None]:
-        """Windows and tokens that are run at a time, after any reduction."""
-        return {"batch": self.batch, "chunk": self.scorer.chunk, "prefill": self.scorer.prefill}
-
-    def _attempt(self, forward: Callable[[], Tensor], ids: Tensor, scored: int) -> Tensor | None:
-        """Run a forward; return None if memory ran out and less is run at a time from now on."""
-        try:
-            with replaced(self.scorer, "prefill", self.scorer.prefill if self.pieces else None):
-                self.reset(ids.reshape(-1, ids.shape[-1])[0])
-                return forward()
-        except Exception as error:
-            if not self.patient or not is_out_of_memory(error) or not self._reduce(ids, scored):
-                raise
-            release(error)
-            return None
-
-    def _reduce(self, ids: Tensor, scored: int) -> bool:
-        """Run less at a time from now on; return False if nothing can be reduced."""
-        tokens = ids.shape[-1]
-        pieced = min(self.scorer.prefill or tokens, tokens)
-        if ids.dim() > 1:
-            self.batch = max(1, len(ids) // 2)
-        elif self.scorer.chunk > LEAST_CHUNK and scored > LEAST_CHUNK:
-            self.scorer.chunk = max(LEAST_CHUNK, min(self.scorer.chunk, tokens) // SHRINK)
-        elif pieced > LEAST_PREFILL and self.pieces and self.scorer.replays:
-            if self.scorer.refused is not None:  # they are run whole all the same
-                return False
-            self.scorer.prefill = max(LEAST_PREFILL, pieced // SHRINK)
-        else:
-            return False
-        return True

@@ -43,7 +43,8 @@ from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Sto
 from hf_posenc.evaluation.options import TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.files import finite
 
 ResultT = TypeVar("ResultT")

@@ -15,7 +15,8 @@ from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError,
 from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.run import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit, RetrievalSettings
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
 from tests.support.retrieval_models import Copier
 from tests.support.selection import covering

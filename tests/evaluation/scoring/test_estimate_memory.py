@@ -78,6 +78,17 @@ def test_a_prefill_in_pieces_keeps_a_cache(case: tuple[str, str], dtype: torch.d
         assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), 1.35)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3_moe"])
+def test_mlps_over_slices_need_no_cache(model_type: str, dtype: torch.dtype) -> None:
+    model = build(model_type).to(dtype)
+    whole, sliced = (forward_cost(model, 1024, chunk=16, mlp_chunk=n) for n in (None, 64))
+    assert sliced.cache == 0
+    assert (sliced.activations < whole.activations) == (model_type != "qwen3_moe")  # has experts
+    if model_type != "qwen3_moe":
+        assert within(sliced, measured(model, 1024, chunk=16, mlp=64), 1.35)
+
+
 def test_a_prefill_in_pieces_keeps_no_more_than_a_window() -> None:
     model = build("mistral", sliding_window=32)
     short, long = (forward_cost(model, n, chunk=16, prefill_chunk=64) for n in (512, 2048))

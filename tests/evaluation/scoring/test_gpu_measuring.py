@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_posenc import patched
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
 from tests.support.live_bytes import forward_cost
 from tests.support.perplexities import measured

@@ -12,7 +12,8 @@ from hf_posenc import patch_model
 from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.evaluation.scoring.test_head_replay import expected_losses, full_logits
 from tests.support import zoo
 from tests.support.perplexities import measured
@@ -109,12 +110,16 @@ def tiny() -> Any:
 
 
 class Limited:
-    """Makes a model run out of memory above a number of tokens in its decoder or in its head."""
+    """Makes a model run out of memory above a number of tokens in its decoder, an MLP's projection or its head."""
 
-    def __init__(self, model: Any, *, decoder: int = 10**9, head: int = 10**9) -> None:
-        self.largest = {"decoder": 0, "head": 0}
+    def __init__(
+        self, model: Any, *, decoder: int = 10**9, down: int = 10**9, head: int = 10**9
+    ) -> None:
+        self.largest = {"decoder": 0, "down": 0, "head": 0}
+        self.tries = 0
         for name, module, limit in (
             ("decoder", model.model.layers[0].mlp, decoder),
+            ("down", model.model.layers[0].mlp.down_proj, down),
             ("head", model.lm_head, head),
         ):
             module.register_forward_pre_hook(self._refuse(name, limit))
@@ -123,6 +128,7 @@ class Limited:
         def check(module: Any, args: tuple[Tensor, ...]) -> None:
             tokens = args[0].shape[0] * args[0].shape[1]
             if tokens > limit:
+                self.tries += 1
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 EiB.")
             self.largest[name] = max(self.largest[name], tokens)
 
@@ -144,15 +150,51 @@ def test_less_at_a_time_gives_the_same_numbers(limits: dict[str, int]) -> None:
         assert (record.method, record.tokens) == (other.method, other.tokens)
 
 
-def test_then_the_prefill_is_run_in_pieces() -> None:
-    model = tiny()
-    limited = Limited(model, decoder=1024)
-    scorer = FrugalScorer(TokenScorer(model, zoo.tokens(16)[0]))
+def wide(**sizes: Any) -> Any:
+    """A model whose MLPs, and then its activations, are most of its memory."""
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, **sizes}
+    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2, **sizes)
+
+
+def test_mlps_that_do_not_fit_are_run_in_slices() -> None:
+    model, ids = wide(intermediate_size=2048), torch.arange(4000) % VOCABULARY
+    expected = TokenScorer(model, ids)(ids)
+    limited = Limited(model, down=1024)
+    scorer = FrugalScorer(TokenScorer(model, ids[:16]))
+    (losses,) = scorer([ids], 1)
+    assert limited.largest["down"] == 1000
+    assert scorer.reduced == {
+        "batch": 1,
+        "chunk": scorer.scorer.chunk,
+        "mlp": 1000,
+        "prefill": None,
+    }
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_prefill_is_run_in_pieces_where_that_needs_less() -> None:
     ids = torch.arange(3000) % VOCABULARY
+    expected = TokenScorer(tiny(), ids)(ids)
+    model = tiny()
+    model.set_attn_implementation("eager")  # whose scores are most of the memory
+    limited = Limited(model, decoder=1024)
+    scorer = FrugalScorer(TokenScorer(model, ids[:16]))
     (losses,) = scorer([ids], 1)
     assert limited.largest["decoder"] <= 1024
-    assert scorer.reduced == {"batch": 1, "chunk": 64, "prefill": 750}
-    torch.testing.assert_close(losses, TokenScorer(tiny(), ids)(ids), atol=1e-5, rtol=1e-5)
+    assert scorer.reduced == {**scorer.reduced, "batch": 1, "mlp": None, "prefill": 750}
+    torch.testing.assert_close(losses, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_nothing_is_tried_that_needs_more() -> None:
+    model, ids = wide(num_key_value_heads=4), torch.arange(3000) % VOCABULARY
+    limited = Limited(model, decoder=1024)
+    scorer = FrugalScorer(TokenScorer(model, ids[:16], mlp=1024))
+    chunk = scorer.scorer.chunk
+    with pytest.raises(torch.OutOfMemoryError):
+        scorer([ids], 1)
+    # A cache, masks and repeated keys would be more than the pieces save; fewer logits would save nothing.
+    assert limited.tries == 2
+    assert scorer.reduced == {"batch": 1, "chunk": chunk, "mlp": 512, "prefill": None}
 
 
 def test_where_pieces_would_give_other_numbers_the_length_is_a_cell_of_its_own() -> None:

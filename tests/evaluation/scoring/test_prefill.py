@@ -13,7 +13,8 @@ from torch import Tensor
 
 from hf_posenc import patch_model, unpatch_model
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.scoring.head_replay import FrugalScorer, TokenScorer
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.prefill import Pieces, disagreement
 from tests.support import zoo
 
