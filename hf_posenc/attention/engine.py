@@ -143,6 +143,23 @@ def choose(call: Call, encoding: Encoding) -> Backend:
     )
 
 
+def candidate(call: Call, encoding: Encoding) -> tuple[Backend, bool]:
+    """Return the first backend that would compute a call, and whether it was shown to work; nothing is tried."""
+    backends = BACKENDS if _forced is None else (backend_of(_forced), backend_of("exact"))
+    key = key_of(call, encoding)
+    dtype = str(key.dtype).removeprefix("torch.")
+    for backend in backends:
+        if (backend.name, key) in _struck or not backend.accepts(call, encoding):
+            continue
+        if backend.proven or (backend.name, key) in _checked:
+            return backend, True
+        case = Case(backend.name, key.kind, dtype, key.head_dim, key.gradients)
+        known = verdicts.read(key.device)
+        if known.get(case) is None:
+            return backend, case in known
+    return backend_of("exact"), True
+
+
 def _passes(backend: Backend, call: Call, encoding: Encoding) -> bool:
     """Return whether a backend passed its check for such calls; the first of them makes it."""
     key = key_of(call, encoding)

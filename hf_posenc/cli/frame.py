@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -251,14 +252,16 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
     jobs = cast("list[Any]", run.items)
     for label, group in itertools.groupby(jobs, key=lambda item: item.label):
         items = list(group)
-        costs = [_cost(run, list(same)) for _, same in itertools.groupby(items, key=_lengths)]
+        same = itertools.groupby(items, key=_lengths)
+        costs, attention = zip(*(_cost(run, list(each)) for _, each in same), strict=True)
         tokens, flops = sum(cost.tokens for cost in costs), sum(cost.flops for cost in costs)
         windows = sum(len(_windows(item)) for item in items)
-        rows.append((label, windows, tokens, flops, max(costs, key=lambda cost: cost.total)))
+        most = max(costs, key=lambda cost: cost.total)
+        rows.append((label, windows, tokens, flops, most, ChainMap(*attention)))
     names = ("method", "forwards", "tokens", "flops")
     records = [
         dict(zip(names, row, strict=False))
-        | {"peak_bytes": row[4].total, "logit_bytes": row[4].logits}
+        | {"peak_bytes": row[4].total, "logit_bytes": row[4].logits, "attention": dict(row[5])}
         for row in rows
     ]
     if print_json({"cost": records, "weight_bytes": rows[0][4].weights, **more}):
@@ -271,9 +274,11 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
     peak = max(row[4].total for row in rows) / GIB
     grid.column("GiB at the peak", numeric=True, footer=f"{peak:,.2f}")
     grid.column("of it logits", numeric=True)
-    for label, windows, tokens, flops, cost in rows:
+    grid.column("attention by")
+    for label, windows, tokens, flops, cost, attention in rows:
         memory = (f"{cost.total / GIB:,.2f}", f"{cost.logits / GIB:,.2f}")
-        grid.row(label, f"{windows:,}", f"{tokens:,}", f"{flops:.3g}", *memory)
+        by = ", ".join(f"{name}{'' if shown else '?'}" for name, shown in attention.items())
+        grid.row(label, f"{windows:,}", f"{tokens:,}", f"{flops:.3g}", *memory, by)
     console = out()
     console.print(to_rich(grid))
     device = next(run.model.parameters()).device
@@ -284,6 +289,11 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
         "high side (hf_posenc/evaluation/scoring/estimate.py lists the terms); nothing was run.",
         markup=False,
     )
+    if not all(shown for row in rows for shown in row[5].values()):
+        console.print(
+            f"?: never checked on this device. The run does so first, as does hf-posenc selftest --device {device.type}.",
+            markup=False,
+        )
 
 
 def _lengths(item: Any) -> tuple[int, ...]:
@@ -297,15 +307,15 @@ def _windows(item: Any) -> list[tuple[int, int]]:
     return [(item.length, min(item.length, ANSWER))]
 
 
-def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> Cost:
-    """Return the cost of items of one method and the same lengths, with the method in force."""
-    from hf_posenc.evaluation.scoring.estimate import run_cost
+def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> tuple[Cost, dict[str, bool]]:
+    """Return the cost of items of one method and the same lengths, and what computes their attention."""
+    from hf_posenc.evaluation.scoring.estimate import backends, run_cost
 
     settings, candidate = run.settings, items[0].candidate
     assert candidate is not None
     prefill = None if candidate.length_dependent else getattr(settings, "prefill", None)
     with candidate.applied(run.model, _lengths(items[0])[-1]):
-        return run_cost(
+        cost = run_cost(
             run.model,
             [window for item in items for window in _windows(item)],
             batch=getattr(settings, "batch", 1),
@@ -313,3 +323,4 @@ def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> Cost:
             prefill_chunk=prefill,
             full_logits=not run.scorer.scorer.replays,
         )
+        return cost, backends(run.model)

@@ -25,13 +25,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.engine import candidate
 from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
 from hf_posenc.evaluation.scoring.mlp import linear_features, mlps
 from hf_posenc.model.attention import LAYER, native_implementation
 from hf_posenc.model.discovery import layer_type
+from hf_posenc.model.masks import CausalMask
 
 # Activations that create one tensor in one call; others are composed of several.
 _FUSED_ACTIVATIONS = (nn.SiLU, nn.ReLU, nn.GELU, nn.Sigmoid, nn.Tanh)
@@ -50,6 +53,8 @@ _WITHOUT_ATTENTION = ("linear", "mamba", "conv", "recurrent")
 _FLOAT = 4
 # Float32 copies of the queries, while a patched layer rotates them and merges its bands.
 _ROTATIONS = 5
+# Tokens of the text by which a layer's backend is found.
+_PROBE = 64
 # Of a block of `attention.exact`: its least rows, and the bytes per score: four float32 tensors, and the visible pairs.
 _LEAST_ROWS, _EXACT = 16, 17
 
@@ -220,12 +225,7 @@ def _attention(shape: ModelShape, layer: Attention, run: _Pass, masked: bool) ->
     keys, query = run.keys_of(layer), layer.heads * layer.key_dim
     total = (query + layer.cached) * run.queries * run.size
     if layer.encoding is not None:
-        total += _ROTATIONS * query * run.queries * _FLOAT
-        if shape.device.type != "cpu" or run.pieced or layer.encoding.plan.kernel is None:
-            # No kernels: blocks of scores.
-            rows = max(_LEAST_ROWS, SCRATCH // (layer.heads * keys))
-            total += min(rows, run.queries) * layer.heads * keys * _EXACT
-        return total
+        return total + _patched(shape, layer, run)
     # Of a rotation: times cosine, halves exchanged, times sine; later the output reuses their memory.
     total += (3 * query + layer.key_heads * layer.key_dim) * run.queries * run.size
     if shape.implementation == "eager":
@@ -236,6 +236,62 @@ def _attention(shape: ModelShape, layer: Attention, run: _Pass, masked: bool) ->
     if masked and layer.key_heads < layer.heads:  # repeated for every query head
         total += layer.heads * (layer.key_dim + layer.value_dim) * keys * run.size
     return total
+
+
+def _patched(shape: ModelShape, layer: Attention, run: _Pass) -> int:
+    """Return the bytes of one patched layer beside its queries, keys and values."""
+    assert layer.encoding is not None
+    query, branches = layer.heads * layer.key_dim, len(layer.encoding.plan.branches)
+    name = backend_of(layer, shape.device, run.size)[0]
+    if name in _FUSED:
+        # The queries of every branch, three while they are rotated, the keys, two outputs, log-sum-exps.
+        queries = (branches + 3) * query + 2 * layer.heads * layer.value_dim
+        keys = branches * layer.key_heads * layer.key_dim * run.keys_of(layer)
+        return (queries * run.queries + keys) * run.size + (
+            branches + 1
+        ) * layer.heads * run.queries * _FLOAT
+    blocks = name != "prefill" or run.pieced  # of scores, whose queries are rotated block by block
+    total = (1 if blocks else _ROTATIONS) * query * run.queries * _FLOAT
+    if blocks:
+        rows = max(_LEAST_ROWS, SCRATCH // (layer.heads * run.keys_of(layer)))
+        total += min(rows, run.queries) * layer.heads * run.keys_of(layer) * _EXACT
+    return total
+
+
+_FUSED = ("cuda flash", "emulated flash", "triton biased")
+
+
+def backend_of(layer: Attention, device: torch.device, size: int) -> tuple[str, bool]:
+    """Return the backend of a patched layer over a causal text, and whether it was shown to work."""
+    assert layer.encoding is not None
+    place = torch.device("cpu") if device.type == "meta" else device
+    dtype = torch.float32 if size == _FLOAT else torch.bfloat16
+    positions = torch.arange(_PROBE, device=place)[None]
+    query, key, value = (
+        torch.zeros(1, heads, _PROBE, features, dtype=dtype, device=place)
+        for heads, features in (
+            (layer.heads, layer.key_dim),
+            (layer.key_heads, layer.key_dim),
+            (layer.key_heads, layer.value_dim),
+        )
+    )
+    mask = CausalMask(_PROBE, _PROBE, place)
+    with torch.no_grad():
+        call = Call(query, key, value, positions, positions, mask, 1.0)
+        backend, shown = candidate(call, layer.encoding)
+    return backend.name, shown
+
+
+def backends(model: nn.Module) -> dict[str, bool]:
+    """Return the names of what computes a model's attention, each with whether it was shown to work on its device."""
+    shape = read_shape(model)
+    found: dict[str, bool] = {}
+    for layer in dict.fromkeys(shape.attentions):
+        name, shown = shape.implementation, True
+        if layer.encoding is not None:
+            name, shown = backend_of(layer, shape.device, shape.dtype.itemsize)
+        found[name] = shown and found.get(name, True)
+    return found
 
 
 def _masks(shape: ModelShape, run: _Pass) -> tuple[int, int]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from hf_posenc import patch_model
-from hf_posenc.attention import engine
+from hf_posenc.attention import engine, exact
+from hf_posenc.attention.fused.emulated import EmulatedFlash
 from hf_posenc.evaluation.scoring import estimate
-from hf_posenc.evaluation.scoring.estimate import read_shape
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
 from tests.support.live_bytes import LiveBytes, attentions, build, forward_cost, measured, within
@@ -130,16 +130,52 @@ def test_patched_models_on_the_kernels(method: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("method", ["rerope", "dual_chunk", "alibi", "log_n"])
-def test_patched_models_on_other_devices(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    exact = tuple(backend for backend in engine.BACKENDS if backend.name == "exact")
-    monkeypatch.setattr(engine, "BACKENDS", exact)  # what a GPU computes with
+def test_patched_models_on_the_general_path(method: str) -> None:
     model = patch_model(build("llama", max_position_embeddings=256), method, **METHODS[method])
-    shape = dataclasses.replace(read_shape(model), device=torch.device("cuda"))
-    monkeypatch.setattr(estimate, "read_shape", lambda _: shape)
-    for prefill in (None, 128):
-        cost = forward_cost(model, 1024, chunk=16, prefill_chunk=prefill)
-        peak = measured(model, 1024, chunk=16, prefill=prefill)
-        assert within(cost, peak, 1.5)
+    with engine.forced("exact"):
+        for prefill in (None, 128):
+            cost = forward_cost(model, 1024, chunk=16, prefill_chunk=prefill)
+            peak = measured(model, 1024, chunk=16, prefill=prefill)
+            assert within(cost, peak, 1.5)
+
+
+def test_the_general_path_rotates_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (exact, estimate):
+        monkeypatch.setattr(module, "SCRATCH", 2**15)  # small beside the text, as for long texts
+    model: Any = build("llama", max_position_embeddings=256).to(torch.bfloat16)
+    patch_model(model, "rerope", window=64)
+    with engine.forced("exact"):
+        assert within(forward_cost(model, 2048, chunk=16), measured(model, 2048, chunk=16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "dynamic_ntk"])
+def test_patched_models_on_a_fused_operator(
+    method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, *_: Any
+    ) -> tuple[Tensor, Tensor, Any]:
+        """Make the tensors of the operator, and no others."""
+        lse = query.new_zeros(query.shape[1], query.shape[0], dtype=torch.float32)
+        return query.new_zeros(*query.shape[:2], value.shape[2]), lse, (lse, lse)
+
+    monkeypatch.setattr(EmulatedFlash, "attend", attend)
+    model = build("llama", max_position_embeddings=256).to(dtype)
+    options = METHODS[method] if method != "dynamic_ntk" else {}
+    patch_model(model, method, **options)
+    with engine.forced("emulated flash"):
+        cost = forward_cost(model, 1024, chunk=16)
+        assert within(cost, measured(model, 1024, chunk=16))
+        assert estimate.backends(model) == {"emulated flash": True}
+
+
+def test_a_backend_that_was_never_checked_here_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    untried = engine.Backend("untried", lambda *_: True, exact.exact, proven=False)
+    monkeypatch.setattr(engine, "BACKENDS", (untried, *engine.BACKENDS))
+    model = patch_model(build("llama", max_position_embeddings=256), "rerope", window=64)
+    assert estimate.backends(model) == {"untried": False}
+    assert not engine._checked  # nor was it now
 
 
 def test_full_logits_are_held_whole() -> None:
