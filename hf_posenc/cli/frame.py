@@ -291,7 +291,7 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
     )
     if not all(shown for row in rows for shown in row[5].values()):
         console.print(
-            f"?: never checked on this device. The run does so first, as does hf-posenc selftest --device {device.type}.",
+            f"?: never checked here. The run does so first, as does hf-posenc selftest --device {device.type}.",
             markup=False,
         )
 

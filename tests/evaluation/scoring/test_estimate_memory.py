@@ -171,9 +171,9 @@ def test_patched_models_on_a_fused_operator(
 
 
 def test_a_backend_that_was_never_checked_here_is_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch_model(build("llama", max_position_embeddings=256), "rerope", window=64)
     untried = engine.Backend("untried", lambda *_: True, exact.exact, proven=False)
     monkeypatch.setattr(engine, "BACKENDS", (untried, *engine.BACKENDS))
-    model = patch_model(build("llama", max_position_embeddings=256), "rerope", window=64)
     assert estimate.backends(model) == {"untried": False}
     assert not engine._checked  # nor was it now
 
