@@ -67,7 +67,12 @@ def blocks(page: Path, language: str) -> Iterator[Block]:
 
 
 def pages_with(language: str) -> list[Any]:
-    return [pytest.param(page, id=page.name) for page in PAGES if any(blocks(page, language))]
+    """The pages with such blocks, README.md always and the others with the slow tests."""
+    return [
+        pytest.param(page, id=page.name, marks=() if page.name == "README.md" else pytest.mark.slow)
+        for page in PAGES
+        if any(blocks(page, language))
+    ]
 
 
 @pytest.fixture(scope="module")

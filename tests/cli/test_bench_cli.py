@@ -39,6 +39,7 @@ def refused(*arguments: object) -> str:
     return str(lines[0])
 
 
+@pytest.mark.slow
 def test_the_smoke_suite_runs_on_a_cpu_and_writes_its_files(tmp_path: Path) -> None:
     result = invoke("--suite", "smoke", "--output", tmp_path)
     assert result.exit_code == 0, result.output

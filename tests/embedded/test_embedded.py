@@ -275,6 +275,7 @@ def small_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon optimizer")
 @pytest.mark.usefixtures("small_environment")
+@pytest.mark.slow
 def test_the_training_script_makes_a_checkpoint_and_goes_on_after_a_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,7 @@ def test_json_has_everything(result: SelftestResult) -> None:
     assert values["summary"] == result.summary
 
 
+@pytest.mark.slow
 def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -189,6 +189,7 @@ def test_a_compiled_forward(layer: PreTrainedModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["dual_chunk", "log_n"])
+@pytest.mark.slow
 def test_a_compiled_forward_of_a_padded_batch(layer: PreTrainedModel, name: str) -> None:
     model = apply(layer, name)
     torch._dynamo.reset()
@@ -246,6 +247,7 @@ def test_compiled_to_machine_code(layer: PreTrainedModel, name: str) -> None:
     assert_close(decoded(model, compiled, ids), zoo.logits(model, ids), name)
 
 
+@pytest.mark.slow
 def test_compiled_before_the_patch(layer: PreTrainedModel) -> None:
     model = layer
     torch._dynamo.reset()

@@ -31,6 +31,7 @@ from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.patch import patching
 from hf_posenc.patch.report import COLUMNS
 from tests.support import zoo
+from tests.support.selection import late
 
 LENGTH = 96  # half as many again as the tiny models' 64
 
@@ -529,7 +530,7 @@ class TestHazards:
         assert torch.equal(logits(loaded), expected)
         assert torch.equal(logits(unpatch_model(loaded)), before)
 
-    @pytest.mark.parametrize("method", ["yarn", "dynamic_ntk"])
+    @pytest.mark.parametrize("method", ["yarn", *late(["dynamic_ntk"])])
     def test_compiled_before_and_after(self, method: str) -> None:
         model = zoo.build("llama", num_hidden_layers=1)  # each layer is traced, for a second
         torch._dynamo.reset()

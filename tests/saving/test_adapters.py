@@ -290,6 +290,7 @@ class TestTiedEmbeddings:
 
 
 class TestNotWithoutIt:
+    @pytest.mark.slow
     def test_plain_peft_stops(self, base: Path, tmp_path: Path) -> None:
         """In a process that has never heard of hf_posenc; a plain LoRA loads there, on the same weights."""
         adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")

@@ -184,6 +184,7 @@ def test_from_pretrained_gives_the_patched_model_and_its_undo(
     assert loaded.config.rope_parameters == unpatch_model(model).config.rope_parameters
 
 
+@pytest.mark.slow
 def test_a_clean_process_needs_no_hf_posenc(model: PreTrainedModel, tmp_path: Path) -> None:
     patch_model(model, "ntk_mixed", scale=4)
     saved(model, tmp_path)

@@ -21,6 +21,7 @@ def model() -> PreTrainedModel:
     return patch_model(zoo.build("llama"), "ntk_mixed", scale=4)
 
 
+@pytest.mark.slow
 def test_the_same_model(model: PreTrainedModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     model.train()

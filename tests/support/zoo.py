@@ -153,7 +153,7 @@ _BUILT: dict[str, PreTrainedModel] = {}
 
 def build(model_type: str, **overrides: Any) -> PreTrainedModel:
     """Build the tiny model of ``model_type``; ``overrides`` replace fields of its configuration."""
-    name = f"{model_type} {sorted(overrides.items())}"
+    name = f"{model_type} {sorted(overrides.items())} {torch.get_default_device()}"
     if name not in _BUILT:
         _BUILT[name] = from_config(tiny_config(model_type, **overrides))
     return copy.deepcopy(_BUILT[name])

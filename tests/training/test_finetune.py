@@ -17,6 +17,7 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.arguments import parse_arguments
 from scripts.finetune import RECIPE, finetune, main
+from tests.support.selection import late
 from tests.support.verifying import verify_here
 
 NAMES = ("_pydecimal", "typing", "argparse", "tarfile")
@@ -97,7 +98,7 @@ def test_the_same_command_again_trains_no_further_and_another_one_is_refused(
     assert losses(output) != before[1]
 
 
-@pytest.mark.parametrize("positions", ["packed", "pose", "random", "cream"])
+@pytest.mark.parametrize("positions", ["pose", *late(["packed", "random", "cream"])])
 def test_every_way_of_giving_positions_trains(
     tmp_path: Path, texts: dict[str, Path], positions: str
 ) -> None:
@@ -174,6 +175,7 @@ def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, P
     assert all(".posenc." in name for name in moved)
 
 
+@pytest.mark.slow
 def test_a_patched_model_is_trained_further_as_it_is(
     tmp_path: Path, texts: dict[str, Path]
 ) -> None:
@@ -193,6 +195,7 @@ def test_a_patched_model_is_trained_further_as_it_is(
     assert longer.extended_length == 2048
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_described_as_a_whole(tmp_path: Path, texts: dict[str, Path]) -> None:
     first = TrainingLog.read(run(tmp_path, texts, "--no_score"))
     log = TrainingLog.read(run(tmp_path, texts, "--no_score"))  # resumes after the last step
@@ -207,6 +210,7 @@ def test_a_resumed_run_is_described_as_a_whole(tmp_path: Path, texts: dict[str, 
 BEST = ("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end")
 
 
+@pytest.mark.slow
 def test_the_best_model_is_shown_as_what_it_is(
     tmp_path: Path, texts: dict[str, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -26,6 +26,7 @@ from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checkpoints import mark_complete
 from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts import finetune_loop
+from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +114,7 @@ def losses_of_trainer(checkpoint: Path, output: Path, positions: str, train: Any
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize(("positions", "train"), [("packed", "full"), ("pose", "lora")])
+@pytest.mark.parametrize(("positions", "train"), [*late(["packed"], ["full"]), ("pose", "lora")])
 def test_the_losses_are_those_of_the_trainer(
     positions: str, train: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

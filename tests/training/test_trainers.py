@@ -14,6 +14,7 @@ from hf_posenc import from_pretrained, get_method, get_patch, patch_model
 from hf_posenc.embedded import model_path
 from hf_posenc.training.parameters import choose_parameters, lora_config
 from tests.support import zoo
+from tests.support.selection import late
 
 datasets: Any = pytest.importorskip("datasets")
 peft: Any = pytest.importorskip("peft")
@@ -137,7 +138,7 @@ def test_peft_as_it_comes(base: Path, ids: Tensor, tmp_path: Path, name: str) ->
     assert torch.equal(zoo.logits(loaded, ids), zoo.logits(merged, ids))
 
 
-@pytest.mark.parametrize("train", ["lora", "encoding"])
+@pytest.mark.parametrize("train", ["lora", *late(["encoding"])])
 def test_resumed_training_is_the_same(base: Path, ids: Tensor, tmp_path: Path, train: Any) -> None:
     """Also of what the method trains, which lies in the adapter or among the weights."""
     rows = data(ids, labels=ids.tolist())

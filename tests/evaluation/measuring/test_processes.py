@@ -66,7 +66,7 @@ def _measure(output: Path, moment: Any, *, arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "launcher", [None, *late(["accelerate", "torchrun"])], ids=lambda name: name or "forked"
+    "launcher", late([None, "accelerate", "torchrun"]), ids=lambda name: name or "forked"
 )
 def test_two_processes_report_what_one_does(tmp_path: Path, launcher: str | None) -> None:
     """Also without a launcher, in processes whose environment is what one would set."""

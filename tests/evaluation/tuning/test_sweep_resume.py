@@ -21,6 +21,7 @@ from hf_posenc.cli.measure import register
 from hf_posenc.evaluation.tuning.sweep import SweepJob
 from tests.support import zoo
 from tests.support.processes import PATIENCE, running
+from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 RUNNER = CliRunner()
@@ -70,7 +71,7 @@ def records(output: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in output.rglob("*.jsonl"))
 
 
-@pytest.mark.parametrize("command", ["sweep", "search"])
+@pytest.mark.parametrize("command", ["search", *late(["sweep"])])
 def test_killed_shared_and_resumed_gives_the_same_bytes(
     command: str, model: Path, folder: Path, tmp_path: Path
 ) -> None:
