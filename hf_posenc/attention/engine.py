@@ -43,11 +43,11 @@ def _windowed(name: str, fused: Fused, *, proven: bool, kernel: bool = False) ->
     turns, turned = (turning.accepts, turning.turned) if kernel else (None, Rotation.turned)
     accepts = functools.partial(windowed.accepts, fused=fused, turns=turns)
     run = functools.partial(windowed.attend, fused=fused, turned=turned)
-    return Backend(name, accepts, run, proven, may_crash=not proven)
+    return Backend(name, accepts, run, proven, may_crash=not proven, fused=True)
 
 
 def _kernels(name: str, module: Any) -> Backend:
-    return Backend(name, module.accepts, module.run, proven=False, may_crash=True)
+    return Backend(name, module.accepts, module.run, proven=False, may_crash=True, fused=True)
 
 
 BACKENDS: tuple[Backend, ...] = (

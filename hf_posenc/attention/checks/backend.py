@@ -23,6 +23,7 @@ class Backend:
         accepts: True if it computes this call, exactly.
         run: Computes it: output of shape (batch, heads, queries, value_dim), and weights where requested.
         proven: True if tests have run it; else it is checked on the device before its first use.
+        fused: Its scores never are in memory.
         may_crash: Its failure may end the process, or break the device for it; so another process checks it first.
     """
 
@@ -31,6 +32,7 @@ class Backend:
     run: Callable[[Call, Encoding], Result]
     proven: bool = True
     may_crash: bool = False
+    fused: bool = False
 
 
 @dataclass(frozen=True)

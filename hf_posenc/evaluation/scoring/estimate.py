@@ -27,7 +27,7 @@ from torch import nn
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
-from hf_posenc.attention.engine import candidate
+from hf_posenc.attention.engine import Backend, candidate
 from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
@@ -242,15 +242,16 @@ def _patched(shape: ModelShape, layer: Attention, run: _Pass) -> int:
     """Return the bytes of one patched layer beside its queries, keys and values."""
     assert layer.encoding is not None
     query, branches = layer.heads * layer.key_dim, len(layer.encoding.plan.branches)
-    name = backend_of(layer, shape.device, run.size)[0]
-    if name in _FUSED:
-        # The queries of every branch, three while they are rotated, the keys, two outputs, log-sum-exps.
+    backend = layer_backend(layer, shape.device, run.size)[0]
+    if backend.fused:
+        # The queries of every branch, three while they are rotated, the keys, two outputs; log-sum-exps.
         queries = (branches + 3) * query + 2 * layer.heads * layer.value_dim
         keys = branches * layer.key_heads * layer.key_dim * run.keys_of(layer)
-        return (queries * run.queries + keys) * run.size + (
-            branches + 1
-        ) * layer.heads * run.queries * _FLOAT
-    blocks = name != "prefill" or run.pieced  # of scores, whose queries are rotated block by block
+        sums = (branches + 1) * layer.heads * run.queries * _FLOAT
+        return (queries * run.queries + keys) * run.size + sums
+    blocks = (
+        backend.name != "prefill" or run.pieced
+    )  # of scores, whose queries are rotated block by block
     total = (1 if blocks else _ROTATIONS) * query * run.queries * _FLOAT
     if blocks:
         rows = max(_LEAST_ROWS, SCRATCH // (layer.heads * run.keys_of(layer)))
@@ -258,10 +259,7 @@ def _patched(shape: ModelShape, layer: Attention, run: _Pass) -> int:
     return total
 
 
-_FUSED = ("cuda flash", "emulated flash", "triton biased")
-
-
-def backend_of(layer: Attention, device: torch.device, size: int) -> tuple[str, bool]:
+def layer_backend(layer: Attention, device: torch.device, size: int) -> tuple[Backend, bool]:
     """Return the backend of a patched layer over a causal text, and whether it was shown to work."""
     assert layer.encoding is not None
     place = torch.device("cpu") if device.type == "meta" else device
@@ -278,8 +276,7 @@ def backend_of(layer: Attention, device: torch.device, size: int) -> tuple[str, 
     mask = CausalMask(_PROBE, _PROBE, place)
     with torch.no_grad():
         call = Call(query, key, value, positions, positions, mask, 1.0)
-        backend, shown = candidate(call, layer.encoding)
-    return backend.name, shown
+        return candidate(call, layer.encoding)
 
 
 def backends(model: nn.Module) -> dict[str, bool]:
@@ -289,7 +286,8 @@ def backends(model: nn.Module) -> dict[str, bool]:
     for layer in dict.fromkeys(shape.attentions):
         name, shown = shape.implementation, True
         if layer.encoding is not None:
-            name, shown = backend_of(layer, shape.device, shape.dtype.itemsize)
+            backend, shown = layer_backend(layer, shape.device, shape.dtype.itemsize)
+            name = backend.name
         found[name] = shown and found.get(name, True)
     return found
 
