@@ -130,13 +130,17 @@ def backend_of(name: str) -> Backend:
     return backends[name]
 
 
+def _table() -> tuple[Backend, ...]:
+    """Return the backends to try, in order."""
+    return BACKENDS if _forced is None else (backend_of(_forced), backend_of("exact"))
+
+
 def choose(call: Call, encoding: Encoding) -> Backend:
     """Return the first backend that computes a call, and passes its check."""
-    candidates = BACKENDS if _forced is None else (backend_of(_forced), backend_of("exact"))
     key = key_of(call, encoding) if _struck else None
     return next(
         backend
-        for backend in candidates
+        for backend in _table()
         if (key is None or (backend.name, key) not in _struck)
         and backend.accepts(call, encoding)
         and (backend.proven or _passes(backend, call, encoding))
@@ -145,10 +149,9 @@ def choose(call: Call, encoding: Encoding) -> Backend:
 
 def candidate(call: Call, encoding: Encoding) -> tuple[Backend, bool]:
     """Return the first backend that would compute a call, and whether it was shown to work; nothing is tried."""
-    backends = BACKENDS if _forced is None else (backend_of(_forced), backend_of("exact"))
     key = key_of(call, encoding)
     dtype = str(key.dtype).removeprefix("torch.")
-    for backend in backends:
+    for backend in _table():
         if (backend.name, key) in _struck or not backend.accepts(call, encoding):
             continue
         if backend.proven or (backend.name, key) in _checked:

@@ -227,7 +227,7 @@ Made = TypeVar("Made")
 def shared(tensor: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
     """Return what belongs to a tensor of a forward and a key, such as a mask and its size; made once for all layers.
 
-    It must not hold the tensor, nor a view of it: both would then stay for ever.
+    What is made must not hold the tensor or a view of it, since neither would then ever be freed.
     """
     if torch.compiler.is_compiling():
         return make()

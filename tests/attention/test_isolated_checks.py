@@ -219,7 +219,7 @@ def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 def test_every_method_of_the_engine_has_a_sample_that_computes() -> None:
-    """And is told from plain attention, or a check of it would show nothing."""
+    """Its result also differs from plain attention's; otherwise a check with it would show nothing."""
     call = call_of(torch.float32, 64, CPU)
     backend = engine.backend_of("exact")
     for method in methods():

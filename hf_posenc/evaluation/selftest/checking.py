@@ -1,4 +1,4 @@
-"""Every backend for every kind, dtype and head dimension, against float64; and the contract of fused operators."""
+"""Checks of every backend for every kind, dtype and head dimension, and probes of the contract of fused operators."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Layer:
 
     @property
     def device(self) -> torch.device:
-        """Where the tensors are."""
+        """Device of the tensors."""
         return self.query.device
 
     def of_phase(self, phase: str) -> Layer:
