@@ -41,6 +41,8 @@ from hf_posenc.model.repositioned import (
 )
 
 _SCALED = f"{ENGINE}_"
+IMPLEMENTATION = "_attn_implementation_internal"
+"""The attribute of a config that holds the name of its attention implementation."""
 LAYER = "_hf_posenc_layer"
 """The attribute of a patched attention module that holds its `Layer`."""
 KNOWN = frozenset(
@@ -216,6 +218,9 @@ class Layer:
             register_scaled(self.native)
 
 
+_PLAIN = Encoding(original=1)  # of a layer without a patch, whose length it does not read
+
+
 def register() -> None:
     """Register the attention function in transformers; models that do not choose it are as before."""
     AttentionInterface.register(ENGINE, posenc_attention)
@@ -288,13 +293,9 @@ def posenc_attention(
     if _calls is not None:
         return _recorded(module, query, key, value, kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
-    if layer is None:  # another model with the same config, or a layer that is not patched
-        if attention_mask is not None and attention_mask.dtype == HANDLE:
-            attention_mask = described(attention_mask).rows(0, query.shape[2])
-        native: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-        return native
+    if layer is None:  # another model with the same config, or one that is run in pieces
+        rest = {"scaling": scaling, "dropout": dropout, **kwargs}
+        return _unpatched(module, query, key, value, attention_mask, **rest)
     query_position = _query_position(module, layer, kwargs)
     trained: Any = parameters_in_force(module)
     # Another adapter of PEFT's may be active by now, or merged.
@@ -336,6 +337,37 @@ def posenc_attention(
     )
     out, weights = attend(call, layer.encoding)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _unpatched(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Compute what transformers' sdpa computes; a handle becomes a matrix only where the engine cannot read it."""
+    positions = kwargs.get("position_ids")
+    if mask is not None and mask.dtype == HANDLE:
+        lazy = described(mask)
+        plain = not (kwargs["dropout"] and module.training) and kwargs.get("s_aux") is None
+        if plain and positions is not None:
+            call = Call(
+                query=query,
+                key=key,
+                value=value,
+                query_position=text_positions(positions),
+                key_position=torch.arange(key.shape[2], device=key.device)[None],
+                mask=lazy,
+                scaling=kwargs["scaling"] or query.shape[-1] ** -0.5,
+            )
+            return attend(call, _PLAIN)[0].transpose(1, 2).contiguous(), None
+        mask = lazy.rows(0, query.shape[2])
+    native: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
+        module, query, key, value, mask, **kwargs
+    )
+    return native
 
 
 def scaled_attention(

@@ -14,6 +14,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
 from hf_posenc.methods import LengthDependent, seam_of
 from hf_posenc.model.attention import (
+    IMPLEMENTATION,
     LAYER,
     CacheWatch,
     Layer,
@@ -37,8 +38,6 @@ from hf_posenc.model.repositioned import ENGINE, RepositionedRotary
 from hf_posenc.model.rotary import native_rotary
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.state import State, replace_modules
-
-_IMPLEMENTATION = "_attn_implementation_internal"
 
 
 def install_attention(
@@ -147,15 +146,15 @@ def _choose_engine(owner: Any, state: State) -> str | None:
     """
     register()
     parts = [part for _, part in config_parts(owner.config)]
-    before = [vars(part).get(_IMPLEMENTATION) for part in parts]
+    before = [vars(part).get(IMPLEMENTATION) for part in parts]
     state.attention = str(before[0])
     for part, name in zip(parts, before, strict=True):
-        state.set(part, {_IMPLEMENTATION: name})
+        state.set(part, {IMPLEMENTATION: name})
     with quiet():
         owner.set_attn_implementation(ENGINE)
     for part, name in zip(parts[1:], before[1:], strict=True):
         if part is not owner.config.get_text_config(decoder=True):
-            vars(part)[_IMPLEMENTATION] = name
+            vars(part)[IMPLEMENTATION] = name
     if owner.config._attn_implementation != ENGINE:
         raise UnsupportedModelError(
             f"{type(owner).__name__} computes attention in its own code, which no other function can replace. "
@@ -165,8 +164,8 @@ def _choose_engine(owner: Any, state: State) -> str | None:
         return None
     native = state.attention
     for part in parts:
-        if vars(part)[_IMPLEMENTATION] == ENGINE:
-            vars(part)[_IMPLEMENTATION] = register_scaled(native)
+        if vars(part)[IMPLEMENTATION] == ENGINE:
+            vars(part)[IMPLEMENTATION] = register_scaled(native)
     return native
 
 

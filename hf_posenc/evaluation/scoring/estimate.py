@@ -34,7 +34,7 @@ from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
 from hf_posenc.evaluation.scoring.mlp import linear_features, mlps
 from hf_posenc.model.attention import LAYER, native_implementation
 from hf_posenc.model.discovery import layer_type
-from hf_posenc.model.masks import CausalMask
+from hf_posenc.model.masks import DENSE, CausalMask
 
 # Activations that create one tensor in one call; others are composed of several.
 _FUSED_ACTIVATIONS = (nn.SiLU, nn.ReLU, nn.GELU, nn.Sigmoid, nn.Tanh)
@@ -249,10 +249,16 @@ def _patched(shape: ModelShape, layer: Attention, run: _Pass) -> int:
         keys = branches * layer.key_heads * layer.key_dim * run.keys_of(layer)
         sums = (branches + 1) * layer.heads * run.queries * _FLOAT
         return (queries * run.queries + keys) * run.size + sums
-    blocks = (
-        backend.name != "prefill" or run.pieced
-    )  # of scores, whose queries are rotated block by block
+    # Of scores, whose queries are rotated block by block. A short piece has a mask that only they read.
+    written = run.pieced and run.queries * run.keys <= DENSE
+    blocks = written or backend.name != "prefill"
     total = (1 if blocks else _ROTATIONS) * query * run.queries * _FLOAT
+    if (
+        run.pieced and not blocks
+    ):  # the keys of every band that turns them, one in float32 at a time
+        turned = sum(not branch.shares_cache for branch in layer.encoding.plan.branches)
+        per_key = turned * run.size + (3 * _FLOAT if turned and run.size < _FLOAT else 0)
+        total += layer.key_heads * layer.key_dim * run.keys_of(layer) * per_key
     if blocks:
         rows = max(_LEAST_ROWS, SCRATCH // (layer.heads * run.keys_of(layer)))
         total += min(rows, run.queries) * layer.heads * run.keys_of(layer) * _EXACT
@@ -301,7 +307,8 @@ def _masks(shape: ModelShape, run: _Pass) -> tuple[int, int]:
     }
     if shape.implementation == "eager":
         return sum(kinds.values()) * run.queries * run.size, 0
-    if shape.implementation != "sdpa":
+    # Pieces are computed by the engine, which writes no mask.
+    if shape.implementation != "sdpa" or (run.pieced and not shape.own_attention):
         return 0, 0
     # A whole text needs a mask only for a shorter window; a later piece always needs one.
     needed = [
@@ -416,7 +423,7 @@ def read_shape(model: nn.Module) -> ModelShape:
         dtype=embeddings.weight.dtype,
         device=embeddings.weight.device,
         implementation=implementation,
-        own_attention=implementation == "eager" and own_attention,
+        own_attention=own_attention,
     )
 
 

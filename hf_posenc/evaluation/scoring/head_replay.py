@@ -202,13 +202,18 @@ class TokenScorer:
             return sliced(output, slice(-1, None))  # the head then computes a single token
 
         forward = decoder.forward
+        attention = Pieces(windows.shape[1]) if pieces is None else pieces
         tokens, before = windows.shape[1], None
         for begin, end in [(0, tokens)] if pieces is None else pieces.bounds(tokens):
             options = self._options
             if pieces is not None:
                 options = pieces.arguments(before, windows, begin, end)
             output, self.in_head = None, False
-            with replaced(decoder, "forward", run), self.mlps.sliced(self.mlp):
+            with (
+                replaced(decoder, "forward", run),
+                self.mlps.sliced(self.mlp),
+                attention.attention(),
+            ):
                 try:
                     before = self.model(input_ids=windows[:, begin:end], **options)
                 except Exception:

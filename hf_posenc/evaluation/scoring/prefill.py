@@ -7,12 +7,13 @@ interface reveals this.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import logging
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,11 @@ from transformers import Cache, DynamicCache
 
 from hf_posenc.errors import one_line
 from hf_posenc.evaluation.measuring.candidates import movement
+from hf_posenc.evaluation.scoring.decoder import replaced
 from hf_posenc.evaluation.scoring.memory import is_out_of_memory
+from hf_posenc.model import masks
+from hf_posenc.model.attention import IMPLEMENTATION, native_implementation, register
+from hf_posenc.model.repositioned import ENGINE
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.state import state_of
 
@@ -52,11 +57,18 @@ class Pieces:
     """Settings to run a text in pieces of `size` tokens.
 
     Some models need the positions of a piece, which most derive from the cache; some need a cache for the first one.
+    A piece behind others has a mask of its tokens times all tokens before them, unless the engine computes attention:
+    `config` is that of a text decoder for which it can.
     """
 
     size: int
     positions: bool = False
     cache: Callable[[], Cache] | None = None
+    config: Any = field(default=None, repr=False)
+
+    def attention(self) -> contextlib.AbstractContextManager[None]:
+        """Return what computes attention within a `with` block."""
+        return contextlib.nullcontext() if self.config is None else _unwritten_masks(self.config)
 
     def bounds(self, tokens: int) -> list[tuple[int, int]]:
         """Return the begin and end of each piece; a last token that would be alone belongs to the piece before."""
@@ -145,7 +157,7 @@ class Prefill:
         return None
 
     def _settings(self) -> list[Callable[[int], Pieces]]:
-        """Return the settings to try: those of most models, with positions, with a cache."""
+        """Return the settings to try: those of most models, with positions, with a cache; first without masks."""
         model: Any = unwrap(self._model)
         parameters = inspect.signature(model.forward).parameters
         settings: list[Callable[[int], Pieces]] = [Pieces]
@@ -153,7 +165,15 @@ class Prefill:
             settings.append(partial(Pieces, positions=True))
         if "past_key_values" in parameters and (config := _text_config(model)) is not None:
             settings.append(partial(Pieces, cache=partial(DynamicCache, config=config)))
-        return settings
+        config = _text_config(model)
+        name = getattr(config, "_attn_implementation", None) or "eager"
+        if native_implementation(name) != "sdpa":
+            return settings
+
+        def by_engine(size: int, each: Callable[[int], Pieces]) -> Pieces:
+            return replace(each(size), config=config)
+
+        return [*(partial(by_engine, each=each) for each in settings), *settings]
 
     def _compare(self, tokens: int, pieces: Pieces, other: Pieces | None) -> None:
         draw = torch.Generator().manual_seed(0)
@@ -189,6 +209,17 @@ def disagreement(pieces: Tensor, whole: Tensor, seams: list[int]) -> float:
     # The token at index i has its loss at i - 1, and is predicted from the hidden state at i - 1.
     near = torch.cat([off[seam : seam + _NEAR] for seam in seams])
     return max(float(off[seams[0] :].mean()), float(near.mean()) / 4)
+
+
+@contextlib.contextmanager
+def _unwritten_masks(config: Any) -> Iterator[None]:
+    """Let the engine compute the attention of a text decoder with this config, without a mask that is a matrix.
+
+    Short texts too, on which this is tried.
+    """
+    register()
+    with replaced(config, IMPLEMENTATION, ENGINE), replaced(masks, "DENSE", 0):
+        yield
 
 
 def _reach(model: nn.Module) -> int:

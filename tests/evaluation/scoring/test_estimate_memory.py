@@ -15,6 +15,7 @@ from hf_posenc.attention import engine, exact
 from hf_posenc.attention.fused.emulated import EmulatedFlash
 from hf_posenc.evaluation.scoring import estimate
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.live_bytes import LiveBytes, attentions, build, forward_cost, measured, within
 from tests.support.selection import covering
@@ -75,7 +76,8 @@ def test_a_prefill_in_pieces_keeps_a_cache(case: tuple[str, str], dtype: torch.d
     rows = [forward_cost(model, 1024, chunk=4096, prefill_chunk=p).logits for p in (None, 128)]
     assert rows[0] / rows[1] == 1023 / 128  # a chunk of logits lies within one piece
     for cost, prefill in ((whole, None), (pieces, 128)):
-        assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), 1.35)
+        most = 1.15 if prefill and attention == "sdpa" else 1.35
+        assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), most)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -129,7 +131,7 @@ def test_patched_models_on_the_kernels(method: str, dtype: torch.dtype) -> None:
     assert within(cost, measured(model, 1024, chunk=16))
 
 
-@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "alibi", "log_n"])
+@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "alibi"])
 def test_patched_models_on_the_general_path(method: str) -> None:
     model = patch_model(build("llama", max_position_embeddings=256), method, **METHODS[method])
     with engine.forced("exact"):
@@ -137,6 +139,20 @@ def test_patched_models_on_the_general_path(method: str) -> None:
             cost = forward_cost(model, 1024, chunk=16, prefill_chunk=prefill)
             peak = measured(model, 1024, chunk=16, prefill=prefill)
             assert within(cost, peak, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"), covering(["rerope", "dual_chunk", "alibi", "yarn", "log_n"], DTYPES)
+)
+def test_pieces_of_patched_models_on_the_kernels(
+    method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (masks, estimate):
+        monkeypatch.setattr(module, "DENSE", 0)  # small beside the text, as for long texts
+    model = build("llama", max_position_embeddings=256).to(dtype)
+    patch_model(model, method, **METHODS[method])
+    cost = forward_cost(model, 1024, chunk=16, prefill_chunk=128)
+    assert within(cost, measured(model, 1024, chunk=16, prefill=128), 1.15)
 
 
 def test_the_general_path_rotates_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:

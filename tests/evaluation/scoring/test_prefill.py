@@ -16,6 +16,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from hf_posenc.evaluation.scoring.prefill import Pieces, disagreement
+from hf_posenc.model import masks
 from tests.support import zoo
 
 
@@ -74,6 +75,29 @@ def test_trying_pieces_takes_no_more_at_a_time_than_they_do(window: int | None) 
     tried = len(seen)
     scorer(ids)
     assert len(seen) == tried + 6  # tried once
+
+
+@pytest.mark.parametrize("size", [64, 700])
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text", "falcon"])
+def test_the_engine_computes_pieces_where_it_can(model_type: str, size: int) -> None:
+    """Falcon calls sdpa in its own code, which fails on a mask that is no matrix: it keeps its matrices."""
+    model, ids = zoo.build(model_type), zoo.tokens(1500)[0]
+    expected = TokenScorer(model, ids)(ids)
+    scorer = TokenScorer(model, ids, prefill=size)
+    seen: list[Any] = []
+    hook = attention_of(model).register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    assert (scorer(ids) - expected).abs().max() < 2e-5
+    hook.remove()
+    assert scorer.refused is None
+    matrices = {mask is not None and mask.dtype != masks.HANDLE for mask in seen[-2:]}
+    assert matrices == {model_type == "falcon"}
+    assert model.config._attn_implementation == "sdpa"
+
+
+def attention_of(model: Any) -> Any:
+    return next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
 
 
 class Forgetful:
