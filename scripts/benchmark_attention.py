@@ -21,6 +21,7 @@ from torch import Tensor
 from hf_posenc.attention.banded import two_bands
 from hf_posenc.attention.decode import decode
 from hf_posenc.attention.toeplitz import provable_windows, toeplitz
+from hf_posenc.evaluation.bench.peers import two_matrices
 
 WINDOW = 512
 EPS = 1e-8
@@ -213,13 +214,9 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _two_matrices(
     near: tuple[Tensor, Tensor], far: tuple[Tensor, Tensor], value: Tensor, scaling: float
 ) -> Tensor:
-    """Score all pairs for both bands and select one, as modeling_llama.py of bojone/rerope does."""
     position = torch.arange(value.shape[2])
-    distance = position[:, None] - position
-    scores, others = (q @ k.transpose(-1, -2) * scaling for q, k in (near, far))
-    scores = torch.where(distance < WINDOW, scores, others)
-    scores = scores + torch.zeros(distance.shape).masked_fill_(distance < 0, -torch.inf)
-    return scores.softmax(-1) @ value
+    inside = position[:, None] - position < WINDOW
+    return two_matrices([(*far, None), (*near, inside)], value, scaling)
 
 
 def _materialised(query: Tensor, key: Tensor, value: Tensor, table: Tensor) -> Tensor:

@@ -1,9 +1,14 @@
-"""The backends of each method on an NVIDIA GPU, as the backends declare them: chosen on tensors without values."""
+"""The generated parts of docs/gpu.md: measured GPUs, and the backends of each method on an NVIDIA GPU.
+
+The backends are as they declare themselves, chosen on tensors without values.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -12,8 +17,11 @@ from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call, Mask, Run
 from hf_posenc.attention.checks.samples import HEADS, KEY_HEADS, encoding_of, methods
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.evaluation.bench import GpuResult
 from hf_posenc.methods import Method
 
+RESULTS = Path(__file__).parents[1] / "docs" / "data" / "gpu"
+"""Folder of the measured GPUs, a `gpu.json` of `hf-posenc bench --suite gpu` each, by the GPU's name."""
 LENGTH, FEATURES = 512, 64
 META = torch.device("meta")
 PHASES: dict[str, tuple[int, torch.dtype, bool]] = {
@@ -101,3 +109,12 @@ def table() -> str:
     head = ("methods", *PHASES)
     lines = (head, ("---",) * len(head), *rows())
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def measured() -> str:
+    """Return the tables of all measured GPUs in Markdown."""
+    files = sorted(RESULTS.glob("*.json"))
+    results = [GpuResult.from_dict(json.loads(path.read_text("utf-8"))) for path in files]
+    pages = [result._repr_markdown_().rstrip() for result in results]
+    deeper = ("\n".join(f"##{x}" if x.startswith("#") else x for x in p.split("\n")) for p in pages)
+    return "\n\n".join(deeper) or "None yet: no GPU has run this code."

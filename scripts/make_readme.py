@@ -28,7 +28,7 @@ from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS
 from scripts.finetuned_page import example, short, ways
-from scripts.gpu_table import table
+from scripts.gpu_table import measured, table
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "docs" / "data" / "demo"
@@ -309,7 +309,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "shipping.md": {"shipping": shipping},
     ROOT / "docs" / "finetuning.md": {"example": example, "ways": ways},
     ROOT / "docs" / "patching.md": {"attention": attention},
-    ROOT / "docs" / "gpu.md": {"backends": table},
+    ROOT / "docs" / "gpu.md": {"backends": table, "measured": measured},
     ROOT / "docs" / "updates.md": {"updates": updates},
 }
 

@@ -48,6 +48,7 @@ class Frame:
         shard: This process's place among those of the run.
         output: Folder of the results.
         plots: Draw the plots.
+        command: The command line that gives the same result again.
     """
 
     def __init__(self, context: typer.Context, options: OutputOptions) -> None:
@@ -67,7 +68,7 @@ class Frame:
                 raise PosencError(f"--output {self.output} is a file: give a folder.")
             with disk_errors(f"--output {self.output} cannot be written to"):
                 self.output.mkdir(parents=True, exist_ok=True)
-        self._command = command_line(context)
+        self.command = command_line(context)
 
     def prepare(
         self,
@@ -84,7 +85,7 @@ class Frame:
             refuse_ignored(documents)
         source = None if documents is None else source_of(documents)
         (loaded, tokenizer, name), console = open_session(model), err()
-        more |= {"name": name, "command": self._command}
+        more |= {"name": name, "command": self.command}
         if source is None:
             return prepare(loaded, tokenizer, *options, **more)
         if self.shard.index or not console.is_terminal:

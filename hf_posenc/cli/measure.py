@@ -11,7 +11,7 @@ import typer
 from hf_posenc.cli.command import Command, expand
 from hf_posenc.cli.console import out, print_error, print_json, print_note, print_warning
 from hf_posenc.cli.frame import Frame, exit_on, print_cost
-from hf_posenc.cli.loading import open_session
+from hf_posenc.cli.loading import check_name, load_config, open_session
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.options import (
     DOCUMENTS,
@@ -30,6 +30,7 @@ from hf_posenc.evaluation.options import (
 )
 
 if TYPE_CHECKING:
+    from hf_posenc.evaluation.bench.gpu import GpuRun
     from hf_posenc.evaluation.tuning.objective import TailJob
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
@@ -164,9 +165,15 @@ def bench(
     Without arguments: the embedded model on the held-out modules of this Python's standard library. The weights are
     loaded once, every document is tokenized once. The same command resumes an interrupted run. Writes bench.json,
     bench.csv, table.md, curve.png and heatmap.png.
-    """
-    from hf_posenc.evaluation.bench.run import get_suite, prepare
 
+    --suite gpu measures a device instead, without weights and documents: the attention of every method, and a whole
+    model. MODEL then gives the sizes alone. Writes gpu.json, gpu.csv and gpu.md.
+    """
+    from hf_posenc.evaluation.bench.run import GPU, get_suite, prepare
+
+    if options.suite == GPU:
+        _bench_gpu(Frame(context, run), model, documents, options)
+        return
     get_suite(options.suite)
     _check(options)
     frame = Frame(context, run)
@@ -176,6 +183,40 @@ def bench(
     if result is not None:
         frame.present(result, result.perplexity.model)
         exit_on(result.problems())
+
+
+def _bench_gpu(
+    frame: Frame, model: ModelOptions, documents: DocumentOptions, options: BenchOptions
+) -> None:
+    from hf_posenc.evaluation.bench.gpu import GpuRun, refuse_others
+
+    refuse_others(documents, ())
+    refuse_others(model, ("model", "revision", "device", "dtype"))
+    config, name = None, model.model
+    if name is not None:
+        config = load_config(check_name(name, model.revision), revision=model.revision)
+    given: dict[str, Any] = {"device": model.device, "dtype": model.dtype}
+    run = GpuRun(options, config, **given, name=name, command=frame.command)
+    result = frame.measure(run, lambda: _print_preview(run))
+    if result is not None:
+        frame.present(result, result.model)
+        exit_on(result.problems())
+
+
+def _print_preview(run: GpuRun) -> None:
+    from hf_posenc.evaluation.grid import to_rich
+
+    grid, cost = run.preview(), run.cost
+    heads = [column.head for column in grid.columns]
+    rows = [dict(zip(heads, [f.text for f in row.fields], strict=True)) for row in grid.rows]
+    sizes = {"flops": cost.flops, "weight_bytes": cost.weights}
+    if not print_json({"measurements": run.total, "layers": rows, **sizes}):
+        out().print(to_rich(grid))
+        out().print(
+            f"?: never checked here; the run does so first. The whole model has {cost.weights / 2**30:.3g} GiB of "
+            f"weights; a forward of {cost.tokens:,} tokens takes {cost.flops:.3g} FLOPs unpatched.",
+            markup=False,
+        )
 
 
 def _print_costs(job: Any) -> None:

@@ -518,7 +518,7 @@ class BenchOptions(ProtocolOptions):
 
     suite: str = option(
         "Amount that is measured where no other option decides: smoke (seconds), quick (10 documents, 3 lengths) or "
-        "full (20 documents, every doubling up to the target, all retrieval tasks).",
+        "full (20 documents, every doubling up to the target, all retrieval tasks). gpu: a device, without documents.",
         "quick",
         rank=-2,
     )

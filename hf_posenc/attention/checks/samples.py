@@ -69,9 +69,13 @@ def kinds() -> dict[str, Method | None]:
 
 
 def encoding_of(
-    method: Method | None, head_dim: int, device: torch.device, original: int = ORIGINAL
+    method: Method | None,
+    head_dim: int,
+    device: torch.device,
+    original: int = ORIGINAL,
+    heads: tuple[int, int] = (HEADS, KEY_HEADS),
 ) -> Encoding:
-    """Return the encoding of a method in a layer of `HEADS` heads, all of whose features are rotated.
+    """Return the encoding of a method in a layer, all of whose features are rotated; heads of queries and of keys.
 
     Trained parameters are moved off their initial values, at which some methods compute nothing.
     """
@@ -83,10 +87,10 @@ def encoding_of(
     if method is not None:
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(0)  # that of the CPU alone
-            initial = method.parameters_for(HEADS, KEY_HEADS, head_dim, original)
+            initial = method.parameters_for(*heads, head_dim, original)
             parameters = {name: (x + 0.1 * torch.rand(x.shape)).to(device) for name, x in initial.items()}  # fmt: skip
     return dataclasses.replace(
-        encoding, heads=HEADS, rotation=rotation, spec=spec, parameters=parameters
+        encoding, heads=heads[0], rotation=rotation, spec=spec, parameters=parameters
     )
 
 

@@ -98,10 +98,18 @@ SUITES = {
 }
 
 
+GPU = "gpu"
+"""The suite that measures a device: `bench.gpu`."""
+
+
 def get_suite(name: str) -> Suite:
     """Return the suite of this name; refuse an unknown one."""
+    if name == GPU:
+        raise PosencError(
+            "The suite gpu takes no model and no documents: use bench.GpuRun(options).run()."
+        )
     if name not in SUITES:
-        raise unknown("suite", name, tuple(SUITES))
+        raise unknown("suite", name, (*SUITES, GPU))
     return SUITES[name]
 
 

@@ -197,7 +197,8 @@ class SpeedRun(Measurement[Item, SpeedResult]):
     time. An item is a whole round, so two methods are always compared under the same conditions. If memory runs out in
     the warm-up, less is run at a time, as for perplexity, and that is timed.
 
-    `window` are token ids, shape (n,); the candidates are `checked` against the model, which `metadata` describes.
+    `window` are token ids, shape (n,); the candidates are `checked` against the model, which `metadata` describes. The
+    logits are those that score the tokens from the index `first` on; by default those of the last token.
     """
 
     def __init__(
@@ -209,9 +210,11 @@ class SpeedRun(Measurement[Item, SpeedResult]):
         rounds: int,
         chunk: int | None = None,
         prefill: int | None = None,
+        first: int | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.window, self.candidates = model, window, candidates
+        self._first = len(window) - 1 if first is None else first
         self.metadata = metadata or {}
         self.clock, self._at_once = Clock(model), (chunk, prefill)
         with evaluation_mode(model):
@@ -249,7 +252,7 @@ class SpeedRun(Measurement[Item, SpeedResult]):
         for number, candidate in enumerate(self.candidates, 1):
             cell = (candidate.label,)
             if not attempt.is_lost(cell):
-                values = attempt(partial(self._timed, candidate), [cell])
+                values = attempt(partial(self.timed, candidate), [cell])
                 if values is not None:
                     timed[candidate.label] = values
             attempt.advance(2 * len(self.window) * number)
@@ -268,15 +271,15 @@ class SpeedRun(Measurement[Item, SpeedResult]):
             rounds=[{x: methods.get(x) or reasons[x] for x in labels} for methods in timed],
         )
 
-    def _timed(self, candidate: Candidate) -> dict[str, Any]:
-        """Return seconds and memory of one forward, after one that is not timed."""
-        tokens, last = self._tokens, len(self.window) - 1
+    def timed(self, candidate: Candidate) -> dict[str, Any]:
+        """Return seconds, memory and tokens at a time of one forward, after one that is not timed."""
+        tokens = self._tokens
         before = tokens.chunk, tokens.prefill
         # reductions of a method are its own, and kept for the next round
         tokens.chunk, tokens.prefill = self._limits[candidate.label]
         try:
             with patched_in(self.model, self.scorer, candidate, len(self.window)):
-                forward = partial(self.scorer, [self.window], last)
+                forward = partial(self.scorer, [self.window], self._first)
                 forward()
                 self.scorer.stateful = False  # the warm-up has reset the model
                 while True:

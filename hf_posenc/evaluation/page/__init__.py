@@ -60,6 +60,7 @@ def render(collection: Collection, *, title: str = TITLE, figures: bool = True) 
         perplexity=perplexity.sections(sources, figures=figures and available()),
         retrieval=kinds.retrieval(sources),
         bench=kinds.bench(sources),
+        gpu=kinds.gpu(sources),
         tuning=kinds.tuning(sources),
     )
 

@@ -18,6 +18,7 @@ KINDS = {
     "perplexity": (*_TUNING, "curve", "failures"),
     "retrieval": ("model", "settings", "methods", "records", "failures", "haystack"),
     "bench": ("perplexity",),
+    "gpu": ("model", "sizes", "machine", "environment", "records"),
     "sweep": _TUNING,
     "search": _TUNING,
 }

@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import published
+from hf_posenc.evaluation.bench.gpu_result import GpuResult
 from hf_posenc.evaluation.grid import Field, Grid, Span, number, percent
 from hf_posenc.evaluation.measuring.statistics import side_of_one
 from hf_posenc.evaluation.page.collect import Source, grouped, interval_of, settings_differ
@@ -257,6 +258,11 @@ def _published(name: str, source: Source) -> dict[str, Any]:
         grid.row(row_name(row.method, row.model), *values)
     apart = published.differences(table, settings)
     return {"title": title, "apart": apart, "table": grid if grid.rows else None}
+
+
+def gpu(sources: Sequence[Source]) -> list[tuple[Source, GpuResult]]:
+    """Return the measurements of devices, which show themselves."""
+    return [(s, GpuResult.from_dict(s.data)) for s in sources if s.kind == GpuResult.kind]
 
 
 # Sweeps and searches: every method at the target length, and the recipe.

@@ -36,7 +36,7 @@ def selftest(options: SelftestOptions | None = None, **fields: Any) -> SelftestR
         PosencError: A device that is not there, or an unknown dtype or method.
     """
     options = with_fields(SelftestOptions, options, fields)
-    device, dtypes = _device(options.device), _dtypes(options)
+    device, dtypes = device_of(options.device), _dtypes(options)
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         return _selftest(options, device, dtypes)
 
@@ -99,7 +99,8 @@ def _selftest(options: SelftestOptions, device: torch.device, dtypes: list[str])
     )
 
 
-def _device(name: str | None) -> torch.device:
+def device_of(name: str | None) -> torch.device:
+    """Return the device of this name, by default the GPU if there is one; refuse one that is not there."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -119,7 +120,7 @@ def _device(name: str | None) -> torch.device:
 def _dtypes(options: SelftestOptions) -> list[str]:
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
     if options.dtypes is None:
-        on_cpu = _device(options.device).type == "cpu"
+        on_cpu = device_of(options.device).type == "cpu"
         return sorted(names, key=lambda name: name != "float32") if on_cpu else names
     for name in options.dtypes:
         if name not in names:

@@ -29,22 +29,29 @@ ENOUGH, MOST = 0.1, 20
 
 @dataclass(frozen=True)
 class Layer:
-    """The tensors of a layer: queries (1, HEADS, length, head_dim), keys and values of `KEY_HEADS`."""
+    """The tensors of a layer: queries (1, heads, length, head_dim), keys and values of as many key heads."""
 
     query: Tensor
     key: Tensor
     value: Tensor
 
     @classmethod
-    def of(cls, length: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Layer:
-        """Draw the tensors, in the memory layout of transformers."""
+    def of(
+        cls,
+        length: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        heads: tuple[int, int] = (HEADS, KEY_HEADS),
+    ) -> Layer:
+        """Draw the tensors, in the memory layout of transformers; `heads` of queries and of keys."""
         generator = torch.Generator(device).manual_seed(0)
 
-        def normal(heads: int) -> Tensor:
-            sizes = 1, length, heads, head_dim
+        def normal(count: int) -> Tensor:
+            sizes = 1, length, count, head_dim
             return torch.randn(sizes, generator=generator, device=device).to(dtype).transpose(1, 2)
 
-        return cls(normal(HEADS), normal(KEY_HEADS), normal(KEY_HEADS))
+        return cls(*(normal(count) for count in (heads[0], heads[1], heads[1])))
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +59,10 @@ class Layer:
         return self.query.device
 
     def of_phase(self, phase: str) -> Layer:
-        """Return the layer itself for a prefill; with its last query alone for a step."""
+        """Return the layer itself; with its last query alone for a step, with gradients for training."""
+        if phase == "training":
+            leaves = (x.detach().requires_grad_() for x in (self.query, self.key, self.value))
+            return Layer(*leaves)
         return self if phase == "prefill" else replace(self, query=self.query[:, :, -1:])
 
     def call(self) -> Call:

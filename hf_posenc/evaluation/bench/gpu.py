@@ -1,0 +1,349 @@
+"""Methods on one device: layers beside plain attention and the formulations of others, and a whole model.
+
+Nothing is downloaded: queries, keys, weights and tokens are drawn at random. Each measurement is stored when it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_posenc.attention import engine
+from hf_posenc.attention.call import Call
+from hf_posenc.attention.checks.samples import SCALE, encoding_of, methods
+from hf_posenc.attention.encoding import Encoding
+from hf_posenc.embedded import model_path
+from hf_posenc.engines.source import empty_model
+from hf_posenc.errors import PosencError, unknown
+from hf_posenc.evaluation.bench.gpu_result import PERPLEXITY, PHASES, PLAIN, GpuResult, Row
+from hf_posenc.evaluation.bench.peers import PEERS, Formulation
+from hf_posenc.evaluation.bench.run import GPU
+from hf_posenc.evaluation.bench.speed import Clock, SpeedRun
+from hf_posenc.evaluation.grid import Grid, listed
+from hf_posenc.evaluation.measuring.candidates import Candidate, parse_candidates
+from hf_posenc.evaluation.measuring.execute import Attempt, Item, Measurement, Value
+from hf_posenc.evaluation.measuring.identity import config_hash, environment
+from hf_posenc.evaluation.measuring.store import Key
+from hf_posenc.evaluation.options import BenchOptions
+from hf_posenc.evaluation.scoring.estimate import backends, read_shape, run_cost
+from hf_posenc.evaluation.scoring.frugal import FrugalScorer
+from hf_posenc.evaluation.scoring.memory import release
+from hf_posenc.evaluation.selftest.run import device_of
+from hf_posenc.evaluation.selftest.timing import Layer
+from hf_posenc.methods import Method, seam_of
+
+LENGTHS = (8192, 32768, 131072)
+WHOLE = ("none", "yarn", "rerope", "self_extend", "dual_chunk", "alibi")
+"""Methods of the whole model, unless others are given; layers have all that the engine computes."""
+ROUNDS = 7
+ENOUGH = 60.0
+"""Seconds of one measurement after which no further round begins."""
+LEAST, MOST = 0.005, 100
+"""Seconds that a timing takes at least, by repeated calls, and the most calls."""
+LLAMA_8B: dict[str, Any] = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+}
+"""Sizes of Llama 3 8B."""
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+_SHORT = 64  # tokens of the layers that show the backends of a run
+T = TypeVar("T")
+
+
+class _NoScorer(FrugalScorer):
+    """The scorer of measurements that run no model."""
+
+    reduced: dict[str, int | None] = {}  # noqa: RUF012
+
+    def __init__(self) -> None:
+        self.patient = True
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GpuItem(Item):
+    """One row of a phase at one length, and the work that measures it."""
+
+    phase: str
+    name: str
+    work: Callable[[], dict[str, Any]]
+
+    @property
+    def label(self) -> str:
+        return self.name
+
+    @property
+    def about(self) -> dict[str, Any]:
+        return {"phase": self.phase, "name": self.name, "length": self.length}
+
+
+class GpuRun(Measurement[GpuItem, GpuResult]):
+    """Times of layers by length, phase and method, then of a forward of the whole model that scores every token.
+
+    Args:
+        options: `methods`, `lengths` and `rounds`; the other fields are of other suites.
+        config: Sizes as a config of transformers; by default those of Llama 3 8B on a GPU, of the embedded model on a
+            CPU.
+        device: By default the GPU if there is one.
+        dtype: Name of the dtype; `"auto"`: bfloat16 on a GPU, float32 on a CPU.
+        name: Name of the config, for reports.
+        command: The command that gives the result again.
+
+    Raises:
+        PosencError: Options of other suites, an unknown device or dtype, or a CPU without lengths.
+    """
+
+    def __init__(
+        self,
+        options: BenchOptions,
+        config: Any = None,
+        *,
+        device: str | None = None,
+        dtype: str = "auto",
+        name: str | None = None,
+        command: str | None = None,
+    ) -> None:
+        refuse_others(options, ("suite", "methods", "lengths", "rounds"))
+        self.device = device_of(device)
+        on_gpu, specs = self.device.type == "cuda", options.methods
+        if options.lengths is None and not on_gpu:
+            raise PosencError(
+                f"The suite gpu measures {listed(LENGTHS)} tokens, which takes a CPU days: give shorter lengths, such "
+                "as --lengths 256,512."
+            )
+        if options.rounds == 0:
+            raise PosencError("The suite gpu times every method: give --rounds 1 or more.")
+        if dtype not in DTYPES:
+            raise unknown("dtype", dtype, DTYPES)
+        if config is None:
+            config = (
+                LlamaConfig(**LLAMA_8B) if on_gpu else LlamaConfig.from_pretrained(model_path())
+            )
+            name = "Llama 3 8B" if on_gpu else "hf_posenc's embedded model"
+        automatic = "bfloat16" if on_gpu else "float32"
+        self.dtype: torch.dtype = getattr(torch, automatic if dtype == "auto" else dtype)
+        self.config, self.rounds = config, options.rounds or ROUNDS
+        lengths = options.lengths or LENGTHS
+        empty, last = empty_model(config), lengths[-1]
+        attention = read_shape(empty).attentions[0]
+        self.heads, self.head_dim = (attention.heads, attention.key_heads), attention.key_dim
+        self.cost = run_cost(empty, [(last, last - 1)], dtype=self.dtype)
+        # Where `execute` and the clock find the device; the whole model is built when its turn comes.
+        self.model, self.scorer = nn.Linear(1, 1, device=self.device), _NoScorer()
+        self.clock = Clock(self.model)
+        self._whole: nn.Module | None = None
+        about = {
+            "name": f"{name or type(config).__name__} (its sizes, random weights)",
+            "class": type(empty).__name__,
+            "parameters": sum(each.numel() for each in empty.parameters()),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "attention": empty.config._attn_implementation,
+            "config_sha256": config_hash(config),
+        }
+        self.metadata = {"model": about, "command": command}
+        given = parse_candidates([method.name for method in methods()] if specs is None else specs)
+        built = {c.label: c.parts[0].build(SCALE) for c in given if len(c.parts) == 1}
+        self.methods = {n: m for n, m in built.items() if seam_of(m) in ("attention", "bias")}
+        self.items = [
+            x for length in lengths for phase in PHASES for x in self._rows(phase, length)
+        ]
+        for each in parse_candidates(
+            WHOLE if specs is None else [*dict.fromkeys(("none", *specs))]
+        ):
+            work = partial(self._forward, each, last)
+            self.items.append(_item(PERPLEXITY, each.label, last, work))
+
+    def _rows(self, phase: str, length: int) -> Iterator[GpuItem]:
+        measured = partial(self._layer, phase, length)
+        yield _item(phase, PLAIN, length, measured)
+        for name, method in self.methods.items():
+            yield _item(phase, name, length, partial(measured, method))
+            if method.name in PEERS:
+                title, peer = PEERS[method.name]
+                yield _item(phase, f"{name}, {title}", length, partial(measured, method, peer))
+
+    @property
+    def decisive(self) -> Mapping[str, Any]:
+        return {
+            "kind": GPU,
+            "format": 1,
+            "model": self.metadata["model"],
+            "rounds": self.rounds,
+            "backend": os.environ.get("HF_POSENC_BACKEND"),
+            **self.clock.machine(),
+            "environment": environment(),
+        }
+
+    def measure(self, item: GpuItem, attempt: Attempt) -> Value:
+        on_gpu = self.device.type == "cuda"
+        with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+            return {"row": attempt(partial(_released, item.work)) or {}}
+
+    def collect(self, values: Mapping[Key, Value]) -> GpuResult:
+        rows = []
+        for item in self.items:
+            row, failed = values[item.key]["row"], values[item.key].get("failed")
+            rows.append(Row(item.phase, item.name, item.length, failed=failed, **row))
+        return GpuResult(
+            records=rows,
+            sizes={"heads": self.heads[0], "key_heads": self.heads[1], "head_dim": self.head_dim},
+            machine=self.clock.machine(),
+            memory=self.clock.memory,
+            rounds=self.rounds,
+            environment=environment(),
+            fingerprint=self.fingerprint,
+            **self.metadata,
+        )
+
+    def preview(self) -> Grid:
+        """Return the backends of the layers; nothing is computed."""
+        grid = Grid.of(f"{self.total} measurements; layers by", "method", *PHASES)
+        for name, method in self.methods.items():
+            chosen = []
+            for phase in PHASES:
+                with torch.set_grad_enabled(phase == "training"):
+                    call = self._drawn(phase, _SHORT).call()
+                    backend, shown = engine.candidate(call, self._encoding(method, _SHORT))
+                chosen.append(f"{backend.name}{'' if shown else '?'}")
+            grid.row(name, *chosen)
+        return grid
+
+    # Layers of a model that was trained at a quarter of the length.
+
+    def _drawn(self, phase: str, length: int) -> Layer:
+        layer = Layer.of(length, self.head_dim, self.dtype, self.device, self.heads)
+        return layer.of_phase(phase)
+
+    def _encoding(self, method: Method, length: int) -> Encoding:
+        original = max(1, length // int(SCALE))
+        return encoding_of(method, self.head_dim, self.device, original, self.heads)
+
+    def _layer(
+        self, phase: str, length: int, method: Method | None = None, peer: Formulation | None = None
+    ) -> dict[str, Any]:
+        """Return the backend and times of a method, or of plain attention."""
+        layer, training = self._drawn(phase, length), phase == "training"
+        forward, backend = layer.plain, layer.plain_backend()
+        inputs = [layer.query, layer.key, layer.value]
+        trained: list[Tensor] = []
+        with torch.set_grad_enabled(training):
+            if method is not None:
+                encoding, call = self._encoding(method, length), layer.call()
+                trained = [x.requires_grad_(training) for x in (encoding.parameters or {}).values()]
+                forward, backend = partial(peer or _attended, call, encoding), "PyTorch"
+                if peer is None:
+                    backend = engine.choose(call, encoding).name
+            inputs, trained = (inputs, trained) if training else ([], [])
+            work = partial(_step, forward, [*inputs, *trained])
+            return {"backend": backend, **self._compared(work, partial(_step, layer.plain, inputs))}
+
+    def _compared(self, work: Callable[[], None], plain: Callable[[], None]) -> dict[str, Any]:
+        """Return the seconds of a call of both, which alternate, round by round; on a GPU the memory of `work`."""
+        on_gpu = self.device.type == "cuda"
+        held = torch.cuda.memory_allocated(self.device) if on_gpu else 0
+        began, calls = time.monotonic(), []
+        for run in (plain, work):
+            once = self.clock.time(run)[0]  # with tables, compilation and choices of libraries
+            once = once if once > 1 else self.clock.time(run)[0]
+            calls.append(max(1, min(MOST, math.ceil(LEAST / once))))
+        found: dict[str, list[float]] = {"plain": [], "seconds": []}
+        while not found["plain"] or (
+            len(found["plain"]) < self.rounds and time.monotonic() - began < ENOUGH
+        ):
+            for name, run, count in zip(found, (plain, work), calls, strict=True):
+                seconds, peak = self.clock.time(partial(_repeat, run, count))
+                found[name].append(float(f"{seconds / count:.6g}"))
+        return {**found, "peak_bytes": peak - held if on_gpu and peak is not None else None}
+
+    # The whole model.
+
+    def _forward(self, candidate: Candidate, length: int) -> dict[str, Any]:
+        """Return time and memory of a forward that scores every token, and the estimate of its memory."""
+        model = self._whole = self._whole or _built(self.config, self.device, self.dtype)
+        ids = torch.randint(
+            self.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0)
+        )
+        candidate = candidate.checked(model)
+        run = SpeedRun(model, ids, [candidate], rounds=0, first=1)
+        timed = run.timed(candidate)
+        with candidate.applied(model, length):
+            cost, attention = run_cost(model, [(length, length - 1)]), backends(model)
+        less = {
+            name: size for name, size in run.scorer.reduced.items() if name in ("mlp", "prefill")
+        }
+        pieces = (f"{name} of {size:,} tokens at a time" for name, size in less.items() if size)
+        return {
+            "backend": ", ".join((*attention, *pieces)),
+            "seconds": [timed["seconds"]],
+            "peak_bytes": timed["peak_bytes"],
+            "estimate_bytes": cost.total,
+        }
+
+
+def _item(phase: str, name: str, length: int, work: Callable[[], dict[str, Any]]) -> GpuItem:
+    place: dict[str, Any] = {"key": (phase, name, length), "cells": ((phase, length),)}
+    size: dict[str, Any] = {"candidate": None, "length": length, "cost": length}
+    return GpuItem(**place, **size, phase=phase, name=name, work=work)
+
+
+def _built(config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
+    """Return a causal language model with random weights, drawn on the device."""
+    auto: Any = AutoModelForCausalLM
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        torch.manual_seed(0)
+        model: nn.Module = auto.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+def _attended(call: Call, encoding: Encoding) -> Tensor:
+    return engine.attend(call, encoding)[0]
+
+
+def _step(forward: Callable[[], Tensor], inputs: Sequence[Tensor]) -> None:
+    """Run a forward, and a backward to these inputs if there are any."""
+    out = forward()
+    if inputs:
+        torch.autograd.grad(out, inputs, torch.ones_like(out), allow_unused=True)
+
+
+def _repeat(work: Callable[[], None], count: int) -> None:
+    for _ in range(count):
+        work()
+
+
+def _released(work: Callable[[], T]) -> T:
+    """Run some work whose tensors do not outlive its failure."""
+    try:
+        return work()
+    except Exception as error:
+        release(error)
+        raise
+
+
+def refuse_others(options: Any, used: Collection[str]) -> None:
+    """Raise if an option was given that the suite does not use."""
+    for field in dataclasses.fields(options):
+        if field.name not in used and getattr(options, field.name) != field.default:
+            flag = field.metadata.get("flag")
+            given = ((flag and flag.name) or field.name).replace("_", "-")
+            raise PosencError(
+                f"{given} has no meaning for --suite gpu, which takes --lengths, --patch, --rounds, --device, --dtype "
+                "and a MODEL for its sizes: leave it out."
+            )

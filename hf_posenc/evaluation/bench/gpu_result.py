@@ -1,0 +1,238 @@
+"""Result of the suite gpu: a table for each phase of a layer, and one for the whole model."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_posenc.evaluation.grid import (
+    Field,
+    Grid,
+    Result,
+    escaped,
+    failure_field,
+    number,
+    to_markdown,
+)
+from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
+from hf_posenc.files import finite
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT = 1
+PLAIN = "plain attention"
+PHASES = {
+    "prefill": "Prefill",
+    "step": "Decode, one token",
+    "training": "Training, forward and backward",
+}
+"""The phases of a layer, and their titles."""
+PERPLEXITY = "perplexity"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method in one phase at one length.
+
+    Attributes:
+        phase: One of `PHASES`, or `PERPLEXITY`.
+        method: The method, with the name of its formulation if that is another's.
+        length: Tokens of the text.
+        backend: The backends that computed it, and what was run in pieces since memory ran out.
+        seconds: Times of a call, round by round.
+        plain: Those of plain attention, in the same rounds.
+        peak_bytes: Memory at the peak, of a layer that beyond its inputs; `None`: not measured.
+        estimate_bytes: The estimate of the whole model's memory at the peak.
+        failed: The reason if there is no time.
+    """
+
+    phase: str
+    method: str
+    length: int
+    backend: str = ""
+    seconds: Sequence[float] = ()
+    plain: Sequence[float] = ()
+    peak_bytes: int | None = None
+    estimate_bytes: int | None = None
+    failed: str | None = None
+
+    @property
+    def milliseconds(self) -> float | None:
+        """Median time of a call."""
+        return 1e3 * statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def ratio(self) -> float | None:
+        """Times as long as plain attention: the median over the rounds."""
+        pairs = [own / base for own, base in zip(self.seconds, self.plain, strict=False)]
+        return statistics.median(pairs) if pairs else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens of the text by the median time."""
+        return 1e3 * self.length / self.milliseconds if self.milliseconds else None
+
+    @property
+    def status(self) -> str:
+        """The reason of a failure, else `"ok"`."""
+        return self.failed or "ok"
+
+
+@dataclass(repr=False, kw_only=True)
+class GpuResult(Result):
+    """Result of `hf-posenc bench --suite gpu`.
+
+    Attributes:
+        records: All rows, in the order of the tables.
+        model: Whose sizes were measured: name, class, parameters, dtype, device, attention.
+        sizes: Heads, heads of keys and features of a head of the layers.
+        machine: Name of the device, and threads of a CPU.
+        memory: Meaning of the whole model's peak.
+        rounds: The most rounds.
+        environment: Versions of the packages that computed.
+    """
+
+    kind = "gpu"
+    columns = (
+        *("phase", "method", "length", "backend", "milliseconds", "ratio"),
+        *("tokens_per_second", "peak_bytes", "estimate_bytes", "status"),
+    )
+
+    records: Sequence[Row]
+    model: Mapping[str, Any]
+    sizes: Mapping[str, int]
+    machine: Mapping[str, Any]
+    memory: str | None
+    rounds: int
+    environment: Mapping[str, Any]
+    command: str | None = None
+    fingerprint: str | None = None
+
+    def __repr__(self) -> str:
+        return f"GpuResult({self.machine['device']}, {len(self.records)} rows)"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as JSON-ready values."""
+        ready: dict[str, Any] = finite(
+            {"format": FORMAT, "kind": self.kind, **dataclasses.asdict(self)}
+        )
+        return ready
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GpuResult:
+        """Read the values of `to_dict`."""
+        given = {f.name: values[f.name] for f in dataclasses.fields(cls)}
+        return cls(**{**given, "records": [Row(**record) for record in values["records"]]})
+
+    def csv_rows(self) -> Iterator[Mapping[str, Any]]:
+        for row in self.records:
+            yield {name: getattr(row, name) for name in self.columns}
+
+    def scalars(self) -> Iterator[tuple[str, int, float]]:
+        for row in self.records:
+            if row.tokens_per_second is not None:
+                yield f"{row.phase}/{row.method}", row.length, row.tokens_per_second
+
+    def files(self) -> dict[str, str]:
+        return {**super().files(), f"{self.kind}.md": self._repr_markdown_()}
+
+    def figures(self) -> dict[str, Figure]:
+        return {}
+
+    def tables(self) -> list[Grid]:
+        """Return a table for each phase of a layer, and that of the whole model."""
+        return [*(self._layers(phase) for phase in PHASES), self._forwards()]
+
+    def _layers(self, phase: str) -> Grid:
+        sizes = self.sizes
+        grid = Grid(
+            f"{PHASES[phase]}: one layer, {sizes['heads']} heads of {sizes['head_dim']} features, "
+            f"{sizes['key_heads']} of keys, {self.model['dtype']}"
+        )
+        grid.column("method")
+        grid.column("backend")
+        by_method: dict[str, dict[int, Row]] = {}
+        for row in (row for row in self.records if row.phase == phase):
+            by_method.setdefault(row.method, {})[row.length] = row
+        lengths = sorted({length for rows in by_method.values() for length in rows})
+        for length in lengths:
+            for head in (f"{length:,}\nms", "times\nplain", "MiB"):
+                grid.column(head, numeric=True)
+        for method, rows in by_method.items():
+            fields = [field for length in lengths for field in _times(rows[length])]
+            chosen = dict.fromkeys(row.backend for row in rows.values() if row.backend)
+            grid.row(method, ", ".join(chosen) or "-", *fields)
+        return grid
+
+    def _forwards(self) -> Grid:
+        rows = [row for row in self.records if row.phase == PERPLEXITY]
+        tokens = ", ".join(f"{length:,}" for length in dict.fromkeys(row.length for row in rows))
+        grid = Grid(
+            f"Perplexity of {tokens} tokens: {self.model['name']}, {self.model['parameters'] / 1e6:,.1f} M parameters, "
+            f"{self.model['dtype']}"
+        )
+        grid.column("method")
+        grid.column("attention by")
+        for head in ("tokens per\nsecond", "GiB at\nthe peak", "GiB\nestimated"):
+            grid.column(head, numeric=True)
+        for row in rows:
+            rate = row.tokens_per_second
+            speed = failure_field(row.failed) if rate is None else Field(f"{rate:,.0f}")
+            sizes = (_in(2**30, size) for size in (row.peak_bytes, row.estimate_bytes))
+            grid.row(row.method, row.backend or "-", speed, *sizes)
+        return grid
+
+    def notes(self) -> Iterator[str]:
+        versions, count = self.environment, self.machine["threads"]
+        threads = f", {count} thread{'s' * (count != 1)}" if count else ""
+        yield (
+            f"{self.machine['device']}{threads}; hf-posenc "
+            f"{versions['hf-posenc']}, torch {versions['torch']}, transformers {versions['transformers']}, Python "
+            f"{versions['python']}, {versions['system']}."
+        )
+        yield (
+            "Layers: random queries, keys and values, of a model that was trained at a quarter of the length "
+            f"(automatic scales are 4). ms: median of up to {self.rounds} rounds, in which the method and plain "
+            "attention alternate, after calls that are not counted. Times plain: median of the ratios within a round; "
+            f"for {PLAIN}, of two equal runs. MiB: allocated on the GPU beyond the inputs. Two score matrices, bias "
+            "as a mask: as the authors of these methods publish them."
+        )
+        peak = f" GiB at the peak: {self.memory}." if self.memory else ""
+        yield (
+            "Perplexity: one forward that scores every token, timed once after one that is not. Weights and tokens are "
+            f"random, so its value means nothing and is left out.{peak}"
+        )
+        lost = [row for row in self.records if row.failed == OUT_OF_MEMORY]
+        if lost:
+            yield f"OOM: out of memory, {len(lost)} of {len(self.records)} rows."
+
+    def problems(self) -> Iterator[str]:
+        for row in self.records:
+            if row.failed is not None and row.failed != OUT_OF_MEMORY:
+                yield f"{row.method}, {row.phase} at {row.length:,} tokens: {row.failed}"
+
+    def _repr_markdown_(self) -> str:
+        lines = [f"# {self.machine['device']}\n"]
+        lines += [f"## {grid.title}\n\n{to_markdown(grid)}\n" for grid in self.tables()]
+        lines += [f"- {escaped(line)}" for line in (*self.notes(), *self.problems())]
+        if self.command is not None:
+            lines.append(f"\nTo reproduce it:\n\n```bash\n{self.command}\n```")
+        return "\n".join(lines) + "\n"
+
+
+def _times(row: Row) -> Iterator[Field]:
+    """Yield milliseconds, ratio and memory of a layer."""
+    if row.milliseconds is None:
+        yield from [failure_field(row.failed)] * 3
+        return
+    yield Field(number(row.milliseconds, 3))
+    yield Field("-" if row.ratio is None else f"{row.ratio:.2f}")
+    yield _in(2**20, row.peak_bytes)
+
+
+def _in(unit: int, size: int | None) -> Field:
+    return Field("-" if size is None else number(size / unit, 3))

@@ -1,0 +1,341 @@
+"""`bench --suite gpu` on a CPU, in tiny sizes: the code that a GPU runs."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import LlamaConfig
+from typer.testing import CliRunner
+
+from hf_posenc.attention.checks.samples import encoding_of, methods
+from hf_posenc.attention.engine import attend, forced
+from hf_posenc.cli.app import app
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.bench import GpuResult, GpuRun, gpu
+from hf_posenc.evaluation.bench.gpu_result import PERPLEXITY, PHASES, PLAIN
+from hf_posenc.evaluation.bench.peers import PEERS
+from hf_posenc.evaluation.bench.run import bench
+from hf_posenc.evaluation.options import BenchOptions
+from hf_posenc.evaluation.page import collect, render
+from hf_posenc.evaluation.selftest.timing import Layer
+from hf_posenc.files import to_json
+from hf_posenc.methods import get_method
+from scripts import gpu_table
+
+CPU = torch.device("cpu")
+LENGTHS = (16, 32)
+METHODS = ("rerope", "alibi", "yarn")
+LAYERS = (PLAIN, "rerope", "rerope, two score matrices", "alibi", "alibi, bias as a mask")
+WHOLE = ("none", "rerope", "alibi", "yarn (auto)")
+ROWS = len(LENGTHS) * len(PHASES) * len(LAYERS) + len(WHOLE)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time one call at a time; collecting garbage after an injected failure frees nothing here."""
+    monkeypatch.setattr(gpu, "LEAST", 0.0)
+    monkeypatch.setattr(gc, "collect", lambda: 0)
+
+
+def sizes() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+    )
+
+
+def work(**options: Any) -> GpuRun:
+    given = {"suite": "gpu", "methods": METHODS, "lengths": LENGTHS, "rounds": 1, **options}
+    return GpuRun(BenchOptions(**given), sizes(), device="cpu")
+
+
+def measured(run: GpuRun, folder: Path | None = None) -> GpuResult:
+    result = run.run(folder)
+    assert result is not None
+    return result
+
+
+def row(result: GpuResult, method: str, phase: str, length: int = LENGTHS[-1]) -> Any:
+    return next(
+        row
+        for row in result.records
+        if (row.method, row.phase, row.length) == (method, phase, length)
+    )
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Callable[..., Any]]:
+    """The folder of a finished run of the command, and the command."""
+    folder = tmp_path_factory.mktemp("gpu")
+    sizes().save_pretrained(folder / "sizes")
+
+    def invoke(*arguments: object, output: Path = folder / "out") -> Any:
+        given = ["bench", folder / "sizes", "--suite", "gpu", "--rounds", 1, "--output", output]
+        given += ["--device", "cpu", *(x for name in METHODS for x in ("--patch", name))]
+        texts = [str(x) for x in (*given, "--lengths", "16,32", *arguments)]
+        return CliRunner().invoke(app, texts, env={"COLUMNS": "160", "TERM": "dumb"})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu, "LEAST", 0.0)
+        result = invoke()
+    assert result.exit_code == 0, result.output
+    for shown in (*LAYERS, *WHOLE, "Wrote gpu.json, gpu.csv, gpu.md"):
+        assert shown in result.output
+    return folder / "out", invoke
+
+
+def test_every_method_is_measured_in_every_phase(
+    command: tuple[Path, Callable[..., Any]],
+) -> None:
+    folder, _ = command
+    text = (folder / "gpu.json").read_text()
+    result = GpuResult.from_dict(json.loads(text))
+    assert to_json(result.to_dict()) == text
+    found = [(each.length, each.phase, each.method) for each in result.records]
+    layers = [(n, phase, name) for n in LENGTHS for phase in PHASES for name in LAYERS]
+    assert found == [*layers, *((LENGTHS[-1], PERPLEXITY, name) for name in WHOLE)]
+    for each in result.records:
+        assert each.failed is None, each
+        assert each.milliseconds is not None
+        assert each.milliseconds > 0
+        assert each.backend
+        if each.phase == PERPLEXITY:
+            assert each.tokens_per_second == pytest.approx(each.length / each.seconds[0])
+            assert each.estimate_bytes > result.model["parameters"] * 4
+        else:
+            assert each.ratio == pytest.approx(each.seconds[0] / each.plain[0])
+    assert result.sizes == {"heads": 4, "key_heads": 2, "head_dim": 8}
+    assert result.model["dtype"] == "float32"
+    assert result.environment["torch"] == torch.__version__
+    rows = list(csv.DictReader((folder / "gpu.csv").open()))
+    assert [line["status"] for line in rows] == ["ok"] * ROWS
+    page = (folder / "gpu.md").read_text()
+    assert page == result._repr_markdown_()
+    assert all(f"| {name} |" in page for name in (*LAYERS, *WHOLE))
+    assert "--suite gpu" in page  # the command
+
+
+def test_a_finished_run_measures_nothing_again(
+    command: tuple[Path, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, invoke = command
+    before = (folder / "gpu.json").read_bytes()
+    monkeypatch.setattr(gpu, "_released", None)
+    again = invoke()
+    assert again.exit_code == 0, again.output
+    assert (folder / "gpu.json").read_bytes() == before
+
+
+def test_the_report_shows_it(command: tuple[Path, Callable[..., Any]]) -> None:
+    page = render(collect([command[0]]), figures=False)
+    assert 'id="gpu-1"' in page
+    assert page.count("rerope, two score matrices") == len(PHASES)
+    assert "tokens per" in page
+
+
+def test_docs_gpu_shows_what_was_sent(
+    command: tuple[Path, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(gpu_table, "RESULTS", tmp_path)
+    assert gpu_table.measured().startswith("None yet")
+    shutil.copy(command[0] / "gpu.json", tmp_path / "some_gpu.json")
+    shown = gpu_table.measured()
+    assert "\n#### Prefill: one layer" in shown
+    assert "| rerope, two score matrices |" in shown
+
+
+def test_the_form_asks_for_the_json() -> None:
+    forms = Path(__file__).parents[3] / ".github" / "ISSUE_TEMPLATE"
+    form = yaml.safe_load((forms / "gpu.yml").read_text())
+    asked = next(part for part in form["body"] if part.get("id") == "json")
+    assert "hf-posenc bench --suite gpu" in asked["attributes"]["description"]
+    assert asked["validations"]["required"]
+
+
+def test_a_dry_run_names_the_backends_and_measures_nothing(
+    command: tuple[Path, Callable[..., Any]], tmp_path: Path
+) -> None:
+    result = command[1]("--dry-run", "--json", output=tmp_path / "none")
+    assert result.exit_code == 0, result.output
+    values = json.loads(result.stdout)
+    assert values["measurements"] == ROWS
+    assert values["layers"] == [
+        {"method": "rerope", "prefill": "prefill", "step": "few", "training": "prefill"},
+        {"method": "alibi", "prefill": "prefill", "step": "few", "training": "prefill"},
+    ]
+    assert values["flops"] > 0
+    assert not (tmp_path / "none").exists()
+    assert f"{ROWS} measurements" in command[1]("--dry-run").stdout
+
+
+# among the layers, in the whole model
+@pytest.mark.parametrize("after", [pytest.param(5, marks=pytest.mark.slow), 10])
+def test_a_killed_run_repeats_only_what_was_in_flight(
+    after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, calls = gpu._released, 0
+
+    def counted(work: Callable[[], Any]) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after:
+            raise KeyboardInterrupt
+        return released(work)
+
+    monkeypatch.setattr(gpu, "_released", counted)
+    few: dict[str, Any] = {"methods": ("rerope",), "lengths": (16,)}
+    with pytest.raises(KeyboardInterrupt):
+        work(**few).run(tmp_path)
+    result = measured(work(**few), tmp_path)
+    assert len(result.records) == 3 * len(PHASES) + 2
+    assert calls == len(result.records) + 1
+    assert not list(result.problems())
+
+
+def lack(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 GiB.")
+
+
+def test_what_does_not_fit_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PEERS, "rerope", ("two score matrices", lack))
+    monkeypatch.setattr(gpu, "_built", lack)
+    result = measured(work(methods=("rerope",)))
+    lost = {(each.method, each.phase) for each in result.records if each.failed}
+    whole = {(name, PERPLEXITY) for name in ("none", "rerope")}
+    assert lost == {("rerope, two score matrices", phase) for phase in PHASES} | whole
+    assert row(result, "rerope", "training").ratio > 0
+    assert row(result, "rerope, two score matrices", "step").failed == "out of memory"
+    assert any("OOM: out of memory, 8 of 20 rows" in line for line in result.notes())
+    assert "| OOM | OOM | OOM |" in result._repr_markdown_()
+    assert not list(result.problems())
+
+
+def test_another_failure_is_a_row_and_a_problem(
+    monkeypatch: pytest.MonkeyPatch, command: tuple[Path, Callable[..., Any]], tmp_path: Path
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(gpu, "_attended", broken)
+    monkeypatch.setattr(gpu, "_built", lack)
+    done = command[1](output=tmp_path)
+    assert done.exit_code == 1, done.output
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 2 * len(PHASES) * len(LENGTHS)
+    said = "rerope, prefill at 16 tokens: RuntimeError: no kernel image is available"
+    assert lines[0] == f"error: {said}"
+    result = GpuResult.from_dict(json.loads((tmp_path / "gpu.json").read_text()))
+    assert row(result, PLAIN, "prefill").milliseconds > 0
+
+
+@pytest.mark.parametrize("phase", ["prefill", "step"])
+@pytest.mark.parametrize("name", PEERS)
+def test_the_formulations_of_others_compute_the_same(name: str, phase: str) -> None:
+    method = next(method for method in methods() if method.name == name)
+    layer = Layer.of(48, 8, torch.float64, CPU, (4, 2)).of_phase(phase)
+    encoding = encoding_of(method, 8, CPU, 16, (4, 2))
+    with forced("exact"):
+        expected, _ = attend(layer.call(), encoding)
+    torch.testing.assert_close(
+        PEERS[name][1](layer.call(), encoding), expected, rtol=1e-6, atol=1e-6
+    )
+    assert not torch.allclose(layer.plain(), expected, atol=1e-2)
+
+
+def test_times_alternate_and_are_of_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    run = work(rounds=3)
+    monkeypatch.setattr(gpu, "LEAST", 0.004)
+    seconds = {"plain": 0.001, "own": 0.002}
+
+    def time(work: Callable[[], None]) -> tuple[float, None]:
+        before = len(calls)
+        work()
+        return sum(seconds[name] for name in calls[before:]), None
+
+    monkeypatch.setattr(run.clock, "time", time)
+    found = run._compared(partial(calls.append, "own"), partial(calls.append, "plain"))
+    assert calls == ["plain"] * 2 + ["own"] * 2 + (["plain"] * 4 + ["own"] * 2) * 3
+    assert found == {"plain": [0.001] * 3, "seconds": [0.002] * 3, "peak_bytes": None}
+
+
+def test_training_reaches_queries_keys_values_and_what_is_trained(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    differentiate, reached = torch.autograd.grad, set()
+
+    def grad(out: torch.Tensor, inputs: list[torch.Tensor], *_: Any, **__: Any) -> None:
+        reached.add(len(inputs))
+        differentiate(out, inputs, torch.ones_like(out))  # raises if one is not reached
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    run = work(methods=("kerple_log",), lengths=(16,))
+    run._layer("training", 16, get_method("kerple_log").from_options())
+    assert reached == {3, 5}
+
+
+def test_the_sizes_of_a_gpu_run_are_those_of_llama_3_8b() -> None:
+    run = GpuRun(BenchOptions(lengths=(16,)), LlamaConfig(**gpu.LLAMA_8B), device="cpu")
+    assert run.metadata["model"]["parameters"] == 8_030_261_248
+    assert (run.heads, run.head_dim) == ((32, 8), 128)
+    assert gpu.LENGTHS == (8192, 32768, 131072)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"lengths": None}, "takes a CPU days: give shorter lengths, such as --lengths 256,512"),
+        ({"rounds": 0}, "give --rounds 1 or more"),
+        ({"tail_tokens": 8}, "tail-tokens has no meaning for --suite gpu"),
+        ({"protocols": ("prefix",)}, "protocol has no meaning for --suite gpu"),
+    ],
+)
+def test_what_it_refuses(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PosencError, match=said):
+        work(**options)
+
+
+def test_arguments_that_it_refuses(command: tuple[Path, Callable[..., Any]]) -> None:
+    for given, said in (
+        (("--text", "books/"), "text has no meaning for --suite gpu"),
+        (("--attn", "eager"), "attn has no meaning for --suite gpu"),
+        (("--dtype", "float64"), "Unknown dtype 'float64'"),
+    ):
+        result = command[1](*given)
+        assert result.exit_code == 2
+        assert said in result.stderr
+    with pytest.raises(PosencError, match="takes no model"):
+        bench(None, None, suite="gpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_by_default_all_methods_of_the_engine_and_the_embedded_sizes() -> None:
+    options = BenchOptions(suite="gpu", lengths=(64, 128), rounds=1)
+    result = measured(GpuRun(options, device="cpu"))
+    names = {each.method.partition(" (")[0].partition(",")[0] for each in result.records}
+    assert {method.name for method in methods()} | {PLAIN, "none", "yarn"} == names
+    assert not list(result.problems())
+    assert not any(each.failed for each in result.records)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path) -> None:
+    options = BenchOptions(suite="gpu", lengths=(512,), rounds=2)
+    result = measured(GpuRun(options, sizes(), device="cuda"), tmp_path)
+    assert not list(result.problems())
+    assert all(each.peak_bytes is not None for each in result.records if not each.failed)
