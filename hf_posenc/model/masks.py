@@ -78,7 +78,16 @@ class LazyMask(Mask):
     @functools.cached_property
     def _seen(self) -> Tensor:
         batch, queries, keys = self.shape
-        seen = torch.zeros(batch, keys, dtype=torch.bool, device=self.arguments["device"])
+        device = self.arguments["device"]
+        causal, window = self._causal
+        if causal:
+            first, padding = self._offset, self._padding
+            key = torch.arange(keys, device=device)
+            seen = (key < first + queries).expand(batch, keys)
+            if window is not None:
+                seen = seen & (key > first - window)
+            return seen if padding is None else seen & padding.bool()
+        seen = torch.zeros(batch, keys, dtype=torch.bool, device=device)
         step = max(1, DENSE // keys)
         for start in range(0, queries, step):
             visible = self.rows(start, min(start + step, queries))
@@ -87,25 +96,46 @@ class LazyMask(Mask):
 
     def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
         """Return one for each row without its padding, or for each packed document, which positions separate."""
-        arguments, (batch, queries, keys) = self.arguments, self.shape
-        first_key = arguments.get("kv_offset", 0)
-        offset = arguments["q_offset"] - first_key
-        if offset + queries != keys:
+        batch, queries, keys = self.shape
+        if self._offset + queries != keys:
             return None
-        function, window = arguments.get("mask_function", causal_mask_function), None
-        if function is not causal_mask_function:
-            parts = _enclosed(function, "mask_functions")
-            if parts is None or len(parts) != 2:
-                return None
-            by_document = _enclosed(parts[0], "packed_sequence_mask") is not None
-            if by_document and _enclosed(parts[1], "mask_function") is causal_mask_function:
-                return None if offset else _documents(positions.expand(batch, -1))
-            window = _enclosed(parts[0], "sliding_window")
-            if window is None or parts[1] is not causal_mask_function:
-                return None
-        padding = prepare_padding_mask(arguments.get("attention_mask"), keys, first_key)
-        runs = _unpadded(padding, queries, keys)
-        return runs and tuple(replace(run, window=window) for run in runs)
+        causal, window = self._causal
+        if causal:
+            runs = _unpadded(self._padding, queries, keys)
+            return runs and tuple(replace(run, window=window) for run in runs)
+        parts = _enclosed(self.arguments["mask_function"], "mask_functions")
+        if parts is None or len(parts) != 2:
+            return None
+        by_document = _enclosed(parts[0], "packed_sequence_mask") is not None
+        if not by_document or _enclosed(parts[1], "mask_function") is not causal_mask_function:
+            return None
+        return None if self._offset else _documents(positions.expand(batch, -1))
+
+    @property
+    def _causal(self) -> tuple[bool, int | None]:
+        """True if a query sees all keys before it but padding, or of these the latest in a window of so many tokens."""
+        function = self.arguments.get("mask_function", causal_mask_function)
+        if function is causal_mask_function:
+            return True, None
+        parts = _enclosed(function, "mask_functions")
+        if parts is None or len(parts) != 2 or parts[1] is not causal_mask_function:
+            return False, None
+        window = _enclosed(parts[0], "sliding_window")
+        return window is not None, window
+
+    @property
+    def _offset(self) -> int:
+        """The place of the first query among the keys."""
+        first_key: int = self.arguments.get("kv_offset", 0)
+        return int(self.arguments["q_offset"]) - first_key
+
+    @property
+    def _padding(self) -> Tensor | None:
+        """The tokens of a batch among the keys, shape (batch, keys); `None`: all."""
+        first: int = self.arguments.get("kv_offset", 0)
+        keys = self.arguments["kv_length"]
+        tokens = prepare_padding_mask(self.arguments.get("attention_mask"), keys, first)
+        return None if tokens is None else tokens[:, first : first + keys]
 
 
 def posenc_mask(**kwargs: Any) -> Tensor | None:
