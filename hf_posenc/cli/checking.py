@@ -63,13 +63,6 @@ def _print(result: SelftestResult) -> None:
     for name, findings in result.methods.items():
         if findings.error:
             console.print(f"failed: {name}: {findings.error}", markup=False, style="red")
-    if result.not_reached:
-        first = result.not_reached[0]
-        console.print(
-            f"There was no time for {len(result.not_reached)} of the cases, the first of them: {first}. "
-            "Give more --seconds.",
-            markup=False,
-        )
     console.print(f"{result.seconds:.0f} s", markup=False)
     console.print(result.summary, markup=False, soft_wrap=True)
 

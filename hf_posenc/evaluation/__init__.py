@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench import BenchResult as BenchResult
+    from hf_posenc.evaluation.bench import GpuResult as GpuResult
     from hf_posenc.evaluation.documents import read_dataset as read_dataset
     from hf_posenc.evaluation.documents import read_paths as read_paths
     from hf_posenc.evaluation.perplexity.measurement import measure_perplexity as measure_perplexity
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 # A command that only lists methods, or prints its help, must not wait for datasets, statistics and models.
 _HOMES = {
     "BenchResult": "bench",
+    "GpuResult": "bench",
     "PerplexityResult": "perplexity.result",
     "RetrievalResult": "retrieval",
     "SearchResult": "tuning",

@@ -136,6 +136,30 @@ def test_one_that_crashes_leaves_the_others_to_another_process(
     assert reasons[3].startswith("its output differs")
 
 
+def test_the_most_telling_cases_come_first() -> None:
+    every = checking.cases(["float32", "bfloat16"], (16, 32))
+    assert len({*every}) == len(every)
+    backends = [backend.name for backend in (*engine.BACKENDS, *engine.ON_REQUEST)]
+    first = len(backends) * len(kinds())
+    assert {(case.backend, case.kind) for case in every[:first]} == {
+        (name, kind) for name in backends for kind in kinds()
+    }
+    usual = every[: 2 * first]
+    assert {(case.dtype, case.head_dim) for case in usual} == {("float32", 16)}
+    # Of the others, one kind is enough to see every backend in every dtype and head dimension.
+    breadth = every[2 * first : 2 * first + 2 * 3 * len(backends)]
+    assert len({case.kind for case in breadth}) == 1
+    assert len({(c.backend, c.dtype, c.head_dim, c.gradients) for c in breadth}) == len(breadth)
+
+
+def test_the_last_line_says_what_had_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_posenc.evaluation.selftest.run.check_all", lambda *_: {})
+    hurried = selftest(**SMALL)
+    every = len(hurried.not_reached)
+    first = "triton decode, causal, float32, head dimension 16"
+    assert hurried.summary.endswith(f". {every:,} cases had no time, first {first}: give more --seconds.")  # fmt: skip
+
+
 def test_an_operator_with_another_contract_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = EmulatedFlash.attend
 

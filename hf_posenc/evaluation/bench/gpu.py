@@ -139,7 +139,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         automatic = "bfloat16" if on_gpu else "float32"
         self.dtype: torch.dtype = getattr(torch, automatic if dtype == "auto" else dtype)
         self.config, self.rounds = config, options.rounds or ROUNDS
-        lengths = options.lengths or LENGTHS
+        lengths = sorted(options.lengths or LENGTHS)
         empty, last = empty_model(config), lengths[-1]
         attention = read_shape(empty).attentions[0]
         self.heads, self.head_dim = (attention.heads, attention.key_heads), attention.key_dim
@@ -164,9 +164,8 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         self.items = [
             x for length in lengths for phase in PHASES for x in self._rows(phase, length)
         ]
-        for each in parse_candidates(
-            WHOLE if specs is None else [*dict.fromkeys(("none", *specs))]
-        ):
+        whole = WHOLE if specs is None else dict.fromkeys(("none", *specs))
+        for each in parse_candidates([*whole]):
             work = partial(self._forward, each, last)
             self.items.append(_item(PERPLEXITY, each.label, last, work))
 
@@ -277,18 +276,15 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
     def _forward(self, candidate: Candidate, length: int) -> dict[str, Any]:
         """Return time and memory of a forward that scores every token, and the estimate of its memory."""
         model = self._whole = self._whole or _built(self.config, self.device, self.dtype)
-        ids = torch.randint(
-            self.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0)
-        )
+        vocabulary = self.config.get_text_config().vocab_size
+        ids = torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(0))
         candidate = candidate.checked(model)
         run = SpeedRun(model, ids, [candidate], rounds=0, first=1)
         timed = run.timed(candidate)
         with candidate.applied(model, length):
             cost, attention = run_cost(model, [(length, length - 1)]), backends(model)
-        less = {
-            name: size for name, size in run.scorer.reduced.items() if name in ("mlp", "prefill")
-        }
-        pieces = (f"{name} of {size:,} tokens at a time" for name, size in less.items() if size)
+        sizes = {"MLPs": run.scorer.reduced["mlp"], "prefill": timed["prefill"]}
+        pieces = (f"{name} by {size:,} tokens" for name, size in sizes.items() if size)
         return {
             "backend": ", ".join((*attention, *pieces)),
             "seconds": [timed["seconds"]],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import threading
@@ -27,14 +28,23 @@ Findings = dict[Case, Comparison | None]
 
 
 def cases(dtypes: Sequence[str], head_dims: Sequence[int]) -> list[Case]:
-    """Return all cases, those of the first dtype and head dimension first."""
+    """Return all cases, the most telling ones first.
+
+    First every backend and kind in the first dtype and head dimension, with a backward last. Then kind by kind the
+    other dtypes and head dimensions, so that a short test has seen each backend in all of them.
+    """
     names = [backend.name for backend in (*engine.BACKENDS, *engine.ON_REQUEST)]
+    first, *others = itertools.product(head_dims, dtypes)
+    ordered = [(*first, gradients, kind) for gradients in (False, True) for kind in kinds()]
+    ordered += [
+        (*other, gradients, kind)
+        for kind in kinds()
+        for gradients in (False, True)
+        for other in others
+    ]
     return [
         Case(name, kind, dtype, head_dim, gradients)
-        for head_dim in head_dims
-        for dtype in dtypes
-        for gradients in (False, True)
-        for kind in kinds()
+        for head_dim, dtype, gradients, kind in ordered
         for name in names
     ]
 

@@ -103,12 +103,18 @@ class SelftestResult:
 
     @property
     def summary(self) -> str:
-        """One line: which methods are fast, correct but slow, or refused on this device."""
+        """One line: the methods that are fast, correct but slow, or refused on this device, and what is unchecked."""
         titles = {"fast": "fast", "slow": "correct but slow", "refused": "refused"}
         parts = [
             f"{titles[key]}: {', '.join(names) or 'none'}" for key, names in self.verdicts.items()
         ]
-        return f"{self.device}: {'; '.join(parts)}."
+        left = len(self.not_reached)
+        more = (
+            f" {left:,} cases had no time, first {self.not_reached[0]}: give more --seconds."
+            if left
+            else ""
+        )
+        return f"{self.device}: {'; '.join(parts)}.{more}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON takes it."""

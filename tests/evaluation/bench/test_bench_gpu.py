@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_posenc.attention.checks.samples import encoding_of, methods
@@ -25,6 +25,7 @@ from hf_posenc.evaluation.bench import GpuResult, GpuRun, gpu
 from hf_posenc.evaluation.bench.gpu_result import PERPLEXITY, PHASES, PLAIN
 from hf_posenc.evaluation.bench.peers import PEERS
 from hf_posenc.evaluation.bench.run import bench
+from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.page import collect, render
 from hf_posenc.evaluation.selftest.timing import Layer
@@ -47,8 +48,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "collect", lambda: 0)
 
 
-def sizes() -> LlamaConfig:
+def sizes(**more: Any) -> LlamaConfig:
     return LlamaConfig(
+        **more,
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -272,6 +274,28 @@ def test_times_alternate_and_are_of_one_call(monkeypatch: pytest.MonkeyPatch) ->
     found = run._compared(partial(calls.append, "own"), partial(calls.append, "plain"))
     assert calls == ["plain"] * 2 + ["own"] * 2 + (["plain"] * 4 + ["own"] * 2) * 3
     assert found == {"plain": [0.001] * 3, "seconds": [0.002] * 3, "peak_bytes": None}
+
+
+def test_memory_on_a_gpu_is_what_comes_beyond_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = work()
+    run.device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
+    monkeypatch.setattr(run.clock, "time", lambda _: (0.5, 350))
+    assert run._compared(list, list)["peak_bytes"] == 250  # type: ignore[arg-type]
+
+
+def test_what_was_run_in_pieces_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = LlamaForCausalLM.forward
+
+    def hungry(self: Any, input_ids: torch.Tensor, **options: Any) -> Any:
+        if input_ids.shape[-1] > 600:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return forward(self, input_ids, **options)
+
+    monkeypatch.setattr(LlamaForCausalLM, "forward", hungry)
+    run = GpuRun(BenchOptions(lengths=(1024,)), sizes(attn_implementation="eager"), device="cpu")
+    row = run._forward(Candidate.parse("none"), 1024)
+    assert row["backend"].endswith("prefill by 512 tokens")
 
 
 def test_training_reaches_queries_keys_values_and_what_is_trained(
