@@ -52,9 +52,9 @@ class Frame:
     """
 
     def __init__(self, context: typer.Context, options: OutputOptions) -> None:
+        from hf_posenc.evaluation.grid import check_trackers
         from hf_posenc.evaluation.measuring.store import current_shard
         from hf_posenc.evaluation.plots import available
-        from hf_posenc.evaluation.trackers import check_trackers
 
         check_trackers(options.report_to)
         self.trackers = options.report_to
@@ -159,9 +159,8 @@ class Frame:
         beside: Iterable[tuple[Grid, Iterable[str]]] = (),
     ) -> None:
         """Write the files of a result; print it under its model, and further tables with their notes."""
-        from hf_posenc.evaluation.grid import to_rich
+        from hf_posenc.evaluation.grid import to_rich, track
         from hf_posenc.evaluation.plots import available
-        from hf_posenc.evaluation.trackers import report
 
         kept = _keep_other_run(result, self.output)
         console, names = out(), result.write(self.output, plots=self.plots)
@@ -181,7 +180,7 @@ class Frame:
                 console.print(line, markup=False)
         print_note(f"Wrote {', '.join(names)} to {self.output}")
         for name in self.trackers:
-            report(result, name, self.output)
+            track(result, name, self.output)
         if kept:
             print_note(kept)
         if not available():

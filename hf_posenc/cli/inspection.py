@@ -276,9 +276,8 @@ def recommend(options: RecommendOptions) -> None:
     import torch
 
     from hf_posenc.cli.loading import embedded_model, live_model
+    from hf_posenc.evaluation import recommend as report
     from hf_posenc.evaluation.grid import to_rich
-    from hf_posenc.evaluation.recommend import advice as report
-    from hf_posenc.evaluation.recommend import recommend as advise
 
     model, dtype = options.model, options.dtype
     if dtype not in DTYPES:
@@ -289,7 +288,7 @@ def recommend(options: RecommendOptions) -> None:
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
     )
-    advice = advise(
+    advice = report.recommend(
         live,
         options.target_length,
         name=model or "",

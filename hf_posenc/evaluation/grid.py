@@ -1,4 +1,4 @@
-"""Tables as data, their renderings for terminals, notebooks and Markdown, and results that consist of them.
+"""Tables as data, their renderings for terminals, notebooks, Markdown and trackers, and results that consist of them.
 
 A `Grid` has columns, rows of fields and marks such as `"best"`. Whoever measures builds grids, and every renderer takes
 grids and nothing else. The HTML page renders them by its own template (`page/grid.html`).
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import importlib.util
 import io
 import itertools
 import math
@@ -23,6 +24,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
 from hf_posenc.files import to_csv, to_json, write_atomically
 
@@ -430,3 +432,59 @@ class Result(abc.ABC):
 
     def _repr_html_(self) -> str:
         return to_notebook(self.tables(), self.notes(), self.width)
+
+
+# Trackers. Not accelerate's, which join the processes of a launch: those of a measurement never wait for one another.
+
+TRACKERS = ("tensorboard", "wandb")
+"""The trackers, by transformers' names of them, which are those of their packages."""
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise for a tracker that is unknown or not installed."""
+    for name in names:
+        if name not in TRACKERS:
+            raise unknown("tracker", name, TRACKERS)
+        if importlib.util.find_spec(name) is None:
+            raise PosencError(f"--report-to {name} needs its package: pip install {name}.")
+
+
+def track(result: Result, name: str, folder: Path) -> None:
+    """Log the numbers and tables of a result to a tracker, which writes to `folder/runs` or by its own settings.
+
+    Raises:
+        PosencError: The tracker is unknown, not installed, or fails: no login, no network, a full disk.
+    """
+    check_trackers([name])
+    try:
+        _log(result, name, folder)
+    except Exception as error:  # each tracker has errors of its own
+        raise PosencError(f"--report-to {name} failed: {one_line(error)}") from error
+
+
+def _log(result: Result, name: str, folder: Path) -> None:
+    scalars = sorted(result.scalars(), key=lambda scalar: scalar[1])
+    grids = [
+        (grid.title or f"table {number}", grid) for number, grid in enumerate(result.tables(), 1)
+    ]
+    if name == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(folder / "runs" / result.kind)) as writer:
+            for tag, step, value in scalars:
+                writer.add_scalar(tag, value, step)
+            for title, grid in grids:
+                writer.add_text(title, to_markdown(grid))
+        return
+    import wandb
+
+    with wandb.init(project="hf_posenc", job_type=result.kind) as run:
+        for step, same in itertools.groupby(scalars, key=lambda scalar: scalar[1]):
+            run.log({tag: value for tag, _, value in same}, step=step)
+        for title, grid in grids:
+            heads: list[str | int] = [column.head.replace("\n", " ") for column in grid.columns]
+            empty = [""] * len(heads)
+            rows = [
+                [*(field.text for field in row.fields), *empty][: len(heads)] for row in grid.rows
+            ]
+            run.summary[title] = wandb.Table(columns=heads, data=rows)

@@ -210,7 +210,7 @@ class Scores:
             precision = torch.autocast(next(model.parameters()).device.type, self._autocast)
         with ranks.without_side_effects(model), precision:
             described = identity.describe_model(
-                identity.name_of(model), model, self._tokenizer, self._special, self._bos
+                None, model, self._tokenizer, self._special, self._bos
             )
             hashes = ranks.gather(described["weights_sha256"])  # each rank may hold another shard
             both = hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation import trackers
+from hf_posenc.evaluation.grid import check_trackers
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from tests.support.tiny_text import prose, tiny_checkpoint
 
@@ -103,7 +103,7 @@ def test_other_trackers_are_refused_before_anything_is_measured(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(PosencError, match="tracker 'paper'"):
-        trackers.check_trackers(["paper"])
+        check_trackers(["paper"])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     given = ["perplexity", str(folder / "model"), "--report-to", "wandb"]
     result = RUNNER.invoke(app, given)

@@ -319,6 +319,14 @@ def parse_candidates(specs: Sequence[str]) -> list[Candidate]:
     return candidates
 
 
+def checked_candidates(
+    model: nn.Module, specs: Sequence[str] | None
+) -> tuple[list[Candidate], int | None]:
+    """Return the `checked` candidates, by default the model as loaded, and the length that it was trained on."""
+    candidates = [c.checked(model) for c in parse_candidates(specs or (UNPATCHED,))]
+    return candidates, original_length(model, candidates)
+
+
 def check_unique(candidates: Sequence[Candidate]) -> None:
     """Refuse a candidate that is given twice."""
     counts = Counter(candidate.label for candidate in candidates)

@@ -19,6 +19,7 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 
 _PACKAGES = ("hf-posenc", "torch", "transformers", "tokenizers", "numpy")
+_ORIGIN = ("_name_or_path", "transformers_version")
 _BLOCK = 2**24
 """Elements summed at a time, so that a large matrix is never copied whole."""
 
@@ -29,6 +30,7 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
     parameters = list(model.parameters())
     device = parameters[0].device  # the kind of the GPU may matter, their number does not
     patch = get_patch(model)
+    values = {k: v for k, v in config.to_dict().items() if k not in _ORIGIN}
     return {
         "name": name,
         "class": type(model).__name__,
@@ -39,18 +41,22 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "attention": getattr(config, "_attn_implementation", None),
         "experts": getattr(config, "_experts_implementation", None),
-        "config_sha256": config_hash(config),
+        "config_sha256": _hash(json.dumps(values, sort_keys=True, default=repr)),
         "weights_sha256": weights_hash(model),
         "patch": None if patch is None else patch.config.to_dict(),
     }
 
 
 def describe_model(
-    name: str, model: nn.Module, tokenizer: Any, special: Sequence[int], bos: str
+    name: str | None, model: nn.Module, tokenizer: Any, special: Sequence[int], bos: str
 ) -> dict[str, Any]:
-    """Return the description of a model and its tokenizer that a result stores."""
+    """Return the description of a model and its tokenizer that a result stores.
+
+    Without a name it is the one that the model was loaded from, else its class.
+    """
+    loaded_from = getattr(model.config, "_name_or_path", "")
     return {
-        **model_identity(model, name),
+        **model_identity(model, name or loaded_from or type(model).__name__),
         "tokenizer": {
             "class": type(tokenizer).__name__,
             "vocabulary": len(tokenizer),
@@ -80,11 +86,6 @@ def check_weights(model: nn.Module) -> None:
     damage = damaged_weights((name, tensor) for name, tensor in tensors if name in names)
     if damage is not None:
         raise PosencError(damage)
-
-
-def name_of(model: Any) -> str:
-    """Return the name or path that a model was loaded from; else its class."""
-    return getattr(model.config, "_name_or_path", "") or type(model).__name__
 
 
 def check_vocabulary(model: Any, largest: int) -> None:
@@ -119,13 +120,6 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def config_hash(config: Any) -> str:
-    """Return a hash of a model's config, independent of where it was loaded from."""
-    origin = ("_name_or_path", "transformers_version")
-    values = {name: value for name, value in config.to_dict().items() if name not in origin}
-    return _hash(json.dumps(values, sort_keys=True, default=repr))
 
 
 def _hash(text: str) -> str:

@@ -29,6 +29,7 @@ from hf_posenc.evaluation.measuring.statistics import (
     summarize,
 )
 from hf_posenc.evaluation.page.collect import Source, grouped, settings_differ
+from hf_posenc.evaluation.perplexity.protocols import READERS
 from hf_posenc.evaluation.perplexity.result import record_of
 
 if TYPE_CHECKING:
@@ -45,14 +46,7 @@ _FREE = frozenset(
     }
 )
 # Settings that matter to some protocols only.
-_OF_PROTOCOL = {
-    "tail_tokens": ("tail",),
-    "read_last": ("tail",),
-    "windows_per_document": ("tail", "sliding"),
-    "bos_windows": ("sliding",),
-    "stride": ("sliding", "stream"),
-    "evaluator": ("longppl",),
-}
+_OF_PROTOCOL = {**READERS, "read_last": ("tail",), "evaluator": ("longppl",)}
 
 
 def texts(data: Mapping[str, Any]) -> tuple[tuple[str, ...], str, str]:
@@ -107,16 +101,10 @@ def _decisive(data: Mapping[str, Any], protocol: str) -> dict[str, Any]:
 
 @dataclass
 class Line:
-    """One method of one result: a row of the table.
+    """One method of one result, by length: its records, with indices as the documents' names, and its failures.
 
-    Attributes:
-        name: The method's label in the result.
-        label: Its unique label here: with the number of its result if several results have it.
-        method: The method's name; `None` for the model as it was loaded.
-        records: Its sums by length; the documents' names are their indices.
-        failures: The reason why there is no number, by length.
-        also: Other results with the very same numbers.
-        cells: The numbers by length, with ratios to the row with the label `baseline`, which may be this one.
+    `name` is its label in the result; in `label`, the number of the result follows if several results have the name.
+    `also` are other results with the same numbers. Ratios of the `cells` refer to the row `baseline`, maybe this one.
     """
 
     source: Source
@@ -152,8 +140,7 @@ class Merged:
 
     def cell(self, method: str, protocol: str, length: int, /) -> Cell | None:
         """Return the number of a row at a length."""
-        line = next(line for line in self.candidates if line.label == method)
-        return line.cells.get(length)
+        return next(line.cells.get(length) for line in self.candidates if line.label == method)
 
 
 def merge(sources: Sequence[Source]) -> list[Merged]:

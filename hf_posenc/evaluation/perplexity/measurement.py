@@ -18,40 +18,17 @@ from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents import Entry, TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring import execute as machine
-from hf_posenc.evaluation.measuring.candidates import (
-    Candidate,
-    original_length,
-    parse_candidates,
-    within_reach,
-)
-from hf_posenc.evaluation.measuring.execute import (
-    Attempt,
-    Failures,
-    Measurement,
-    Progress,
-    Value,
-    silent,
-)
-from hf_posenc.evaluation.measuring.identity import (
-    check_tokenizer,
-    check_vocabulary,
-    check_weights,
-    describe_model,
-    environment,
-    name_of,
-)
+from hf_posenc.evaluation.measuring import identity
+from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
+from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, Value, silent
 from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
-from hf_posenc.evaluation.options import (
-    PerplexityOptions,
-    ProtocolOptions,
-    output_folder,
-    with_fields,
-)
+from hf_posenc.evaluation.options import PerplexityOptions, output_folder, with_fields
 from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder
 from hf_posenc.evaluation.perplexity.protocols import (
     PRESETS,
+    READERS,
     Settings,
     Window,
     default_lengths,
@@ -99,7 +76,7 @@ def _plus(total: Sequence[Any], part: Sequence[Any]) -> list[Any]:
     return sums
 
 
-class PerplexityRun(Measurement[Item, PerplexityResult]):
+class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
     """The perplexity of every candidate, each `checked` against the model, on every document.
 
     Documents have at least `settings.shortest_document` tokens, with the token ids `special` in front. For `longppl`,
@@ -126,7 +103,7 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
         self._key_tokens: dict[int, Tensor] = {}
         self.special = torch.tensor(list(special), dtype=torch.int64)
         self.items = self._items()
-        check_vocabulary(model, max(document.largest() for document in documents))
+        identity.check_vocabulary(model, max(document.largest() for document in documents))
         with evaluation_mode(model):
             probe = torch.cat([self.special, documents[0].tokens(0, 16)])
             scorer = TokenScorer(model, probe, chunk=settings.chunk, prefill=settings.prefill)
@@ -247,7 +224,7 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
             "kind": "perplexity",
             "model": self.metadata["model"],
             "settings": {name: settings[name] for name in settings if name not in _OF_THE_SUMMARY},
-            "environment": environment(),
+            "environment": identity.environment(),
         }
 
     def collect(self, values: Mapping[Key, Value]) -> PerplexityResult:
@@ -297,7 +274,7 @@ class PerplexityRun(Measurement[Item, PerplexityResult]):
             ),
             curves=curves,
             head_replay=self.scorer.head_replay,
-            environment=environment(),
+            environment=identity.environment(),
             fingerprint=self.fingerprint,
             **self.metadata,
         )
@@ -369,10 +346,9 @@ def prepare(
     `name` is the model's in results, by default read from its config; `command` gives this result again. `load` loads
     the model and the tokenizer of a name, for an evaluator of LongPPL that is another model.
     """
-    check_weights(model)
-    check_tokenizer(tokenizer)
-    candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
-    original = original_length(model, candidates)
+    identity.check_weights(model)
+    identity.check_tokenizer(tokenizer)
+    candidates, original = checked_candidates(model, options.methods)
     settings, policy = settings_of(options, original)
     lengths = within_reach(model, candidates, settings.lengths, given=options.lengths is not None)
     if lengths != settings.lengths:
@@ -402,7 +378,7 @@ def prepare(
         special=special,
         key_tokens=key_tokens,
         metadata={
-            "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
+            "model": identity.describe_model(name, model, tokenizer, special, policy),
             "source": about,
             "original": original,
             "skipped": skipped,
@@ -411,47 +387,30 @@ def prepare(
     )
 
 
-def settings_of(
-    options: ProtocolOptions, original: int | None, lengths: Sequence[int] | None = None
-) -> tuple[Settings, str]:
-    """Return `make_settings` of some options; `lengths` replace those of the options."""
+def settings_of(options: PerplexityOptions, original: int | None) -> tuple[Settings, str]:
+    """Return `make_settings` of some options; raise if one was given that none of the protocols reads."""
     names = {field.name for field in dataclasses.fields(Settings)} - {"preset", "lengths"}
     values = {name: getattr(options, name, None) for name in names}
-    if isinstance(options, PerplexityOptions):
-        lengths = options.lengths
-        short = options.short and options.preset is None
-        if lengths and short and original and original < min(lengths):
-            lengths = (original, *lengths)
+    lengths = options.lengths
+    short = options.short and options.preset is None
+    if lengths and short and original and original < min(lengths):
+        lengths = (original, *lengths)
     if original is not None and original < 1:
         raise PosencError(
             f"The model's config names a context length of {original}: correct it there."
         )
     values["lengths"] = None if lengths is None else tuple(sorted(set(lengths)))
     settings, policy = make_settings(values, original, preset=options.preset, bos=options.bos)
-    _refuse_ignored(options, settings)
-    return settings, policy
-
-
-def _refuse_ignored(options: ProtocolOptions, settings: Settings) -> None:
-    """Raise if an option was given that none of the protocols reads."""
-    longppl = ("longppl",) if getattr(options, "longppl", None) is not None else ()
-    protocols = (*settings.protocols, *longppl)
-    readers = {
-        "tail_tokens": ("tail",),
-        "stride": ("sliding", "stream"),
-        "windows_per_document": ("tail", "sliding"),
-        "bos_windows": ("sliding",),
-        "buckets": ("prefix",),
-        "longppl_short": ("longppl",),
-    }
-    for name, users in readers.items():
-        value = getattr(options, name, None)
+    protocols = (*settings.protocols, *(() if options.longppl is None else ("longppl",)))
+    for name, users in READERS.items():
+        value = getattr(options, name)
         if value is not None and not set(users) & set(protocols):
             wanted = "--longppl" if "longppl" in users else f"--protocol {' or '.join(users)}"
             raise PosencError(
                 f"--{name.replace('_', '-')} {value} is for {wanted}, and this run measures "
                 f"{' and '.join(protocols)}: leave it out, or add that."
             )
+    return settings, policy
 
 
 def make_settings(

@@ -33,6 +33,15 @@ AGGREGATES = {
     "documents": "every document weighs the same, however many tokens it has",
     "hf-docs": "windows weigh by their tokens, less one in every window but the first",
 }
+READERS = {
+    "tail_tokens": ("tail",),
+    "stride": ("sliding", "stream"),
+    "windows_per_document": ("tail", "sliding"),
+    "bos_windows": ("sliding",),
+    "buckets": ("prefix",),
+    "longppl_short": ("longppl",),
+}
+"""Options that matter to some protocols only."""
 TAIL_TOKENS = 1024
 STRIDE = 256
 BUCKETS = 64

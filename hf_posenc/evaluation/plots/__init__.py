@@ -208,11 +208,9 @@ def value_ticks(low: float, high: float) -> list[float]:
         ticks = [value for value in ticks if low <= value <= high]
         if len(ticks) <= MAX_TICKS:
             break
-    return ticks if len(ticks) >= MIN_TICKS else _even_ticks(low, high)
-
-
-def _even_ticks(low: float, high: float) -> list[float]:
-    """Multiples of 1, 2 or 5 times a power of ten: of the smallest that gives at most `MAX_TICKS`."""
+    if len(ticks) >= MIN_TICKS:
+        return ticks
+    # multiples of 1, 2 or 5 times a power of ten: of the smallest that gives at most MAX_TICKS
     power = 10.0 ** (math.floor(math.log10(high - low)) - 1)
     step = next(n * power for n in (1, 2, 5, 10, 20, 50) if (high - low) / (n * power) < MAX_TICKS)
     first, last = math.ceil(low / step), math.floor(high / step)
@@ -309,30 +307,27 @@ MAX_MARKERS = 16
 
 def figure(result: Measured, protocols: Sequence[str] | None = None) -> Figure:
     """Draw one panel for each of the protocols (all by default); the last one has the names of the lines."""
-    shown = result.settings.protocols if protocols is None else protocols
+    settings = result.settings
+    shown = settings.protocols if protocols is None else protocols
     with line_panels(result, 3.3 * len(shown) + 1.5, len(shown), sharey=True) as (drawn, panels):
         for panel, protocol in zip(panels, shown, strict=True):
-            _perplexity_panel(panel, result, protocol)
+            panel.set_yscale("log")
+            title = TITLES.get(protocol, protocol).format(tail=f"{settings.tail_tokens:,}")
+            panel.set_title(title, loc="left")
+            length_axis(panel, settings.lengths)
+            for candidate, look in zip(result.candidates, looks(result.candidates), strict=True):
+                cells = _cells(result, candidate.label, protocol)
+                cells = [cell for cell in cells if math.isfinite(cell.perplexity)]
+                _line(panel, candidate.label, [(c.length, c.perplexity) for c in cells], look)
+                ranges = [(c.length, *c.interval) for c in cells if c.interval is not None]
+                if len(ranges) > 1 and len(result.candidates) <= MAX_BANDS:
+                    band: dict[str, Any] = {"alpha": 0.12, "linewidth": 0, "zorder": 2}
+                    x, low, high = zip(*ranges, strict=True)
+                    panel.fill_between(x, low, high, color=look["color"], **band)
+            mark_trained(panel, result.original)
         panels[0].set_ylabel("perplexity")
         value_axis(panels[0])
     return drawn
-
-
-def _perplexity_panel(panel: Axes, result: Measured, protocol: str) -> None:
-    """Draw perplexity against length under one protocol, with the trained length marked."""
-    panel.set_yscale("log")
-    title = TITLES.get(protocol, protocol)
-    panel.set_title(title.format(tail=f"{result.settings.tail_tokens:,}"), loc="left")
-    length_axis(panel, result.settings.lengths)
-    for candidate, look in zip(result.candidates, looks(result.candidates), strict=True):
-        cells = _cells(result, candidate.label, protocol)
-        cells = [cell for cell in cells if math.isfinite(cell.perplexity)]
-        _line(panel, candidate.label, [(c.length, c.perplexity) for c in cells], look)
-        ranges = [(cell.length, *cell.interval) for cell in cells if cell.interval is not None]
-        if len(ranges) > 1 and len(result.candidates) <= MAX_BANDS:
-            x, low, high = zip(*ranges, strict=True)
-            panel.fill_between(x, low, high, color=look["color"], alpha=0.12, linewidth=0, zorder=2)
-    mark_trained(panel, result.original)
 
 
 def _cells(result: Measured, label: str, protocol: str) -> list[Cell]:
@@ -356,54 +351,38 @@ CLOSE = 0.012
 """Largest distance of two intervals, as a share of the axis."""
 
 
-def difference_figure(result: Measured, protocol: str = "tail") -> Figure:
-    """Draw perplexity on the left; on the right its ratio to the first method's, with paired 95 % intervals.
+def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
+    """Draw the ratio to the first method's perplexity, with its paired 95 % interval at every point and a line at 1.
 
     An interval that excludes 1 shows a difference. Overlap of two intervals of perplexity is no evidence about it.
-
-    Raises:
-        PosencError: matplotlib is not installed.
     """
-    with line_panels(result, 8.1, 2) as (drawn, (left, right)):
-        _perplexity_panel(left, result, protocol)
-        left.set_ylabel("perplexity")
-        value_axis(left)
-        _ratio_panel(right, result, protocol)
-    return drawn
-
-
-def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
-    """Draw the right half of `difference_figure`."""
-    with line_panels(result, 4.8) as (drawn, (panel,)):
-        _ratio_panel(panel, result, protocol)
-    return drawn
-
-
-def _ratio_panel(panel: Axes, result: Measured, protocol: str) -> None:
-    """Draw the ratio to the baseline against length, with an interval at every point and a line at 1."""
     lengths = result.settings.lengths
-    panel.set_title(f"{protocol}, as a multiple of the baseline", loc="left")
-    panel.set_yscale("log")
-    panel.axhline(1.0, color=BASELINE, linewidth=1.0, zorder=2)
-    drawn = list(zip(result.candidates, looks(result.candidates), strict=True))
-    gap = min((math.log2(b / a) for a, b in itertools.pairwise(lengths)), default=1.0)
-    span = math.log2(lengths[-1] / lengths[0]) or 1.0
-    step = min(STAGGER * gap / len(drawn), CLOSE * span)
-    for index, (candidate, look) in enumerate(drawn):
-        cells = _cells(result, candidate.label, protocol)
-        shift = 2 ** (step * (index - (len(drawn) - 1) / 2))
-        intervals = [(cell.length * shift, *(cell.ratio_interval or (1, 1))) for cell in cells]
-        ranges = [(x, a, b) for x, a, b in intervals if _positive(a) and _positive(b) and a != b]
-        if ranges:
-            x, low, high = zip(*ranges, strict=True)
-            panel.vlines(x, low, high, color=look["color"], linewidth=0.9, alpha=0.7, zorder=2)
-        ratios = [(c.length * shift, c.ratio or 0.0) for c in cells if _positive(c.ratio)]
-        if candidate.method is not None or any(ratio != 1.0 for _, ratio in ratios):
-            _line(panel, candidate.label, ratios, look)  # the baseline is the line at 1
-    length_axis(panel, lengths)
-    mark_trained(panel, result.original, below=True)
-    panel.set_ylabel("ratio, paired 95 % interval")
-    value_axis(panel)
+    with line_panels(result, 4.8) as (drawn, (panel,)):
+        panel.set_title(f"{protocol}, as a multiple of the baseline", loc="left")
+        panel.set_yscale("log")
+        panel.axhline(1.0, color=BASELINE, linewidth=1.0, zorder=2)
+        candidates = list(zip(result.candidates, looks(result.candidates), strict=True))
+        gap = min((math.log2(b / a) for a, b in itertools.pairwise(lengths)), default=1.0)
+        span = math.log2(lengths[-1] / lengths[0]) or 1.0
+        step = min(STAGGER * gap / len(candidates), CLOSE * span)
+        for index, (candidate, look) in enumerate(candidates):
+            cells = _cells(result, candidate.label, protocol)
+            shift = 2 ** (step * (index - (len(candidates) - 1) / 2))
+            intervals = [(cell.length * shift, *(cell.ratio_interval or (1, 1))) for cell in cells]
+            ranges = [
+                (x, a, b) for x, a, b in intervals if _positive(a) and _positive(b) and a != b
+            ]
+            if ranges:
+                x, low, high = zip(*ranges, strict=True)
+                panel.vlines(x, low, high, color=look["color"], linewidth=0.9, alpha=0.7, zorder=2)
+            ratios = [(c.length * shift, c.ratio or 0.0) for c in cells if _positive(c.ratio)]
+            if candidate.method is not None or any(ratio != 1.0 for _, ratio in ratios):
+                _line(panel, candidate.label, ratios, look)  # the baseline is the line at 1
+        length_axis(panel, lengths)
+        mark_trained(panel, result.original, below=True)
+        panel.set_ylabel("ratio, paired 95 % interval")
+        value_axis(panel)
+    return drawn
 
 
 def _positive(value: float | None) -> bool:

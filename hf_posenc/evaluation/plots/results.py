@@ -181,7 +181,11 @@ def search_figure(
     with plots.styled_panels(8.2, 3.3, 2) as (drawn, (path, factors)):
         path.plot(count, perplexities, ".", color=plots.COLOURS[0], markersize=3, alpha=0.5)
         path.plot(count, lowest, color=plots.COLOURS[1], linewidth=1.3)
-        path.set_ylim(*_limits(lowest))
+        # from the best found to somewhat above the best start; far worse mutations are cut off
+        low = min((value for value in lowest if not math.isnan(value)), default=1.0)
+        high = min((value for value in lowest[:3] if not math.isnan(value)), default=low)
+        room = max(high - low, 0.02 * low)
+        path.set_ylim(low - 0.3 * room, high + room)
         path.set_xlabel("evaluations")
         path.set_ylabel(f"tail perplexity at {target:,} tokens")
         path.set_title("search documents", loc="left")
@@ -195,12 +199,3 @@ def search_figure(
         factors.set_ylabel("divisor of its frequency")
         factors.legend(frameon=False, fontsize=7.5)
     return drawn
-
-
-def _limits(best: Sequence[float]) -> tuple[float, float]:
-    """Return limits from the best found to somewhat above the best start; far worse mutations are cut off."""
-    low = min((value for value in best if not math.isnan(value)), default=1.0)
-    starts = [value for value in best[:3] if not math.isnan(value)]
-    high = min(starts, default=low)
-    room = max(high - low, 0.02 * low)
-    return low - 0.3 * room, high + room

@@ -1,8 +1,414 @@
-"""Recommendation of a method for a length: closed-form limits, published evidence, and a trial on the model."""
+"""Recommendation of a method for a length: closed-form limits, published evidence, and a trial on the model.
+
+From a model and a target length to a ranked list of methods, each with its reason, and the cost of the cache.
+"""
 
 from __future__ import annotations
 
-from hf_posenc.evaluation.recommend.advice import Advice, CacheCost, Carried, recommend
-from hf_posenc.evaluation.recommend.options import Option, RotaryLimits
+import copy
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.adapters import available_architectures
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.grid import Grid
+from hf_posenc.evaluation.published import TOLERANCE
+from hf_posenc.evaluation.recommend.options import (
+    AS_IT_IS,
+    FAST_TURNS,
+    REFUSED,
+    TRAINED,
+    Option,
+    RotaryLimits,
+    Start,
+    least_base,
+    option_of,
+    rank,
+    rotary_limits,
+)
+from hf_posenc.lengths import read_length
+from hf_posenc.methods import METHODS, get_method
+from hf_posenc.model.discovery import RotaryTable, original_length, read_spec, select, tables_of
+from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.patch.patching import get_patch
 
 __all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommend"]
+
+_PER_LENGTH = ("dynamic", "longrope")  # a table that depends on the length cannot be composed
+_PROBE_TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Carried:
+    """Scaling that a checkpoint's config carries, if any, and the context length in tokens with it and before it."""
+
+    rope_type: str
+    scaled: bool
+    reach: int
+    trained: int
+
+
+@dataclass(frozen=True)
+class CacheCost:
+    """Memory of the cache of one text, keys and values alone.
+
+    The `full_layers` keep every token, each of `bytes_per_token`; the `window_layers` keep the last `window` tokens.
+    """
+
+    tokens: int
+    bytes: int
+    bytes_per_token: int
+    full_layers: int
+    window_layers: int
+    window: int
+    dtype: str
+
+    def __str__(self) -> str:
+        kept = ""
+        if self.window_layers:
+            kept = f"; {self.window_layers} layers keep the last {self.window:,} tokens"
+        return (
+            f"{_size(self.bytes)} of keys and values in {self.dtype} for one text of {self.tokens:,} tokens: "
+            f"{_size(self.bytes_per_token)} a token in {self.full_layers} layers{kept}."
+        )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Advice for a target length.
+
+    Attributes:
+        name: The model's name, as the commands take it.
+        model_type: The `model_type` of its text decoder; `tested` if the test matrix covers it.
+        target: The target length, in tokens.
+        beside: Arguments of `patch_model` that start a frequency method from it: `compose`, `replace`, or neither.
+        limits: The limits of the table that frequency methods start from.
+        least_base: The least base for the target, by the fit of arXiv 2405.14591.
+        cache: The memory of keys and values at the target; `None` if it is unknown.
+        options: Every method, the best first.
+    """
+
+    name: str
+    model_class: str
+    model_type: str
+    tested: bool
+    target: int
+    carried: Carried
+    beside: dict[str, Any]
+    limits: RotaryLimits
+    least_base: float
+    cache: CacheCost | None
+    options: tuple[Option, ...]
+
+    @property
+    def needed(self) -> bool:
+        """True if the target exceeds the length of the config."""
+        return self.target > self.carried.reach
+
+    @property
+    def factor(self) -> float:
+        """The target as a multiple of the length that frequency methods start from."""
+        return self.target / self.limits.original
+
+    @property
+    def best(self) -> list[Option]:
+        """The options that work as they are, the best first."""
+        return [option for option in self.options if option.works == AS_IT_IS]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        values = {
+            "kind": "advice",
+            "format": 1,
+            **dataclasses.asdict(self),
+            "needed": self.needed,
+            "factor": self.factor,
+            "commands": list(self.commands()),
+        }
+        for entry, option in zip(values["options"], self.options, strict=True):
+            entry.update(spec=option.spec, call=option.call)
+        return values
+
+    def commands(self) -> tuple[str, ...]:
+        """Return the commands to run next, on the user's own text."""
+        text = "--text 'YOUR/*.txt'"
+        lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
+        specs = ["none"]
+        if self.needed:
+            specs += ["sliding_window", *(str(one.spec) for one in self.best[:3])]
+        patches = " ".join(f"--patch {spec}" for spec in specs)
+        commands = (
+            f"perplexity {self.name} {text} --lengths {lengths} {patches}",
+            f"retrieval {self.name} --lengths {lengths} {patches}",
+            f"sweep {self.name} {text} --target-length {self.target}",
+        )
+        shown = commands if self.needed else commands[:1]
+        return tuple(f"hf-posenc {' '.join(command.split())}" for command in shown)
+
+
+def recommend(
+    model: nn.Module,
+    target_length: int | str,
+    *,
+    name: str = "MODEL",
+    original: int | str | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Advice:
+    """Rank the methods for a target length in closed form: the model reads no text.
+
+    The base bound is a rule of thumb, and so is the assumption that a model breaks at angles not met in training. The
+    published tables were measured on a few Llamas. The ranking is the order in which to try methods; `perplexity`
+    measures them.
+
+    Args:
+        model: A transformers model. On the meta device only its config is read, and methods that compute attention
+            themselves cannot be tried; on a loaded model every method is patched in and removed again.
+        target_length: In tokens, as a number or as text such as `"32k"`.
+        name: The model's name, for the commands.
+        original: The length that the model was trained at, in tokens, if its config names another.
+        dtype: The number format of the cache.
+
+    Raises:
+        PosencError: A length below 1, a patched model, or one without a rotary table.
+    """
+    target_length = read_length(target_length, "target_length")
+    original = None if original is None else read_length(original, "original")
+    inner: Any = unwrap(model)
+    if get_patch(inner) is not None:
+        raise PosencError(
+            "This model is patched. Advice is for the checkpoint itself: unpatch_model(model) first, or name the "
+            "checkpoint that it was saved from."
+        )
+    table = select(tables_of(inner), "full", whole=True)[0]
+    carried = _carried(table, original)
+    beside = _beside(table, carried, original)
+    compose = bool(beside.get("compose"))
+    spec = read_spec(table, carried.reach if compose else carried.trained, compose=compose)
+    model_type = inner.config.get_text_config(decoder=True).model_type
+    start = Start(spec, target_length, beside, carried.reach, _length(table, carried))
+    kinds = METHODS if target_length > carried.reach else ()
+    options = [_tried(option_of(kind, start), inner) for kind in kinds]
+    return Advice(
+        name=name,
+        model_class=type(inner).__name__,
+        model_type=model_type,
+        tested=model_type in available_architectures(),
+        target=target_length,
+        carried=carried,
+        beside=beside,
+        limits=rotary_limits(spec, target_length),
+        least_base=least_base(target_length),
+        cache=cache_cost(inner, target_length, dtype),
+        options=tuple(rank(options, start.factor)),
+    )
+
+
+def _carried(table: RotaryTable, original: int | None) -> Carried:
+    trained = original or original_length(table, compose=False)
+    if not table.scaled:
+        return Carried(table.rope_type, False, trained, trained)
+    reach = original_length(table, compose=True)
+    if table.rope_type not in _PER_LENGTH:  # some configs name the length before the scaling
+        reach = max(reach, int(trained * float(table.parameters.get("factor") or 1)))
+    return Carried(table.rope_type, True, reach, trained)
+
+
+def _beside(table: RotaryTable, carried: Carried, original: int | None) -> dict[str, Any]:
+    """Return the arguments of `patch_model` that start a frequency method from this table."""
+    length = {} if original is None else {"original_max_position_embeddings": original}
+    if not table.scaled:
+        return length
+    if table.rope_type in _PER_LENGTH:
+        return {"replace": True, **length}
+    return {"compose": True, **length, **_length(table, carried)}
+
+
+def _length(table: RotaryTable, carried: Carried) -> dict[str, Any]:
+    """Return the argument that names the length that the table reaches, if it does not name that itself."""
+    known = carried.reach == original_length(table, compose=table.scaled)
+    return {} if known else {"original_max_position_embeddings": carried.reach}
+
+
+def _tried(option: Option, model: nn.Module) -> Option:
+    """Return the option after its trial on the model, or as it is if the trial requires weights and there are none.
+
+    A dynamic method that the model does not support row by row is tried in the form that changes the table alone.
+    """
+    unloaded = any(parameter.is_meta for parameter in model.parameters())
+    if option.options is None or (option.attention and unloaded):
+        return option
+    error = _refusal(option, model)
+    if error is None:
+        return dataclasses.replace(option, trial=True)
+    if "update" in get_method(option.method).knobs():
+        options = {**option.options, "update": "sequence"}
+        instead = dataclasses.replace(option, options=options, attention=False, trial=True)
+        if _refusal(instead, model) is None:
+            return instead
+    reason = " ".join(str(error).split())
+    return dataclasses.replace(option, works=REFUSED, reason=reason, trial=False)
+
+
+def _refusal(option: Option, model: nn.Module) -> PosencError | None:
+    """Patch an option in and remove it; return the error if that failed."""
+    assert option.candidate is not None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the option states what a method needs
+        try:
+            with option.candidate.applied(model, 1):
+                return None
+        except PosencError as error:
+            return error
+
+
+def cache_cost(model: nn.Module, tokens: int, dtype: torch.dtype) -> CacheCost | None:
+    """Compute the memory of the cache for one text; `None` if the model does not run on the meta device.
+
+    A model of the same config runs a few tokens there, without computing or storing anything. Grouped heads, latent
+    attention, shared and sliding-window layers are therefore counted as transformers keeps them.
+    """
+    growing = fixed = window = full = windowed = 0
+    for layer in _cache_layers(model):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if keys is None or values is None or keys.ndim != 4:
+            continue
+        size = (keys[0].numel() + values[0].numel()) // _PROBE_TOKENS * dtype.itemsize
+        if getattr(layer, "is_sliding", False):
+            kept = min(tokens, int(layer.sliding_window) - 1)  # the next token completes the window
+            fixed, window, windowed = fixed + size * kept, max(window, kept), windowed + 1
+        else:
+            growing, full = growing + size, full + 1
+    total = growing * tokens + fixed
+    name = str(dtype).removeprefix("torch.")
+    return CacheCost(tokens, total, growing, full, windowed, window, name) if total else None
+
+
+def _cache_layers(model: nn.Module) -> list[Any]:
+    """Return the layers of a cache that holds a few tokens; none if the model does not run on the meta device."""
+    config: Any = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    text.rope_parameters = _unscaled(getattr(text, "rope_parameters", None))
+    model_class: Any = type(model)
+    try:
+        # bfloat16: mixtures of experts support nothing else on this device
+        with torch.device("meta"), torch.no_grad():
+            twin = model_class._from_config(config, dtype=torch.bfloat16).eval()
+            ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64)
+            return list(twin(ids, use_cache=True).past_key_values.layers)
+    except Exception:  # a family may need values, which this device does not have
+        return []
+
+
+def _unscaled(parameters: Any) -> Any:
+    """Remove the scaling, which may read the values of positions: on the meta device they have none."""
+    if not isinstance(parameters, dict):
+        return parameters
+    if "rope_type" not in parameters:
+        return {key: _unscaled(value) for key, value in parameters.items()}
+    kept = {
+        key: parameters[key] for key in ("rope_theta", "partial_rotary_factor") if key in parameters
+    }
+    return {"rope_type": "default", **kept}
+
+
+def facts(advice: Advice) -> Iterator[tuple[str, str]]:
+    """Yield the facts that precede any method: a heading and a sentence or two each."""
+    carried, limits = advice.carried, advice.limits
+    scaled = (
+        f", by rope_type {carried.rope_type} from {carried.trained:,}" if carried.scaled else ""
+    )
+    unneeded = "" if advice.needed else f": {advice.target:,} need no patch"
+    yield "checkpoint", f"{carried.reach:,} tokens by its config{scaled}{unneeded}."
+    turns = (
+        f"{limits.full_turns} of {limits.rotated} pairs made a whole turn in {limits.original:,} tokens, "
+        f"{limits.fast} of them {FAST_TURNS} or more. Past that length the other {limits.slow} reach angles that the "
+        "model has not met. "
+        f"Critical dimension {limits.critical_dimension} of {limits.dim} (arXiv 2310.05209)."
+    )
+    yield "turns", turns
+    similar = "no distance up to the target"
+    if limits.similar_until is not None:
+        similar = f"{limits.similar_until:,} tokens"
+    base = (
+        f"{limits.theta:,.0f}, the least to train {limits.base_context:,} tokens with; {advice.target:,} take "
+        f"{advice.least_base:,.0f} (a fit, arXiv 2405.14591). The first distance at which a similar token may lose "
+        f"to a random one: {similar} (the theorem behind the fit). Rules of thumb, for training."
+    )
+    yield "base", base
+    unknown = "unknown: this model does not run without its weights."
+    yield "cache", unknown if advice.cache is None else str(advice.cache)
+    if carried.scaled and advice.needed and "replace" in advice.beside:
+        scaling = (
+            f"{carried.rope_type} has a table per length, which cannot be composed: replace=True starts from "
+            f"rope_theta and {limits.original:,} tokens. Weights trained with that scaling lose it."
+        )
+        yield "already scaled", scaling
+    elif carried.scaled and advice.needed:
+        scaling = (
+            f"compose=True scales the frequencies in force once more, from {limits.original:,} tokens: right for "
+            "weights that were trained with them. If the scaling was only written into the config, replace=True "
+            f"starts from rope_theta and {carried.trained:,} tokens."
+        )
+        yield "already scaled", scaling
+
+
+def table(advice: Advice) -> Grid:
+    """Return the methods that work without training from scratch, the best first."""
+    shown = [option for option in advice.options if option.works not in (TRAINED, REFUSED)]
+    grid = Grid(f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to try first")
+    grid.column("", numeric=True)
+    grid.column("method", least=max((len(option.method) for option in shown), default=0))
+    grid.column("works", least=max((len(option.works) for option in shown), default=0))
+    grid.column("why")
+    for number, option in enumerate(shown, 1):
+        reason = option.reason + (" [*]" if _untried(option) else "")
+        mark = "best" if number == 1 else ""
+        grid.row(str(number), option.method, option.works, reason, mark=mark)
+    return grid
+
+
+def notes(advice: Advice) -> Iterator[str]:
+    """Yield the notes that belong to the table."""
+    if any(_untried(option) for option in advice.options):
+        covered = "covers" if advice.tested else "does not cover"
+        yield (
+            f"[*] computes attention itself, and is tried only on a loaded model: --weights. The test matrix {covered} "
+            f"{advice.model_type} (docs/architectures.md)."
+        )
+    if trained := [option.method for option in advice.options if option.works == TRAINED]:
+        yield f"After training only: {', '.join(trained)}."
+    refused: dict[str, list[str]] = {}
+    for option in advice.options:
+        if option.works == REFUSED:
+            refused.setdefault(option.reason, []).append(option.method)
+    for reason, methods in refused.items():
+        yield f"Not {', '.join(methods)}: {reason}"
+    yield (
+        f"Published, untrained: a perplexity within {TOLERANCE - 1:.0%} of the unpatched model's at its trained "
+        "length, on the model and text of that table. It is the order in which to try methods; your text decides."
+    )
+
+
+def next_steps(advice: Advice) -> Iterator[str]:
+    """Yield the call, and the commands to run next."""
+    if advice.best:
+        yield f"In Python: {advice.best[0].call}"
+    yield from (f"Next: {command}" for command in advice.commands())
+
+
+def _untried(option: Option) -> bool:
+    return option.trial is None and option.options is not None
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"

@@ -15,28 +15,9 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
 from hf_posenc.evaluation.measuring import execute as machine
-from hf_posenc.evaluation.measuring.candidates import (
-    Candidate,
-    original_length,
-    parse_candidates,
-    within_reach,
-)
-from hf_posenc.evaluation.measuring.execute import (
-    Attempt,
-    Failures,
-    Measurement,
-    Progress,
-    Value,
-    silent,
-)
-from hf_posenc.evaluation.measuring.identity import (
-    check_tokenizer,
-    check_vocabulary,
-    check_weights,
-    describe_model,
-    environment,
-    name_of,
-)
+from hf_posenc.evaluation.measuring import identity
+from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
+from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, Value, silent
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import RetrievalOptions, output_folder, with_fields
@@ -66,7 +47,7 @@ class Item(machine.Item):
         return {"task": s.task, "length": s.length, "depth": s.depth, "sample": s.number}
 
 
-class RetrievalRun(Measurement[Item, RetrievalResult]):
+class RetrievalRun(machine.Measurement[Item, RetrievalResult]):
     """The retrieval of every candidate, each `checked` against the model, on every task, length, depth and sample.
 
     The token ids `special` are in front of every prompt; `haystack`, the user's own text, replaces the noise sentences.
@@ -90,7 +71,7 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
         self.left_out: list[LeftOut] = []
         self.items = self._items(self._fitting())
         ids = self.prompt(self.items[0].sample).ids
-        check_vocabulary(model, int(ids.max()))
+        identity.check_vocabulary(model, int(ids.max()))
         with evaluation_mode(model):
             self.scorer = FrugalScorer(TokenScorer(model, ids, chunk=settings.chunk))
         self._answers = AnswerScorer(model, self.scorer)
@@ -159,7 +140,7 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
             "model": self.metadata["model"],
             "haystack": {name: haystack[name] for name in haystack if name != "paths"},
             "settings": {name: settings[name] for name in settings if name not in _OF_THE_KEYS},
-            "environment": environment(),
+            "environment": identity.environment(),
         }
 
     def collect(self, values: Mapping[Key, Value]) -> RetrievalResult:
@@ -179,7 +160,7 @@ class RetrievalRun(Measurement[Item, RetrievalResult]):
             ],
             left_out=self.left_out,
             head_replay=self.scorer.head_replay,
-            environment=environment(),
+            environment=identity.environment(),
             fingerprint=self.fingerprint,
             **self.metadata,
         )
@@ -241,10 +222,9 @@ def prepare(
     """
     if haystack is not None and not haystack.strip():
         raise PosencError("The haystack is empty. Give text, or None for the noise sentences.")
-    check_weights(model)
-    check_tokenizer(tokenizer)
-    candidates = [c.checked(model) for c in parse_candidates(options.methods or ("none",))]
-    original = original_length(model, candidates)
+    identity.check_weights(model)
+    identity.check_tokenizer(tokenizer)
+    candidates, original = checked_candidates(model, options.methods)
     policy = options.bos or "auto"
     special = special_prefix(tokenizer, policy)
     lengths = within_reach(
@@ -260,7 +240,7 @@ def prepare(
         described = {"kind": "text", "sha256": digest, "characters": len(haystack)}
         described["paths"] = list(paths)
     metadata = {
-        "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
+        "model": identity.describe_model(name, model, tokenizer, special, policy),
         "haystack": described,
         "original": original,
         "command": command,

@@ -17,26 +17,10 @@ from torch import nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Skipped, TokenizedDocument, special_prefix
 from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.measuring import execute as machine
+from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.measuring.execute import (
-    Attempt,
-    Failures,
-    Item,
-    Measurement,
-    Progress,
-    Value,
-    collected,
-    execute,
-    silent,
-    wait_for_all,
-)
-from hf_posenc.evaluation.measuring.identity import (
-    check_vocabulary,
-    check_weights,
-    describe_model,
-    environment,
-    name_of,
-)
+from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Item, Progress, Value, silent
 from hf_posenc.evaluation.measuring.result import nan_if_none
 from hf_posenc.evaluation.measuring.statistics import Interval, estimate, exp_or_inf, side_of_one
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
@@ -278,7 +262,7 @@ Batch = Callable[[Sequence[Candidate], Sequence[int], Sequence[int]], Losses]
 
 
 @dataclass(kw_only=True)
-class TailJob(Measurement[Item, Any], abc.ABC, Generic[ResultT]):
+class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
     """Sweep or search whose model and documents are ready; its items are the tails of one batch after the other.
 
     Documents are at least as long as the target; an item's `order` is the index of its own. `about` describes the
@@ -293,7 +277,9 @@ class TailJob(Measurement[Item, Any], abc.ABC, Generic[ResultT]):
     skipped: Sequence[Skipped] = ()
 
     def __post_init__(self) -> None:
-        check_vocabulary(self.model, max(document.largest() for document in self.documents))
+        identity.check_vocabulary(
+            self.model, max(document.largest() for document in self.documents)
+        )
         probe = torch.tensor([*self.special, *self.documents[0].tokens(0, 16).tolist()])
         chunk, prefill = self.settings.chunk, self.settings.prefill
         with evaluation_mode(self.model):
@@ -344,9 +330,9 @@ class TailJob(Measurement[Item, Any], abc.ABC, Generic[ResultT]):
                 # the other processes do as much meanwhile
                 progress(label, min((before + tokens) * shard.count, total), total)
 
-            execute(self, store, shard, report)
-            wait_for_all(self, store, shard, waiting, everyone=True, patience=0)
-            losses: Losses | None = collected(self, store)
+            machine.execute(self, store, shard, report)
+            machine.wait_for_all(self, store, shard, waiting, everyone=True, patience=0)
+            losses: Losses | None = machine.collected(self, store)
             assert losses is not None
             return losses
 
@@ -431,7 +417,7 @@ def prepared(
             "The model's config names no context length that it was trained on; give it with a method, as in "
             "--patch yarn:original_max_position_embeddings=4096."
         )
-    check_weights(model)
+    identity.check_weights(model)
     settings = TailSettings.of(options, original)
     policy = options.bos or "auto"
     special = special_prefix(tokenizer, policy)
@@ -443,9 +429,9 @@ def prepared(
         embedded_tokens=settings.target * settings.windows_per_document,
     )
     about = {
-        "model": describe_model(name or name_of(model), model, tokenizer, special, policy),
+        "model": identity.describe_model(name, model, tokenizer, special, policy),
         "source": origin,
-        "environment": environment(),
+        "environment": identity.environment(),
         "command": command,
     }
     fields = {"model": model, "settings": settings, "documents": documents, "about": about}

@@ -72,10 +72,10 @@ def lines(panel: Any) -> dict[str, Any]:
 
 
 def test_ratios_stand_at_their_lengths_with_their_intervals_and_the_baseline_at_one() -> None:
-    drawn = plots.difference_figure(example(), "tail")
-    left, right = drawn.axes
-    assert list(lines(left)["yarn"].get_ydata()) == [11.0, 10.0, 5.0]
-    named = lines(right)
+    (panel,) = plots.figure(example(), ["tail"]).axes
+    assert list(lines(panel)["yarn"].get_ydata()) == [11.0, 10.0, 5.0]
+    (panel,) = plots.ratio_figure(example(), "tail").axes
+    named = lines(panel)
     assert "none" not in named
     assert list(named["yarn"].get_ydata()) == [1.1, 1.0, 0.5]
     assert list(named["pi"].get_ydata()) == [1.2, 1.1]  # nan is no point
@@ -84,10 +84,10 @@ def test_ratios_stand_at_their_lengths_with_their_intervals_and_the_baseline_at_
     assert all(
         place != other for place, other in zip(places, named["pi"].get_xdata(), strict=False)
     )
-    assert any(list(line.get_ydata()) == [1.0, 1.0] for line in lines(right).values())
+    assert any(list(line.get_ydata()) == [1.0, 1.0] for line in lines(panel).values())
     drawn_intervals = [
         (segment[0][1], segment[1][1])
-        for collection in right.collections
+        for collection in panel.collections
         for segment in getattr(collection, "get_segments")()  # noqa: B009
     ]
     expected = [(1.1 * 0.9, 1.1 * 1.2), (0.9, 1.2), (0.45, 0.6), (1.2 * 0.9, 1.2 * 1.2)]

@@ -21,8 +21,7 @@ from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.cli.command import expand
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.measuring.candidates import Candidate
-from hf_posenc.evaluation.recommend import Advice, recommend
-from hf_posenc.evaluation.recommend.advice import cache_cost
+from hf_posenc.evaluation.recommend import Advice, cache_cost, recommend
 from hf_posenc.evaluation.recommend.options import (
     AS_IT_IS,
     REFUSED,
