@@ -41,7 +41,7 @@ from hf_posenc.evaluation.documents import (
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
+from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
 
 RESULT = Path(__file__).resolve().parents[1] / "docs" / "data" / "benchmarks" / "updates.json"

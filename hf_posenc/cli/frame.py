@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.documents import Skipped
     from hf_posenc.evaluation.grid import Grid, Result
     from hf_posenc.evaluation.measuring.execute import Measurement, Progress
-    from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
+    from hf_posenc.evaluation.perplexity import PerplexityRun
     from hf_posenc.evaluation.perplexity.protocols import Settings
-    from hf_posenc.evaluation.retrieval.run import RetrievalRun
+    from hf_posenc.evaluation.retrieval import RetrievalRun
     from hf_posenc.evaluation.scoring.estimate import Cost
-    from hf_posenc.evaluation.tuning.objective import TailJob
+    from hf_posenc.evaluation.tuning import TailJob
 
     Job = Measurement[Any, Any] | BenchJob | TailJob[Any]
 

@@ -31,7 +31,7 @@ from hf_posenc.evaluation.options import (
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench.gpu import GpuRun
-    from hf_posenc.evaluation.tuning.objective import TailJob
+    from hf_posenc.evaluation.tuning import TailJob
 
 EMBEDDED_LENGTHS = (256, 512, 1024)
 REPORT = Path("report.html")
@@ -58,7 +58,7 @@ def perplexity(
     resumes an interrupted run.
     """
     from hf_posenc.evaluation import published
-    from hf_posenc.evaluation.perplexity.measurement import prepare
+    from hf_posenc.evaluation.perplexity import prepare
 
     options = dataclasses.replace(options, methods=options.methods or PERPLEXITY_METHODS)
     _check(options)
@@ -105,7 +105,7 @@ def retrieval(
 
     Without arguments: the embedded model, in about a minute. The same command resumes an interrupted run.
     """
-    from hf_posenc.evaluation.retrieval.run import prepare, settings_of
+    from hf_posenc.evaluation.retrieval import prepare, settings_of
 
     if model.model is None:
         options = dataclasses.replace(

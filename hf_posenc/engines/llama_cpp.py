@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_posenc.engines import formulas
 from hf_posenc.engines.engine import (
@@ -88,10 +87,12 @@ class LlamaCpp(Engine):
         in_force = [table.in_force(length) for length in lengths]
         if len({one.factor for one in in_force}) > 1:
             return  # it has one factor for all lengths
-        short, long, longest = (_divisors(plain, one.inv_freq) for one in in_force)
+        # 1e30 where a pair does not rotate
+        lists = (torch.where(one.inv_freq > 0, plain / one.inv_freq, 1e30) for one in in_force)
+        short, long, longest = (tuple(divisors.tolist()) for divisors in lists)
         if long != longest:
             return  # nor more than two tables
-        divisors = Divisors(tuple(short), tuple(long), in_force[0].factor, source.original)
+        divisors = Divisors(short, long, in_force[0].factor, source.original)
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": theta}
         if table.label:
             current = getattr(source.text_config, "rope_parameters", None) or {}
@@ -188,12 +189,6 @@ def runtime(
     turned = formulas.yarn(theta, dim, scale, original, beta_fast=fast, beta_slow=slow)
     ramp = turned / formulas.plain(theta, dim)
     return Table(inv_freq * ramp, factor * (1.0 + 0.1 * math.log(scale) if scale > 1 else 1.0))
-
-
-def _divisors(plain: Tensor, inv_freq: Tensor) -> list[float]:
-    """Return `f_i / f'_i`; 1e30 where a pair does not rotate."""
-    divisors: list[float] = torch.where(inv_freq > 0, plain / inv_freq, 1e30).tolist()
-    return divisors
 
 
 def _beta_flags(entry: Mapping[str, Any]) -> tuple[str, ...]:

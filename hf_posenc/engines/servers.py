@@ -178,10 +178,12 @@ class VLLM(Engine):
         """Return the longest text that the engine accepts: `_get_and_verify_max_len`."""
         longest = min(config[key] for key in (_LENGTH, *_LENGTHS) if config.get(key))
         longest, factor = min(longest, tokenizer), 1.0
-        for entry in () if _without_factor(config) else _entries(config["rope_parameters"]):
-            if entry["rope_type"] not in ("llama3", "longrope"):
+        rope = config["rope_parameters"]
+        for entry in () if _without_factor(config) else (rope, *rope.values()):
+            kind = entry.get("rope_type") if isinstance(entry, Mapping) else None
+            if kind not in (None, "llama3", "longrope"):
                 factor = entry.get("factor") or factor
-            if entry["rope_type"] == "yarn":
+            if kind == "yarn":
                 longest = entry[_ORIGINAL]
         return int(longest * factor)
 
@@ -253,11 +255,6 @@ class SGLang(VLLM):
         rope = config["rope_parameters"]  # it reads no entries by layer type
         scaled = rope.get("rope_type") != "llama3" and _ORIGINAL not in rope
         return int(longest * (rope.get("factor") or 1)) if scaled else int(longest)
-
-
-def _entries(rope_parameters: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    entries = [rope_parameters, *rope_parameters.values()]
-    return [entry for entry in entries if isinstance(entry, Mapping) and "rope_type" in entry]
 
 
 def _without_factor(config: Mapping[str, Any]) -> bool:

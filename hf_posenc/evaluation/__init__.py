@@ -15,24 +15,24 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.bench import GpuResult as GpuResult
     from hf_posenc.evaluation.documents import read_dataset as read_dataset
     from hf_posenc.evaluation.documents import read_paths as read_paths
-    from hf_posenc.evaluation.perplexity.measurement import measure_perplexity as measure_perplexity
+    from hf_posenc.evaluation.perplexity import measure_perplexity as measure_perplexity
     from hf_posenc.evaluation.perplexity.result import PerplexityResult as PerplexityResult
-    from hf_posenc.evaluation.retrieval import RetrievalResult as RetrievalResult
     from hf_posenc.evaluation.retrieval import measure_retrieval as measure_retrieval
+    from hf_posenc.evaluation.retrieval.result import RetrievalResult as RetrievalResult
     from hf_posenc.evaluation.scoring.head_replay import TokenScorer as TokenScorer
-    from hf_posenc.evaluation.tuning import SearchResult as SearchResult
-    from hf_posenc.evaluation.tuning import SweepResult as SweepResult
+    from hf_posenc.evaluation.tuning.search import SearchResult as SearchResult
+    from hf_posenc.evaluation.tuning.sweep import SweepResult as SweepResult
 
 # A command that only lists methods, or prints its help, must not wait for datasets, statistics and models.
 _HOMES = {
     "BenchResult": "bench",
     "GpuResult": "bench",
     "PerplexityResult": "perplexity.result",
-    "RetrievalResult": "retrieval",
-    "SearchResult": "tuning",
-    "SweepResult": "tuning",
+    "RetrievalResult": "retrieval.result",
+    "SearchResult": "tuning.search",
+    "SweepResult": "tuning.sweep",
     "TokenScorer": "scoring.head_replay",
-    "measure_perplexity": "perplexity.measurement",
+    "measure_perplexity": "perplexity",
     "measure_retrieval": "retrieval",
     "read_dataset": "documents",
     "read_paths": "documents",

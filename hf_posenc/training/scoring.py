@@ -22,7 +22,7 @@ from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, orig
 from hf_posenc.evaluation.measuring.execute import Progress, collected, execute, silent
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Store, fingerprint_of
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, make_settings
+from hf_posenc.evaluation.perplexity import PerplexityRun, make_settings
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.files import to_json, write_atomically

@@ -15,7 +15,7 @@ from hf_posenc.cli.app import app
 from hf_posenc.evaluation.bench import SUITES, BenchResult
 from hf_posenc.evaluation.options import parse_tasks_or_none
 from hf_posenc.evaluation.plots import available
-from hf_posenc.evaluation.retrieval import TASKS
+from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.files import to_json
 from tests.support.tiny_text import prose, tiny_checkpoint
 

@@ -27,9 +27,8 @@ from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import position_figure
 from hf_posenc.evaluation.published import beside, get, remarks
-from hf_posenc.evaluation.retrieval import RetrievalResult
 from hf_posenc.evaluation.retrieval.result import Cell as RetrievalCell
-from hf_posenc.evaluation.retrieval.result import Failure, Record, summarize
+from hf_posenc.evaluation.retrieval.result import Failure, Record, RetrievalResult, summarize
 from hf_posenc.evaluation.scoring.memory import OUT_OF_MEMORY
 from hf_posenc.files import finite, to_csv
 

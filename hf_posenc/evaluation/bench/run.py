@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.evaluation import perplexity as measurement
 from hf_posenc.evaluation.bench.result import BenchResult
 from hf_posenc.evaluation.bench.speed import SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
@@ -38,8 +39,8 @@ from hf_posenc.evaluation.options import (
     output_folder,
     with_fields,
 )
-from hf_posenc.evaluation.perplexity import measurement
-from hf_posenc.evaluation.retrieval import TASKS, RetrievalRun, RetrievalSettings
+from hf_posenc.evaluation.retrieval import RetrievalRun
+from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from hf_posenc.evaluation.measuring.candidates import Candidate, Part
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, exp_or_inf
 from hf_posenc.evaluation.options import SearchSettings, TailOptions
 from hf_posenc.evaluation.plots.results import search_figure
-from hf_posenc.evaluation.tuning.objective import Batch, Board, Row, TailJob, prepared
+from hf_posenc.evaluation.tuning import Batch, Board, Row, TailJob, prepared
 from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
 from hf_posenc.methods import RopeScaling, get_method
 from hf_posenc.model.discovery import original_length, read_spec, select, tables_of

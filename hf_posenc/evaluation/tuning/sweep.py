@@ -27,7 +27,7 @@ from hf_posenc.evaluation.measuring.candidates import (
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.plots.results import sweep_figure
-from hf_posenc.evaluation.tuning.objective import Batch, Board, Loss, Row, TailJob, prepared
+from hf_posenc.evaluation.tuning import Batch, Board, Loss, Row, TailJob, prepared
 from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
 from hf_posenc.methods import get_method
 

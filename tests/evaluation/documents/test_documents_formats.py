@@ -24,9 +24,9 @@ from hf_posenc.evaluation.documents import readers as token_files
 from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.options import DocumentOptions
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun
+from hf_posenc.evaluation.perplexity import PerplexityRun
 from hf_posenc.evaluation.perplexity.protocols import Settings
-from hf_posenc.evaluation.tuning.objective import TailSettings
+from hf_posenc.evaluation.tuning import TailSettings
 from hf_posenc.evaluation.tuning.sweep import SweepJob
 from tests.evaluation.documents.test_documents import write
 from tests.support.documents_forms import PACK, json_lines

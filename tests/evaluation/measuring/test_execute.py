@@ -26,7 +26,7 @@ from hf_posenc.evaluation.measuring.execute import (
 )
 from hf_posenc.evaluation.measuring.store import Key, Records, Shard
 from hf_posenc.evaluation.options import PerplexityOptions
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, prepare
+from hf_posenc.evaluation.perplexity import PerplexityRun, prepare
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer

@@ -18,7 +18,7 @@ from hf_posenc.evaluation.measuring.candidates import parse_candidates
 from hf_posenc.evaluation.measuring.execute import collected, execute
 from hf_posenc.evaluation.measuring.identity import describe_model
 from hf_posenc.evaluation.measuring.store import Shard
-from hf_posenc.evaluation.perplexity.measurement import PerplexityRun, joined
+from hf_posenc.evaluation.perplexity import PerplexityRun, joined
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.files import to_json
 from tests.support import zoo

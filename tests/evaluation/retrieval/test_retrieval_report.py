@@ -17,8 +17,8 @@ from hf_posenc.cli.app import OneLineErrors
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.grid import percent, to_rich
 from hf_posenc.evaluation.plots import available
-from hf_posenc.evaluation.retrieval import RetrievalResult, RetrievalSettings
-from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record
+from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
+from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from tests.support.tiny_text import prose, tiny_checkpoint
 
 APP = typer.Typer(cls=OneLineErrors, pretty_exceptions_enable=False)

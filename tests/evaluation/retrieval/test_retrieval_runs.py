@@ -16,21 +16,18 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import collected, execute, write_timings
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
-from hf_posenc.evaluation.retrieval import (
-    RetrievalResult,
-    RetrievalRun,
-    RetrievalSettings,
-    even_depths,
-    measure_retrieval,
-)
+from hf_posenc.evaluation.options import even_depths
+from hf_posenc.evaluation.retrieval import RetrievalRun, measure_retrieval
 from hf_posenc.evaluation.retrieval.result import (
     Cell,
     Record,
+    RetrievalResult,
     k_max,
     passing,
     summarize,
     wilson,
 )
+from hf_posenc.evaluation.retrieval.tasks import RetrievalSettings
 from hf_posenc.files import to_json
 from tests.support import zoo
 from tests.support.retrieval_models import Copier

@@ -20,7 +20,7 @@ from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import Item
 from hf_posenc.evaluation.options import parse_scales
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
-from hf_posenc.evaluation.tuning.objective import Loss, TailSettings
+from hf_posenc.evaluation.tuning import Loss, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial, verdict
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import (

@@ -15,7 +15,7 @@ import hf_posenc
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.execute import Item
 from hf_posenc.evaluation.options import SearchSettings
-from hf_posenc.evaluation.tuning.objective import Loss, TailSettings
+from hf_posenc.evaluation.tuning import Loss, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial
 from hf_posenc.evaluation.tuning.search import (
     Genome,
