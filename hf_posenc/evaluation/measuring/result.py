@@ -19,15 +19,9 @@ CellT = TypeVar("CellT")
 
 @dataclass(frozen=True)
 class MethodEntry:
-    """A method of a result.
+    """A method of a result: what describes its `Candidate`, JSON-ready.
 
-    Attributes:
-        spec: Its entry of `--patch`.
-        method: Its method's name, several joined by `+`; `None` for the model as loaded.
-        beside: Further arguments of `patch_model`.
-        scale: The given scale; `None` for none.
-        auto_scale: True if the scale is length / original length, set anew at every length.
-        prefix_from_one_forward: True if one forward at the longest length gave the prefix of every length.
+    `prefix_from_one_forward` is true if one forward at the longest length gave the prefix of every length.
     """
 
     label: str
@@ -42,7 +36,7 @@ class MethodEntry:
 
     @classmethod
     def of(cls, candidate: Candidate, shared: bool = False) -> MethodEntry:
-        """Return the entry of a candidate; `shared`: one forward gave the prefix of every length."""
+        """Return the entry of a candidate; `shared` is `prefix_from_one_forward`."""
         return cls(
             candidate.label,
             candidate.spec,

@@ -154,14 +154,9 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             flat |= _flat(value, f"{name}.")
         elif not any(isinstance(entry, dict | list) for entry in values):
-            flat[name] = ", ".join(map(_plain, values)) if values else "none"
+            known = ("none" if entry is None else entry for entry in values or [None])
+            flat[name] = ", ".join(e if isinstance(e, str) else json.dumps(e) for e in known)
     return flat
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return "none"
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _shortened(value: str, mark: str = "", columns: int = 1) -> Field:

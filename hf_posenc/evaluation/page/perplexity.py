@@ -83,13 +83,6 @@ def _documents_differ(first: Mapping[str, Any], other: Mapping[str, Any]) -> str
     return f"{len(theirs)} instead of {len(mine)}, {common} in common{also}"
 
 
-def protocol_differs(first: Mapping[str, Any], other: Mapping[str, Any], protocol: str) -> str:
-    """Return the reason why two results of one protocol, on the same texts, do not share a table."""
-    if first["protocols"][protocol] != other["protocols"][protocol]:
-        return f"the other one is: {first['protocols'][protocol]}"
-    return ", ".join(settings_differ(_decisive(first, protocol), _decisive(other, protocol)))
-
-
 def _decisive(data: Mapping[str, Any], protocol: str) -> dict[str, Any]:
     """The settings that give a protocol's numbers their meaning."""
     names = {n for n in data["settings"] if protocol in _OF_PROTOCOL.get(n, (protocol,))} - _FREE
@@ -353,7 +346,10 @@ def _parts(group: Sequence[Source], figures: bool) -> list[dict[str, Any]]:
         name, apart = merged.protocol, ""
         first = firsts.setdefault(name, merged)
         if first is not merged:
-            reason = protocol_differs(first.sources[0].data, merged.sources[0].data, name)
+            one, two = (_decisive(each.sources[0].data, name) for each in (first, merged))
+            reason = ", ".join(settings_differ(one, two))
+            if first.definition != merged.definition:
+                reason = f"the other one is: {first.definition}"
             apart = f"Not comparable with the {name} above: {reason}."
         parts.append(
             {
