@@ -14,15 +14,7 @@ from torch import nn
 from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.result import listed_fields
-from hf_posenc.evaluation.tuning import (
-    Board,
-    Comparison,
-    Loss,
-    Losses,
-    Row,
-    TailJob,
-    TailSettings,
-)
+from hf_posenc.evaluation.tuning import Board, Comparison, Loss, Losses, Row, TailJob, TailSettings
 from hf_posenc.files import finite
 from hf_posenc.patch.patching import get_patch
 
