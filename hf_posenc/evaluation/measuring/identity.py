@@ -19,7 +19,6 @@ from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 
 _PACKAGES = ("hf-posenc", "torch", "transformers", "tokenizers", "numpy")
-_ORIGIN = ("_name_or_path", "transformers_version")
 _BLOCK = 2**24
 """Elements summed at a time, so that a large matrix is never copied whole."""
 
@@ -30,7 +29,6 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
     parameters = list(model.parameters())
     device = parameters[0].device  # the kind of the GPU may matter, their number does not
     patch = get_patch(model)
-    values = {k: v for k, v in config.to_dict().items() if k not in _ORIGIN}
     return {
         "name": name,
         "class": type(model).__name__,
@@ -41,7 +39,7 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "attention": getattr(config, "_attn_implementation", None),
         "experts": getattr(config, "_experts_implementation", None),
-        "config_sha256": _hash(json.dumps(values, sort_keys=True, default=repr)),
+        "config_sha256": config_hash(config),
         "weights_sha256": weights_hash(model),
         "patch": None if patch is None else patch.config.to_dict(),
     }
@@ -120,6 +118,13 @@ def version_of(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def config_hash(config: Any) -> str:
+    """Return a hash of a model's config, independent of where it was loaded from."""
+    origin = ("_name_or_path", "transformers_version")
+    values = {name: value for name, value in config.to_dict().items() if name not in origin}
+    return _hash(json.dumps(values, sort_keys=True, default=repr))
 
 
 def _hash(text: str) -> str:
