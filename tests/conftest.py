@@ -38,6 +38,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000)  # a tiny forward makes thousands of objects, few of them in cycles
         gc.enable()
 
 

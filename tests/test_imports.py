@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,23 @@ LAYERS = (
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 
 
-def _imports(path: Path) -> Iterator[str]:
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    """The statements of a module, inner ones too; the expressions in them, which are most nodes, import nothing."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield child
+            yield from _statements(child)
+
+
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
     """The dotted names that a file imports, wherever in it: at the top, in a function, under TYPE_CHECKING."""
+    return tuple(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[str]:
     package = ".".join(path.relative_to(ROOT).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in _statements(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -67,7 +81,7 @@ def _label(path: Path) -> str:
 def test_imports_go_one_way(path: Path) -> None:
     unit = _unit(path)
     assert unit in HEIGHT, f"{unit} has no place in the layers of this test (and of the design)"
-    for name in _imports(path):
+    for name in imports_of(path):
         package, _, rest = name.partition(".")
         other = rest.split(".")[0]
         if package != "hf_posenc" or other == unit:
@@ -85,7 +99,7 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     arrows = {
         name: {
             imported if imported in files else imported.rpartition(".")[0]
-            for imported in _imports(path)
+            for imported in imports_of(path)
         }
         & files.keys() - {name}
         for name, path in files.items()
@@ -100,21 +114,21 @@ def test_no_file_imports_itself_by_way_of_others() -> None:
     "path", [path for path in PACKAGE if _unit(path) in ("methods", "rope", "errors")], ids=_label
 )
 def test_the_mathematics_does_not_know_transformers(path: Path) -> None:
-    assert not [name for name in _imports(path) if name.split(".")[0] == "transformers"]
+    assert not [name for name in imports_of(path) if name.split(".")[0] == "transformers"]
 
 
 @pytest.mark.parametrize("path", ADAPTERS, ids=_label)
 def test_adapters_import_only_what_describes_an_architecture(path: Path) -> None:
-    units = {name.split(".")[1] for name in _imports(path) if name.startswith("hf_posenc.")}
+    units = {name.split(".")[1] for name in imports_of(path) if name.startswith("hf_posenc.")}
     assert units <= {"adapters", "errors"}
-    roots = {name.split(".")[0] for name in _imports(path)}
+    roots = {name.split(".")[0] for name in imports_of(path)}
     assert not roots & {"math", "numpy", "torch"}, "patches/ contains no mathematics"
 
 
 def test_nobody_imports_the_adapters_by_name() -> None:
     scripts = sorted((ROOT / "scripts").glob("*.py"))
     for path in [*PACKAGE, *ADAPTERS, *scripts]:
-        for name in _imports(path):
+        for name in imports_of(path):
             assert not f"{name}.".startswith(("patches.", "hf_posenc.patches.")), (path, name)
 
 

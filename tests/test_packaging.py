@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 import hf_posenc
+from tests.test_imports import imports_of
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -111,12 +112,8 @@ def test_every_library_that_is_imported_is_declared() -> None:
     declared = {named.get(n, n.replace("-", "_")) for n in (Requirement(a).name for a in asked)}
     for top in ("hf_posenc", "patches", "scripts"):
         for path in (ROOT / top).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                if isinstance(node, ast.ImportFrom) and not node.level:
-                    names = [node.module or ""]
-                roots = {name.split(".")[0] for name in names}
-                assert roots <= sys.stdlib_module_names | declared | tolerated, path
+            roots = {name.split(".")[0] for name in imports_of(path)}
+            assert roots <= sys.stdlib_module_names | declared | tolerated, path
 
 
 def test_the_changelog_begins_with_the_version() -> None:

@@ -77,7 +77,7 @@ SEARCH = "search {model} --text {texts} --target-length 128"
 SECOND_RUNS = [
     (f"{PERPLEXITY} --patch none --patch pi:scale=2", f"{PERPLEXITY} --patch none", False),
     (f"{PERPLEXITY} --patch none", f"{PERPLEXITY} --patch none --patch pi:scale=2", True),
-    (f"{PERPLEXITY} --patch none --plot", f"{PERPLEXITY} --patch none --no-plot", True),
+    late(f"{PERPLEXITY} --patch none --plot", f"{PERPLEXITY} --patch none --no-plot", True),
     late(f"{PERPLEXITY} --patch none", f"{PERPLEXITY},48 --patch none", True),
     late(f"{PERPLEXITY},48 --patch none", f"{PERPLEXITY} --patch none", False),
     late(f"{PERPLEXITY} --patch none", f"{PERPLEXITY} --patch none --limit 2", False),

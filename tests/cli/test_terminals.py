@@ -71,7 +71,16 @@ def test_the_table_has_every_command() -> None:
     assert {line.split()[0] for line in COMMANDS} == names
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+def measures(line: str) -> bool:
+    """Return whether a command measures for a second; perplexity, which does too, stands for the others."""
+    names = ("retrieval", "bench", "sweep", "search", "selftest")
+    return line.startswith(names) and "--dry-run" not in line
+
+
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, marks=pytest.mark.slow if measures(line) else ()) for line in COMMANDS],
+)
 def test_a_terminal_of_ascii_gets_substitutes(
     line: str, places: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from hf_posenc.engines.exporting import export_source, find_engine, measure
 from hf_posenc.engines.source import open_source
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
+from tests.support.selection import covering
 
 STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
 SERVERS = ("vllm", "sglang")
@@ -219,20 +220,24 @@ class TestServers:
         assert found.config["max_position_embeddings"] == 64
         assert found.flags[1] == "256"
 
-    @pytest.mark.parametrize("engine", SERVERS)
-    @pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3", "longrope", "ntk_mixed"])
     @pytest.mark.parametrize(
-        ("model_type", "scale", "lengths"),
-        [
-            ("llama", 3.3, {}),
-            ("llama", 10 / 3, {}),
-            ("llama", 4.0, {"max_sequence_length": 64}),  # beside max_position_embeddings
-            ("gemma3_text", 4.0, {}),
-        ],
+        ("model", "method", "engine"),
+        covering(
+            [
+                ("llama", 3.3, {}),
+                ("llama", 10 / 3, {}),
+                ("llama", 4.0, {"max_sequence_length": 64}),  # beside max_position_embeddings
+                ("gemma3_text", 4.0, {}),
+            ],
+            ["pi", "ntk", "yarn", "llama3", "longrope", "ntk_mixed"],
+            SERVERS,
+            rounds=2,
+        ),
     )
     def test_the_length_flag_is_accepted(
-        self, tmp_path: Path, model_type: str, scale: float, lengths: Any, method: str, engine: str
+        self, tmp_path: Path, model: tuple[str, float, Any], method: str, engine: str
     ) -> None:
+        model_type, scale, lengths = model
         config = zoo.tiny_config(model_type, max_position_embeddings=64)
         for key, value in lengths.items():
             setattr(config, key, value)

@@ -1,6 +1,6 @@
 """Every rotary architecture of transformers: a patched live model against a freshly built native one.
 
-The types come from transformers' registry (``tests/support/zoo.py``). Those of ``zoo.REPRESENTATIVE`` run always; all
+The types come from transformers' registry (``tests/support/zoo.py``). Those of ``zoo.representative`` run always; all
 others with ``-m slow``.
 """
 
@@ -33,8 +33,8 @@ PAGE_IS_CURRENT = f"with transformers {transformers.__version__};" in PAGE
 
 DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
 KNOWN = (*DECODERS, *zoo.composite_types())
-OTHERS = [name for name in DECODERS if name not in zoo.REPRESENTATIVE]
-TYPES = [*zoo.REPRESENTATIVE, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+OTHERS = [name for name in DECODERS if name not in zoo.representative()]
+TYPES = [*zoo.representative(), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 TABLES = [name for name in zoo.TABLE_TYPES if name in zoo.decoder_types()]
 
 # A method, and the same in transformers' words.
@@ -207,7 +207,7 @@ def rotary_layout(model: PreTrainedModel) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("model_type", "case"),
     [
-        *covering([t for t in zoo.REPRESENTATIVE if t not in TABLES], NATIVE),
+        *covering([t for t in zoo.representative() if t not in TABLES], NATIVE),
         *late([t for t in OTHERS if t not in TABLES], NATIVE),
     ],
 )
@@ -289,7 +289,7 @@ def test_other_models_stay_untouched(model: PreTrainedModel, model_type: str) ->
     assert fresh.config.to_dict() == configs[0]
 
 
-@pytest.mark.parametrize(("model_type", "method"), covering(zoo.REPRESENTATIVE, ACTING, rounds=2))
+@pytest.mark.parametrize(("model_type", "method"), covering(zoo.representative(), ACTING, rounds=2))
 def test_every_method_acts(model: PreTrainedModel, model_type: str, method: str) -> None:
     """No silent no-op: past the trained length every method changes the logits; the dynamic ones only there."""
     longest = zoo.longest(model)
@@ -327,7 +327,7 @@ NOT_EXPORTED = {
 
 @pytest.mark.parametrize(
     ("model_type", "case"),
-    [*covering(zoo.REPRESENTATIVE, ["yarn", "linear"]), *late(OTHERS, ["yarn", "linear"])],
+    [*covering(zoo.representative(), ["yarn", "linear"]), *late(OTHERS, ["yarn", "linear"])],
 )
 def test_plain_transformers_loads_what_is_saved(
     model: PreTrainedModel, model_type: str, case: str, tmp_path: Path
@@ -357,7 +357,7 @@ def test_plain_transformers_loads_what_is_saved(
 
 
 @pytest.mark.parametrize(
-    "model_type", [t for t in zoo.REPRESENTATIVE if t in ("gemma3_text", "olmo3", "gemma3")]
+    "model_type", [t for t in zoo.representative() if t in ("gemma3_text", "olmo3", "gemma3")]
 )
 def test_sliding_layers_keep_their_table_by_default(
     model: PreTrainedModel, model_type: str

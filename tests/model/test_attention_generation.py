@@ -70,7 +70,7 @@ CACHES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "cache"), covering(FEW, CACHES, rounds=2))
+@pytest.mark.parametrize(("name", "cache"), covering(FEW, CACHES))
 def test_generate_on_a_padded_batch(
     model: PreTrainedModel, name: str, cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,15 +7,16 @@ the two devices, as CUDA does.
 
 from __future__ import annotations
 
-import traceback
+import sys
 from collections import Counter
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
-from torch.utils._pytree import tree_leaves, tree_map
 
 VIEWS = {
     *("view", "_unsafe_view", "transpose", "t", "expand", "slice", "select", "unsqueeze"),
@@ -86,14 +87,16 @@ class Elsewhere(_Mode):  # type: ignore[misc]
 
     def wait(self, name: str) -> None:
         """Count a wait, with the line of the package that caused it."""
-        lines = (f for f in reversed(traceback.extract_stack()) if "/hf_posenc/" in f.filename)
-        own = next(lines, None)
-        where = own and f"{own.filename.split('/hf_posenc/')[-1]}:{own.lineno}"
-        self.waits[f"{name} ({where or 'not of the package'})"] += 1
+        frame: FrameType | None = sys._getframe(1)  # `traceback` would read the source as well
+        while frame is not None and "/hf_posenc/" not in frame.f_code.co_filename:
+            frame = frame.f_back
+        file = frame and frame.f_code.co_filename.split("/hf_posenc/")[-1]
+        where = f"{file}:{frame.f_lineno}" if frame else "not of the package"
+        self.waits[f"{name} ({where})"] += 1
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func.overloadpacket.__name__, dict(kwargs or {})
-        given = tree_leaves((args, kwargs))
+        given = [x for value in (*args, *kwargs.values()) for x in _flat(value)]
         distant = [x for x in given if isinstance(x, Distant)]
         local = [x for x in given if isinstance(x, Tensor) and not isinstance(x, Distant)]
         onto = kwargs.get("device")
@@ -113,11 +116,12 @@ class Elsewhere(_Mode):  # type: ignore[misc]
             self.launches[name] += 1
             if any(x.dim() for x in local):  # a number is an argument of the launch
                 raise RuntimeError(f"{name} mixes two devices")
-        inner_args, inner_kwargs = tree_map(_numbers, (args, kwargs))
+        inner_args = _mapped(_numbers, args)
+        inner_kwargs = {key: _mapped(_numbers, value) for key, value in kwargs.items()}
         out = func(*inner_args, **inner_kwargs)
         if onto == "cpu":
             return out
-        out = tree_map(_distant, out)
+        out = _mapped(_distant, out)
         return return_and_correct_aliasing(func, args, kwargs, out)
 
 
@@ -139,6 +143,17 @@ class _Lists(TorchFunctionMode):
         if made.numel():
             self.counts.wait("copy to the device")
         return Distant(made)
+
+
+def _flat(x: Any) -> list[Any]:
+    return [y for each in x for y in _flat(each)] if isinstance(x, list | tuple) else [x]
+
+
+def _mapped(function: Callable[[Any], Any], x: Any) -> Any:
+    """Apply a function to what an operation takes or returns: lists, tuples and values."""
+    if isinstance(x, list | tuple):
+        return type(x)([_mapped(function, each) for each in x])
+    return function(x)
 
 
 def _numbers(x: Any) -> Any:

@@ -22,7 +22,12 @@ PATIENCE = 600
 """Seconds after which a process hangs. DeepSpeed compiles for two minutes on a busy machine."""
 
 CONTEXT: Any = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["pytest", "tests.support.killing", "tests.support.zoo"])
+CONTEXT.set_forkserver_preload(
+    [
+        *("pytest", "tests.support.killing", "tests.support.zoo"),
+        "deepspeed",  # half of a small training, as accelerate imports it wherever it is installed
+    ]
+)
 
 
 def start(function: Callable[..., None], *arguments: Any) -> Any:

@@ -92,7 +92,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("safetensors", 2, "within"),  # torn weights in checkpoint-6
         # checkpoint-9 has a trainer_state.json only after it
         pytest.param("torch.save rng_state", 3, "before", marks=pytest.mark.slow),
-        ("rename", 5, "before"),  # the manifest of checkpoint-6 is not there yet
+        pytest.param(
+            "rename", 5, "before", marks=pytest.mark.slow
+        ),  # the manifest of checkpoint-6 is not there yet
         # checkpoint-3 is half removed
         pytest.param("remove optimizer.pt", 1, "before", marks=pytest.mark.slow),
         ("rename model.safetensors", 1, "before"),  # the result is half in place
@@ -182,7 +184,7 @@ LOGS: dict[str, Any] = {
     [
         (5, "step", 1, 5),  # the last of its epoch: what is due then comes first
         pytest.param(5, "evaluation", 1, 5, marks=pytest.mark.slow),
-        (5, "epoch", 1, 6),
+        pytest.param(5, "epoch", 1, 6, marks=pytest.mark.slow),
         (7, "step", 2, 7),
         pytest.param(12, "step", 1, 12, marks=pytest.mark.slow),  # the last of all
     ],

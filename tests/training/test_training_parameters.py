@@ -192,7 +192,7 @@ class TestLora:
         assert not [name for name in config.modules_to_save or [] if "word_embeddings" in name]
 
 
-@pytest.mark.parametrize("model_type", zoo.REPRESENTATIVE)
+@pytest.mark.parametrize("model_type", zoo.representative())
 def test_every_architecture(model_type: str) -> None:
     """A LoRA changes nothing at first, every chosen parameter gets a gradient, and merging is exact."""
     model = zoo.build(model_type)

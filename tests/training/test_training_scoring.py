@@ -185,9 +185,9 @@ def test_after_is_what_the_saved_model_measures(tmp_path: Path) -> None:
     ("options", "config"),
     [
         ({}, {}),
-        ({"gradient_checkpointing": True}, {}),
+        pytest.param({"gradient_checkpointing": True}, {}, marks=pytest.mark.slow),
         ({"eval_on_start": True, "gradient_accumulation_steps": 2}, {}),
-        ({"bf16": True}, {}),
+        pytest.param({"bf16": True}, {}, marks=pytest.mark.slow),
         # a table that follows the longest text so far, which transformers keeps as state
         ({}, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}}),
     ],

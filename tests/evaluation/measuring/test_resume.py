@@ -23,6 +23,7 @@ from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.files import to_json
 from tests.support import zoo
 from tests.support.processes import PATIENCE, running, start
+from tests.support.selection import late
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
 
 LENGTHS = (32, 64, 128)
@@ -65,12 +66,13 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wanted", [6, *late([20])])
+def test_kills_at_random_moments(tmp_path: Path, wanted: int) -> None:
     work(tmp_path / "whole", Shard())
     expected = result(tmp_path / "whole")
     folder, chance = tmp_path / "killed", random.Random(0)
     kills = 0
-    while kills < 20:
+    while kills < wanted:
         count = chance.choice([1, 2, 3])
         shards = [Shard(index, count) for index in range(count)]
         processes = [start(work, folder, shard, 0.01) for shard in shards]
@@ -97,7 +99,7 @@ def test_nothing_that_was_reported_is_measured_again(tmp_path: Path) -> None:
     assert len(after) == len(set(after)) == len(make_run().items)
 
 
-@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("count", [3, *late([2, 7])])
 def test_shares_give_what_one_process_gives(tmp_path: Path, count: int) -> None:
     work(tmp_path / "one", Shard())
     for index in range(count):

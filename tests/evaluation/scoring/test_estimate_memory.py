@@ -44,9 +44,9 @@ def test_families_with_an_attention_of_their_own_hold_more_scores(model_type: st
         assert within(cost, measured(model, length, chunk=32), 1.75)
 
 
-@pytest.mark.parametrize("vocabulary", [128, 4096, 32768])
-@pytest.mark.parametrize("chunk", [16, 256])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("vocabulary", "chunk", "dtype"), covering([128, 4096, 32768], [16, 256], DTYPES, rounds=2)
+)
 def test_logits_count_by_the_chunk(vocabulary: int, chunk: int, dtype: torch.dtype) -> None:
     model = build("llama", vocab_size=vocabulary).to(dtype)
     cost, peak = forward_cost(model, 512, chunk=chunk), measured(model, 512, chunk=chunk)
@@ -80,8 +80,9 @@ def test_a_prefill_in_pieces_keeps_a_cache(case: tuple[str, str], dtype: torch.d
         assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), most)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("model_type", "dtype"), covering(["llama", "gpt2", "gpt_neox", "qwen3_moe"], DTYPES)
+)
 def test_mlps_over_slices_need_no_cache(model_type: str, dtype: torch.dtype) -> None:
     model = build(model_type).to(dtype)
     whole, sliced = (forward_cost(model, 1024, chunk=16, mlp_chunk=n) for n in (None, 64))
@@ -131,14 +132,14 @@ def test_patched_models_on_the_kernels(method: str, dtype: torch.dtype) -> None:
     assert within(cost, measured(model, 1024, chunk=16))
 
 
-@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "alibi"])
-def test_patched_models_on_the_general_path(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "prefill"), covering(["rerope", "dual_chunk", "alibi"], [None, 128])
+)
+def test_patched_models_on_the_general_path(method: str, prefill: int | None) -> None:
     model = patch_model(build("llama", max_position_embeddings=256), method, **METHODS[method])
     with engine.forced("exact"):
-        for prefill in (None, 128):
-            cost = forward_cost(model, 1024, chunk=16, prefill_chunk=prefill)
-            peak = measured(model, 1024, chunk=16, prefill=prefill)
-            assert within(cost, peak, 1.5)
+        cost = forward_cost(model, 1024, chunk=16, prefill_chunk=prefill)
+        assert within(cost, measured(model, 1024, chunk=16, prefill=prefill), 1.5)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +165,9 @@ def test_the_general_path_rotates_block_by_block(monkeypatch: pytest.MonkeyPatch
         assert within(forward_cost(model, 2048, chunk=16), measured(model, 2048, chunk=16))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["rerope", "dual_chunk", "dynamic_ntk"])
+@pytest.mark.parametrize(
+    ("method", "dtype"), covering(["rerope", "dual_chunk", "dynamic_ntk"], DTYPES)
+)
 def test_patched_models_on_a_fused_operator(
     method: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,7 +19,7 @@ from tests.support.selection import covering
 
 WITH_HEAD = tuple(
     t
-    for t in zoo.REPRESENTATIVE
+    for t in zoo.representative()
     if not t.endswith("_text") or t in ("gemma3_text", "gemma4_text", "llama4_text")
 )
 # What these do between the decoder and the loss, the representative ones do not.
