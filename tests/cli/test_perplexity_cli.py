@@ -256,6 +256,7 @@ def test_key_tokens_are_scored_alone(modules: Path, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_key_tokens_of_an_evaluator_with_another_tokenizer(modules: Path, tmp_path: Path) -> None:
     bytewise = tiny_checkpoint(tmp_path / "model")
     result = invoke(

@@ -77,10 +77,10 @@ def measures(line: str) -> bool:
     return line.startswith(names) and "--dry-run" not in line
 
 
-@pytest.mark.parametrize(
-    "line",
-    [pytest.param(line, marks=pytest.mark.slow if measures(line) else ()) for line in COMMANDS],
-)
+SHORT = [pytest.param(line, marks=pytest.mark.slow if measures(line) else ()) for line in COMMANDS]
+
+
+@pytest.mark.parametrize("line", SHORT)
 def test_a_terminal_of_ascii_gets_substitutes(
     line: str, places: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_terminal_of_ascii_gets_substitutes(
     assert "?" not in result.stdout, "a character without a substitute"
 
 
-@pytest.mark.parametrize("line", COMMANDS)
+@pytest.mark.parametrize("line", SHORT)
 def test_json_is_alone_on_stdout(line: str, places: dict[str, Path], tmp_path: Path) -> None:
     result = invoke(f"{line} --json --quiet", places, tmp_path / "out")
     assert result.exit_code == 0, result.output

@@ -347,6 +347,7 @@ def test_the_model_card_is_made_from_the_log_and_names_no_machine() -> None:
             )
 
 
+@pytest.mark.slow
 def test_the_perplexity_is_what_the_log_says_and_explodes_past_the_trained_length(
     tokenizer: PreTrainedTokenizerFast,
 ) -> None:

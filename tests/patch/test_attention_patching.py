@@ -117,7 +117,9 @@ def test_other_models_are_untouched(model: PreTrainedModel, name: str) -> None:
     assert torch.equal(zoo.logits(model, IDS), expected)
 
 
-@pytest.mark.parametrize("name", FEW)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow if n == "fire" else ()) for n in FEW]
+)
 def test_copies_and_pickles(model: PreTrainedModel, name: str, tmp_path: Path) -> None:
     before = zoo.logits(model, IDS)
     expected = zoo.logits(apply(model, name), IDS)

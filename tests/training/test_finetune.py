@@ -107,6 +107,7 @@ def test_every_way_of_giving_positions_trains(
     assert TrainingLog.read(output).data["positions"] == positions
 
 
+@pytest.mark.slow
 def test_a_mixture_of_sources_and_a_stream_of_it(tmp_path: Path, texts: dict[str, Path]) -> None:
     files = [str(texts[name]) for name in NAMES[:2]]
     mixture = tmp_path / "mixture.yaml"

@@ -162,7 +162,7 @@ def test_resumed_training_is_the_same(base: Path, ids: Tensor, tmp_path: Path, t
         pytest.param("kerple", "lora", marks=pytest.mark.slow),
         pytest.param("rerope", "lora", marks=pytest.mark.slow),
         ("list", "full"),
-        ("kerple", "full"),
+        pytest.param("kerple", "full", marks=pytest.mark.slow),
     ],
 )
 def test_sft_trainer(base: Path, ids: Tensor, tmp_path: Path, name: str, train: str) -> None:
