@@ -187,7 +187,7 @@ def _file_line(check: GGUFCheck) -> str:
 def _verify(exported: Export, folder: Path, packages: Path | None, patch: dict[str, Any]) -> str:
     import torch
 
-    from hf_posenc.engines.exporting import merged_dtype
+    from hf_posenc.engines import merged_dtype
     from hf_posenc.patch.patching import patch_model
     from hf_posenc.saving import from_pretrained
     from hf_posenc.verification import require, verify_export

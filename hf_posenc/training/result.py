@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from rich.console import Console
 from transformers import Trainer, TrainingArguments
 
-from hf_posenc.engines.exporting import ENGINES, Export, export
+from hf_posenc.engines import ENGINES, Export, export
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.grid import Grid, to_markdown, to_rich
 from hf_posenc.evaluation.perplexity.result import PerplexityResult

@@ -14,8 +14,17 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from hf_posenc import PosencError, get_method, patch_model
-from hf_posenc.engines import ENGINES, TableError, export, formulas, survey, write_export
-from hf_posenc.engines.exporting import export_source, find_engine, measure
+from hf_posenc.engines import (
+    ENGINES,
+    TableError,
+    export,
+    export_source,
+    find_engine,
+    formulas,
+    measure,
+    survey,
+    write_export,
+)
 from hf_posenc.engines.source import open_source
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo

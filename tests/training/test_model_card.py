@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_posenc import from_pretrained, patch_model, unpatch_model
-from hf_posenc.engines.exporting import ENGINES, export
+from hf_posenc.engines import ENGINES, export
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Document
 from hf_posenc.evaluation.grid import number
