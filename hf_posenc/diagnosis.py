@@ -29,8 +29,9 @@ def check_source(
     `given` is the kind of thing in the messages; the other arguments are those of `from_pretrained`.
     """
     if not isinstance(path_or_id, (str, Path)):
+        article = "An" if given[0] in "aeiou" else "A"
         raise PosencError(
-            f"A {given} is given by its folder or hub name, not by {type(path_or_id).__name__}."
+            f"{article} {given} is given by its folder or hub name, not by {type(path_or_id).__name__}."
         )
     name, path = str(path_or_id), Path(path_or_id)
     if path.is_dir() and name:
@@ -78,6 +79,21 @@ def check_source(
         ) from error
 
 
+def check_base(base: Any, adapter: str | Path, **options: Any) -> None:
+    """Raise for the base model of an adapter that is not there, or that is an adapter itself."""
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    try:
+        check_source(base, "base model", **options)
+    except PosencError as error:
+        raise PosencError(f"{error} The adapter {adapter} names it.") from error
+    if Path(base).is_dir() and find_adapter_config_file(str(base)) is not None:
+        raise PosencError(
+            f"The adapter {adapter} names {base} as its base model, and that holds an adapter. Correct "
+            "base_model_name_or_path in its adapter_config.json."
+        )
+
+
 def read_config(name: str | Path, **options: Any) -> Any:
     """Return the config of a model that `check_source` has accepted; raise if it cannot be read."""
     from hf_posenc.patch.saving import stored_config
@@ -85,6 +101,10 @@ def read_config(name: str | Path, **options: Any) -> Any:
     folder = Path(name) / (options.get("subfolder") or "")
     if Path(name).is_dir():
         if not (folder / "config.json").is_file():
+            if (folder / "config.json").is_dir() or (folder / "config.json").is_symlink():
+                raise PosencError(
+                    f"The config.json of {folder} is a folder or a link that leads nowhere. Download it again."
+                )
             files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
             more = ", ..." * (len(files) > 5)
             held = f"it has {', '.join(files[:5])}{more}" if files else "it is empty"
@@ -116,32 +136,63 @@ def read_json(file: Path, name: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise PosencError(f"The {file.name} of {name} is not JSON: {reason_of(error)}") from error
     if not isinstance(values, dict):
-        kind = type(values).__name__
+        kind = "null" if values is None else type(values).__name__
         raise PosencError(f"The {file.name} of {name} is a JSON {kind}, not an object.")
     return values
 
 
+def check_causal(config: Any, name: str | Path, way: str) -> None:
+    """Raise for a config of transformers that belongs to no causal language model; `way` is the way out."""
+    from transformers import AutoModelForCausalLM
+
+    custom = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if not custom and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise PosencError(
+            f"{name} is a {config.model_type} model, which is not a causal language model: {way}."
+        )
+
+
+_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+_POSITIVE = ("factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
+_LISTS = ("short_factor", "long_factor")
+
+
 def _check_values(values: Mapping[str, Any], name: str | Path, place: str = "") -> None:
-    """Refuse a base or a factor of a rotary embedding that is not a number above 0, and a dtype that is none."""
+    """Refuse values of a config that transformers would meet somewhere inside, or not at all."""
     for key, value in values.items():
         if key == "hf_posenc":  # a patch and what it replaced, which its own reader checks
             continue
-        kind = ""
         if isinstance(value, dict):
             _check_values(value, name, f"{place}{key}.")
-        elif value is not None and (key == "rope_theta" or (key == "factor" and "rope" in place)):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or not 0 < value < math.inf:
-                kind = "not a number above 0"
-        elif value is not None and key in ("dtype", "torch_dtype"):
-            import torch
-
-            if value != "auto" and not isinstance(getattr(torch, str(value), None), torch.dtype):
-                kind = "no dtype of torch, such as bfloat16"
-        if kind:
+        elif value is not None and (kind := _wrong_kind(key, value, place)):
             raise PosencError(
-                f"The config.json of {name} has {place}{key} = {value!r}, which is {kind}. Correct it there."
+                f"The config.json of {name} has {place}{key} = {value!r:.80}, which is {kind}. Correct it there."
             )
+
+
+def _wrong_kind(key: str, value: Any, place: str) -> str:
+    """Return what a value of a config is not, for the keys that decide; empty for a good one."""
+    rotary = "rope" in place
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if key == "rope_theta" or (rotary and key in _POSITIVE):
+        return "" if number and 0 < value < math.inf else "not a number above 0"
+    if rotary and key == "attention_factor":
+        return "" if number else "not a number"
+    if rotary and key in _LISTS:
+        good = isinstance(value, list) and all(isinstance(each, int | float) for each in value)
+        return "" if good else "not a list of numbers"
+    if rotary and key in ("rope_type", "type"):
+        return "" if isinstance(value, str) else "not the name of a rope type"
+    if not place and key in _SIZES:
+        return "not a whole number above 0" if number and value < 1 else ""
+    if not place and key == "quantization_config":
+        return "not an object"
+    if key in ("dtype", "torch_dtype"):
+        import torch
+
+        known = value == "auto" or isinstance(getattr(torch, str(value), None), torch.dtype)
+        return "" if known else "no dtype of torch, such as bfloat16"
+    return ""
 
 
 def reason_of(error: BaseException, config: Any = None) -> str:
@@ -172,7 +223,12 @@ def unreadable(name: str | Path) -> str | None:
             shards = sorted(set(read_json(file, name)["weight_map"].values()))
         except (PosencError, LookupError, AttributeError, TypeError):
             return f"{file.name} is not the index of its weights: download it again."
-        absent = [shard for shard in shards if not (Path(name) / str(shard)).is_file()]
+        outside = [shard for shard in shards if Path(str(shard)).name != shard]
+        if outside:
+            return (
+                f"{file.name} names {outside[0]!r}, which is no file beside it: download it again."
+            )
+        absent = [shard for shard in shards if not (Path(name) / shard).is_file()]
         if absent:
             return (
                 f"{file.name} names {absent[0]}, which is not there ({len(absent)} of {len(shards)} files are "
@@ -183,9 +239,25 @@ def unreadable(name: str | Path) -> str | None:
             with safe_open(file, "pt"):
                 pass
         except (OSError, SafetensorError) as error:
-            with file.open("rb") as content:
-                pointer = content.read(64).startswith(b"version https://git-lfs")
-            kind = "a Git LFS pointer and not the weights: run `git lfs pull` there"
-            damaged = f"damaged or incomplete ({one_line(error)}): download it again"
-            return f"{file.name} is {kind if pointer else damaged}."
+            return f"{file.name} is {_damage(file, one_line(error))}."
+    for file in sorted(Path(name).glob("pytorch_model*.bin")):
+        if _start(file, 2) not in (b"PK", b"\x80\x02"):
+            return f"{file.name} is {_damage(file, 'not what torch.save writes')}."
     return None
+
+
+def _damage(file: Path, reason: str) -> str:
+    """Return what a file of weights is that cannot be read, and what to do."""
+    if not file.is_file():
+        return "a folder or a link that leads nowhere: download it again"
+    if _start(file, 64).startswith(b"version https://git-lfs"):
+        return "a Git LFS pointer and not the weights: run `git lfs pull` there"
+    return f"damaged or incomplete ({reason}): download it again"
+
+
+def _start(file: Path, count: int) -> bytes:
+    try:
+        with file.open("rb") as content:
+            return content.read(count)
+    except OSError:
+        return b""

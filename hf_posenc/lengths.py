@@ -1,4 +1,4 @@
-"""Lengths in tokens, as users give them: whole numbers, whole floats, or text such as `"32k"`."""
+"""Numbers as users give them; lengths in tokens: whole numbers, whole floats, or text such as `"32k"`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 from hf_posenc.errors import PosencError
 
 _MOST_DIGITS = 15
+
+
+def plain(value: Any) -> Any:
+    """Return numbers and arrays of numpy and torch as numbers and lists of Python; others as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def read_length(value: Any, name: str) -> int:

@@ -16,7 +16,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_posenc.adapters import patches_folder
-from hf_posenc.diagnosis import check_source, read_config, reason_of, unreadable
+from hf_posenc.diagnosis import (
+    check_base,
+    check_causal,
+    check_source,
+    read_config,
+    reason_of,
+    unreadable,
+)
 from hf_posenc.errors import PosencError, UntrainedWarning, unknown
 from hf_posenc.files import disk_errors
 from hf_posenc.methods import available_methods
@@ -195,6 +202,14 @@ def from_pretrained(
         return _with_adapter(path_or_id, adapter, auto_class, kwargs)
     options = _some(kwargs, (*_HUB, "trust_remote_code"))
     config = kwargs.pop("config", None) or read_config(path_or_id, **options)
+    if not hasattr(config, "get_text_config"):
+        raise PosencError(f"config is one of transformers, not {config!r:.80}.")
+    if auto_class is None:
+        check_causal(config, path_or_id, "give the class to load it with, auto_class=...")
+    elif not hasattr(auto_class, "from_pretrained"):
+        raise PosencError(
+            f"auto_class is a class of transformers, such as AutoModelForImageTextToText, not {auto_class!r:.80}."
+        )
     try:
         return _load(path_or_id, config, auto_class, allow_missing_weights, options, kwargs)
     except (PosencError, torch.OutOfMemoryError, MemoryError):
@@ -222,6 +237,7 @@ def _load(
     with _loading_report(path_or_id), _same_random_weights(allow_missing_weights):
         model, info = loader.from_pretrained(path_or_id, config=config, **kwargs)
     _check_weights(path_or_id, info, allow_missing_weights, any_shape)
+    _check_stored(path_or_id, model)
     if patch is not None:
         apply_config(model, patch, trained=True)
         if trained := trained_parameters(model):
@@ -282,7 +298,7 @@ def _check_weights(path: str | Path, info: Mapping[str, Any], allow: bool, any_s
             f"The weights of {path} do not fit its config.json: {name} is {tuple(stored)} in the checkpoint and "
             f"{tuple(needed)} in the model{others if mismatched[1:] else ''}. Restore the weights' own config.json."
         )
-    _check_missing(path, info["missing_keys"], "model", allow)
+    _check_missing(path, info["missing_keys"], "model", allow, sorted(info["unexpected_keys"]))
     # A patch's own parameters are loaded after the patch.
     unexpected = sorted(key for key in info["unexpected_keys"] if f".{PARAMETERS}." not in key)
     if unexpected:
@@ -293,11 +309,32 @@ def _check_weights(path: str | Path, info: Mapping[str, Any], allow: bool, any_s
         )
 
 
-def _check_missing(path: str | Path, missing: Iterable[str], whose: str, allow: bool) -> None:
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def _check_stored(path: str | Path, model: Any) -> None:
+    """Raise if a folder holds, in whole numbers or 8 bits, weights that the model has read as floating point."""
+    needed = {} if getattr(model, "is_quantized", False) else dict(model.named_parameters())
+    for file in sorted(Path(path).glob("*.safetensors")) if needed else ():
+        with safe_open(file, "pt") as weights:
+            for name in needed.keys() & set(weights.keys()):
+                kind = weights.get_slice(name).get_dtype()
+                if needed[name].is_floating_point() and kind not in _FLOATS:
+                    raise PosencError(
+                        f"{file} holds {name} as {kind}, which is no floating-point weight. If it was quantized, "
+                        "restore the quantization_config of its config.json; else download it again."
+                    )
+
+
+def _check_missing(
+    path: str | Path, missing: Iterable[str], whose: str, allow: bool, others: Sequence[str] = ()
+) -> None:
     if not missing:
         return
     names = sorted(missing)
     lacks = f"{path} lacks {len(names)} of the {whose}'s weights: {_names(names)}."
+    if others:
+        lacks += f" It has {len(others)} others: {_names(others, 2)}."
     if not allow:
         raise PosencError(
             f"{lacks} They would be drawn at random. Get the whole checkpoint, or load it all the same with "
@@ -324,6 +361,8 @@ def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
         return PatchConfig.from_dict(block)
     except (KeyError, TypeError, AttributeError) as error:
         raise damaged(path_or_id) from error
+    except PosencError as error:
+        raise PosencError(f"The patch in the config.json of {path_or_id}: {error}") from error
 
 
 def load_adapter(
@@ -425,6 +464,7 @@ def _with_adapter(path: str | Path, file: str, auto_class: Any, kwargs: dict[str
         )
     own = _some(kwargs, (*_HUB, "allow_missing_weights"))
     own["is_trainable"] = kwargs.pop("is_trainable", False)
+    check_base(config.base_model_name_or_path, path, revision=config.revision)
     of_adapter = ("revision", "subfolder", "force_download")
     rest = {key: value for key, value in kwargs.items() if key not in of_adapter}
     if config.revision:

@@ -78,7 +78,10 @@ def _print_usage_error(error: Exception, ctx: Any) -> None:
     if not hasattr(error, "format_message"):
         raise error
     context = getattr(error, "ctx", None) or ctx
-    print_error(f"{error.format_message()} Try: {context.command_path} --help")
+    path = context.command_path
+    if context is ctx and ctx.invoked_subcommand:  # an option without its value
+        path += f" {ctx.invoked_subcommand}"
+    print_error(f"{error.format_message()} Try: {path} --help")
 
 
 app = typer.Typer(

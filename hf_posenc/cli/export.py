@@ -11,8 +11,9 @@ import typer
 
 from hf_posenc.cli.console import err, out, print_error, print_json, print_note, quiet_transformers
 from hf_posenc.cli.loading import check_name, parse_patch
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.options import output_option, plain_option
+from hf_posenc.files import disk_errors
 
 if TYPE_CHECKING:
     from hf_posenc.engines import Export, GGUFCheck
@@ -62,6 +63,8 @@ def export(options: ExportOptions) -> None:
     name, to = check_name(options.model), options.to
     _check_verification(options)
     if options.methods:
+        if options.patch is not None:
+            raise PosencError("--methods tries every method: leave --patch out.")
         _print_methods(name, to)
         return
     method, knobs = (None, {}) if options.patch is None else parse_patch(options.patch).arguments()
@@ -136,6 +139,14 @@ def _check_verification(options: ExportOptions) -> None:
     """Refuse what `--verify` cannot try or would not use, before anything is written."""
     if options.verify and not options.to.startswith("transformers"):
         raise PosencError(f"--verify loads in transformers; {options.to} cannot be tried here.")
+    if options.verify and options.dry_run:
+        raise PosencError(
+            "--verify loads what was written, and --dry-run writes nothing: give one of them."
+        )
+    from hf_posenc.engines import WEIGHTS
+
+    if options.weights not in WEIGHTS:
+        raise unknown("value of --weights", options.weights, WEIGHTS)
     if options.packages is None:
         return
     if not options.verify:
@@ -170,7 +181,8 @@ def _check_file(options: ExportOptions, name: str, patch: dict[str, Any]) -> Non
         print_json(about)
         return
     folder = output or Path()
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(f"--output {folder} cannot be written to"):
+        folder.mkdir(parents=True, exist_ok=True)
     target = engines.write_gguf(check, folder / f"{file.stem}-posenc.gguf")
     print_json(about | {"written": str(target)})
     print_note(f"Wrote {target}")

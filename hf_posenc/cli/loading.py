@@ -7,13 +7,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_posenc.cli.console import quiet_transformers
-from hf_posenc.diagnosis import check_source, read_config, read_json, reason_of, unreadable
+from hf_posenc.diagnosis import (
+    check_base,
+    check_causal,
+    check_source,
+    read_config,
+    read_json,
+    reason_of,
+    unreadable,
+)
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.options import ModelOptions
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.measuring.candidates import Candidate
 
+_TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+)
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
@@ -71,23 +82,19 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
                 f"The adapter {name} does not name its base model. Merge it into the base model and give the result."
             )
         revision = values.get("revision")
-        base = check_name(str(base), revision, given=f"base model of {name},")
+        check_base(base, name, revision=revision)
         return load_config(base, revision=revision, trust_remote_code=trust_remote_code)
     return read_config(name, revision=revision, trust_remote_code=trust_remote_code)
 
 
 def build_empty(name: str, config: Any, *, causal: bool, trust_remote_code: bool = False) -> Any:
     """Build the model on the meta device; with `causal`, raise if it is not a causal language model."""
-    from transformers import AutoModelForCausalLM
-
     from hf_posenc.engines.source import empty_model
 
+    if causal:
+        way = "nothing that this command measures is defined for it"
+        check_causal(config, name, way)
     custom = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if causal and not custom and type(config) not in AutoModelForCausalLM._model_mapping:
-        raise PosencError(
-            f"{name} is a {config.model_type} model, which is not a causal language model: nothing that this command "
-            "measures is defined for it."
-        )
     if custom and trust_remote_code:
         return None  # built from the folder's own code when its weights are loaded
     try:
@@ -113,15 +120,21 @@ def load_tokenizer(
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        # transformers makes an empty tokenizer from a config.json alone.
+        tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
-        folder, reason = Path(name), f"The tokenizer of {name} cannot be loaded: {reason_of(error)}"
+        folder, cause = Path(name), reason_of(error).rstrip(".")
+        try:
+            for file in (path for one in _TOKENIZER_FILES if (path := folder / one).exists()):
+                read_json(file, name)
+        except PosencError as damaged:
+            cause = str(damaged).rstrip(".")
+        reason = f"The tokenizer of {name} cannot be loaded: {cause}."
         kinds = ("*token*", "*vocab*", "*.model")
         if folder.is_dir() and not any(path for kind in kinds for path in folder.glob(kind)):
             reason = f"{name} has no tokenizer files."
         advice = "Pass --tokenizer with a folder or a hub name that has one."
         raise PosencError(f"{reason} {advice}") from error
-    # transformers makes an empty tokenizer from a config.json alone.
-    tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
     if set(tokens) <= {tokenizer.unk_token_id}:
         raise PosencError(f"The tokenizer of {name} turns text into nothing. Pass --tokenizer.")
     return tokenizer
@@ -212,8 +225,13 @@ def _device(name: str | None) -> Any:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise PosencError(f"The device {name!r} cannot be used: {one_line(error)}") from error
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = one_line(error).partition(". ")[0].partition("device type at start")[0]
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        raise PosencError(
+            f"The device {name!r} cannot be used ({reason:.120}). PyTorch {torch.__version__} sees cpu and {count} "
+            "CUDA devices: give cpu, cuda or cuda:1."
+        ) from error
     if device.type == "meta":
         raise PosencError("The device 'meta' holds no weights: give cpu, or an accelerator.")
     return device

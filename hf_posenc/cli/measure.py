@@ -322,6 +322,10 @@ def report(
     from hf_posenc.evaluation.page import TITLE, collect, render
     from hf_posenc.files import write_atomically
 
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise PosencError(
+            f"--output {output} cannot be written: give a file in a folder that exists."
+        )
     collection = collect(runs)
     for remark in collection.remarks:
         print_warning(remark)

@@ -22,6 +22,7 @@ from hf_posenc.engines.llama_cpp import GGUFCheck, LlamaCpp, check_gguf, write_g
 from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5, tokenizer_length
 from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.files import disk_errors
 from hf_posenc.methods import METHODS, LengthDependent, Method, seam_of
 from hf_posenc.patch.export import config_parts, reloaded
 from hf_posenc.patch.export import write as write_values
@@ -262,6 +263,8 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
         raise PosencError(f"{export.engine} cannot have {export.path}: {export.reason}.")
     if weights not in WEIGHTS:
         raise PosencError(f"weights is one of {', '.join(WEIGHTS)}, not {weights!r}.")
+    if not isinstance(folder, str | Path) or not str(folder).strip():
+        raise PosencError(f"{folder!r} is no folder to write the export to. Give its path.")
     folder, source = Path(folder), Path(export.base)
     if folder.resolve() in (Path(export.path).resolve(), source.resolve()):
         raise PosencError(f"{folder} is where the model is. Give another folder with --output.")
@@ -272,7 +275,8 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
         raise PosencError(
             f"{folder} holds the export of {earlier[1]} to {earlier[0]}. Give another folder with --output."
         )
-    folder.mkdir(parents=True, exist_ok=True)
+    with disk_errors(f"The export cannot be written to {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
     if export.is_adapter and weights != "none":
         written += _merge(export, folder)

@@ -354,7 +354,7 @@ def _open(path: str | Path) -> Any:
         raise PosencError(
             "GGUF files are read with the package gguf: pip install 'hf-posenc[gguf]'."
         ) from error
-    if not Path(path).is_file():
+    if not isinstance(path, str | Path) or not Path(path).is_file():
         raise PosencError(f"There is no file {path}. Give a GGUF file of convert_hf_to_gguf.")
     try:
         return gguf.GGUFReader(path)

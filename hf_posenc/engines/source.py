@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_posenc.adapters import LegacyKeys
+from hf_posenc.diagnosis import check_base, check_source, read_config
 from hf_posenc.engines.formulas import Table, of_transformers
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import Method, RopeScaling, seam_of
@@ -26,7 +27,6 @@ from hf_posenc.patch.export import PatchedTable, config_parts, lengths_of, rope_
 from hf_posenc.patch.patching import get_patch, patch_model
 from hf_posenc.patch.report import Patch
 from hf_posenc.patch.request import MethodLike, resolve_request
-from hf_posenc.patch.saving import stored_config
 from hf_posenc.saving import apply_config, take_patch
 
 
@@ -167,16 +167,13 @@ def open_source(
     **options: Any,
 ) -> Source:
     """Read a saved model or adapter, with a patch as for `patch_model`; `unpatched`: without the one that was saved."""
+    check_source(path, "model")
     base, of_adapter = _of_adapter(path)
-    try:
-        if Path(base).is_dir() and not (Path(base) / "config.json").is_file():
-            raise PosencError(
-                f"{base} has no config.json. Give a folder that save_pretrained wrote."
-            )
-        stored = stored_config(base)
-    except Exception as error:  # no such name, no config.json, an unknown model type
-        reason = " ".join(str(error).split())
-        raise PosencError(f"The config of {base} cannot be loaded: {reason}") from error
+    if base != str(path):
+        check_base(base, path)
+    stored = read_config(base)
+    if method is None and options:
+        raise PosencError(f"{', '.join(options)} belong to a method, and none is given.")
     config = copy.deepcopy(stored)
     saved = take_patch(config, base) or of_adapter
     if unpatched:

@@ -28,7 +28,7 @@ MODEL = "The model"
 MEMORY = "Memory and speed"
 OUTPUT = "Output"
 MOST_LENGTHS = 1000
-"""The most lengths that a range may stand for."""
+"""The most lengths that a range may stand for, and the most depths."""
 PANELS = (None, MEASURED, DOCUMENTS, MODEL, MEMORY, OUTPUT)
 """Panels of `--help`, in their order; the first has no title of its own."""
 
@@ -177,6 +177,8 @@ def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
 
 def even_depths(count: int) -> tuple[float, ...]:
     """Return so many depths from 0 to 1 at equal distances; a single one lies in the middle."""
+    if count > MOST_LENGTHS:
+        raise PosencError(f"--depths {count}: at most {MOST_LENGTHS:,} depths are measured.")
     return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)
 
 
@@ -272,29 +274,50 @@ class RunOptions(OutputOptions):
     dry_run: bool = memory_option("Print the cost of the run, and stop.", False, rank=1)
 
 
-_WHOLE = ("int", "int | None")
-
-
-def _check_whole(value: Any, name: str, least: int) -> None:
-    """Raise for what the command line would not take for a number either."""
+def read_whole(value: Any, name: str, least: int = 1) -> int:
+    """Return a whole number of any library as Python's own; raise for what the command line would not take either."""
     try:
         number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = least - 1
     if number < least:
         raise PosencError(f"{name} is a whole number of at least {least}, not {value!r}.")
+    return number
+
+
+def read_values(options: Any) -> None:
+    """Check the values of a frozen dataclass of options by the fields' types; numbers become Python's own."""
+    for field in dataclasses.fields(options):
+        value, flag = getattr(options, field.name), field.metadata.get("flag")
+        kind, _, optional = str(field.type).partition(" | ")
+        if (value is None and optional) or field.name == "target_length":
+            continue
+        if kind == "int":
+            number = read_whole(value, field.name, 1 if flag is None else flag.least)
+            object.__setattr__(options, field.name, number)
+        elif kind == "str" and not (isinstance(value, str) and value.strip()):
+            raise PosencError(f"{field.name} is a text, not {value!r:.80}.")
+        elif kind == "bool" and not isinstance(value, bool):
+            raise PosencError(f"{field.name} is True or False, not {value!r:.80}.")
+        elif kind == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise PosencError(f"{field.name} is a number, not {value!r:.80}.")
 
 
 def _check_texts(values: Any, name: str) -> None:
     """Raise for what is no list of texts."""
     if values is None or (
-        isinstance(values, Iterable) and all(isinstance(value, str) for value in values)
+        isinstance(values, Iterable)
+        and not isinstance(values, str)
+        and all(isinstance(value, str) for value in values)
     ):
         return
     way = "a list of texts"
     if name == "methods":
         way = "a list of texts as --patch takes them, such as 'none' and 'yarn:scale=8'"
-    raise PosencError(f"{name} is {way}, not {values!r:.80}.")
+    given = f"{values!r:.80}"
+    if isinstance(values, str):
+        given = f"one text: write {name}=[{given}]"
+    raise PosencError(f"{name} is {way}, not {given}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,20 +333,19 @@ class CommonOptions:
 
     def __post_init__(self) -> None:
         """Read `target_length` and `lengths` where a Python caller gives them as text, such as `"32k"`."""
+        read_values(self)
         given = vars(self)
-        for field in dataclasses.fields(self):
-            value, flag = given[field.name], field.metadata.get("flag")
-            if value is not None and field.name != "target_length" and str(field.type) in _WHOLE:
-                _check_whole(value, field.name, 1 if flag is None else flag.least)
         for name in ("methods", "protocols", "tasks", "compare"):
             _check_texts(given.get(name), name)
         base = given.get("base")
-        if base is not None and not (isinstance(base, int | float) and 0 < base < math.inf):
-            raise PosencError(f"base is a number above 0, not {base!r}.")
+        if base is not None and (not 0 < base < math.inf or base == 1):
+            raise PosencError(f"base is a number above 0 and not 1, not {base!r}.")
         if given.get("target_length") is not None:
             target = read_length(given["target_length"], "target_length")
             object.__setattr__(self, "target_length", target)
         lengths = given.get("lengths")
+        if isinstance(lengths, bytes):  # an iterable of numbers
+            raise PosencError(f"lengths is a list of whole numbers, not {lengths!r:.80}.")
         if isinstance(lengths, str):
             lengths = parse_lengths(lengths, "lengths")
         elif lengths is not None:
@@ -650,7 +672,7 @@ class SelftestOptions:
         "The device, e.g. cuda, cuda:1 or cpu. Default: the GPU if there is one."
     )
     length: int | None = plain_option(
-        "Tokens of the text that is timed. Default: 8192 on a GPU, 1024 on a CPU."
+        "Tokens of the text that is timed. Default: 8192 on a GPU, 1024 on a CPU.", least=32
     )
     seconds: int = plain_option(
         "Begin no further check after so many seconds; the report names those that are left.", 30
@@ -658,3 +680,14 @@ class SelftestOptions:
     dtypes: Sequence[str] | None = None
     head_dims: Sequence[int] = (128, 64, 256)
     methods: Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        read_values(self)
+        for name in ("dtypes", "methods"):
+            _check_texts(getattr(self, name), name)
+        for name in ("dtypes", "head_dims", "methods"):
+            value = getattr(self, name)
+            if value is not None and not len(value):
+                raise PosencError(f"{name} is empty: name at least one, or None for all.")
+        for head_dim in self.head_dims:
+            read_whole(head_dim, "A head dimension")

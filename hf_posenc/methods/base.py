@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError, unknown
+from hf_posenc.lengths import plain
 from hf_posenc.rope import RopeSpec
 
 Length = int | Tensor | None
@@ -92,6 +93,8 @@ class Method:
         """Check the fields; the end of the chain of `super()` calls."""
         for option in dataclasses.fields(self):
             value, valid = getattr(self, option.name), option.metadata.get("valid")
+            if value is not (value := plain(value)):
+                object.__setattr__(self, option.name, value)
             if valid is None or (value is None and option.default is None) or valid(value):
                 continue
             values = option.metadata["values"]

@@ -100,11 +100,20 @@ PEFT_TYPE_TO_CONFIG_MAPPING[PEFT_TYPE] = _LoadedWithout  # type: ignore[index, a
 def read_adapter(path: str | Path) -> tuple[PeftConfig, PatchConfig | None]:
     """Read an `adapter_config.json`, and the patch that it carries, if any."""
     try:
-        values: dict[str, Any] = dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        values: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(values, dict):
+            raise TypeError("it holds no JSON object")
         if values.get("peft_type") != PEFT_TYPE:
             return PeftConfig.from_peft_type(**values), None
+    except KeyError as error:
+        raise PosencError(f"{path} has a peft_type that PEFT does not know: {error}.") from error
     except (OSError, ValueError, TypeError, LookupError) as error:
         raise PosencError(f"{path} is not the config of an adapter: {one_line(error)}") from error
+    if not isinstance(values.get(BLOCK), dict):
+        raise PosencError(
+            f"{path} belongs to an adapter of a patched model, and lacks the block {BLOCK!r} that holds the patch. "
+            "Restore the file, or save the adapter again."
+        )
     del values["peft_type"]
     config: PosencLoraConfig = PosencLoraConfig.from_peft_type(**values)  # type: ignore[no-untyped-call]
     return config, config.patch()

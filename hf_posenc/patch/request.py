@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_posenc.errors import PosencError
-from hf_posenc.lengths import read_length
+from hf_posenc.lengths import plain, read_length
 from hf_posenc.methods import Method, seam_of
 from hf_posenc.model.discovery import RotaryTable, original_length, select
 from hf_posenc.patch.config import Layers, PatchConfig, check_option, named_method
 from hf_posenc.patch.state import State
 
+_LONGEST = 1e15  # tokens
 MethodLike = str | Method | Sequence["str | Method"]
 """A name or alias, a Method object, or a list of them on different seams."""
 
@@ -33,6 +34,7 @@ def resolve_request(
     for switch, value in (("compose", compose), ("replace", replace)):
         if not isinstance(value, bool):
             raise PosencError(f"{switch} is True or False, not {value!r}.")
+    scale = plain(scale)
     if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
         raise PosencError(f"scale is a number of at least 1, not {scale!r}.")
     target = None if target_length is None else read_length(target_length, "target_length")
@@ -45,7 +47,7 @@ def resolve_request(
         _check_list(parts, scale, options)
     whole = any(part.seam == "rotary" for part in parts)
     if isinstance(layers, Iterable) and not isinstance(layers, str):
-        layers = tuple(layers)
+        layers = tuple(plain(layers))
         _check_layers(tables, layers)
     tables = select(tables, layers, whole=whole)
     if whole:
@@ -194,6 +196,10 @@ def _build(
             knobs = ", ".join(part.knobs()) or "none"
             raise PosencError(f"{part.name} takes no scale: {part.summary}. Its knobs: {knobs}.")
         part = part.from_options(**({} if scale is None else {"scale": scale}), **options)
+    if scale is not None and not original * scale < _LONGEST:
+        raise PosencError(
+            f"scale={scale:g} extends {original} tokens to {original * scale:g}: give a smaller one."
+        )
     if target is None and scale is not None and not part.follows_text:
         target = math.ceil(original * scale)
     return part, target

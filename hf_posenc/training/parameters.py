@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 import warnings
 from collections.abc import Collection, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.methods import available_methods, get_method
 from hf_posenc.model.discovery import SinCosTable, tables_of
 from hf_posenc.model.parameters import PARAMETERS, trained_parameters
@@ -76,14 +77,20 @@ def choose_parameters(
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
         return model
-    if lora_rank < 1 or not 0 <= lora_dropout < 1:
+    numbers = (isinstance(n, int | float) for n in (lora_alpha, lora_dropout))
+    whole = isinstance(lora_rank, int) and lora_rank >= 1
+    if not whole or not all(numbers) or not 0 <= lora_dropout < 1 or not 0 < lora_alpha < math.inf:
         raise PosencError(
-            f"lora_rank={lora_rank}, lora_dropout={lora_dropout:g}: a rank is at least 1, a dropout from 0 to below 1."
+            f"lora_rank={lora_rank!r}, lora_alpha={lora_alpha!r}, lora_dropout={lora_dropout!r}: a rank is at least 1, "
+            "alpha a number above 0, a dropout from 0 to below 1."
         )
     config = lora_config(model, rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, **options)
     from peft import get_peft_model
 
-    adapted: nn.Module = get_peft_model(model, config)
+    try:
+        adapted: nn.Module = get_peft_model(model, config)
+    except ValueError as error:  # modules that are not there, or that no LoRA can be added to
+        raise PosencError(f"The LoRA cannot be added: {one_line(error)}") from error
     return adapted
 
 
@@ -181,7 +188,8 @@ def lora_config(
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": list(target_modules),
+        # A text is a regular expression, as for PEFT.
+        "target_modules": target_modules if isinstance(target_modules, str) else [*target_modules],
         "modules_to_save": list(modules_to_save) or None,
         "ensure_weight_tying": tied
         and any(
@@ -192,10 +200,17 @@ def lora_config(
         "task_type": "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         **options,
     }
+    paths = [path for path, _ in model.named_modules()]
+    absent = [n for n in modules_to_save if not any(path.endswith(n) for path in paths)]
+    if absent:
+        raise PosencError(f"modules_to_save names {absent[0]!r}, and no module is called so.")
     patch = patch_to_save(model)
-    if patch is None:
-        return LoraConfig(**values)
-    return PosencLoraConfig(**values, hf_posenc=patch.to_dict())
+    try:
+        if patch is None:
+            return LoraConfig(**values)
+        return PosencLoraConfig(**values, hf_posenc=patch.to_dict())
+    except TypeError as error:
+        raise PosencError(f"peft.LoraConfig does not take these options: {error}") from error
 
 
 def _attention_projections(decoder: nn.Module) -> list[nn.Module]:

@@ -15,17 +15,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.measuring.execute import Progress, collected, execute, silent
+from hf_posenc.evaluation.measuring.identity import check_tokenizer
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Store, fingerprint_of
+from hf_posenc.evaluation.options import output_folder, read_whole
 from hf_posenc.evaluation.perplexity import PerplexityRun, make_settings
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.files import to_json, write_atomically
+from hf_posenc.lengths import read_length
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training import ranks
@@ -143,7 +147,7 @@ class Scores:
         tokenizer: Any,
         documents: Iterable[str | Entry],
         *,
-        lengths: Sequence[int],
+        lengths: Iterable[int | str] | int | str,
         output: Path | str | None = None,
         limit: int | None = None,
         max_doc_tokens: int | None = None,
@@ -152,7 +156,14 @@ class Scores:
         autocast: torch.dtype | None = None,
         **settings: Any,
     ) -> None:
-        self.output = None if output is None else Path(output)
+        self.output = output_folder(output, silent)
+        check_tokenizer(tokenizer)
+        given = [lengths] if isinstance(lengths, int | str) else lengths
+        if not isinstance(given, Iterable):
+            raise PosencError(f"lengths is a list of whole numbers, not {lengths!r}.")
+        lengths = [read_length(length, "lengths") for length in given]
+        if limit is not None:
+            limit = read_whole(limit, "limit")
         self._tokenizer, self._device, self._autocast = tokenizer, device, autocast
         options = {"protocols": PROTOCOLS, **settings, "lengths": tuple(sorted(set(lengths)))}
         self.settings, self._bos = make_settings(options, None, bos=bos)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -30,15 +31,19 @@ from torch import nn
 from typer.testing import CliRunner
 
 import hf_posenc
+from hf_posenc import engines, training
 from hf_posenc.cli.app import app
+from hf_posenc.embedded import model_path
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.bench.run import bench
 from hf_posenc.evaluation.documents import load_documents, read_dataset, read_paths, readers
 from hf_posenc.evaluation.documents import tokens as joining
-from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions
+from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions, SelftestOptions
 from hf_posenc.evaluation.recommend import recommend
 from hf_posenc.evaluation.retrieval import measure_retrieval
+from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from hf_posenc.evaluation.selftest import selftest
 from hf_posenc.methods import YaRN
 from hf_posenc.patch.config import parse_method
 from hf_posenc.training import PositionCollator
@@ -194,6 +199,63 @@ COMMANDS: list[tuple[str, str, int]] = [
         "--scales 4 is for methods without a scale of their own, and no --patch here takes one",
         2,
     ),
+    (RUN + " --lengths 32 --longppl @rerope", "--longppl @rerope: give a name or self, and a", 2),
+    (RUN + " --lengths 32 --longppl self@", "--longppl self@: give a name or self, and a meth", 2),
+    (RUN + " --lengths 32 --device mps", "PyTorch {torch} sees cpu and", 2),
+    (RUN + " --lengths 32 --device CPU", "PyTorch {torch} sees cpu and", 2),
+    (
+        RUN + " --lengths 32 --device-map meta",
+        "weights of the model are on the device meta, which",
+        2,
+    ),
+    (RUN + " --lengths 32 --patch", "requires an argument. Try: hf-posenc perplexity --help", 2),
+    (RUN + " --lengths 32,", "--lengths 32,: '' is no length; give a whole number of tokens", 2),
+    (RUN + " --lengths ²5", "'²5' is no length; give a whole number of tokens", 2),
+    (RUN + " --lengths 32 --shard 3/2", "--shard 3/2: give one of 1/N ... N/N, such as 2/8", 2),
+    (RUN + " --lengths 32 --patch yarn:scale=1e300", "extends 64 tokens to 6.4e+301: give a sm", 2),
+    (RUN + " --lengths 32 --text {texts}/../table.csv --dry-run", "", 0),
+    ("retrieval {model} --depths 100000000 --output {out}", "at most 1,000 depths are measured", 2),
+    (
+        "retrieval {model} --samples 1000000 --lengths 256 --output {out}",
+        "are 5,000,000 prompts of a task and length, and at most 100,000 are measured.",
+        2,
+    ),
+    (
+        "retrieval {model} --distractors 99999999999999999999 --lengths 256 --output {out}",
+        "distractors is at most 10,000, not 99,999,999,999,999,999,999.",
+        2,
+    ),
+    (
+        "bench {model} --text {texts} --rounds 99999999999999999999 --output {out}",
+        "rounds is at most 1,000, not 99,999,999,999,999,999,999.",
+        2,
+    ),
+    (
+        "recommend {model} --target-length 999999999999999",
+        "advice is for at most 33,554,432 tokens",
+        2,
+    ),
+    ("export {model} --to vllm --methods --patch yarn:scale=2", "every method: leave --patch o", 2),
+    (
+        "export {model} --to transformers5 --verify --dry-run",
+        "and --dry-run writes nothing: giv",
+        2,
+    ),
+    ("export {model} --to vllm --weights banana --dry-run", "Unknown value of --weights 'banan", 2),
+    (
+        "export {model} --to vllm --patch yarn:scale=2 --output {rows}",
+        "The export cannot be written to ",
+        2,
+    ),
+    ("export {texts} --to vllm", "has no config.json (it has 0.txt, 1.txt, 2.txt). Give the", 2),
+    ("report {texts} --output {texts}", "cannot be written: give a file in a folder that exist", 2),
+    (
+        "report {texts} --output {out}/page.html",
+        "cannot be written: give a file in a folder tha",
+        2,
+    ),
+    ("selftest {texts}", "cannot be written: give a file in a folder that exists.", 2),
+    ("selftest --length 16", "Input should be greater than or equal to 32", 2),
     (
         "sweep {model} --text {texts} --patch yarn:scale=4 --scales 8 --output {out}",
         "--scales 8 is for methods without a scale of their own",
@@ -209,6 +271,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for index in range(3):
         (folder / "texts" / f"{index}.txt").write_text(prose(300, index))
     (folder / "rows.jsonl").write_text(json.dumps({"body": prose(300)}))
+    (folder / "table.csv").write_text("text\n" + prose(300))
     model = tiny_checkpoint(folder / "model")
     return {"model": model, "texts": folder / "texts", "rows": folder / "rows.jsonl"}
 
@@ -224,6 +287,7 @@ def test_a_command_line_is_answered_by_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     arguments = shlex.split(command.format(**places, out=tmp_path / "out"))
+    line = line.replace("{torch}", torch.__version__)
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == status, result.output
     lines = [one for one in result.stderr.splitlines() if one.startswith("error: ")]
@@ -304,6 +368,134 @@ CALLS: list[tuple[str, str]] = [
         "A patch is a recipe's name, a JSON file or a directory",
     ),
     ("load_patch(model, torn)", "/torn.json: This is not a patch in JSON: Expecting value"),
+    *(
+        (f"TokenScorer({given})", message)
+        for given, message in {
+            "None, ids": "NoneType is not a model: give a transformers model",
+            "nn.Linear(1, 1), ids": "Linear has no token embeddings: give a causal language model",
+            "model, None": "Token ids are whole numbers of shape (n,) or (windows, n), not None.",
+            "model, ids[:1]": "The probe is a list of at least 2 token ids, not one of shape (1,).",
+            "model, ids.float()": "Token ids are whole numbers of shape (n,) or (windows, n), not te",
+            "model, ids, chunk='8'": "A chunk has at least 1 token, not '8'.",
+            "model, [1, 2, 3])([1.5, 2.5]": "Token ids are whole numbers of shape (n,) or (windows",
+            "model, ids)(None": "Token ids are whole numbers of shape (n,) or (windows, n), not None.",
+            "model, ids)([1, 9999]": "Token 9,999: the model has embeddings for 0 to 127.",
+            "model, ids)([1, -5]": "Token -5: the model has embeddings for 0 to 127.",
+            "model, ids)(ids, '1'": "A window of 9 tokens cannot be scored from token '1'.",
+        }.items()
+    ),
+    *(
+        (f"measure_perplexity(model, tok, texts, lengths=32, {given})", message)
+        for given, message in {
+            "longppl=5": "longppl is a text, not 5.",
+            "longppl=''": "longppl is a text, not ''.",
+            "aggregate=['tokens']": "aggregate is a text, not ['tokens'].",
+            "short='no'": "short is True or False, not 'no'.",
+            "base=1": "base is a number above 0 and not 1, not 1.",
+            "methods='yarn:scale=2'": "not one text: write methods=['yarn:scale=2'].",
+            "protocols='prefix'": "not one text: write protocols=['prefix'].",
+        }.items()
+    ),
+    ("PerplexityOptions(lengths=b'32')", "lengths is a list of whole numbers, not b'32'."),
+    ("measure_perplexity(model, tok, texts[0])", "a list of texts, not one text: write [text]."),
+    (
+        "measure_perplexity(nn.DataParallel(model), tok, texts)",
+        "the model inside, its attribute .m",
+    ),
+    (
+        "measure_perplexity(model.to('meta'), tok, texts)",
+        "are on the device meta, which holds none",
+    ),
+    ("measure_perplexity(model, tok, read_paths(None))", "a list of paths, not NoneType."),
+    ("measure_perplexity(model, tok, read_paths([5]))", "A file is given by its path, not by int"),
+    ("measure_perplexity(model, tok, read_dataset(None))", "its hub name or folder, not by None."),
+    *(
+        (f"measure_retrieval(model, tok, lengths=256, {given})", message)
+        for given, message in {
+            "depths=0.5": "depths is a list, not 0.5.",
+            "depths=['a']": "depths is a list of numbers, not ['a'].",
+            "depths=[math.nan]": "depths is a list of numbers, not [nan].",
+            "samples=None": "samples is a whole number of at least 1, not None.",
+            "haystack=5": "The haystack is a text, not int.",
+        }.items()
+    ),
+    ("recommend(model, 512, dtype='bfloat16')", "such as torch.bfloat16, not 'bfloat16'."),
+    ("recommend(model, 10**12)", "advice is for at most 33,554,432 tokens."),
+    ("bench(None, tok, texts)", "NoneType is not a model: give a transformers model"),
+    ("SelftestOptions(dtypes=[])", "dtypes is empty: name at least one, or None for all."),
+    ("SelftestOptions(head_dims=[0])", "A head dimension is a whole number of at least 1, not 0."),
+    ("SelftestOptions(length=5)", "length is a whole number of at least 32, not 5."),
+    ("selftest(methods=['banana'])", "Unknown method of the engine 'banana'."),
+    (
+        "mix_blocks(None)",
+        "A mixture is a list of pairs, blocks of prepare_blocks and their weight; None",
+    ),
+    (
+        "mix_blocks([(None, 1.0)])",
+        "A mixture is a list of pairs, blocks of prepare_blocks and their",
+    ),
+    ("mix_blocks([])", "A mixture needs positive weights; these are []."),
+    *(
+        (f"prepare_blocks({given})", message)
+        for given, message in {
+            "None, tok, length=16": "The documents are a list or a reader, not NoneType.",
+            "texts[0], tok, length=16": "The documents are a list or a reader, not str.",
+            "[5], tok, length=16": "Document 0 is int, not a text.",
+            "texts, 'gpt2', length=16": "'gpt2' is no tokenizer: give the model's, as Auto",
+            "texts, tok, length=None": f"length: None {NO_LENGTH}",
+            "texts, tok, length=16, limit='3'": "limit is a whole number of at least 1, not '3'.",
+            "texts, tok, length=16, workers=None": "workers is a whole number of at least 1, not No",
+            "texts, tok, length=16, cache=5, source={}": "cache: 5 is no folder. Give its path.",
+        }.items()
+    ),
+    *(
+        (f"choose_parameters(model, 'lora', {given})", message)
+        for given, message in {
+            "lora_rank='8'": "lora_rank='8', lora_alpha=32, lora_dropout=0.0: a rank is at least 1,",
+            "lora_alpha=math.nan": "lora_alpha=nan, lora_dropout=0.0: a rank is at least 1, alpha",
+            "target_modules=['banana']": "The LoRA cannot be added: No modules were targeted",
+            "modules_to_save=['banana']": "modules_to_save names 'banana', and no module is called",
+            "banana=5": "peft.LoraConfig does not take these options: ",
+        }.items()
+    ),
+    ("chunk_loss(model, 'x')", "A chunk has at least 1 token, not 'x'."),
+    ("chunk_loss(nn.Linear(1, 1))", "Linear has no transformers config: give a causal language"),
+    ("check_dependencies(model, None)", "The collator is a PositionCollator, not NoneType."),
+    ("Scores(tok, texts, lengths=None)", "lengths is a list of whole numbers, not None."),
+    ("Scores(tok, texts, lengths=[32], limit='x')", "limit is a whole number of at least 1, not"),
+    ("Scores(tok, texts, lengths=[32], output=5)", "output: 5 is no folder. Give its path, or"),
+    ("Scores(tok, texts, lengths=[32], tail_tokens='x')", "tail_tokens is a whole number of at le"),
+    ("Scores('gpt2', texts, lengths=[32])", "'gpt2' is no tokenizer: give the model's, as Auto"),
+    (
+        "engines.export(None, 'vllm')",
+        "A model is given by its folder or hub name, not by NoneType.",
+    ),
+    ("engines.export('/gone', 'vllm')", "There is no model folder /gone. Give a folder that save"),
+    (
+        "engines.check_gguf(None, model_path())",
+        "There is no file None. Give a GGUF file of convert",
+    ),
+    (
+        "engines.export(model_path(), 'vllm', banana=5)",
+        "banana belong to a method, and none is giv",
+    ),
+    (
+        "engines.write_export(engines.export(model_path(), 'vllm'), '')",
+        "'' is no folder to write the export to. Give its path.",
+    ),
+    ("hf_posenc.from_pretrained(model_path(), config=5)", "config is one of transformers, not 5."),
+    (
+        "hf_posenc.from_pretrained(model_path(), auto_class='AutoModel')",
+        "auto_class is a class of transformers, such as AutoModelForImageTextToText, not 'AutoModel'",
+    ),
+    (
+        "hf_posenc.load_adapter(model, None)",
+        "An adapter is given by its folder or hub name, not by",
+    ),
+    (
+        "patch_model(model, 'yarn', scale=1e300)",
+        "extends 64 tokens to 6.4e+301: give a smaller one",
+    ),
     ("hf_posenc.from_pretrained('')", "There is no model folder ''. Give a folder that save_pr"),
     ("hf_posenc.from_pretrained('/no/such')", "There is no model folder /no/such. Give a folder"),
     (
@@ -338,7 +530,7 @@ CALLS: list[tuple[str, str]] = [
     ("PerplexityOptions(stride=0)", "stride is a whole number of at least 1, not 0."),
     ("PerplexityOptions(limit=-1)", "limit is a whole number of at least 1, not -1."),
     ("PerplexityOptions(batch=True)", "batch is a whole number of at least 1, not True."),
-    ("PerplexityOptions(base=-2)", "base is a number above 0, not -2."),
+    ("PerplexityOptions(base=-2)", "base is a number above 0 and not 1, not -2."),
     ("BenchOptions(rounds='2')", "rounds is a whole number of at least 0, not '2'."),
     ("measure_perplexity(None, tok, texts)", "NoneType is not a model: give a transformers model"),
     ("measure_perplexity('gpt2', tok, texts)", "'gpt2' is a name, not a model: load it first"),
@@ -436,7 +628,11 @@ def call(expression: str, model: nn.Module, torn: Path) -> Any:
     functions: dict[str, Any] = {"parse_method": parse_method, "recommend": recommend}
     functions |= {"measure_retrieval": measure_retrieval, "Collator": PositionCollator, "nn": nn}
     functions |= {"measure_perplexity": measure_perplexity, "tok": byte_tokenizer()}
-    functions |= {"texts": [prose(300, index) for index in range(2)]}
+    functions |= {"texts": [prose(300, index) for index in range(2)], "ids": torch.arange(9)}
+    functions |= {"read_paths": read_paths, "read_dataset": read_dataset, "engines": engines}
+    functions |= {"model_path": model_path, "TokenScorer": TokenScorer, "selftest": selftest}
+    functions |= {"SelftestOptions": SelftestOptions}
+    functions |= {name: getattr(training, name) for name in training.__all__}
     # Imported when they are asked for.
     public = {name: getattr(hf_posenc, name) for name in hf_posenc.__all__}
     return eval(expression, {**public, **names, **options, **functions})
@@ -471,6 +667,36 @@ def test_every_form_of_a_length_is_the_integer(length: Any, tmp_path: Path) -> N
     assert PerplexityOptions(lengths=[64, length]).lengths == (64, 1024)
 
 
+def test_numbers_and_arrays_of_other_libraries_are_taken() -> None:
+    model, tokenizer, texts = zoo.build("llama"), byte_tokenizer(), [prose(300)]
+    scales: list[Any] = [np.float32(2), np.int64(2), torch.tensor(2.0)]
+    for scale in scales:
+        hf_posenc.patch_model(model, "yarn", scale=scale, replace=True)
+        patch = hf_posenc.get_patch(model)
+        assert patch is not None
+        assert (patch.config.scale, json.loads(patch.config.to_json())["scale"]) == (2, 2)
+    hf_posenc.unpatch_model(model)
+    layers: Any = np.array([0, 1])
+    hf_posenc.patch_model(model, "rerope", window=np.int64(16), layers=layers)
+    hf_posenc.unpatch_model(model)
+    factors: dict[str, Any] = {name: np.full(8, 2.0) for name in ("short_factor", "long_factor")}
+    hf_posenc.patch_model(model, "longrope", scale=2, **factors)
+    model = zoo.build("llama", vocab_size=257)
+    result = measure_perplexity(model, tokenizer, texts, lengths=[32], batch=np.int64(2))
+    json.dumps(result.to_dict())
+    ids: list[Any] = [np.arange(9), [1, 2, 3]]
+    scorer = TokenScorer(model, ids[0])
+    assert torch.equal(scorer(ids[1]), scorer(torch.tensor([1, 2, 3], dtype=torch.uint8)))
+
+
+def test_one_path_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(GOOD)
+    assert [entry.name for entry in read_paths("a.txt")] == ["a.txt"]
+    assert [entry.name for entry in read_paths(Path("a.txt"))] == ["a.txt"]
+
+
 def npy(values: Any, **options: Any) -> bytes:
     file = io.BytesIO()
     np.save(file, values, **options)
@@ -502,6 +728,9 @@ FILES: dict[str, tuple[bytes, str]] = {
     "utf16.txt": (GOOD.encode("utf-16"), "UTF-16 (or UTF-32), not UTF-8: convert it with iconv"),
     "utf16-be.txt": (b"\xfe\xff" + GOOD.encode("utf-16-be"), "UTF-16, not UTF-8"),
     "utf16-bare.txt": (GOOD.encode("utf-16-le"), "not text: a NUL byte at offset 1"),
+    "paper.txt": (b"%PDF-1.4\n" + GOOD.encode(), "a PDF, not text: extract its text first"),
+    "zip.txt": (b"PK\x03\x04" + GOOD.encode(), "a zip archive, as are .docx and .xlsx"),
+    "bzip2.txt": (b"BZh91AY&SY", "bzip2 data: decompress it first"),
     "latin1.txt": (
         b"x" * 70_000 + "naïve".encode("latin-1"),
         "not UTF-8 (byte 0xef at offset 70002)",
@@ -709,8 +938,8 @@ def _edit_weights(folder: Path, change: Callable[[dict[str, Any]], dict[str, Any
     save_file(change(load_file(file)), file, {"format": "pt"})
 
 
-def _edit_config(folder: Path, **values: Any) -> None:
-    file = folder / "config.json"
+def _edit_config(folder: Path, name: str = "config.json", **values: Any) -> None:
+    file = folder / name
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
 
 
@@ -754,6 +983,14 @@ def _index(values: dict[str, Any]) -> Callable[[Path], object]:
 
 def _write(name: str, content: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(content)
+
+
+def _folder(name: str) -> Callable[[Path], object]:
+    def replace(folder: Path) -> None:
+        (folder / name).unlink()
+        (folder / name).mkdir()
+
+    return replace
 
 
 def _remove(pattern: str) -> Callable[[Path], None]:
@@ -902,6 +1139,114 @@ CHECKPOINTS |= {
         "model.safetensors.index.json names model-00001-of-00002.safetensors, which is not there",
         2,
     ),
+    "a folder for weights": (
+        _folder("model.safetensors"),
+        "model.safetensors is a folder or a link that leads nowhere: download it again.",
+        2,
+    ),
+    "a folder for a config": (
+        _folder("config.json"),
+        "is a folder or a link that leads nowhere. Download it again.",
+        2,
+    ),
+    "damaged torch weights": (
+        lambda folder: (_remove("*.safetensors")(folder), _write("pytorch_model.bin", "x")(folder)),
+        "pytorch_model.bin is damaged or incomplete (not what torch.save writes): download it",
+        2,
+    ),
+    "whole numbers": (
+        lambda folder: _edit_weights(
+            folder, lambda tensors: {n: (100 * value).int() for n, value in tensors.items()}
+        ),
+        " as I32, which is no floating-point weight. If it was quantized, restore the quantiz",
+        2,
+    ),
+    "other names": (
+        lambda folder: _edit_weights(
+            folder, lambda tensors: {f"module.{n}": value for n, value in tensors.items()}
+        ),
+        "It has 21 others: module.lm_head.weight, module.model.embed_tokens.weight and 19 more.",
+        2,
+    ),
+    "a shard elsewhere": (
+        _index({"weight_map": {"model.norm.weight": "/etc/passwd"}}),
+        "model.safetensors.index.json names '/etc/passwd', which is no file beside it",
+        2,
+    ),
+    "no heads": (
+        lambda folder: _edit_config(folder, num_attention_heads=0),
+        "has num_attention_heads = 0, which is not a whole number above 0. Correct it there.",
+        2,
+    ),
+    "a negative ramp": (
+        lambda folder: _edit_config(
+            folder,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 2.0,
+                "beta_fast": -1,
+            },
+        ),
+        "has rope_parameters.beta_fast = -1, which is not a number above 0. Correct it there.",
+        2,
+    ),
+    "a factor that is a text": (
+        lambda folder: _edit_config(
+            folder,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 2.0,
+                "attention_factor": "x",
+            },
+        ),
+        "has rope_parameters.attention_factor = 'x', which is not a number. Correct it there.",
+        2,
+    ),
+    "lists that are texts": (
+        lambda folder: _edit_config(
+            folder,
+            rope_parameters={
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": "a",
+                "long_factor": "b",
+            },
+        ),
+        "has rope_parameters.short_factor = 'a', which is not a list of numbers. Correct it there.",
+        2,
+    ),
+    "a patch by another version": (
+        lambda folder: _edit_config(
+            folder, hf_posenc={"format": 1, "method": "banana", "options": {}, "before": {}}
+        ),
+        "The patch in the config.json of ",
+        2,
+    ),
+    "an adapter on itself": (
+        lambda folder: _write(
+            "adapter_config.json",
+            json.dumps({"peft_type": "LORA", "base_model_name_or_path": str(folder)}),
+        )(folder),
+        "as its base model, and that holds an adapter. Correct base_model_name_or_path",
+        2,
+    ),
+    "an adapter without its base": (
+        _write("adapter_config.json", '{"peft_type": "LORA", "base_model_name_or_path": "/gone"}'),
+        "There is no base model folder /gone. Give a folder that save_pretrained wrote, or a hub",
+        2,
+    ),
+    "a length of a tokenizer in words": (
+        lambda folder: _edit_config(folder, "tokenizer_config.json", model_max_length="x"),
+        "The tokenizer of ",
+        2,
+    ),
+    "a list for a tokenizer": (
+        _write("tokenizer.json", "[]"),
+        "The tokenizer.json of ",
+        2,
+    ),
     "an index of nothing": (
         _index({}),
         "model.safetensors.index.json is not the index of its weights: download it again.",
@@ -941,6 +1286,7 @@ def test_a_damaged_checkpoint_is_one_line(name: str, tmp_path: Path) -> None:
 _ONLY_IN_COMMANDS = (
     *("fewer layers", "not causal", "no tokenizer", "broken tokenizer"),
     *("not finite", "one infinity", "all zero", "no length"),
+    *("a length of a tokenizer in words", "a list for a tokenizer"),
 )
 
 

@@ -41,6 +41,7 @@ from hf_posenc.evaluation.options import (
 )
 from hf_posenc.evaluation.retrieval import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
+from hf_posenc.model.unwrapping import unwrap
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Suite:
         return replace(self, **{k: v for k, v in changes.items() if v is not None})
 
 
+MOST_ROUNDS = 1000
 # In every suite the second method is the control: plain attention to as many tokens as the model was trained at.
 SUITES = {
     # a smoke test; seconds on a CPU
@@ -219,6 +221,7 @@ def bench(
     """
     folder = output_folder(output, progress)
     options = with_fields(BenchOptions, options, fields)
+    unwrap(model)  # raises for what is no model
     source = Source() if documents is None else Source.of(documents)
     job = prepare(model, tokenizer, source, options)
     result = job.run(folder, progress=progress)
@@ -271,6 +274,8 @@ def prepare(
         except PosencError as error:
             remarks.append(f"No retrieval: {error}")
     speed = None
+    if suite.rounds > MOST_ROUNDS:
+        raise PosencError(f"rounds is at most {MOST_ROUNDS:,}, not {suite.rounds:,}.")
     if suite.rounds:
         speed = SpeedRun(
             model,

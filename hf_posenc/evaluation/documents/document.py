@@ -143,6 +143,10 @@ class UnreadableError(PosencError):
 def as_entries(documents: Iterable[str | Entry]) -> Iterator[Entry]:
     """Yield the documents of a Python caller; a plain text is named by its index."""
     kind = type(documents).__name__
+    if isinstance(documents, str):
+        raise PosencError(
+            "The documents are a list of texts, not one text: write [text]. read_paths reads files."
+        )
     if isinstance(documents, Mapping) or not isinstance(documents, Iterable):
         raise PosencError(f"The documents are a list of texts, not {kind}.")
     for index, document in enumerate(documents):

@@ -41,9 +41,14 @@ PIECE = 1 << 16  # bytes that are read at a time
 LONGEST = 1 << 28  # bytes of the longest line of JSON that is read; a line is in memory as a whole
 TOKEN_DTYPES = ("uint16", "uint32", "int32", "int64")  # of a `.bin` file, little-endian
 MAPPED = 1 << 24  # bytes from which on a file of token ids is mapped instead of read
+_TABLES = (".json", ".csv", ".tsv")
 _COMPRESSED = {".gz": "gzip data", ".zst": "zstd data"}
 _ROWS = 8  # of a parquet file, in memory at a time
 _MAGIC = {
+    b"%PDF-": "a PDF, not text: extract its text first, with pdftotext",
+    b"PK\x03\x04": "a zip archive, as are .docx and .xlsx: extract its text first",
+    b"BZh9": "bzip2 data: decompress it first",
+    b"\xfd7zXZ": "xz data: decompress it first",
     b"\x1f\x8b": "gzip data: its name must end in .gz",
     b"\x28\xb5\x2f\xfd": "zstd data: its name must end in .zst",
     b"\xff\xfe": "UTF-16 (or UTF-32), not UTF-8: convert it with iconv",
@@ -52,7 +57,7 @@ _MAGIC = {
 
 
 def read_paths(
-    paths: Iterable[str],
+    paths: Iterable[str | Path] | str | Path,
     *,
     column: str = "text",
     tokenized: str | None = None,
@@ -63,7 +68,8 @@ def read_paths(
 
     Each file is read once. Its suffix, without `.gz` or `.zst`, selects the format: `.jsonl`, `.ndjson` and `.parquet`
     contain rows; `.npy` contains token ids, as does a `.bin` file that is named and not just found in a folder;
-    everything else is one text. A folder that `save_to_disk` of the datasets library wrote is that dataset.
+    everything else is one text, except a `.json`, `.csv` or `.tsv` file that is named.
+    A folder that `save_to_disk` of the datasets library wrote is that dataset.
 
     Args:
         paths: Files, folders, patterns.
@@ -78,7 +84,13 @@ def read_paths(
     if token_dtype not in TOKEN_DTYPES:
         raise unknown("token type", token_dtype, TOKEN_DTYPES)
     seen: dict[tuple[int, int], Path] = {}
+    paths = [paths] if isinstance(paths, str | Path) else paths  # and not its characters
+    if not isinstance(paths, Iterable):
+        raise PosencError(f"Files are a list of paths, not {type(paths).__name__}.")
     for argument in paths:
+        if not isinstance(argument, str | Path):
+            raise PosencError(f"A file is given by its path, not by {type(argument).__name__}.")
+        argument = str(argument)
         # os.path, since pathlib raises for an unknown user and for a name that is too long
         path = Path(os.path.expanduser(argument))  # noqa: PTH111
         folder = os.path.isdir(path)  # noqa: PTH112
@@ -159,6 +171,11 @@ def _read_file(path: Path, column: Column, token_dtype: str | None) -> Iterator[
         yield from _read_bin(path, np.dtype(token_dtype).newbyteorder("<"))
     elif column.tokens is not None:
         raise UnreadableError("text without columns, and --tokenized names one: leave it out")
+    elif suffix in _TABLES and token_dtype is not None:
+        raise UnreadableError(
+            f"a {suffix} file, whose syntax would be part of the text: write JSON lines (.jsonl) or parquet, or rename "
+            "it to .txt to read it as it is"
+        )
     else:
         yield _read_text(path, compressed)
 
@@ -441,6 +458,8 @@ def read_dataset(
         raise PosencError(
             "A dataset needs the datasets library: pip install 'hf-posenc[data]'. Text files work without it (--text)."
         ) from error
+    if not isinstance(name, str | Path) or not str(name).strip():
+        raise PosencError(f"A dataset is given by its hub name or folder, not by {name!r}.")
     folder, rows = Path(name), Column(column, tokenized)
     saved = is_saved(folder)
     name = printable(folder) if saved else name

@@ -75,12 +75,20 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 def check_weights(model: nn.Module) -> None:
     """Raise for what is no model, and if weights are not finite, or all of them zero."""
-    if not hasattr(getattr(unwrap(model), "config", None), "get_text_config"):
+    inner: Any = unwrap(model)
+    if not hasattr(getattr(model, "config", None), "get_text_config"):
+        wrapped = hasattr(getattr(inner, "config", None), "get_text_config")
+        way = "the model inside, its attribute .module" if wrapped else "a causal language model"
         raise PosencError(
-            f"{type(model).__name__} has no transformers config: give a causal language model of transformers."
+            f"{type(model).__name__} has no transformers config: give {way} of transformers."
         )
     names = {name for name, _ in model.named_parameters()}
-    tensors = ((name.lstrip("."), tensor) for name, tensor in _tensors(model))
+    tensors = [(name.lstrip("."), tensor) for name, tensor in _tensors(model)]
+    absent = next((name for name, tensor in tensors if name in names and tensor.is_meta), None)
+    if absent is not None:
+        raise PosencError(
+            f"The weights of the model are on the device meta, which holds none ({absent}): load them on another one."
+        )
     damage = damaged_weights((name, tensor) for name, tensor in tensors if name in names)
     if damage is not None:
         raise PosencError(damage)

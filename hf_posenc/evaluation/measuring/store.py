@@ -68,11 +68,21 @@ def current_shard(text: str | None = None) -> Shard:
                 "Start the processes with torchrun or accelerate launch, unset both, or pass --shard I/N."
             )
         return Shard(int(rank), int(world), launched=True)
-    if "SLURM_ARRAY_TASK_ID" in os.environ:
-        task = int(os.environ["SLURM_ARRAY_TASK_ID"])
-        first = int(os.environ.get("SLURM_ARRAY_TASK_MIN", "0"))
-        step = int(os.environ.get("SLURM_ARRAY_TASK_STEP", "1"))
-        return Shard((task - first) // step, int(os.environ.get("SLURM_ARRAY_TASK_COUNT", "1")))
+    if os.environ.get("SLURM_ARRAY_TASK_ID"):
+        # As for a single task, where a variable is not set.
+        values = {"ID": "", "MIN": "0", "STEP": "1", "COUNT": "1"}
+        given = {n: os.environ.get(f"SLURM_ARRAY_TASK_{n}", value) for n, value in values.items()}
+        known = all(value.isdecimal() for value in given.values()) and int(given["STEP"]) > 0
+        task, first, step, count = map(int, given.values()) if known else (0, 0, 1, 0)
+        index = (task - first) // step
+        last = os.environ.get("SLURM_ARRAY_TASK_MAX", str(first + step * (count - 1)))
+        if not 0 <= index < count or last != str(first + step * (count - 1)):
+            shown = ", ".join(f"SLURM_ARRAY_TASK_{name}={value}" for name, value in given.items())
+            raise PosencError(
+                f"The Slurm array ({shown}) does not number its tasks evenly: submit it as --array=0-N, or pass "
+                "--shard I/N."
+            )
+        return Shard(index, count)
     return Shard()
 
 

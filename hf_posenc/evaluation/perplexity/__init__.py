@@ -24,7 +24,7 @@ from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, 
 from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
-from hf_posenc.evaluation.options import PerplexityOptions, output_folder, with_fields
+from hf_posenc.evaluation.options import PerplexityOptions, output_folder, read_whole, with_fields
 from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder
 from hf_posenc.evaluation.perplexity.protocols import (
     PRESETS,
@@ -47,6 +47,10 @@ EMBEDDED_DOCUMENTS = 12
 
 # Settings of the summary, which determine none of the stored numbers.
 _OF_THE_SUMMARY = ("base", "preset")
+_WHOLE = {
+    *("tail_tokens", "stride", "windows_per_document", "min_tokens", "buckets"),
+    *("chunk", "prefill", "batch"),
+}
 WINDOWS_PER_ITEM = 64
 """A long document is measured in parts of so many windows, so that an interrupted run loses little."""
 
@@ -434,6 +438,8 @@ def make_settings(
     names = [field.name for field in dataclasses.fields(Settings)]
     for name in sorted(set(chosen) - set(names)):
         raise unknown("setting", name, names)
+    for name in _WHOLE & chosen.keys():
+        chosen[name] = read_whole(chosen[name], name, 0)
     if "lengths" not in chosen:
         chosen["lengths"] = default_lengths(original)
     return Settings(**chosen), policy if bos is None else bos

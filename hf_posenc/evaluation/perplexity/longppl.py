@@ -29,7 +29,7 @@ from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
-from hf_posenc.evaluation.options import PerplexityOptions
+from hf_posenc.evaluation.options import PerplexityOptions, read_whole
 from hf_posenc.evaluation.perplexity.protocols import Settings, special_tokens
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
@@ -50,8 +50,7 @@ def short_windows(tokens: int, *, short: int = SHORT, step: int = STEP) -> list[
     score the tokens `short .. tokens-1`, each once.
     """
     for name, value in (("short", short), ("step", step)):
-        if value < 1:
-            raise PosencError(f"LongPPL's {name} context has 1 token or more, not {value}.")
+        read_whole(value, f"LongPPL's {name} context")
     starts = range(0, tokens - short, step)
     return [(start, min(start + short + step, tokens)) for start in starts]
 
@@ -182,7 +181,11 @@ def evaluator_of(
 
     Its short context has the paper's 4,096 tokens; for shorter texts the trained length, or a quarter of the text.
     """
-    name, _, spec = (options.longppl or SELF).partition("@")
+    name, at, spec = (options.longppl or SELF).partition("@")
+    if not name.strip() or (at and not spec.strip()):
+        raise PosencError(
+            f"--longppl {options.longppl}: give a name or {SELF}, and a method behind an @, as in {SELF}@rerope."
+        )
     if name != SELF:
         if load is None:
             raise PosencError(f"longppl={name!r}: in Python only {SELF!r}, with @METHOD or not.")

@@ -42,6 +42,8 @@ __all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommen
 
 _PER_LENGTH = ("dynamic", "longrope")  # a table that depends on the length cannot be composed
 _PROBE_TOKENS = 4
+LONGEST = 2**25
+"""The longest target, in tokens: the distances of all keys are listed."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,13 @@ def recommend(
         PosencError: A length below 1, a patched model, or one without a rotary table.
     """
     target_length = read_length(target_length, "target_length")
+    if target_length > LONGEST:
+        raise PosencError(
+            f"target_length={target_length:,}: advice is for at most {LONGEST:,} tokens."
+        )
     original = None if original is None else read_length(original, "original")
+    if not isinstance(dtype, torch.dtype):
+        raise PosencError(f"dtype is one of torch, such as torch.bfloat16, not {dtype!r}.")
     inner: Any = unwrap(model)
     if get_patch(inner) is not None:
         raise PosencError(

@@ -220,6 +220,8 @@ def prepare(
     `haystack` replaces the noise sentences and comes from the files `paths`. `name` is the model's in results, by
     default read from its config; `command` gives this result again.
     """
+    if haystack is not None and not isinstance(haystack, str):
+        raise PosencError(f"The haystack is a text, not {type(haystack).__name__}.")
     if haystack is not None and not haystack.strip():
         raise PosencError("The haystack is empty. Give text, or None for the noise sentences.")
     identity.check_weights(model)

@@ -9,7 +9,7 @@ import itertools
 import math
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,11 @@ from hf_posenc.evaluation.retrieval.prompts import (
     sentences,
     word_key,
 )
+from hf_posenc.lengths import plain
 
 TRIES = 40
+MOST_PROMPTS = 100_000
+MOST_DISTRACTORS = 10_000
 """Draws per requested distractor, to have enough with as many tokens as the answer."""
 
 
@@ -436,8 +439,14 @@ class RetrievalSettings:
 
     def __post_init__(self) -> None:
         for name in ("lengths", "tasks", "depths"):
-            values: Sequence[Any] = getattr(self, name)
-            object.__setattr__(self, name, tuple(values))
+            values = plain(getattr(self, name))
+            if not isinstance(values, Iterable):
+                raise PosencError(f"{name} is a list, not {values!r}.")
+            values = tuple(values)
+            object.__setattr__(self, name, values)
+            numbers = name != "tasks"
+            if numbers and not all(isinstance(n, int | float) and n == n for n in values):
+                raise PosencError(f"{name} is a list of numbers, not {list(values)!r:.80}.")
             ordered = name == "tasks" or list(values) == sorted(values)
             if not values or len(set(values)) != len(values) or not ordered:
                 order = "" if name == "tasks" else ", in ascending order"
@@ -455,6 +464,16 @@ class RetrievalSettings:
         for name, least in (("samples", 1), ("distractors", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise PosencError(f"{name} is at least {least}, not {getattr(self, name)}.")
+        if self.distractors > MOST_DISTRACTORS:
+            raise PosencError(
+                f"distractors is at most {MOST_DISTRACTORS:,}, not {self.distractors:,}."
+            )
+        prompts = self.samples * len(self.depths)
+        if prompts > MOST_PROMPTS:
+            raise PosencError(
+                f"{self.samples:,} samples at {len(self.depths)} depths are {prompts:,} prompts of a task and length, "
+                f"and at most {MOST_PROMPTS:,} are measured."
+            )
 
     @property
     def ranks(self) -> bool:

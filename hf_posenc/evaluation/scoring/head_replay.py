@@ -11,6 +11,7 @@ buffers) could then not be written to.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +25,7 @@ from hf_posenc.evaluation.scoring.decoder import (
     check_causal,
     find_decoder,
     input_device,
+    input_embeddings,
     replaced,
     sliced,
     without_cache,
@@ -31,6 +33,7 @@ from hf_posenc.evaluation.scoring.decoder import (
 from hf_posenc.evaluation.scoring.mlp import SlicedMLPs
 from hf_posenc.evaluation.scoring.positions import position_limit, too_long
 from hf_posenc.evaluation.scoring.prefill import LEAST, Pieces, Prefill
+from hf_posenc.model.unwrapping import unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -87,9 +90,18 @@ class TokenScorer:
             ("prefill", prefill, LEAST),
             ("mlp", mlp, 1),
         ):
-            if tokens is not None and tokens < least:
+            if tokens is not None and (not isinstance(tokens, int) or tokens < least):
                 some = f"{least} token{'s' * (least > 1)}"
-                raise PosencError(f"A {name} has at least {some}, not {tokens}.")
+                raise PosencError(f"A {name} has at least {some}, not {tokens!r}.")
+        if not hasattr(unwrap(model), "get_input_embeddings"):
+            raise PosencError(
+                f"{type(model).__name__} has no token embeddings: give a causal language model of transformers."
+            )
+        probe_ids = token_ids(probe_ids, model)
+        if probe_ids.dim() != 1 or len(probe_ids) < 2:
+            raise PosencError(
+                f"The probe is a list of at least 2 token ids, not one of shape {tuple(probe_ids.shape)}."
+            )
         self.model = model
         self.prefill: int | None = None
         self.mlp: int | None = None
@@ -123,7 +135,7 @@ class TokenScorer:
         """Score a window, or several of one shape.
 
         Args:
-            ids: Token ids, shape (n,) or (windows, n).
+            ids: Token ids, shape (n,) or (windows, n); lists and arrays too.
             first: Index of the first token to score, at least 1 (the token at index 0 has no prediction).
             read_last: Whether the model reads the last token, which predicts no scored token.
 
@@ -132,11 +144,13 @@ class TokenScorer:
             float64, on the CPU.
 
         Raises:
-            PosencError: There is no such token.
+            PosencError: There is no such token, or the ids are none of the model's.
         """
-        windows = ids.reshape(-1, ids.shape[-1])
-        losses = _nats(self.logits(windows, first, read_last=read_last), windows[:, first:])
-        return losses.reshape(*ids.shape[:-1], -1)
+        windows = token_ids(ids, self.model)
+        shape, windows = windows.shape, windows.reshape(-1, windows.shape[-1])
+        chunks = self.logits(windows, first, read_last=read_last)
+        losses = _nats(itertools.chain([next(chunks)], chunks), windows[:, first:])
+        return losses.reshape(*shape[:-1], -1)
 
     @torch.no_grad()
     def logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Iterator[Tensor]:
@@ -144,9 +158,10 @@ class TokenScorer:
 
         Each chunk has shape (m, vocabulary) or (windows, m, vocabulary), with m up to `chunk`.
         """
-        if not 1 <= first < ids.shape[-1]:
+        ids = token_ids(ids, self.model)
+        if not isinstance(first, int) or not 1 <= first < ids.shape[-1]:
             raise PosencError(
-                f"A window of {ids.shape[-1]} tokens cannot be scored from token {first}."
+                f"A window of {ids.shape[-1]} tokens cannot be scored from token {first!r}."
             )
         windows = ids.reshape(-1, ids.shape[-1]).to(input_device(self.model))
         read = windows if read_last else windows[:, :-1]
@@ -251,6 +266,28 @@ class TokenScorer:
         tolerance = 32 * torch.finfo(full.dtype).eps * largest
         close = torch.allclose(replayed, expected, rtol=0, atol=tolerance, equal_nan=True)
         return close, bool(torch.equal(replayed, expected))
+
+
+def token_ids(ids: Any, model: nn.Module) -> Tensor:
+    """Return the ids of one text or several, int64; raise for what is none, or for ids without an embedding."""
+    try:
+        tensor = torch.as_tensor(ids)
+        whole = (
+            not (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != torch.bool
+        )
+    except (TypeError, ValueError, RuntimeError):
+        whole = False
+    if not whole or tensor.dim() not in (1, 2) or not tensor.numel():
+        raise PosencError(
+            f"Token ids are whole numbers of shape (n,) or (windows, n), not {' '.join(repr(ids).split())[:80]}."
+        )
+    count = getattr(input_embeddings(model), "num_embeddings", None)
+    if tensor.device.type == "cpu" and count is not None:  # elsewhere a comparison would wait
+        least, largest = int(tensor.min()), int(tensor.max())
+        if least < 0 or largest >= count:
+            wrong = least if least < 0 else largest
+            raise PosencError(f"Token {wrong:,}: the model has embeddings for 0 to {count - 1:,}.")
+    return tensor.to(torch.int64)
 
 
 def _nats(chunks: Iterator[Tensor], targets: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,17 @@ _TOKENS = 4  # of the forward that shows which embeddings are read by position
 
 
 class _Lookups(TorchFunctionMode):
-    """Keeps, of every embedding that is read by position, the number of positions that it has."""
+    """Keeps the number of positions of everything that is read by position.
+
+    Attributes:
+        embeddings: Of embeddings that are parameters.
+        tables: Of other tables that are indexed; some of them grow when they are too short.
+        ends: Of tensors whose last `_TOKENS` elements are taken, such as biases by distance; likewise.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.limits: list[int] = []
+        self.embeddings, self.tables, self.ends = list[int](), list[int](), list[int]()
 
     def __torch_function__(
         self,
@@ -32,33 +39,86 @@ class _Lookups(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        # A parameter: tables that a model computes anew when they are too short are buffers.
         if function is F.embedding and len(args) > 1 and isinstance(args[1], nn.Parameter):
-            rows = args[0].flatten().tolist()
-            if rows == list(range(rows[0], rows[0] + _TOKENS)):
-                self.limits.append(args[1].shape[0] - rows[0])  # OPT's first position is row 2
+            if (first := _first_row(args[0])) is not None:
+                self.embeddings.append(args[1].shape[0] - first)  # OPT's first position is row 2
+        elif function is torch.Tensor.__getitem__ and args[0].is_floating_point():
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if isinstance(index[0], torch.Tensor) and (first := _first_row(index[0])) is not None:
+                self.tables.append(args[0].shape[0] - first)
+            size = args[0].shape[-1] if args[0].dim() else 0
+            last = index[-1] if len(index) == args[0].dim() else None
+            if isinstance(last, slice) and last == slice(size - _TOKENS, None):
+                self.ends.append(size)
         return function(*args, **(kwargs or {}))
+
+
+def _first_row(index: torch.Tensor) -> int | None:
+    """Return the first of `_TOKENS` rising numbers; `None` for other numbers."""
+    if index.numel() != _TOKENS or index.is_floating_point() or index.dtype == torch.bool:
+        return None
+    rows: list[int] = index.flatten().tolist()
+    return rows[0] if rows == list(range(rows[0], rows[0] + _TOKENS)) else None
 
 
 def position_limit(model: nn.Module) -> int | None:
     """Return the most tokens that a model, patched or not, has positions for; `None` where nothing ends.
 
     Rotations, distances and recurrences have no end. Embeddings of positions (GPT-2, OPT, BERT) and precomputed tables
-    of sines and cosines (GPT-J) do. An embedding is one of positions if equal tokens read rising rows of it: that is
-    tried on a few tokens, and only on a model with more embeddings than that of its tokens.
+    of sines and cosines (GPT-J, CTRL) or of distances (MPT) do. An embedding is one of positions if equal tokens read
+    rising rows of it: that is tried on a few tokens, and only on a model with more embeddings than that of its tokens,
+    or without a rotary table. Any other table is tried just past its end, since some grow.
     """
     limits = [table.tensor().shape[0] for table in _sincos_tables(model)]
-    tokens = input_embeddings(model)
-    if any(isinstance(each, nn.Embedding) and each is not tokens for each in model.modules()):
+    tokens, inner = input_embeddings(model), unwrap(model, adapters=False)
+    others = any(isinstance(each, nn.Embedding) and each is not tokens for each in model.modules())
+    if others or not _has_tables(model):
         padding = getattr(getattr(model, "config", None), "pad_token_id", None)
         ids = torch.full((1, _TOKENS), 0 if padding else 1, device=input_device(model))
-        with evaluation_mode(model), torch.no_grad(), _Lookups() as lookups:
+        with evaluation_mode(model), torch.no_grad():
             try:
-                unwrap(model, adapters=False)(input_ids=ids)
+                with _Lookups() as lookups:
+                    inner(input_ids=ids)
             except Exception:  # whatever it is, the measurement meets and reports it
                 return min(limits, default=None)
-        limits += lookups.limits
+            limits += lookups.embeddings
+            limits += [size for size in {*lookups.tables} if _ends_at(inner, ids[:, :1], size)]
+            limits += [size for size in {*lookups.ends} if _is_too_short(inner, size)]
     return min(limits, default=None)
+
+
+def _has_tables(model: nn.Module) -> bool:
+    try:
+        return bool(tables_of(unwrap(model)))
+    except Exception:  # a model that cannot be patched, or with a config of its own kind
+        return False
+
+
+def _ends_at(model: nn.Module, ids: torch.Tensor, position: int) -> bool:
+    """Return whether a token at this position is refused, and the one before it is not."""
+    try:
+        for place in (position - 1, position):
+            model(input_ids=ids, position_ids=torch.full_like(ids, place))
+    except IndexError:
+        return place == position
+    except Exception:  # it takes no positions
+        return False
+    return False
+
+
+def _is_too_short(model: nn.Module, size: int) -> bool:
+    """Return whether a text of one token more than this does not fit, by a model that computes nothing but shapes."""
+    inner: Any = unwrap(model)
+    try:
+        with torch.device("meta"):
+            twin = type(inner)._from_config(copy.deepcopy(inner.config)).eval()
+            for length in (size, size + 1):
+                twin(input_ids=torch.ones(1, length, dtype=torch.int64))
+    except RuntimeError:
+        return length > size
+    except Exception:  # a family that does not run there
+        return False
+    return False
 
 
 def _sincos_tables(model: nn.Module) -> list[SinCosTable]:
@@ -73,5 +133,10 @@ def too_long(model: nn.Module, tokens: int, limit: int) -> PosencError:
     way = "No method extends position embeddings: give shorter lengths."
     if _sincos_tables(model):
         way = "Give shorter lengths, or a method that extends its table, such as yarn."
-    name = type(unwrap(model)).__name__
+    inner: Any = unwrap(model)
+    if (
+        getattr(inner.config, "max_seq_len", None) == limit
+    ):  # a bias by distance, made anew in every forward (MPT)
+        way = f"Give shorter lengths, or raise max_seq_len in its config: model.config.max_seq_len = {tokens}."
+    name = type(inner).__name__
     return PosencError(f"{tokens:,} tokens: {name} has positions for {limit:,}. {way}")

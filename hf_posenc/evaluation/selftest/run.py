@@ -119,13 +119,13 @@ def device_of(name: str | None) -> torch.device:
 
 def _dtypes(options: SelftestOptions) -> list[str]:
     names = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
+    for name in options.methods or ():
+        if name not in {method.name for method in methods()}:
+            raise unknown("method of the engine", name, (method.name for method in methods()))
     if options.dtypes is None:
         on_cpu = device_of(options.device).type == "cpu"
         return sorted(names, key=lambda name: name != "float32") if on_cpu else names
     for name in options.dtypes:
         if name not in names:
             raise unknown("dtype", name, names)
-    for name in options.methods or ():
-        if name not in {method.name for method in methods()}:
-            raise unknown("method of the engine", name, (method.name for method in methods()))
     return list(options.dtypes)

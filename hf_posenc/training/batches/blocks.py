@@ -35,8 +35,11 @@ from hf_posenc.evaluation.documents import (
     special_prefix,
     tokenize,
 )
-from hf_posenc.evaluation.measuring.identity import tokenizer_hash
+from hf_posenc.evaluation.documents.document import as_entries
+from hf_posenc.evaluation.measuring.identity import check_tokenizer, tokenizer_hash
+from hf_posenc.evaluation.options import read_whole
 from hf_posenc.files import disk_errors, to_json, write_atomically
+from hf_posenc.lengths import read_length
 from hf_posenc.training.batches.chat import tokenize_conversation
 from hf_posenc.training.batches.collator import IGNORED, POSITIONS, Numbers
 
@@ -242,10 +245,19 @@ def mix_blocks(parts: Sequence[tuple[Blocks, float]], seed: int = 0) -> Blocks:
     """
     from datasets import interleave_datasets
 
-    weights = [weight for _, weight in parts]
-    if not weights or not all(weight > 0 and math.isfinite(weight) for weight in weights):
+    pairs = list(parts) if isinstance(parts, Iterable) else [parts]
+    for pair in pairs:
+        if not isinstance(pair, Sequence) or len(pair) != 2 or not isinstance(pair[0], Blocks):
+            raise PosencError(
+                f"A mixture is a list of pairs, blocks of prepare_blocks and their weight; {type(pair).__name__} is "
+                "none."
+            )
+    weights = [weight for _, weight in pairs]
+    good = (isinstance(w, int | float) and w > 0 and math.isfinite(w) for w in weights)
+    if not weights or not all(good):
         raise PosencError(f"A mixture needs positive weights; these are {weights}.")
-    sources = [blocks for blocks, _ in parts]
+    seed = read_whole(seed, "seed", 0)
+    sources = [blocks for blocks, _ in pairs]
     kinds = {(each.streamed, each.counts.length, *each.rows.column_names) for each in sources}
     if len(kinds) > 1:
         raise PosencError("A mixture needs blocks of one length and kind, all streamed or none.")
@@ -288,13 +300,13 @@ def read_standard_library() -> Iterator[Document]:
 
 
 def prepare_blocks(
-    entries: Iterable[Entry],
+    entries: Iterable[str | Entry],
     tokenizer: Any,
     *,
-    length: int,
+    length: int | str,
     positions: str = "contiguous",
     limit: int | None = None,
-    cache: Path | None = None,
+    cache: Path | str | None = None,
     source: Mapping[str, Any] | None = None,
     seen: Callable[[str], None] = lambda name: None,
     workers: int = 1,
@@ -308,8 +320,8 @@ def prepare_blocks(
     documents while it trains, and shuffles 1,000 blocks at a time.
 
     Args:
-        entries: Documents of a reader of `hf_posenc.evaluation.documents`; not read if the blocks are cached. A stream
-            reads them anew in every epoch.
+        entries: Texts, or documents of a reader of `hf_posenc.evaluation.documents`; not read if the blocks are cached.
+            A stream reads them anew in every epoch.
         tokenizer: A transformers tokenizer.
         length: Tokens in a block.
         positions: As for `PositionCollator`; `"packed"` puts several documents into a block.
@@ -327,15 +339,17 @@ def prepare_blocks(
     """
     if positions not in POSITIONS:
         raise unknown("kind of positions", positions, POSITIONS)
-    if limit is not None and limit < 1:
-        raise PosencError(f"{limit} documents: at least 1 is needed, or no limit for all.")
+    length, workers = read_length(length, "length"), read_whole(workers, "workers")
+    if limit is not None:
+        limit = read_whole(limit, "limit")
+    if not isinstance(entries, Iterable) or isinstance(entries, str):
+        raise PosencError(f"The documents are a list or a reader, not {type(entries).__name__}.")
+    check_tokenizer(tokenizer)
     prefix = special_prefix(tokenizer, "auto")
     if length < len(prefix) + 2:
         raise PosencError(
             f"A block of {length} tokens has none to predict: give a longer block or target length."
         )
-    if workers < 1:
-        raise PosencError(f"{workers} processes for tokenization: at least 1 is needed.")
     if stream and workers > 1:
         raise PosencError(
             f"{workers} processes for tokenization: a stream is tokenized where it is read. Leave them out, and give "
@@ -356,8 +370,10 @@ def prepare_blocks(
         ):
             writer().write(Path(folder))
             return Blocks.read(Path(folder), in_memory=True)
-    if source is None:
-        raise PosencError("A cache or a stream needs source, the description of the documents.")
+    if not isinstance(source, Mapping):
+        raise PosencError(
+            "A cache or a stream needs source, the description of the documents: a dictionary such as {'kind': 'mine'}."
+        )
     decisive = {
         "format": _FORMAT,
         "tokenizer": tokenizer_hash(tokenizer),
@@ -371,11 +387,12 @@ def prepare_blocks(
     key = hashlib.sha256(json.dumps(decisive, sort_keys=True, default=repr).encode()).hexdigest()
     if stream:
         return _stream(writer, entries, key)
-    assert cache is not None
-    return _read_cached(cache, key[:32], writer())
+    if not isinstance(cache, str | Path) or not str(cache).strip():
+        raise PosencError(f"cache: {cache!r} is no folder. Give its path.")
+    return _read_cached(Path(cache), key[:32], writer())
 
 
-def _stream(writer: Callable[[], Writer], entries: Iterable[Entry], key: str) -> Blocks:
+def _stream(writer: Callable[[], Writer], entries: Iterable[str | Entry], key: str) -> Blocks:
     from datasets import IterableDataset
 
     if iter(entries) is entries:
@@ -433,7 +450,7 @@ def _read_cached(cache: Path, key: str, writer: Writer) -> Blocks:
 class Writer:
     """Reads documents and writes their blocks into an empty folder: an Arrow file, and last of all the counts."""
 
-    entries: Iterable[Entry]
+    entries: Iterable[str | Entry]
     tokenizer: Any
     cutter: Cutter
     limit: int | None
@@ -486,7 +503,7 @@ class Writer:
 
     def _documents(self) -> Iterator[Tokens]:
         if self.workers == 1:
-            for entry in self.entries:
+            for entry in as_entries(self.entries):
                 self.seen(entry.name)
                 yield _tokenize(entry, self.tokenizer)
             return
@@ -494,7 +511,7 @@ class Writer:
         pending: deque[Future[Tokens]] = deque()
         with ProcessPoolExecutor(self.workers, context, _keep, (self.tokenizer,)) as pool:
             try:
-                for entry in self.entries:
+                for entry in as_entries(self.entries):
                     self.seen(entry.name)
                     pending.append(pool.submit(_tokenize, entry))
                     if len(pending) >= 4 * self.workers:

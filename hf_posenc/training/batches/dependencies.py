@@ -45,6 +45,8 @@ def check_dependencies(
     Warns:
         UserWarning: The model cannot run on this process, so nothing was checked.
     """
+    if not hasattr(collator, "positions"):
+        raise PosencError(f"The collator is a PositionCollator, not {type(collator).__name__}.")
     if largest is not None:
         check_vocabulary(model, largest)
     if any(p.is_meta or (hasattr(p, "ds_id") and not p.numel()) for p in model.parameters()):

@@ -69,9 +69,13 @@ def chunk_loss(model: nn.Module, chunk: int | None = None) -> ChunkedLoss:
     Raises:
         PosencError: `chunk` is below 1.
     """
-    if chunk is not None and chunk < 1:
-        raise PosencError(f"A chunk has at least 1 token, not {chunk}.")
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise PosencError(f"A chunk has at least 1 token, not {chunk!r}.")
     inner = unwrap(model, sharding=True)
+    if not hasattr(getattr(inner, "config", None), "get_text_config"):
+        raise PosencError(
+            f"{type(inner).__name__} has no transformers config: give a causal language model of transformers."
+        )
     chunk = chunk or default_chunk(inner)
     before = vars(inner).get(_HANDLE)
     if not isinstance(before, ChunkedLoss):

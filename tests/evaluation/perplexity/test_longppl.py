@@ -193,7 +193,7 @@ def test_a_text_within_the_short_context_has_no_key_token() -> None:
     assert key_tokens(scorer, torch.arange(4), short=4, step=3).tolist() == [False] * 4
     assert not scorer.windows
     for options in ({"short": 0}, {"step": 0}):
-        with pytest.raises(PosencError, match="1 token or more, not 0"):
+        with pytest.raises(PosencError, match="of at least 1, not 0"):
             key_tokens(scorer, torch.arange(4), **options)
 
 

@@ -27,13 +27,18 @@ LIMITS: dict[str, int | None] = {
     **dict.fromkeys(("gpt2", "gpt_neo", "gpt_bigcode", "openai-gpt", "bert"), 64),
     **dict.fromkeys(("opt", "biogpt", "bart", "roberta"), 64),
     **dict.fromkeys(("gptj", "codegen", "roformer"), 64),
+    **dict.fromkeys(("ctrl", "mpt"), 64),
     **dict.fromkeys(("xglm", "bloom", "llama", "gemma3_text", "mamba"), None),
 }
 
 
 @pytest.mark.parametrize(("family", "limit"), LIMITS.items())
 def test_the_limit_is_found_and_is_the_model_s_own(family: str, limit: int | None) -> None:
-    lengths = {"n_positions": 64, "max_position_embeddings": 65 if family == "roberta" else 64}
+    lengths = {
+        "n_positions": 64,
+        "max_seq_len": 64,
+        "max_position_embeddings": 65 if family == "roberta" else 64,
+    }
     known = vars(zoo.tiny_config(family))
     model = zoo.build(family, **{name: n for name, n in lengths.items() if name in known}).eval()
     assert position_limit(model) == limit
@@ -57,6 +62,15 @@ def test_lengths_past_trained_positions_are_refused_before_measuring(family: str
         bench(model, tokenizer, TEXTS, methods=["none"], target_length=100)
     result = measure_perplexity(model, tokenizer, TEXTS)
     assert (result.settings.lengths, result.failures) == ((64,), [])
+
+
+def test_the_bias_of_mpt_is_as_long_as_its_config_says() -> None:
+    model = zoo.build("mpt", vocab_size=VOCABULARY, max_seq_len=64)
+    line = r"100 tokens: MptForCausalLM has positions for 64. .* model.config.max_seq_len = 100"
+    with pytest.raises(PosencError, match=line):
+        measure_perplexity(model, byte_tokenizer(), TEXTS, lengths=[100])
+    model.config.max_seq_len = 100
+    assert not measure_perplexity(model, byte_tokenizer(), TEXTS, lengths=[100]).failures
 
 
 def test_a_method_that_extends_the_table_is_measured_and_the_others_are_refused() -> None:
