@@ -79,6 +79,18 @@ def run(owner: Any, ids: Tensor) -> Tensor:
     return result.float()
 
 
+@contextlib.contextmanager
+def alone(owner: nn.Module) -> Iterator[None]:
+    """Raise an `UnsupportedModelError` where a decoder cannot be run on a few tokens."""
+    try:
+        yield
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(owner).__name__} cannot be run on a few tokens alone ({error}), on which a method that "
+            f"computes attention itself is tried. {FREQUENCY_METHODS_WORK}"
+        ) from error
+
+
 def calibrate(
     model: nn.Module,
     owner: Any,
@@ -88,7 +100,7 @@ def calibrate(
     methods: Sequence[Method],
 ) -> list[CalibratedLayer]:
     """Find every attention layer of the decoder, and its rotation; raise where there is none to find."""
-    with recording() as native:
+    with alone(owner), recording() as native:
         owner(input_ids=ids, use_cache=False)
     with _everything_at_zero(wrappers), recording() as still:
         owner(input_ids=ids, use_cache=False)

@@ -26,6 +26,7 @@ from hf_posenc.model.attention import (
 from hf_posenc.model.calibration import (
     CalibratedLayer,
     Wrappers,
+    alone,
     calibrate,
     run,
     trial,
@@ -126,16 +127,10 @@ def _refuse(model: nn.Module, owner: nn.Module) -> None:
 def _reference(model: nn.Module, owner: nn.Module, ids: Tensor) -> tuple[nn.Module, Tensor]:
     """The model to verify, the whole one or else its decoder alone, and its output for a few tokens."""
     try:
-        of_owner = run(owner, ids)
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{type(owner).__name__} cannot be run on a few tokens alone ({error}), on which a method that "
-            f"computes attention itself is tried. {FREQUENCY_METHODS_WORK}"
-        ) from error
-    try:
         return model, run(model, ids)
     except Exception:  # it needs an image beside the text
-        return owner, of_owner
+        with alone(owner):
+            return owner, run(owner, ids)
 
 
 def _choose_engine(owner: Any, state: State) -> str | None:
