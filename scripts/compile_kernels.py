@@ -63,15 +63,22 @@ def step(case: Case) -> Callable[[], object]:
     return lambda: decode.run(call, encoding)
 
 
-def text(case: Case) -> Callable[[], object]:
-    """Return a call of the operator for whole texts."""
+def text(case: Case, *, training: bool = False) -> Callable[[], object]:
+    """Return a call of the operator for whole texts; with `training`, and one of its backward."""
     case = replace(case, queries=case.length)
     encoding = case.encoding()
     call = case.call(encoding)
     bias = operands_of(encoding, 0, case.length, call.query.device)
     assert bias is not None
     tensors = (call.query, call.key, call.value, call.query_position, call.key_position)
-    return lambda: biased.biased(*tensors, *bias, call.scaling)
+    inputs = (*tensors, *bias, call.scaling)
+
+    def calls() -> None:
+        results = biased.biased(*inputs, training)
+        if training:
+            biased.biased_backward(results[0], *inputs, *results, bool(encoding.parameters))
+
+    return calls
 
 
 def turned(case: Case) -> Callable[[], object]:
@@ -112,6 +119,9 @@ CALLS: dict[str, Callable[[], object]] = {
     "a text, alibi, float32": text(replace(LLAMA, method="alibi", dtype=torch.float32)),
     "a text, kerple_log": text(replace(LLAMA, method="kerple_log")),
     "a text, t5": text(replace(LLAMA, method="t5")),
+    "training, kerple_log": text(replace(LLAMA, method="kerple_log"), training=True),
+    "training, t5": text(replace(LLAMA, method="t5"), training=True),
+    "training, t5, float32": text(replace(LLAMA, method="t5", dtype=torch.float32), training=True),
     "a text, rerope": turned(LLAMA),
     "a text, half of 128 features in pairs": turned(replace(LLAMA, layout=PAIRS)),
     "a text, rerope, float32": turned(replace(LLAMA, dtype=torch.float32)),

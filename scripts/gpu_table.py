@@ -70,7 +70,9 @@ def _call(queries: int, dtype: torch.dtype, training: bool) -> Call:
 
 def _encoding(method: Method) -> Encoding:
     encoding = encoding_of(method, FEATURES, torch.device("cpu"))
-    moved = {name: value.to(META) for name, value in (encoding.parameters or {}).items()}
+    trained = torch.is_grad_enabled()
+    parameters = (encoding.parameters or {}).items()
+    moved = {name: value.to(META).requires_grad_(trained) for name, value in parameters}
     return encoding.with_parameters(moved)
 
 

@@ -15,6 +15,7 @@ from hf_posenc import set_backend
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.checks.comparison import ROWS
+from hf_posenc.attention.checks.samples import call_of, encoding_of
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.exact import exact
 from hf_posenc.errors import PosencError
@@ -119,6 +120,16 @@ def test_gradients_are_checked_where_they_are_on(monkeypatch: pytest.MonkeyPatch
     assert len(rows) == 3  # its output is right, so it computes without gradients
     with pytest.warns(UserWarning, match="its gradient of the query differs"):
         model(input_ids=ids, use_cache=False).logits.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_any_tensor_may_need_a_backward(name: str) -> None:
+    """As the values alone do in a first layer whose other weights are frozen."""
+    outline = call_of(torch.float32, 16, torch.device("cpu"))
+    encoding = encoding_of(None, 16, torch.device("cpu"))
+    assert not engine.key_of(outline, encoding).gradients
+    changed: dict[str, Any] = {name: torch.ones_like(getattr(outline, name)).requires_grad_()}
+    assert engine.key_of(replace(outline, **changed), encoding).gradients
 
 
 def test_gradients_of_trained_parameters_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,24 +27,44 @@ POISON = 1e4
 """A value where no query may look: it shows in every result that has read it."""
 
 
+STEP = 1e-5
+"""Of central differences: their error is its square."""
+HIDDEN = -1e30
+"""A score whose exponential is 0, with a gradient even in a row that sees nothing."""
+
+
 RUNS = DEVICE == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 """True if kernels can run; Triton reads the variable when it is imported."""
 
 
-def multiply_bfloat16() -> None:
-    """Teach the interpreter products of bfloat16, which it holds as unsigned integers and multiplies as they are."""
+def teach_bfloat16() -> None:
+    """Teach the interpreter bfloat16 as GPUs have it.
+
+    It holds it as unsigned integers, which it multiplies as they are, and cuts off what a cast does not keep.
+    """
     if DEVICE == "cuda":
         return
     import numpy as np
     import triton.language as tl
     from triton.runtime import interpreter
 
+    convert = interpreter._convert_float
+
+    def rounded(data: Any, source: Any, target: Any, mode: Any) -> Any:
+        if (source, target) != (tl.float32, tl.bfloat16):
+            return convert(data, source, target, mode)
+        bits = np.ascontiguousarray(data).view(np.uint32).reshape(np.shape(data))
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(
+            np.uint16
+        )  # to nearest, ties to even
+
     def widened(x: Any) -> Any:
         if x.dtype.scalar != tl.bfloat16:
             return x
-        data = interpreter._convert_float(x.data, tl.bfloat16, tl.float32, None).view(np.float32)
+        data = convert(x.data, tl.bfloat16, tl.float32, None).view(np.float32)
         return interpreter.TensorHandle(data, tl.float32)
 
+    interpreter._convert_float = rounded
     builder = interpreter.InterpreterBuilder
     multiply = builder.create_dot
     builder.create_dot = lambda self, a, b, *rest: multiply(self, widened(a), widened(b), *rest)
@@ -188,12 +208,45 @@ def reference(case: Case, call: Call, encoding: Encoding) -> Tensor:
         matrix = naive.bias_matrix(case.method, longest, case.heads, **values)
         bias = [matrix[:, m[b]][:, :, n[b].clamp(0, longest - 1)] for b in range(len(m))]
         scores = scores + torch.stack(bias)
-    scores = scores.masked_fill(~visible, -torch.inf)
+    scores = scores.masked_fill(~visible, HIDDEN)
     if call.sinks is not None:
         sinks = call.sinks.double().cpu().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat((scores, sinks), -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]].nan_to_num()  # of a row that sees nothing
+    weights = scores.softmax(-1)[..., : key.shape[2]] * visible  # a row may see nothing
     return weights @ value.masked_fill(value == POISON, 0.0)
+
+
+def reference_gradients(
+    case: Case, call: Call, encoding: Encoding, weights: Tensor
+) -> dict[str, Tensor]:
+    """Compute the gradients of `(output * weights).sum()` in float64, by the name of the tensor or parameter.
+
+    Those of parameters are central differences, since the papers' biases are computed from plain numbers. No two heads
+    share an entry, and so the entries of all heads are moved at once.
+    """
+    inputs: dict[str, Any] = {
+        name: getattr(call, name).detach().double().requires_grad_()
+        for name in ("query", "key", "value")
+    }
+    weights = weights.double().cpu()
+    out = reference(case, replace(call, **inputs), encoding)
+    found = dict(zip(inputs, torch.autograd.grad(out, [*inputs.values()], weights), strict=True))
+    parameters: Any = encoding.parameters
+    values = {name: parameters[name].detach().double() for name in parameters}
+    for name, value in values.items():
+        found[name] = torch.empty_like(value, device="cpu")
+        entries = (
+            range(len(value)) if value.dim() > 1 else [slice(None)]
+        )  # (entries, heads) or (heads,)
+        for entry in entries:
+            ends = []
+            for step in (-STEP, STEP):
+                moved = value.clone()
+                moved[entry] += step
+                other = encoding.with_parameters({**values, name: moved})
+                ends.append((reference(case, call, other) * weights).sum((0, 2, 3)))
+            found[name][entry] = (ends[1] - ends[0]) / (2 * STEP)
+    return found
 
 
 def _turned(encoding: Encoding, x: Tensor, positions: Tensor) -> Tensor:

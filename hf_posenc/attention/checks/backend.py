@@ -57,7 +57,6 @@ class Key:
 def key_of(call: Call, encoding: Encoding) -> Key:
     """Return the key of a call."""
     query, trained = call.query, encoding.parameters or {}
-    gradients = torch.is_grad_enabled() and (
-        query.requires_grad or any(trained[name].requires_grad for name in trained)
-    )
+    leaves = (query, call.key, call.value, *(trained[name] for name in trained))
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     return Key(query.device, query.dtype, query.shape[-1], encoding.kind, gradients)

@@ -26,7 +26,15 @@ tables that are read by distance.
 **A whole text under a bias** (`biased`) is flash attention with a bias in registers: the blocks of keys that all rows
 see, then those on the diagonal. For ALiBi and KERPLE a first launch finds the distance of each head beyond which all
 keys together have at most a share of 1e-8, provably from the norms of queries and keys, and writes it where the second
-launch reads it. Gradients are left to the general path.
+launch reads it.
+
+**Its backward** computes each tile of weights again from the log-sum-exps: over blocks of queries, then over blocks of
+keys for all heads of a group. Trained parameters get their gradients in a fixed order, without atomic additions, so
+that runs are alike. Those of KERPLE's closed forms are sums beside those of the queries, one for each block. Those of
+a table need the sum over each distance: a third launch goes along the diagonals of the score matrix. There a distance
+has the same place in every tile, so that tiles are added up as they are, and the diagonals of their sum are summed
+once. All tables and trained methods of a distance alone are served, also those of users; FIRE, which reads the query's
+position too, is left to the general path.
 
 **Queries and keys of a whole text** are turned by one launch (`turning`) for PyTorch's flash attention, which takes
 them turned: cos and sin come from tables that all layers of a forward share. A kernel for both bands that turned keys

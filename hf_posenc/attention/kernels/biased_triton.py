@@ -57,7 +57,7 @@ def provable_windows(
 @triton.jit
 def biased_forward(
     Q, q_strides, K, k_strides, V, v_strides, M, m_strides, N, n_strides, FIRST, first_strides,
-    SECOND, distances, WINDOWS, OUT, out_strides, group, rows, keys, scale,
+    SECOND, distances, WINDOWS, OUT, out_strides, LSE, group, rows, keys, scale,
     BIAS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VALUES: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -117,6 +117,9 @@ def biased_forward(
                 weights.to(value.dtype), value, out * kept[:, None], input_precision=PRECISION
             )
             top = new
+    if LSE is not None:  # in units of log2
+        of_head = batch * tl.num_programs(1) + head
+        tl.store(LSE + of_head * rows + row, top + tl.log2(total), mask=valid)
     at = OUT + batch * out_strides[0] + head.to(tl.int64) * out_strides[1]
     at_out = at + row[:, None].to(tl.int64) * out_strides[2] + value_at
     out = (out / total[:, None]).to(OUT.dtype.element_ty)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.toeplitz import LEAST
 from hf_posenc.methods import T5, ALiBi, DistanceBias, KerpleLog, KerplePower
 
 KINDS = ("alibi", "kerple_log", "kerple_power", "buckets", "table")
@@ -42,6 +43,8 @@ def operands_of(
     """Return the bias of an encoding for a call of that size; `None` where it has neither form.
 
     A table by distance ends with the keys. Keys that outnumber the queries are a cache, whose positions have no gaps.
+    That of a method with parameters is computed for the call, and passes gradients on to them; it would cost a step of
+    a generation, with `queries`, more than its attention, and is not given there.
     """
     method, heads, parameters = encoding.bias, encoding.heads, encoding.parameters or {}
     if method is None:
@@ -54,11 +57,23 @@ def operands_of(
     if type(method) is T5:
         index = _kept(encoding, device, 2 * method.max_distance, lambda d: method.bucket(d).int())
         return Operands("buckets", parameters["table"].T, index)
-    if not isinstance(method, DistanceBias) or method.of_query or parameters or keys <= queries:
+    if not has_table(encoding) or (queries and parameters) or keys <= queries:
         return None
+    assert isinstance(method, DistanceBias)
+    if parameters:
+        distance = torch.arange(keys, device=device, dtype=torch.float32)
+        return Operands("table", method.bias(distance, heads, parameters).clamp_min(LEAST))
     size = max(1024, 1 << (keys - 1).bit_length())  # serves the following steps too
-    table = _kept(encoding, device, size, lambda d: method.bias(d.float(), heads, {}))
+    table = _kept(
+        encoding, device, size, lambda d: method.bias(d.float(), heads, {}).clamp_min(LEAST)
+    )
     return Operands("table", table)
+
+
+def has_table(encoding: Encoding) -> bool:
+    """True if a bias is read from a table by distance."""
+    method, closed = encoding.bias, (ALiBi, KerpleLog, KerplePower, T5)
+    return isinstance(method, DistanceBias) and not method.of_query and type(method) not in closed
 
 
 def _kept(

@@ -1,4 +1,4 @@
-"""Device functions of all kernels: biases by distance, soft cap, cosine and sine."""
+"""Device functions of all kernels: tiles of tensors, biases by distance, soft cap, cosine and sine."""
 
 import triton
 import triton.language as tl
@@ -11,6 +11,15 @@ TURN = tl.constexpr(0.15915494309189535)
 """1 / (2 pi)."""
 _LEAST = tl.constexpr(LEAST)
 _MOST = tl.constexpr(KerplePower.most)
+
+
+@triton.jit
+def rows_of(X, strides, batch, head, row, mask, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of one head of a tensor (batch, heads, rows, SIZE), 0 beyond them."""
+    feature = tl.arange(0, PADDED)[None, :]
+    at = X + batch * strides[0] + head.to(tl.int64) * strides[1] + feature
+    at += row[:, None].to(tl.int64) * strides[2]
+    return tl.load(at, mask=mask[:, None] & (feature < SIZE), other=0.0)
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from hf_posenc.attention.kernels.device import (
     precision,
     strided,
     takes,
+    trains,
 )
 
 QUERIES = 8
@@ -130,6 +131,7 @@ def accepts(call: Call, encoding: Encoding) -> bool:
         formed
         and queries <= QUERIES
         and takes(call, encoding)
+        and not trains(call, encoding)
         and call.mask.added(0, queries) is None
     )
 

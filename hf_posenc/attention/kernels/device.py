@@ -27,7 +27,7 @@ def available(device: torch.device) -> bool:
 
 
 def takes(call: Call, encoding: Encoding) -> bool:
-    """True if the tensors of a call are such as kernels read, and no gradient, weights or dropout are requested."""
+    """True if the tensors of a call are such as kernels read, and no weights or dropout are requested."""
     tensors = (call.query, call.key, call.value)
     if call.dropout or call.weights or not encoding.plan.shares_keys:
         return False
@@ -35,13 +35,20 @@ def takes(call: Call, encoding: Encoding) -> bool:
         return False
     if call.query.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False
-    if max(call.query.shape[-1], call.value.shape[-1]) > FEATURES:
-        return False
-    if not torch.is_grad_enabled():
-        return True
-    parameters = encoding.parameters or {}
-    trained = (parameters[name] for name in parameters)  # a module in a model
-    return not any(x.requires_grad for x in (*tensors, *trained))
+    return max(call.query.shape[-1], call.value.shape[-1]) <= FEATURES
+
+
+def trains_bias(encoding: Encoding) -> bool:
+    """True if parameters of the encoding get gradients."""
+    parameters = encoding.parameters or {}  # a module in a model
+    return torch.is_grad_enabled() and any(parameters[name].requires_grad for name in parameters)
+
+
+def trains(call: Call, encoding: Encoding) -> bool:
+    """True if a tensor of the call, or a parameter of the encoding, gets gradients."""
+    tensors = (call.query, call.key, call.value)
+    given = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    return given or trains_bias(encoding)
 
 
 def output_like(query: Tensor, value: Tensor) -> Tensor:

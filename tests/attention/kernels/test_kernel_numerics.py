@@ -21,19 +21,31 @@ if not RUNS:
         "needs a GPU or Triton's interpreter: scripts/check_kernels.sh", allow_module_level=True
     )
 
+from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call, Run
+from hf_posenc.attention.checks.comparison import compare
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.exact import exact
 from hf_posenc.attention.kernels import biased, decode, turning
 from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.attention.kernels.device import strided
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.attention.toeplitz import provable_windows
 from hf_posenc.methods import DistanceBias
+from hf_posenc.methods.bias import Weights, per_head
 from tests.support import attention_references as naive
 from tests.support import kernel_cases
-from tests.support.kernel_cases import BOUND, DEVICE, Case, Written, error, reference
+from tests.support.kernel_cases import (
+    BOUND,
+    DEVICE,
+    Case,
+    Written,
+    error,
+    reference,
+    reference_gradients,
+)
 
-kernel_cases.multiply_bfloat16()
+kernel_cases.teach_bfloat16()
 
 HALF, BF16 = torch.float16, torch.bfloat16
 PAIRS = Layout(0, 16, interleaved=True)
@@ -65,6 +77,7 @@ STEPS = [
 @pytest.fixture(autouse=True)
 def _on_any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "available", lambda device: True)
+    monkeypatch.setattr(biased, "available", lambda device: True)
     monkeypatch.setattr(decode, "_splits", lambda device, programs, blocks: min(2, blocks))
 
 
@@ -91,21 +104,143 @@ TEXTS = [
 ]
 
 
+def in_runs(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the mask of a case know its causal sequences, as masks of models do."""
+    past = case.length - case.queries
+    parts = []
+    for row, pad in enumerate(case.padding):
+        queries, keys = slice(max(0, pad - past), case.queries), slice(pad, case.length)
+        parts.append(Run(slice(row, row + 1), queries, keys, max(0, past - pad)))
+    monkeypatch.setattr(Written, "runs", lambda mask, positions: tuple(parts))
+
+
 @pytest.mark.parametrize("case", TEXTS, ids=str)
 def test_a_text(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(biased, "available", lambda device: True)
+    in_runs(case, monkeypatch)
     encoding = case.encoding()
     call = case.call(encoding)
-    past = case.length - case.queries
-    parts = [
-        Run(slice(row, row + 1), slice(pad, case.queries), slice(pad, case.length), past)
-        for row, pad in enumerate(case.padding)
-    ]
-    monkeypatch.setattr(Written, "runs", lambda mask, positions: tuple(parts))
     assert biased.accepts(call, encoding)
     out, _ = biased.run(call, encoding)
     assert out.dtype == case.dtype
     assert error(out, reference(case, call, encoding)) < BOUND[case.dtype]
+
+
+SHORT = {"buckets": 8, "max_distance": 20}
+TRAINED = [
+    *(Case(name, queries=70) for name in ("alibi", "kerple_log", "kerple_power")),
+    Case("sandwich", {"dim": 8}, queries=70),
+    Case(
+        "t5", {**SHORT, "max_distance": 40}, queries=70
+    ),  # none is beyond the distances told apart
+    Case("t5", SHORT, queries=65, heads=6, head_dim=24),
+    Case("t5", SHORT, queries=70, length=150, key_heads=1),
+    Case("kerple_log", queries=20, length=133, key_heads=4),
+    Case("alibi", queries=150, length=290, heads=8, value_dim=40, head_dim=40),
+    Case("kerple_power", queries=50, length=50, padding=(0, 13)),
+    Case("t5", SHORT, queries=50, length=50, padding=(0, 13)),
+    *(Case("alibi", queries=140, length=140, dtype=dtype) for dtype in (HALF, BF16)),
+    *(Case("kerple_log", queries=70, head_dim=80, dtype=dtype) for dtype in (HALF, BF16)),
+    *(Case("t5", SHORT, queries=140, length=140, dtype=dtype) for dtype in (HALF, BF16)),
+    Case("kerple_power", queries=70, length=90, padding=(5,), dtype=BF16),
+    Case("sandwich", {"dim": 8}, queries=70, dtype=BF16),
+]
+
+
+@pytest.mark.parametrize("case", TRAINED, ids=str)
+def test_a_text_in_training(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients of queries, keys, values and of the parameters of a bias."""
+    in_runs(case, monkeypatch)
+    encoding = case.encoding()
+    parameters: Any = encoding.parameters
+    parameters.requires_grad_(True)
+    call = case.call(encoding)
+    tensors = {"query": call.query, "key": call.key, "value": call.value}
+    for x in tensors.values():
+        x.requires_grad_(True)
+    assert biased.accepts(call, encoding)
+    out, _ = biased.run(call, encoding)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out)
+    leaves = [*tensors.values(), *(parameters[name] for name in parameters)]
+    found = torch.autograd.grad(out, leaves, weights)
+    expected = reference_gradients(case, call, encoding, weights)
+    errors = {
+        name: error(gradient, expected[name])
+        for name, gradient in zip([*tensors, *parameters], found, strict=True)
+    }
+    assert [gradient.dtype for gradient in found] == [leaf.dtype for leaf in leaves]
+    assert all(errors[name] < BOUND[case.dtype] for name in tensors), errors
+    # Of the same numbers, in float32: no rounding to halves is left.
+    assert all(errors[name] < 2e-5 for name in parameters), errors
+
+
+class Root(DistanceBias):
+    """A trained bias that no kernel knows, `-a sqrt(distance)`, and that hides what is far."""
+
+    name = "root"
+    summary = source = ""
+
+    def initial(self, heads: int, original: int) -> dict[str, Tensor]:
+        return {"a": torch.linspace(0.1, 0.9, heads)}
+
+    def bias(self, distance: Tensor, heads: int, parameters: Weights, *_: Any) -> Tensor:
+        found = -per_head(parameters["a"], distance) * distance.sqrt()
+        return found.masked_fill(distance > 40, -torch.inf)
+
+
+def test_any_trained_bias_by_distance_and_packed_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("alibi", queries=95, length=95)
+    a = torch.linspace(0.1, 0.9, case.heads, device=DEVICE).requires_grad_()
+    encoding = replace(Encoding.of([Root()], 32), heads=case.heads, parameters={"a": a})
+    call = case.call(encoding)
+    ends = ((0, 28), (28, 95))
+    parts = [Run(slice(None), slice(*end), slice(*end), 0) for end in ends]
+    monkeypatch.setattr(Written, "runs", lambda mask, positions: tuple(parts))
+    position = torch.cat([torch.arange(stop - start) for start, stop in ends])[None].to(DEVICE)
+    place = torch.arange(95, device=DEVICE)
+    document = place >= ends[0][1]
+    visible = (place <= place[:, None]) & (document == document[:, None])
+    call = replace(
+        call, query_position=position, key_position=position, mask=Written(visible[None, None])
+    )
+    for x in (call.query, call.key, call.value):
+        x.requires_grad_(True)
+    assert biased.accepts(call, encoding)
+    leaves = [call.query, call.key, call.value, a]
+    results = []
+    for run, dtype in ((biased.run, torch.float32), (exact, torch.float64)):
+        wide: dict[str, Any] = {n: getattr(call, n).to(dtype) for n in ("query", "key", "value")}
+        out, _ = run(replace(call, **wide), encoding)
+        weights = torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(dtype)
+        results.append([out, *torch.autograd.grad(out, leaves, weights)])
+    for one, other in zip(*results, strict=True):
+        assert error(one.detach(), other.detach().double().cpu()) < BOUND[torch.float32]
+
+
+def test_gradients_are_the_same_in_every_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No sum has an order that a device may choose."""
+    case = Case("t5", SHORT, queries=70)
+    in_runs(case, monkeypatch)
+    encoding = case.encoding()
+    parameters: Any = encoding.parameters
+    parameters.requires_grad_(True)
+    call = case.call(encoding)
+    leaves = [call.query.requires_grad_(), call.key.requires_grad_(), parameters["table"]]
+    found = [torch.autograd.grad(biased.run(call, encoding)[0].sum(), leaves) for _ in range(2)]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", ["alibi", "t5"])
+def test_the_check_before_the_first_use_compares_gradients(name: str) -> None:
+    case = Case(name, queries=70)
+    encoding = case.encoding()
+    parameters: Any = encoding.parameters
+    parameters.requires_grad_(True)
+    found = compare(
+        engine.backend_of("triton biased"), case.call(encoding), encoding, gradients=True
+    )
+    assert found.reason is None
+    names = ["output", "gradient of the query", "gradient of the key", "gradient of the value"]
+    assert [*found.errors] == names + ["gradient of the parameters"] * len(parameters)
 
 
 @pytest.mark.parametrize("name", ["alibi", "kerple_log", "kerple_power"])
@@ -212,23 +347,26 @@ def test_an_operator_launches_what_it_says(monkeypatch: pytest.MonkeyPatch) -> N
     from hf_posenc.attention.kernels import biased_triton, decode_triton
 
     launched: list[str] = []
-    names = ("decode_share", "merge_shares", "provable_windows", "biased_forward")
-    for name in names:
-        module: Any = decode_triton if hasattr(decode_triton, name) else biased_triton
+    modules: dict[str, Any] = {
+        **dict.fromkeys(("decode_share", "merge_shares"), decode_triton),
+        **dict.fromkeys(("provable_windows", "biased_forward"), biased_triton),
+    }
+    names = [*modules]
+    for name, module in modules.items():
         kernel = getattr(module, name)
         monkeypatch.setattr(module, name, _Noted(name, kernel, launched))
     case = Case("alibi", queries=2)
     encoding = case.encoding()
     call = case.call(encoding)
     decode.run(call, encoding)
-    assert launched == [*names[:2]]
+    assert launched == names[:2]
     assert decode.LAUNCHES == 2
     launched.clear()
     bias = operands_of(encoding, 0, case.length, call.query.device)
     assert bias is not None
     tensors = (call.query, call.key, call.value, call.query_position, call.key_position)
-    biased.biased(*tensors, *bias, call.scaling)
-    assert launched == [*names[2:]]
+    biased.biased(*tensors, *bias, call.scaling, False)
+    assert launched == names[2:]
     assert biased.LAUNCHES == 2
 
 
@@ -242,7 +380,15 @@ def test_operators_keep_their_schema_and_their_fakes(case: Case) -> None:
     tensors = (call.query, call.key, call.value, call.query_position, call.key_position)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     if case in TEXTS:
-        torch.library.opcheck(biased.biased, (*tensors, *bias, call.scaling), test_utils=checks)
+        query = call.query.requires_grad_()
+        torch.library.opcheck(
+            biased.biased, (query, *tensors[1:], *bias, call.scaling, True), test_utils=checks
+        )
+        with torch.no_grad():
+            results = biased.biased(*tensors, *bias, call.scaling, True)
+        inputs = (results[0], *tensors, *bias, call.scaling, *results, bool(encoding.parameters))
+        with torch.no_grad():
+            torch.library.opcheck(biased.biased_backward, inputs, test_utils=checks[:2])
         return
     scheme = decode.prepared(encoding.plan)
     assert encoding.rotation is not None

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_posenc.attention import engine
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.kernels import biased, decode
+from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.methods import get_method
 from hf_posenc.model.masks import CausalMask
 from tests.support.kernel_cases import Case, Written
@@ -25,7 +29,11 @@ BANDS = (
     *("lm_infinite", "attention_sinks", "sliding_window"),
 )
 BIASES = ("alibi", "kerple_log", "kerple_power", "t5", "sandwich")
-LAUNCHES = {"hf_posenc::decode": decode.LAUNCHES, "hf_posenc::biased": biased.LAUNCHES}
+LAUNCHES = {
+    "hf_posenc::decode": decode.LAUNCHES,
+    "hf_posenc::biased": biased.LAUNCHES,
+    "hf_posenc::biased_backward": biased.BACKWARD_LAUNCHES,
+}
 VIEWS = {
     *(
         "view",
@@ -38,8 +46,9 @@ VIEWS = {
         "select",
         "alias",
         "detach",
+        "unbind",
     ),
-    *("empty", "new_empty", "as_strided"),
+    *("empty", "new_empty", "empty_like", "as_strided"),
 }
 
 
@@ -111,11 +120,86 @@ def test_a_text_is_two_launches_and_no_wait(name: str, length: int) -> None:
     assert launches.names == ["hf_posenc::biased"] * 2
 
 
+def in_training(name: str) -> tuple[Call, Encoding, list[Tensor]]:
+    """A text on the device without values, and the tensors and parameters that get gradients."""
+    knobs = {"buckets": 8, "max_distance": 20} if name == "t5" else {}
+    call, encoding = on_meta(Case(name, knobs, queries=70))
+    parameters: Any = encoding.parameters
+    parameters.requires_grad_(True)
+    leaves = [call.query, call.key, call.value]
+    for x in leaves:
+        x.requires_grad_(True)
+    mask = CountsUp(70, 70, torch.device("meta"))
+    return replace(call, mask=mask), encoding, [*leaves, *(parameters[x] for x in parameters)]
+
+
+class CountsUp(CausalMask):
+    """Plain causal attention of positions that count up, which no value tells here."""
+
+    def decided(self, question: Any, answer: Any) -> Any:
+        return True if question == ("count up", False) else super().decided(question, answer)
+
+
+TRAINING = {"alibi": 4, "sandwich": 3, "kerple_log": 5, "kerple_power": 5, "t5": 15}
+"""Launches of a layer, forward and backward."""
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_launches_of_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of both operators, one by one: their own code runs, on tensors without values and with noted kernels."""
+    with Launches() as launches:
+        for module in ("biased_triton", "biased_backward_triton"):
+            noted = Noted(launches.names)
+            monkeypatch.setitem(sys.modules, f"hf_posenc.attention.kernels.{module}", noted)
+        call, encoding, leaves = in_training(name)
+        operands = operands_of(encoding, 0, 70, torch.device("meta"))
+        assert operands is not None
+        launches.names.clear()
+        tensors = (call.query, call.key, call.value, call.query_position, call.key_position)
+        inputs = (*tensors, *operands, call.scaling)
+        with torch.no_grad():
+            results = biased.biased._init_fn(*inputs, True)
+            biased.biased_backward._init_fn(results[0], *inputs, *results, len(leaves) > 3)
+    kernels = ["biased_forward", "gradients_of_queries", "gradients_of_keys"]
+    if name in ("alibi", "kerple_log", "kerple_power"):
+        kernels.insert(0, "provable_windows")
+    if name == "t5":
+        kernels.append("gradients_of_distances")
+    assert [each for each in launches.names if "::" not in each] == kernels
+    assert len(launches.names) == TRAINING[name], launches.names
+
+
+class Noted:
+    """A module of kernels whose launches are noted and compute nothing, and each of its kernels."""
+
+    def __init__(self, names: list[str], kernel: str = "") -> None:
+        self.names, self.kernel = names, kernel
+
+    def __getattr__(self, kernel: str) -> Noted:
+        return Noted(self.names, kernel)
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        self.names.append(self.kernel)
+        return lambda *arguments, **constants: None
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_launches_nothing_around_the_operators(name: str) -> None:
+    call, encoding, leaves = in_training(name)
+    assert engine.choose(call, encoding).name == "triton biased"
+    engine.attend(call, encoding)  # tables are made once
+    with Launches() as launches:
+        out, _ = engine.attend(call, encoding)
+        found = torch.autograd.grad(out, leaves, torch.empty_like(out))
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in leaves]
+    operators = ["hf_posenc::biased"] * 2 + ["hf_posenc::biased_backward"] * 2
+    assert launches.names == operators
+
+
 TEXTS_REFUSED: dict[str, dict[str, Any]] = {
     "soft cap": {"softcap": 3.0},
     "sinks": {"sinks": torch.zeros(4)},
     "a step": {"query": torch.zeros(1, 4, 8, 16)},
-    "gradients": {"query": torch.zeros(1, 4, 70, 16, requires_grad=True)},
     "no runs": {"mask": Written(torch.ones(1, 1, 70, 70, dtype=torch.bool))},
 }
 
@@ -137,6 +221,20 @@ def test_a_table_is_read_where_positions_have_no_gaps() -> None:
     call.key_position[0, 30:] += 1
     other = replace(call, mask=CausalMask(70, 70, torch.device("cpu")))
     assert not biased.accepts(other, encoding)
+
+
+def test_a_table_is_trained_where_positions_have_no_gaps() -> None:
+    """Its gradient is summed by place."""
+    case = Case("t5", queries=70)
+    encoding = case.encoding()
+    call = replace(case.call(encoding), mask=CausalMask(70, 70, torch.device("cpu")))
+    call.key_position[0, 30:] += 1
+    assert biased.accepts(call, encoding)
+    parameters: Any = encoding.parameters
+    parameters.requires_grad_(True)
+    assert not biased.accepts(call, encoding)
+    call.key_position[0, 30:] -= 1
+    assert biased.accepts(replace(call, mask=CausalMask(70, 70, torch.device("cpu"))), encoding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -239,3 +337,25 @@ def test_a_step_is_traced_in_one_graph(name: str) -> None:
     assert step(call.query, call.key, call.value).shape == call.query.shape
     assert len(graphs) == 1
     assert "hf_posenc.decode" in str(graphs[0].graph)
+
+
+@pytest.mark.parametrize("name", ["alibi", "kerple_log"])
+def test_training_is_traced_in_one_graph_each_way(name: str) -> None:
+    call, encoding, leaves = in_training(name)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def kept(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=kept))
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        moved = replace(call, query=query, key=key, value=value)
+        return engine.attend(moved, encoding)[0]
+
+    out = attention(call.query, call.key, call.value)
+    found = torch.autograd.grad(out, leaves, torch.empty_like(out))
+    assert [x.shape for x in found] == [x.shape for x in leaves]
+    names = [str(graph.graph).count("hf_posenc.biased") for graph in graphs]
+    assert names == [1, 1]
+    assert "hf_posenc.biased_backward" in str(graphs[1].graph)
