@@ -5,11 +5,13 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
+import os
 import sys
 import unicodedata
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -83,6 +85,9 @@ codecs.register_error("hf_posenc", _substitute)
 def prepare_terminal() -> None:
     """Let stdout and stderr substitute what their encoding lacks, instead of raising; forget earlier options."""
     _Terminal.options = TerminalOptions()
+    for name in ("stdout", "stderr"):  # None where the shell closed it: hf-posenc methods >&-
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="hf_posenc")

@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner
 
 from hf_posenc import available_recipes
+from hf_posenc.cli import main
 from hf_posenc.cli.app import app
 from hf_posenc.methods import METHODS
 from tests.support.tiny_text import prose, tiny_checkpoint
@@ -226,6 +227,17 @@ def test_a_closed_pipe_is_quiet(options: list[str]) -> None:
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait(timeout=300) == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "status"), [("methods", 0), ("methods --json", 0), ("show banana", 2)]
+)
+def test_closed_streams_are_quiet(line: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):  # as after >&- in a shell
+        monkeypatch.setattr(sys, name, None)
+    with pytest.raises(SystemExit) as end:
+        main(line.split())
+    assert (end.value.code or 0) == status
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
