@@ -324,6 +324,8 @@ def training_blocks(
     """Return the blocks to train on, by default of the standard library, and the description that results store."""
     parts, about = list[tuple[Blocks, float]](), list[dict[str, Any]]()
     for part, weight in _mixture(data):
+        if part.documents is not None and part.documents < 1:
+            raise PosencError(f"documents {part.documents}: at least 1 is needed.")
         source = _source(part, part.text, part.dataset, part.split)
         if source.embedded:
             source = Source(read_standard_library, STANDARD_LIBRARY)

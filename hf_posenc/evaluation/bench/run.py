@@ -221,6 +221,7 @@ def bench(
     """
     folder = output_folder(output, progress)
     options = with_fields(BenchOptions, options, fields)
+    get_suite(options.suite)
     unwrap(model)  # raises for what is no model
     source = Source() if documents is None else Source.of(documents)
     job = prepare(model, tokenizer, source, options)

@@ -11,7 +11,6 @@ buffers) could then not be written to.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -148,8 +147,7 @@ class TokenScorer:
         """
         windows = token_ids(ids, self.model)
         shape, windows = windows.shape, windows.reshape(-1, windows.shape[-1])
-        chunks = self.logits(windows, first, read_last=read_last)
-        losses = _nats(itertools.chain([next(chunks)], chunks), windows[:, first:])
+        losses = _nats(self.logits(windows, first, read_last=read_last), windows, first)
         return losses.reshape(*shape[:-1], -1)
 
     @torch.no_grad()
@@ -242,7 +240,7 @@ class TokenScorer:
         """Return the losses of a text run in these pieces, shape (n - 1,)."""
         window = ids.unsqueeze(0).to(input_device(self.model))
         chunks = self._replay(window, 0, len(ids) - 1, pieces)
-        return _nats(chunks, ids[None, 1:])[0]
+        return _nats(chunks, ids[None], 1)[0]
 
     def _step(self, windows: Tensor) -> int:
         return max(1, self.chunk // len(windows))
@@ -290,12 +288,12 @@ def token_ids(ids: Any, model: nn.Module) -> Tensor:
     return tensor.to(torch.int64)
 
 
-def _nats(chunks: Iterator[Tensor], targets: Tensor) -> Tensor:
-    """Return the losses of tokens, shape (windows, m), float64, on the CPU, from the chunks of their logits."""
-    done, losses = 0, []
+def _nats(chunks: Iterator[Tensor], windows: Tensor, first: int) -> Tensor:
+    """Return the losses of the tokens from `first` on, shape (windows, m), float64, on the CPU, from their logits."""
+    losses = []
     for logits in chunks:
-        ids = targets[:, done : done + logits.shape[1]].to(logits.device)
-        done += logits.shape[1]
+        ids = windows[:, first : first + logits.shape[1]].to(logits.device)
+        first += logits.shape[1]
         single = logits if logits.dtype == torch.float64 else logits.float()
         loss = F.cross_entropy(single.flatten(0, 1), ids.flatten(), reduction="none")
         losses.append(loss.to("cpu", torch.float64).view_as(ids))

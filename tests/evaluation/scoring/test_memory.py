@@ -152,8 +152,9 @@ def test_less_at_a_time_gives_the_same_numbers(limits: dict[str, int]) -> None:
 
 def wide(**sizes: Any) -> Any:
     """A model whose MLPs, and then its activations, are most of its memory."""
-    sizes = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 1, **sizes}
-    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2, **sizes)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, **heads, **sizes}
+    return zoo.build("llama", vocab_size=VOCABULARY, **sizes)
 
 
 def test_mlps_that_do_not_fit_are_run_in_slices() -> None:
@@ -186,13 +187,14 @@ def test_a_prefill_is_run_in_pieces_where_that_needs_less() -> None:
 
 
 def test_nothing_is_tried_that_needs_more() -> None:
-    model, ids = wide(num_key_value_heads=4), torch.arange(3000) % VOCABULARY
+    model = wide(num_key_value_heads=4, num_hidden_layers=32)
+    ids = torch.arange(3000) % VOCABULARY
     limited = Limited(model, decoder=1024)
     scorer = FrugalScorer(TokenScorer(model, ids[:16], mlp=1024))
     chunk = scorer.scorer.chunk
     with pytest.raises(torch.OutOfMemoryError):
         scorer([ids], 1)
-    # A cache, masks and repeated keys would be more than the pieces save; fewer logits would save nothing.
+    # A cache would be more than smaller pieces save; fewer logits would save nothing.
     assert limited.tries == 2
     assert scorer.reduced == {"batch": 1, "chunk": chunk, "mlp": 512, "prefill": None}
 
