@@ -180,10 +180,12 @@ def probe() -> dict[str, Any]:
     return dict(zip(("unchanged", "new", "late", "found", "listed"), found, strict=True))
 
 
+@pytest.mark.slow
 def test_importing_the_package_changes_nothing_anywhere(probe: dict[str, Any]) -> None:
     assert all(probe["unchanged"]), probe["unchanged"]
 
 
+@pytest.mark.slow
 def test_importing_the_package_loads_no_optional_library(probe: dict[str, Any]) -> None:
     roots = {str(name).split(".")[0] for name in probe["new"]}
     heavy = {"datasets", "matplotlib", "pandas", "peft", "pyarrow", "rich", "typer", "accelerate"}
@@ -192,6 +194,7 @@ def test_importing_the_package_loads_no_optional_library(probe: dict[str, Any]) 
     assert not ours & {"cli", "evaluation", "training", "embedded"}, "these load on first use"
 
 
+@pytest.mark.slow
 def test_names_of_the_package_are_loaded_on_first_use() -> None:
     probe = (
         "import json, pickle, sys, hf_posenc as h; before = sorted(sys.modules); listed = dir(h)\n"
@@ -225,6 +228,7 @@ def test_the_names_are_those_that_type_checkers_see() -> None:
     assert seen == homes
 
 
+@pytest.mark.slow
 def test_what_programs_call_is_found_at_the_top_and_loaded_on_first_use(
     probe: dict[str, Any],
 ) -> None:

@@ -140,6 +140,7 @@ def check_names(tree: ast.Module) -> None:
             inspect.signature(known[node.func.id]).bind(*node.args, **keywords)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", pages_with("bash"))
 def test_the_commands_of_a_page_run(page: Path, folder: Path) -> None:
     for block in blocks(page, "bash"):

@@ -69,6 +69,7 @@ def run(model: Path, texts: object, output: Path, *more: object, plot: bool = Fa
     )
 
 
+@pytest.mark.slow
 def test_a_whole_run(model: Path, texts: Path, tmp_path: Path) -> None:
     patches = ("none", "yarn", "pi:scale=2", "dynamic_ntk")
     given = (part for patch in patches for part in ("--patch", patch))
@@ -413,6 +414,7 @@ def test_show_gives_equation_knobs_source_and_needs(name: str) -> None:
     assert " ".join((method.__doc__ or "").replace("`", "").split("Args:")[0].split()) in text
 
 
+@pytest.mark.slow
 def test_show_ends_with_something_that_works(model: Path) -> None:
     for method in METHODS:
         *_, last = invoke("show", method.name).stdout.strip().splitlines()
@@ -505,6 +507,7 @@ def test_inspect_shows_a_saved_patch(model: Path, tmp_path: Path) -> None:
     assert "ntk_mixed(scale=4)" in result.stdout
 
 
+@pytest.mark.slow
 def test_help_and_the_catalog_start_without_transformers() -> None:
     code = (
         "import sys\n"

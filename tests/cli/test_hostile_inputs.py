@@ -844,6 +844,7 @@ BOMB = 32 << 20
 
 
 @pytest.mark.parametrize("ending", [".gz", ".zst"])
+@pytest.mark.slow
 def test_bombs_take_little_memory(
     ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,7 +73,7 @@ SWEEP = "sweep {model} --text {texts} --target-length 128 --patch pi"
 SEARCH = "search {model} --text {texts} --target-length 128"
 
 # A command, another one in the same folder, and whether the second has everything of the first.
-# One of every command runs always.
+# Of each kind of answer one runs always.
 SECOND_RUNS = [
     (f"{PERPLEXITY} --patch none --patch pi:scale=2", f"{PERPLEXITY} --patch none", False),
     (f"{PERPLEXITY} --patch none", f"{PERPLEXITY} --patch none --patch pi:scale=2", True),
@@ -87,8 +87,8 @@ SECOND_RUNS = [
         False,
     ),
     late(f"{SWEEP} --scales 2", f"{SWEEP} --scales 3", False),
-    (f"{SWEEP} --scales 2", f"{SWEEP} --scales 2,3", True),
-    (f"{SEARCH} --budget 8", f"{SEARCH} --budget 8 --seed 1", False),
+    late(f"{SWEEP} --scales 2", f"{SWEEP} --scales 2,3", True),
+    late(f"{SEARCH} --budget 8", f"{SEARCH} --budget 8 --seed 1", False),
     (
         "bench {model} --text {texts} --suite smoke --rounds 0 --tasks none --lengths 32",
         "bench {model} --text {texts} --suite smoke --rounds 0 --tasks none --lengths 48",

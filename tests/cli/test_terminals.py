@@ -192,6 +192,7 @@ def command(code: str, **options: Any) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     "module", ["rich", "typer", "hf_posenc.cli.app", "hf_posenc.cli.measure", "hf_posenc.methods"]
 )
+@pytest.mark.slow
 def test_an_interrupt_during_imports_is_one_line(module: str) -> None:
     code = (
         "import sys\n"
@@ -241,6 +242,7 @@ def test_closed_streams_are_quiet(line: str, status: int, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
+@pytest.mark.slow
 def test_a_full_disk_behind_stdout_is_one_line() -> None:
     with Path("/dev/full").open("w") as full:
         code = "from hf_posenc.cli import main; main(['methods'])"

@@ -122,6 +122,7 @@ def test_a_backend_that_is_wrong_is_named_and_the_status_is_1(
     assert values["methods"]["rerope"]["phases"]["prefill"]["backend"] != "wrong"
 
 
+@pytest.mark.slow
 def test_one_that_crashes_leaves_the_others_to_another_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

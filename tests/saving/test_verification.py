@@ -102,6 +102,7 @@ def test_what_passes(
     assert verify_export("folder", model).passed == passed
 
 
+@pytest.mark.slow
 def test_the_clean_process_has_no_hf_posenc(model: PreTrainedModel, tmp_path: Path) -> None:
     """A folder of packages in which transformers itself asks for it."""
     (tmp_path / "transformers.py").write_text("import hf_posenc\n")

@@ -83,6 +83,7 @@ def test_from_the_embedded_llama_to_a_folder_that_plain_transformers_loads(
     ), "it has learned something"
 
 
+@pytest.mark.slow
 def test_the_same_command_again_trains_no_further_and_another_one_is_refused(
     tmp_path: Path, texts: dict[str, Path]
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_mixture_that_is_none_is_one_line(tmp_path: Path, content: str) -> Non
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_an_adapter_and_an_encoding_by_itself(tmp_path: Path, texts: dict[str, Path]) -> None:
     adapter = run(tmp_path, texts, "--train", "lora", "--lora_dropout", "0.1", name="adapter")
     assert (adapter / "adapter_config.json").is_file()

@@ -71,7 +71,7 @@ def records(output: Path) -> int:
     return sum(path.read_bytes().count(b"\n") for path in output.rglob("*.jsonl"))
 
 
-@pytest.mark.parametrize("command", ["search", *late(["sweep"])])
+@pytest.mark.parametrize("command", late(["search", "sweep"]))
 def test_killed_shared_and_resumed_gives_the_same_bytes(
     command: str, model: Path, folder: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +136,7 @@ def test_a_dry_run_says_what_it_costs(model: Path, folder: Path, tmp_path: Path)
     assert not output.exists()
 
 
+@pytest.mark.slow
 def test_a_prefill_in_pieces_gives_the_same_numbers(
     model: Path, folder: Path, tmp_path: Path
 ) -> None:
