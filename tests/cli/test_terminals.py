@@ -221,6 +221,7 @@ def test_an_interrupt_in_a_measurement_is_one_line(
 
 
 @pytest.mark.parametrize("options", [[], pytest.param(["--json"], marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_closed_pipe_is_quiet(options: list[str]) -> None:
     process = command(f"from hf_posenc.cli import main; main({['methods', *options]})")
     assert process.stdout is not None

@@ -178,6 +178,7 @@ TRACED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [p for p in TRACED if p.values[0] != "dynamic_ntk_row"])
 def test_a_compiled_forward(layer: PreTrainedModel, name: str) -> None:
     model = apply(layer, name)

@@ -126,6 +126,7 @@ def compare(one: Path, two: Path, printed: str) -> None:
         assert torch.allclose(found[name].float(), value, atol=1e-4), name
 
 
+@pytest.mark.slow
 def test_two_forked_processes_equal_one(folder: Path, tmp_path: Path) -> None:
     """The script without a launcher, in processes whose environment is what one would set."""
     one, two = tmp_path / "one", tmp_path / "two"

@@ -66,13 +66,13 @@ def lines(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("wanted", [6, *late([20])])
-def test_kills_at_random_moments(tmp_path: Path, wanted: int) -> None:
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments(tmp_path: Path) -> None:
     work(tmp_path / "whole", Shard())
     expected = result(tmp_path / "whole")
     folder, chance = tmp_path / "killed", random.Random(0)
     kills = 0
-    while kills < wanted:
+    while kills < 20:
         count = chance.choice([1, 2, 3])
         shards = [Shard(index, count) for index in range(count)]
         processes = [start(work, folder, shard, 0.01) for shard in shards]
