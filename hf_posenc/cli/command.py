@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 
 from hf_posenc.cli.console import TerminalOptions, terminal
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.options import PANELS, Flag
+from hf_posenc.evaluation.flags import PANELS, Flag
 
 _METAVARS = {int: "N", str: "NAME", Path: "DIR"}
 _ARGUMENTS = "hf_posenc.arguments"

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from hf_posenc.evaluation.options import output_option
+from hf_posenc.evaluation.flags import output_option
 from hf_posenc.files import to_json
 
 

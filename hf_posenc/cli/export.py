@@ -12,7 +12,7 @@ import typer
 from hf_posenc.cli.console import err, out, print_error, print_json, print_note, quiet_transformers
 from hf_posenc.cli.loading import check_name, parse_patch
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.options import output_option, plain_option
+from hf_posenc.evaluation.flags import output_option, plain_option
 from hf_posenc.files import disk_errors
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ import typer
 
 from hf_posenc.cli.console import out, print_json
 from hf_posenc.errors import unknown
-from hf_posenc.evaluation.options import REVISION_HELP, TRUST_HELP, parse_target, plain_option
+from hf_posenc.evaluation.flags import parse_target, plain_option
+from hf_posenc.evaluation.options import REVISION_HELP, TRUST_HELP
 from hf_posenc.lengths import read_length
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ from hf_posenc.cli.console import out, print_error, print_json, print_note, prin
 from hf_posenc.cli.frame import Frame, exit_on, print_cost
 from hf_posenc.cli.loading import check_name, load_config, open_session
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.flags import DOCUMENTS
 from hf_posenc.evaluation.options import (
-    DOCUMENTS,
     PERPLEXITY_METHODS,
     RETRIEVAL_METHODS,
     SWEEP_METHODS,

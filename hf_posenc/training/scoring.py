@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import Entry, as_entries, load_documents
+from hf_posenc.evaluation.flags import output_folder, read_whole
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
@@ -24,7 +25,6 @@ from hf_posenc.evaluation.measuring.execute import Progress, collected, execute,
 from hf_posenc.evaluation.measuring.identity import check_tokenizer
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Store, fingerprint_of
-from hf_posenc.evaluation.options import output_folder, read_whole
 from hf_posenc.evaluation.perplexity import PerplexityRun, make_settings
 from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.perplexity.result import PerplexityResult

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
 from hf_posenc.evaluation.bench import SUITES, BenchResult
-from hf_posenc.evaluation.options import parse_tasks_or_none
+from hf_posenc.evaluation.flags import parse_tasks_or_none
 from hf_posenc.evaluation.plots import available
 from hf_posenc.evaluation.retrieval.tasks import TASKS
 from hf_posenc.files import to_json

@@ -12,14 +12,8 @@ from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app as main_app
 from hf_posenc.cli.command import expand
-from hf_posenc.evaluation.options import (
-    MODEL,
-    BenchOptions,
-    PerplexityOptions,
-    even_depths,
-    option,
-    parse_lengths,
-)
+from hf_posenc.evaluation.flags import MODEL, even_depths, option, parse_lengths
+from hf_posenc.evaluation.options import BenchOptions, PerplexityOptions
 
 RUNNER = CliRunner()
 

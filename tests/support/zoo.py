@@ -101,7 +101,7 @@ _REPRESENTATIVE = (
 
 @cache
 def representative() -> tuple[str, ...]:
-    """Return a type for every way in which the architectures differ, and little more.
+    """Return one model type for each way in which the architectures differ.
 
     A process that asks for none need not read the sources of all architectures, which takes seconds.
     """

@@ -16,6 +16,7 @@ from hf_posenc.evaluation.bench.result import BenchResult
 from hf_posenc.evaluation.bench.speed import SpeedRun, window_of
 from hf_posenc.evaluation.documents import Entry
 from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.flags import output_folder, with_fields
 from hf_posenc.evaluation.measuring.candidates import (
     original_length,
     parse_candidates,
@@ -36,8 +37,6 @@ from hf_posenc.evaluation.options import (
     BenchOptions,
     PerplexityOptions,
     ProtocolOptions,
-    output_folder,
-    with_fields,
 )
 from hf_posenc.evaluation.retrieval import RetrievalRun
 from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
@@ -203,7 +202,7 @@ def bench(
 ) -> BenchResult:
     """Measure methods against each other: perplexity, retrieval, speed and memory.
 
-    The model is patched and unpatched for every method; at the end it is what it was.
+    The model is patched and unpatched for every method, and unchanged at the end.
 
     Args:
         model: A causal language model of transformers.

@@ -260,7 +260,7 @@ def execute(
     *,
     strict: bool = False,
 ) -> None:
-    """Measure whatever is missing of this process's share; at the end the model is what it was.
+    """Measure what is missing of this process's share; the model is unchanged at the end.
 
     New records are appended one by one, so that a kill repeats at most the item in flight. `progress` is called after
     every forward. `strict` raises failures and lack of memory instead of recording them. It is required where processes

@@ -341,7 +341,7 @@ def _percent(share: float, mark: str = "aside") -> Span:
 def _heats(
     methods: Sequence[tuple[Source, str]], names: Sequence[str], task: str
 ) -> tuple[str, list[Grid]]:
-    """The quantity, which is ranks if no answer is right, and a map for every method of a task that has depths."""
+    """The quantity that is drawn, and a map for every method of a task with depths: ranks, if no answer is right."""
     cells = {
         (name, cell["depth"], cell["length"]): cell
         for name, (source, label) in zip(names, methods, strict=True)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents import Entry, TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.flags import output_folder, read_whole, with_fields
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
@@ -24,7 +25,7 @@ from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, 
 from hf_posenc.evaluation.measuring.result import MethodEntry, nan_if_none
 from hf_posenc.evaluation.measuring.statistics import Failure, Record, curve
 from hf_posenc.evaluation.measuring.store import Key, Records
-from hf_posenc.evaluation.options import PerplexityOptions, output_folder, read_whole, with_fields
+from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity.longppl import evaluator_of, finder
 from hf_posenc.evaluation.perplexity.protocols import (
     PRESETS,
@@ -313,7 +314,7 @@ def measure_perplexity(
 ) -> PerplexityResult:
     """Measure methods against each other on the same tokens.
 
-    The model is patched and unpatched for every method; at the end it is what it was.
+    The model is patched and unpatched for every method, and unchanged at the end.
 
     Args:
         model: A causal language model of transformers.

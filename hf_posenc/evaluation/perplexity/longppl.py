@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.flags import read_whole
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
-from hf_posenc.evaluation.options import PerplexityOptions, read_whole
+from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, special_tokens
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer

@@ -14,13 +14,14 @@ from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
+from hf_posenc.evaluation.flags import output_folder, with_fields
 from hf_posenc.evaluation.measuring import execute as machine
 from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate, checked_candidates, within_reach
 from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, Value, silent
 from hf_posenc.evaluation.measuring.result import MethodEntry
 from hf_posenc.evaluation.measuring.store import Key
-from hf_posenc.evaluation.options import RetrievalOptions, output_folder, with_fields
+from hf_posenc.evaluation.options import RetrievalOptions
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate
 from hf_posenc.evaluation.retrieval.prompts import Prompt, Sample, lay_out
@@ -183,7 +184,7 @@ def measure_retrieval(
 ) -> RetrievalResult:
     """Measure what methods find in long prompts, all in the same ones.
 
-    The model is patched and unpatched for every method; at the end it is what it was.
+    The model is patched and unpatched for every method, and unchanged at the end.
 
     Args:
         model: A causal language model of transformers.

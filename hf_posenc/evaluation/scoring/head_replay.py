@@ -11,6 +11,7 @@ buffers) could then not be written to.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -215,7 +216,6 @@ class TokenScorer:
             return sliced(output, slice(-1, None))  # the head then computes a single token
 
         forward = decoder.forward
-        attention = Pieces(windows.shape[1]) if pieces is None else pieces
         tokens, before = windows.shape[1], None
         for begin, end in [(0, tokens)] if pieces is None else pieces.bounds(tokens):
             options = self._options
@@ -225,7 +225,7 @@ class TokenScorer:
             with (
                 replaced(decoder, "forward", run),
                 self.mlps.sliced(self.mlp),
-                attention.attention(),
+                contextlib.nullcontext() if pieces is None else pieces.attention(),
             ):
                 try:
                     before = self.model(input_ids=windows[:, begin:end], **options)

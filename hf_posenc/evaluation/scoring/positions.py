@@ -134,9 +134,8 @@ def too_long(model: nn.Module, tokens: int, limit: int) -> PosencError:
     if _sincos_tables(model):
         way = "Give shorter lengths, or a method that extends its table, such as yarn."
     inner: Any = unwrap(model)
-    if (
-        getattr(inner.config, "max_seq_len", None) == limit
-    ):  # a bias by distance, made anew in every forward (MPT)
+    # A bias by distance, made anew in every forward (MPT).
+    if getattr(inner.config, "max_seq_len", None) == limit:
         way = f"Give shorter lengths, or raise max_seq_len in its config: model.config.max_seq_len = {tokens}."
     name = type(inner).__name__
     return PosencError(f"{tokens:,} tokens: {name} has positions for {limit:,}. {way}")

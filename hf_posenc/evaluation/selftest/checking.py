@@ -1,4 +1,4 @@
-"""Checks of every backend for every kind, dtype and head dimension, and probes of the contract of fused operators."""
+"""Checks of every backend, by kind, dtype and head dimension, and probes of how fused operators align and mask."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from hf_posenc.attention.checks import verdicts
 from hf_posenc.attention.checks.backend import Key
 from hf_posenc.attention.checks.samples import DTYPES, HEADS, KEY_HEADS, methods
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.evaluation.options import SelftestOptions, with_fields
+from hf_posenc.evaluation.flags import with_fields
+from hf_posenc.evaluation.options import SelftestOptions
 from hf_posenc.evaluation.selftest.checking import cases, check_all, operators, probes
 from hf_posenc.evaluation.selftest.result import SelftestResult
 from hf_posenc.evaluation.selftest.timing import Layer, plain_times, times_of

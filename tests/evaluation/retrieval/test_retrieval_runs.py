@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.flags import even_depths
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import collected, execute, write_timings
 from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
-from hf_posenc.evaluation.options import even_depths
 from hf_posenc.evaluation.retrieval import RetrievalRun, measure_retrieval
 from hf_posenc.evaluation.retrieval.result import (
     Cell,

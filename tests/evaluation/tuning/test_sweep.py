@@ -15,10 +15,10 @@ from rich.console import Console
 
 import hf_posenc
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.flags import parse_scales
 from hf_posenc.evaluation.grid import to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import Item
-from hf_posenc.evaluation.options import parse_scales
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.tuning import Loss, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial, verdict

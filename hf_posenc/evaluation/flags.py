@@ -1,0 +1,221 @@
+"""Fields of options: their form on the command line, and the parsers and checks of their values.
+
+Nothing heavy is imported here, since `--help` reads this module.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hf_posenc.errors import PosencError, unknown
+from hf_posenc.lengths import read_length
+
+T = TypeVar("T")
+
+MEASURED = "What is measured"
+DOCUMENTS = "Documents"
+MODEL = "The model"
+MEMORY = "Memory and speed"
+OUTPUT = "Output"
+MOST_LENGTHS = 1000
+"""The most lengths that a range may stand for, and the most depths."""
+PANELS = (None, MEASURED, DOCUMENTS, MODEL, MEMORY, OUTPUT)
+"""Panels of `--help`, in their order; the first has no title of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flag:
+    """A field's form on the command line.
+
+    Attributes:
+        name: Name of the parameter; `None`: the field's own.
+        metavar: Placeholder of the value; `None`: by its type.
+        least: Smallest whole number accepted.
+        shown: Text shown as the default; `False` hides it.
+        parse: Turns the given value into the field's.
+        kind: Type of the given value; `None`: the field's own, or text where there is a parser.
+        value: Default on the command line; `...`: the field's own. A switch that is off has no `--no-` form.
+        argument: A positional argument.
+        rank: Options of a panel are listed by rank, then by field.
+    """
+
+    help: str
+    panel: str | None = MEASURED
+    name: str | None = None
+    metavar: str | None = None
+    least: int = 1
+    shown: bool | str = True
+    parse: Callable[[Any], Any] | None = None
+    kind: Any = None
+    value: Any = ...
+    argument: bool = False
+    rank: int = 0
+
+
+def option(help: str, default: Any = None, **flag: Any) -> Any:
+    """Return a dataclass field that is also an option of the command line; see `Flag`."""
+    return dataclasses.field(default=default, metadata={"flag": Flag(help=help, **flag)})
+
+
+plain_option = functools.partial(option, panel=None)
+document_option = functools.partial(option, panel=DOCUMENTS)
+model_option = functools.partial(option, panel=MODEL)
+memory_option = functools.partial(option, panel=MEMORY)
+output_option = functools.partial(option, panel=OUTPUT)
+
+
+def with_fields(kind: type[T], options: T | None, fields: Mapping[str, Any]) -> T:
+    """Return `options`, or the defaults of `kind`, with these fields replaced; raise for one that does not exist."""
+    if options is not None and not isinstance(options, kind):
+        raise PosencError(
+            f"The options are a {kind.__name__}, not {type(options).__name__}: its fields can be given as keywords too."
+        )
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name in fields:
+        if name not in names:
+            raise unknown("setting", name, names)
+    base: Any = kind() if options is None else options
+    changed: T = dataclasses.replace(base, **fields)
+    return changed
+
+
+def output_folder(output: Path | str | None, progress: Any) -> Path | None:
+    """Return the folder of a Python caller's records, `None` for none; raise for what is no folder or no function."""
+    if not callable(progress):
+        raise PosencError(
+            f"progress is a function of a label, the tokens done and those in all, not {type(progress).__name__}."
+        )
+    if output is None:
+        return None
+    if not isinstance(output, str | Path) or not str(output).strip() or output == Path():
+        raise PosencError(
+            f"output: {output!r} is no folder. Give its path, or None to keep nothing."
+        )
+    if Path(output).is_file():
+        raise PosencError(f"output: {output} is a file. Give a folder, or None to keep nothing.")
+    return Path(output)
+
+
+# Parsers of values.
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """Return the names in a text, separated by commas."""
+    return tuple(part.strip() for part in text.split(","))
+
+
+def parse_tasks(text: str) -> tuple[str, ...]:
+    """Return the retrieval tasks in a text: names, or `all`."""
+    from hf_posenc.evaluation.retrieval.tasks import TASKS
+
+    names = parse_names(text)
+    return tuple(TASKS) if names == ("all",) else names
+
+
+def parse_tasks_or_none(text: str) -> tuple[str, ...]:
+    """Return the retrieval tasks in a text: names, `all`, or `none`."""
+    return () if text.strip() == "none" else parse_tasks(text)
+
+
+def parse_target(text: str) -> int:
+    """Return the length given to `--target-length`, such as `512` or `4k`."""
+    return read_length(text, f"--target-length {text}")
+
+
+def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:
+    """Return the lengths in `512,1024,4k` or `2k:128k:2k` (first, last, step), ascending; k is 1,024."""
+    lengths: set[int] = set()
+    given = f"{option} {text}"
+    for part in text.split(","):
+        pieces = part.split(":")
+        if any(len(piece.split()) > 1 for piece in pieces):
+            raise PosencError(f"{given}: separate lengths by commas, as in 512,1024,4k.")
+        numbers = [read_length(piece, given) for piece in pieces]
+        if len(numbers) == 1:
+            lengths.add(numbers[0])
+        elif len(numbers) == 3:
+            steps = range(numbers[0], numbers[1] + 1, numbers[2])
+            if not steps:
+                raise PosencError(f"{given}: {part!r} ends before it begins.")
+            if len(steps) > MOST_LENGTHS:
+                raise PosencError(
+                    f"{given}: {part!r} is {len(steps):,} lengths, and at most {MOST_LENGTHS:,} are measured. Give a "
+                    "larger step."
+                )
+            lengths.update(steps)
+        else:
+            raise PosencError(f"{given}: {part!r} is no range; give first:last:step.")
+    return tuple(sorted(lengths))
+
+
+def even_depths(count: int) -> tuple[float, ...]:
+    """Return so many depths from 0 to 1 at equal distances; a single one lies in the middle."""
+    if count > MOST_LENGTHS:
+        raise PosencError(f"--depths {count}: at most {MOST_LENGTHS:,} depths are measured.")
+    return tuple(index / (count - 1) for index in range(count)) if count > 1 else (0.5,)
+
+
+def parse_scales(text: str) -> tuple[float, ...]:
+    """Return the scales in `2,4,8`: different numbers above 1."""
+    try:
+        scales = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        scales = ()
+    if not scales or not all(1 < scale < math.inf for scale in scales):
+        raise PosencError(f"--scales {text}: give numbers above 1, such as 2,4,8.")
+    if len(set(scales)) < len(scales):
+        raise PosencError(f"--scales {text}: a scale is given twice.")
+    return scales
+
+
+def read_whole(value: Any, name: str, least: int = 1) -> int:
+    """Return a whole number of any library as Python's own; raise for what the command line would not take either."""
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise PosencError(f"{name} is a whole number of at least {least}, not {value!r}.")
+    return number
+
+
+def read_values(options: Any) -> None:
+    """Check the values of a frozen dataclass of options by the fields' types; numbers become Python's own."""
+    for field in dataclasses.fields(options):
+        value, flag = getattr(options, field.name), field.metadata.get("flag")
+        kind, _, optional = str(field.type).partition(" | ")
+        if (value is None and optional) or field.name == "target_length":
+            continue
+        if kind == "int":
+            number = read_whole(value, field.name, 1 if flag is None else flag.least)
+            object.__setattr__(options, field.name, number)
+        elif kind == "str" and not (isinstance(value, str) and value.strip()):
+            raise PosencError(f"{field.name} is a text, not {value!r:.80}.")
+        elif kind == "bool" and not isinstance(value, bool):
+            raise PosencError(f"{field.name} is True or False, not {value!r:.80}.")
+        elif kind == "float" and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise PosencError(f"{field.name} is a number, not {value!r:.80}.")
+
+
+def check_texts(values: Any, name: str) -> None:
+    """Raise for what is no list of texts."""
+    if values is None or (
+        isinstance(values, Iterable)
+        and not isinstance(values, str)
+        and all(isinstance(value, str) for value in values)
+    ):
+        return
+    way = "a list of texts"
+    if name == "methods":
+        way = "a list of texts as --patch takes them, such as 'none' and 'yarn:scale=8'"
+    given = f"{values!r:.80}"
+    if isinstance(values, str):
+        given = f"one text: write {name}=[{given}]"
+    raise PosencError(f"{name} is {way}, not {given}.")
