@@ -37,7 +37,6 @@ from hf_posenc.evaluation.measuring.identity import config_hash, environment
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import BenchOptions
 from hf_posenc.evaluation.scoring.estimate import backends, read_shape, run_cost
-from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.memory import release
 from hf_posenc.evaluation.selftest.run import device_of
 from hf_posenc.evaluation.selftest.timing import Layer
@@ -65,15 +64,6 @@ LLAMA_8B: dict[str, Any] = {
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _SHORT = 64  # tokens of the layers that show the backends of a run
 T = TypeVar("T")
-
-
-class _NoScorer(FrugalScorer):
-    """The scorer of measurements that run no model."""
-
-    reduced: dict[str, int | None] = {}  # noqa: RUF012
-
-    def __init__(self) -> None:
-        self.patient = True
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -145,7 +135,7 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         self.heads, self.head_dim = (attention.heads, attention.key_heads), attention.key_dim
         self.cost = run_cost(empty, [(last, last - 1)], dtype=self.dtype)
         # Where `execute` and the clock find the device; the whole model is built when its turn comes.
-        self.model, self.scorer = nn.Linear(1, 1, device=self.device), _NoScorer()
+        self.model = nn.Linear(1, 1, device=self.device)
         self.clock = Clock(self.model)
         self._whole: nn.Module | None = None
         about = {

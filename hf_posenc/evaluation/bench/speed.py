@@ -201,6 +201,8 @@ class SpeedRun(Measurement[Item, SpeedResult]):
     logits are those that score the tokens from the index `first` on; by default those of the last token.
     """
 
+    scorer: FrugalScorer
+
     def __init__(
         self,
         model: nn.Module,

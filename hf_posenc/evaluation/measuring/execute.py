@@ -87,7 +87,7 @@ class Measurement(Generic[ItemT, ResultT]):
 
     Attributes:
         model: A causal language model, unpatched or with a saved patch.
-        scorer: What runs its forwards; `execute` sets it for the candidate that is patched in.
+        scorer: What runs its forwards; `execute` sets it for the candidate that is patched in. `None`: something else.
         items: All the work in a deterministic order, items of one candidate side by side.
         metadata: Description of model, source and command, which the result stores.
         fingerprint: Hash of `decisive`, once the records are in files.
@@ -95,7 +95,7 @@ class Measurement(Generic[ItemT, ResultT]):
     """
 
     model: nn.Module
-    scorer: FrugalScorer
+    scorer: FrugalScorer | None = None
     items: Sequence[ItemT]
     metadata: Mapping[str, Any]
     fingerprint: str | None = None
@@ -238,7 +238,7 @@ class Attempt:
         cells = self._item.cells if cells is None else cells
         self._failed.update(dict.fromkeys(cells, reason_of(error)))
 
-    def value(self, measured: Value, scorer: FrugalScorer) -> dict[str, Any]:
+    def value(self, measured: Value, scorer: FrugalScorer | None) -> dict[str, Any]:
         """Return the value to store: the measured one, with failures and timings."""
         failed: Any = [[*cell, reason] for cell, reason in self._failed.items()]
         if failed and len(self._item.cells) == 1:
@@ -248,7 +248,7 @@ class Attempt:
             **({"failed": failed} if failed else {}),
             "seconds": self._seconds,
             "peak_bytes": self._peak,
-            "at_once": scorer.reduced,
+            "at_once": scorer and scorer.reduced,
         }
 
 
@@ -270,7 +270,8 @@ def execute(
     failures = Failures.of(measurement.items, store.get)
     todo = [item for item in shard.mine(measurement.items) if store.get(item.key) is None]
     total, done = sum(item.cost for item in todo), 0
-    scorer.patient = not strict
+    if scorer is not None:
+        scorer.patient = not strict
     on_cpu = bool(todo) and next(model.parameters()).device.type == "cpu"
 
     def report(label: str, before: int, tokens: int) -> None:
@@ -334,14 +335,15 @@ def _patch_key(item: Item) -> tuple[Any, ...] | None:
 
 @contextlib.contextmanager
 def patched_in(
-    model: nn.Module, scorer: FrugalScorer, candidate: Candidate | None, length: int
+    model: nn.Module, scorer: FrugalScorer | None, candidate: Candidate | None, length: int
 ) -> Iterator[None]:
     """Patch a candidate in (`None`: none) at a length, and set the scorer for it; undone on exit."""
     with contextlib.ExitStack() as stack:
         if candidate is not None:
-            scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
             stack.enter_context(candidate.applied(model, length))
-            scorer.scorer.positions = position_limit(model)
+            if scorer is not None:
+                scorer.pieces, scorer.stateful = not candidate.length_dependent, candidate.stateful
+                scorer.scorer.positions = position_limit(model)
         yield
 
 

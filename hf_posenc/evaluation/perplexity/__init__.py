@@ -90,6 +90,8 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
     is the number of documents before they are joined.
     """
 
+    scorer: FrugalScorer
+
     def __init__(
         self,
         model: nn.Module,

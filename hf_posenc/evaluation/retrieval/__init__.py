@@ -55,6 +55,8 @@ class RetrievalRun(machine.Measurement[Item, RetrievalResult]):
     `metadata` has `model`, `haystack`, `original` and `command` of the result.
     """
 
+    scorer: FrugalScorer
+
     def __init__(
         self,
         model: nn.Module,

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -275,6 +275,7 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
     about: dict[str, Any]
     special: Sequence[int] = ()
     skipped: Sequence[Skipped] = ()
+    scorer: FrugalScorer = field(init=False)
 
     def __post_init__(self) -> None:
         identity.check_vocabulary(

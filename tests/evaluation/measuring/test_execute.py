@@ -48,6 +48,8 @@ class Text(Item):
 class Losses(Measurement[Text, tuple[Sums, dict[Any, str]]]):
     """The loss of random texts; those of `unlucky` numbers fail."""
 
+    scorer: FrugalScorer
+
     def __init__(self, specs: tuple[str, ...], unlucky: tuple[int, ...] = ()) -> None:
         self.model = zoo.build("llama")
         self.scorer = FrugalScorer(TokenScorer(self.model, zoo.tokens(16)[0]))
