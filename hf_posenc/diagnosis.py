@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import PosencError, one_line
+
+
+@contextlib.contextmanager
+def taken_warnings(module: str, *texts: str) -> Iterator[list[str]]:
+    """Collect the warnings that a module of transformers logs and that contain one of these texts; without, all.
+
+    They are collected at every verbosity, since commands have the log disabled, and are not logged.
+    """
+    logger: Any = logging.getLogger(f"transformers.{module}")
+    level, before, taken = logger.getEffectiveLevel(), logger.level, list[str]()
+
+    def keep(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if record.levelno == logging.WARNING and any(text in message for text in texts or ("",)):
+            taken.append(message)
+            return False
+        return record.levelno >= level
+
+    logger.addFilter(keep)
+    logger.setLevel(min(level, logging.WARNING))
+    logger.warning_once = logger.warning  # once in a process, though nobody may have seen it
+    try:
+        yield taken
+    finally:
+        del logger.warning_once
+        logger.removeFilter(keep)
+        logger.setLevel(before)
+
 
 _FILES = ("config.json", "adapter_config.json", "tokenizer_config.json", "tokenizer.json")
 
@@ -96,6 +127,7 @@ def check_base(base: Any, adapter: str | Path, **options: Any) -> None:
 
 def read_config(name: str | Path, **options: Any) -> Any:
     """Return the config of a model that `check_source` has accepted; raise if it cannot be read."""
+    from hf_posenc.patch.export import BLOCK
     from hf_posenc.patch.saving import stored_config
 
     folder = Path(name) / (options.get("subfolder") or "")
@@ -113,13 +145,16 @@ def read_config(name: str | Path, **options: Any) -> Any:
             )
         _check_values(read_json(folder / "config.json", name), name)
     try:
-        config = stored_config(name, **options)
+        with taken_warnings("modeling_rope_utils") as doubts:
+            config = stored_config(name, **options)
     except PosencError:  # a damaged patch
         raise
     except Exception as error:  # an unknown model type, values of a wrong type, custom code
         raise PosencError(
             f"The config.json of {name} cannot be read: {reason_of(error)}"
         ) from error
+    if BLOCK not in vars(config):  # a patch's values were compared with its table when it was saved
+        _report_doubts(doubts, name)
     layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 1)
     if isinstance(layers, int) and layers < 1:  # transformers builds that without an error
         raise PosencError(
@@ -127,6 +162,20 @@ def read_config(name: str | Path, **options: Any) -> Any:
             "Restore the value that the checkpoint was saved with."
         )
     return config
+
+
+def _report_doubts(doubts: Sequence[str], name: str | Path) -> None:
+    """Warn of the rope values that transformers finds odd, and raise for those with which it fails or broadcasts."""
+    for doubt in dict.fromkeys(doubts):
+        text = doubt.replace("`rope_parameters`'s", "rope_parameters:").rstrip(".")
+        if "must have length" in text:
+            raise PosencError(
+                f"The config.json of {name} cannot be used: {text}. Restore the checkpoint's own list."
+            )
+        warnings.warn(
+            f"The config.json of {name} may be wrong, and is used as it is: {text}.",
+            stacklevel=4,
+        )
 
 
 def read_json(file: Path, name: str | Path) -> dict[str, Any]:
@@ -153,7 +202,11 @@ def check_causal(config: Any, name: str | Path, way: str) -> None:
 
 
 _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-_POSITIVE = ("factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor")
+_POSITIVE = (
+    *("factor", "attention_factor", "beta_fast", "beta_slow", "low_freq_factor"),
+    *("high_freq_factor", "original_max_position_embeddings"),
+)
+_NUMBERS = ("mscale", "mscale_all_dim", "short_mscale", "long_mscale")
 _LISTS = ("short_factor", "long_factor")
 
 
@@ -173,14 +226,20 @@ def _check_values(values: Mapping[str, Any], name: str | Path, place: str = "") 
 def _wrong_kind(key: str, value: Any, place: str) -> str:
     """Return what a value of a config is not, for the keys that decide; empty for a good one."""
     rotary = "rope" in place
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if key == "rope_theta" or (rotary and key in _POSITIVE):
+    number = _is_number(value)
+    if key == "rope_theta":
+        return "" if number and 1 < value < math.inf else "not a number above 1"
+    if rotary and key in _POSITIVE:
         return "" if number and 0 < value < math.inf else "not a number above 0"
-    if rotary and key == "attention_factor":
-        return "" if number else "not a number"
+    if rotary and key in _NUMBERS:
+        return "" if number and math.isfinite(value) else "not a number"
+    if key == "partial_rotary_factor":
+        return "" if number and 0 <= value <= 1 else "not a number from 0 to 1"
+    if rotary and key == "truncate":
+        return "" if isinstance(value, bool) else "not true or false"
     if rotary and key in _LISTS:
-        good = isinstance(value, list) and all(isinstance(each, int | float) for each in value)
-        return "" if good else "not a list of numbers"
+        good = isinstance(value, list) and all(_is_number(x) and 0 < x < math.inf for x in value)
+        return "" if good else "not a list of numbers above 0"
     if rotary and key in ("rope_type", "type"):
         return "" if isinstance(value, str) else "not the name of a rope type"
     if not place and key in _SIZES:
@@ -193,6 +252,10 @@ def _wrong_kind(key: str, value: Any, place: str) -> str:
         known = value == "auto" or isinstance(getattr(torch, str(value), None), torch.dtype)
         return "" if known else "no dtype of torch, such as bfloat16"
     return ""
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def reason_of(error: BaseException, config: Any = None) -> str:

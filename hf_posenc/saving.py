@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from hf_posenc.diagnosis import (
     check_source,
     read_config,
     reason_of,
+    taken_warnings,
     unreadable,
 )
 from hf_posenc.errors import PosencError, UntrainedWarning, unknown
@@ -247,25 +247,18 @@ def _load(
 
 @contextlib.contextmanager
 def _loading_report(path_or_id: str | Path) -> Iterator[None]:
-    """Suppress transformers' table of weights, which `_check_weights` replaces; name the weights in its errors."""
-    logger = logging.getLogger("transformers.modeling_utils")
-    level, before, reports = logger.getEffectiveLevel(), logger.level, list[str]()
+    """Suppress transformers' table of weights, which `_check_weights` replaces; name the weights in its errors.
 
-    def keep(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        if "LOAD REPORT" in message:
-            reports.append(message)
-            return False
-        return record.levelno >= level
-
-    logger.addFilter(keep)
-    logger.setLevel(min(level, logging.WARNING))  # an error refers to the report
+    Warn of weights that the config ties and the checkpoint does not: commands disable transformers' own log.
+    """
+    report, untied = "LOAD REPORT", "will NOT tie"
     try:
-        yield
+        with taken_warnings("modeling_utils", report, untied) as taken:
+            yield
     except RuntimeError as error:
         if "above report" not in str(error):
             raise
-        rows = "".join(reports).splitlines()
+        rows = "".join(text for text in taken if report in text).splitlines()
         failed = [
             row.partition("|")[0].strip() for row in rows if "CONVERSION" in row and "|" in row
         ]
@@ -273,9 +266,8 @@ def _loading_report(path_or_id: str | Path) -> Iterator[None]:
             f"The weights of {path_or_id} cannot be converted to this model: {_names(failed)}. "
             "The checkpoint is damaged or incomplete, or belongs to another config.json."
         ) from error
-    finally:
-        logger.removeFilter(keep)
-        logger.setLevel(before)
+    for text in (text for text in taken if untied in text):
+        warnings.warn(f"{path_or_id}: {text}", stacklevel=5)
 
 
 @contextlib.contextmanager

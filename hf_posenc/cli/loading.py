@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from hf_posenc.diagnosis import (
     read_config,
     read_json,
     reason_of,
+    taken_warnings,
     unreadable,
 )
 from hf_posenc.errors import PosencError, one_line
@@ -119,7 +121,8 @@ def load_tokenizer(
     name = check_name(name, revision, given=given)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        with taken_warnings("tokenization_utils_tokenizers", "incorrect tokenization") as taken:
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
         # transformers makes an empty tokenizer from a config.json alone.
         tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
@@ -135,6 +138,11 @@ def load_tokenizer(
             reason = f"{name} has no tokenizer files."
         advice = "Pass --tokenizer with a folder or a hub name that has one."
         raise PosencError(f"{reason} {advice}") from error
+    for text in taken:
+        warnings.warn(
+            f"{text} Save it so in Python, with save_pretrained, and pass the folder as --tokenizer.",
+            stacklevel=2,
+        )
     if set(tokens) <= {tokenizer.unk_token_id}:
         raise PosencError(f"The tokenizer of {name} turns text into nothing. Pass --tokenizer.")
     return tokenizer

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shlex
 import sys
 import tempfile
@@ -982,6 +983,11 @@ def _index(values: dict[str, Any]) -> Callable[[Path], object]:
     return write
 
 
+def _rope(kind: str, **values: Any) -> Callable[[Path], object]:
+    rope = {"rope_type": kind, "rope_theta": 1e4, **values}
+    return lambda folder: _edit_config(folder, rope_parameters=rope)
+
+
 def _write(name: str, content: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(content)
 
@@ -1076,16 +1082,12 @@ CHECKPOINTS |= {
         2,
     ),
     "a base of zero": (
-        lambda folder: _edit_config(
-            folder, rope_parameters={"rope_type": "default", "rope_theta": 0}
-        ),
-        "has rope_parameters.rope_theta = 0, which is not a number above 0. Correct it there",
+        _rope("default", rope_theta=0),
+        "has rope_parameters.rope_theta = 0, which is not a number above 1. Correct it there",
         2,
     ),
     "a factor in words": (
-        lambda folder: _edit_config(
-            folder, rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": "four"}
-        ),
+        _rope("linear", factor="four"),
         "has rope_parameters.factor = 'four', which is not a number above 0. Correct it there",
         2,
     ),
@@ -1180,42 +1182,18 @@ CHECKPOINTS |= {
         2,
     ),
     "a negative ramp": (
-        lambda folder: _edit_config(
-            folder,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 2.0,
-                "beta_fast": -1,
-            },
-        ),
+        _rope("yarn", factor=2.0, beta_fast=-1),
         "has rope_parameters.beta_fast = -1, which is not a number above 0. Correct it there.",
         2,
     ),
     "a factor that is a text": (
-        lambda folder: _edit_config(
-            folder,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 1e4,
-                "factor": 2.0,
-                "attention_factor": "x",
-            },
-        ),
-        "has rope_parameters.attention_factor = 'x', which is not a number. Correct it there.",
+        _rope("yarn", factor=2.0, attention_factor="x"),
+        "has rope_parameters.attention_factor = 'x', which is not a number above 0. Correct it there.",
         2,
     ),
     "lists that are texts": (
-        lambda folder: _edit_config(
-            folder,
-            rope_parameters={
-                "rope_type": "longrope",
-                "rope_theta": 1e4,
-                "short_factor": "a",
-                "long_factor": "b",
-            },
-        ),
-        "has rope_parameters.short_factor = 'a', which is not a list of numbers. Correct it there.",
+        _rope("longrope", short_factor="a", long_factor="b"),
+        "has rope_parameters.short_factor = 'a', which is not a list of numbers above 0.",
         2,
     ),
     "a patch by another version": (
@@ -1256,6 +1234,98 @@ CHECKPOINTS |= {
 }
 
 
+_EIGHT, _LISTS = [1.0] * 8, {"factor": 2.0, "original_max_position_embeddings": 32}
+
+# Rotary values of which transformers only logs that they are odd, or computes with another number in silence.
+CHECKPOINTS |= {
+    "a short list": (
+        _rope("longrope", short_factor=[4.0], long_factor=_EIGHT, **_LISTS),
+        "cannot be used: rope_parameters: short_factor field must have length 8, got 1. Restore",
+        2,
+    ),
+    "a short list for long texts": (
+        _rope("longrope", short_factor=_EIGHT, long_factor=_EIGHT[1:], **_LISTS),
+        "cannot be used: rope_parameters: long_factor field must have length 8, got 7. Restore",
+        2,
+    ),
+    "a list with a zero": (
+        _rope("longrope", short_factor=[0.0, *_EIGHT[1:]], long_factor=_EIGHT, **_LISTS),
+        "which is not a list of numbers above 0. Correct it there.",
+        2,
+    ),
+    "no list": (
+        _rope("longrope", short_factor=_EIGHT, **_LISTS),
+        "Missing required keys in `rope_parameters` for 'rope_type'='longrope': {'long_factor'}",
+        2,
+    ),
+    "no factor": (
+        _rope("linear"),
+        "Missing required keys in `rope_parameters` for 'rope_type'='linear': {'factor'}",
+        2,
+    ),
+    "a factor without a type": (
+        _rope("default", factor=4.0),
+        "as it is: Unrecognized keys in `rope_parameters` for 'rope_type'='default': {'factor'}",
+        0,
+    ),
+    "a misspelt knob": (
+        _rope("yarn", factor=2.0, beta_fsat=16),
+        "as it is: Unrecognized keys in `rope_parameters` for 'rope_type'='yarn': {'beta_fsat'}",
+        0,
+    ),
+    "a factor below one": (
+        _rope("linear", factor=0.5),
+        "as it is: rope_parameters: factor field must be a float or int >= 1, got 0.5.",
+        0,
+    ),
+    "a factor beside another": (
+        _rope("yarn", factor=4.0, original_max_position_embeddings=32),
+        "(config.rope_parameters['factor'] = 4.0) does not match the ratio implicitly set",
+        0,
+    ),
+    "a ramp that ends before it begins": (
+        _rope("yarn", factor=2.0, beta_fast=1, beta_slow=32),
+        "as it is: rope_parameters: beta_fast field must be greater than beta_slow, got beta_f",
+        0,
+    ),
+    "a blend that ends before it begins": (
+        _rope("llama3", low_freq_factor=4.0, high_freq_factor=1.0, **_LISTS),
+        "high_freq_factor field must be greater than low_freq_factor, got high_freq_factor=1.0",
+        0,
+    ),
+    "a temperature of zero": (
+        _rope("yarn", factor=2.0, attention_factor=0.0),
+        "has rope_parameters.attention_factor = 0.0, which is not a number above 0. Correct it",
+        2,
+    ),
+    "an original length of zero": (
+        _rope("llama3", **{**_LISTS, "original_max_position_embeddings": 0}),
+        "has rope_parameters.original_max_position_embeddings = 0, which is not a number above 0.",
+        2,
+    ),
+    "a temperature in words": (
+        _rope("yarn", factor=2.0, mscale="a", mscale_all_dim=1.0),
+        "has rope_parameters.mscale = 'a', which is not a number. Correct it there.",
+        2,
+    ),
+    "twice the head": (
+        _rope("default", partial_rotary_factor=2.0),
+        "has rope_parameters.partial_rotary_factor = 2.0, which is not a number from 0 to 1.",
+        2,
+    ),
+    "no in words": (
+        _rope("yarn", factor=2.0, truncate="no"),
+        "has rope_parameters.truncate = 'no', which is not true or false. Correct it there.",
+        2,
+    ),
+    "ties that the weights lack": (
+        lambda folder: _edit_config(folder, tie_word_embeddings=True),
+        "to lm_head.weight, but both are present in the checkpoints with different values, so we w",
+        0,
+    ),
+}
+
+
 def _perplexity(model: Path, output: Path, *more: str) -> Any:
     from typer.testing import CliRunner
 
@@ -1285,7 +1355,7 @@ def test_a_damaged_checkpoint_is_one_line(name: str, tmp_path: Path) -> None:
 
 # What is wrong with a tokenizer, with values or for a measurement; and what Python meets only when it loads.
 _ONLY_IN_COMMANDS = (
-    *("fewer layers", "not causal", "no tokenizer", "broken tokenizer"),
+    *("not causal", "no tokenizer", "broken tokenizer"),
     *("not finite", "one infinity", "all zero", "no length"),
     *("a length of a tokenizer in words", "a list for a tokenizer"),
 )
@@ -1293,13 +1363,34 @@ _ONLY_IN_COMMANDS = (
 
 @pytest.mark.parametrize("name", sorted(set(CHECKPOINTS) - set(_ONLY_IN_COMMANDS)))
 def test_python_gives_the_line_of_the_command(name: str, tmp_path: Path) -> None:
-    damage, line, _ = CHECKPOINTS[name]
+    damage, line, status = CHECKPOINTS[name]
     model = tiny_checkpoint(tmp_path / "model")
     damage(model)
-    with pytest.raises(PosencError) as error:
-        hf_posenc.from_pretrained(model)
-    assert line.rpartition("from its config.json: ")[2] in str(error.value)
-    assert "\n" not in str(error.value)
+    if status:
+        with pytest.raises(PosencError) as error:
+            hf_posenc.from_pretrained(model)
+        message = str(error.value)
+    else:
+        with pytest.warns(UserWarning, match=re.escape(line)) as warned:
+            hf_posenc.from_pretrained(model)
+        (message,) = {str(warning.message) for warning in warned}
+    assert line.rpartition("from its config.json: ")[2] in message
+    assert "\n" not in message
+
+
+@pytest.mark.slow
+def test_a_tokenizer_with_a_known_error_is_named(tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    _edit_config(model, model_type="mistral", transformers_version="4.50.0")
+    file = model / "tokenizer.json"
+    values = json.loads(file.read_text())
+    values["model"]["vocab"] |= {f"<{n}>": n for n in range(257, 100_001)}  # as in the family
+    file.write_text(json.dumps(values))
+    result = _perplexity(model, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    (line,) = (row for row in result.stderr.splitlines() if row.startswith("warning: "))
+    assert "This will lead to incorrect tokenization. You should set the `fix_mistral" in line
+    assert "pass the folder as --tokenizer." in line
 
 
 def test_missing_weights_are_the_same_at_every_run(tmp_path: Path) -> None:

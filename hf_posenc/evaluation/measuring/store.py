@@ -77,6 +77,7 @@ def current_shard(text: str | None = None) -> Shard:
         index = (task - first) // step
         last = os.environ.get("SLURM_ARRAY_TASK_MAX", str(first + step * (count - 1)))
         if not 0 <= index < count or last != str(first + step * (count - 1)):
+            given["MAX"] = last
             shown = ", ".join(f"SLURM_ARRAY_TASK_{name}={value}" for name, value in given.items())
             raise PosencError(
                 f"The Slurm array ({shown}) does not number its tasks evenly: submit it as --array=0-N, or pass "

@@ -263,6 +263,38 @@ def test_an_environment_that_no_launcher_made(
         current_shard()
 
 
+# The last tasks of --array=1,2,7, 0-3,9 and 5,6,8 take another's share, or none, where numbers are taken as even.
+@pytest.mark.parametrize(
+    ("task", "least", "most", "count"),
+    [
+        *[("7", "1", "7", "3"), ("2", "1", "7", "3"), ("9", "0", "9", "5"), ("6", "5", "8", "3")],
+        *[("x", "0", "2", "3"), ("0", "0", "2", "0"), ("4", "5", "7", "3")],  # not what Slurm sets
+    ],
+)
+def test_a_slurm_array_without_even_numbers(
+    task: str, least: str, most: str, count: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    given = {"ID": task, "MIN": least, "MAX": most, "COUNT": count, "STEP": "1"}
+    for name, value in given.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    with pytest.raises(
+        PosencError, match=rf"SLURM_ARRAY_TASK_ID={task}, .*MAX={most}\) does not number its tasks"
+    ):
+        current_shard()
+
+
+def test_an_even_slurm_array_shares_everything_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    for name, value in {"MIN": "3", "MAX": "11", "COUNT": "3", "STEP": "4"}.items():
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    shards = []
+    for task in ("3", "7", "11"):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
+        shards.append(current_shard())
+    assert shards == [Shard(index, 3) for index in range(3)]
+
+
 def test_shares_cover_everything_once() -> None:
     items = list(range(11))
     shares = [Shard(index, 3).mine(items) for index in range(3)]
