@@ -28,7 +28,7 @@ def taken_warnings(module: str, *texts: str) -> Iterator[list[str]]:
         if record.levelno == logging.WARNING and any(text in message for text in texts or ("",)):
             taken.append(message)
             return False
-        return record.levelno >= level
+        return bool(record.levelno >= level)
 
     logger.addFilter(keep)
     logger.setLevel(min(level, logging.WARNING))
