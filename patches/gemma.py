@@ -14,6 +14,8 @@ ADAPTER = ArchAdapter(
         "gemma3n_text",
         "gemma4_text",
         "gemma4_unified_text",
+        "t5_gemma_module",
+        "t5gemma2_decoder",
         "vaultgemma",
     ),
 )

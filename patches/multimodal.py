@@ -1,4 +1,4 @@
-"""Text decoders of multimodal models that no other family covers."""
+"""Text and speech decoders of multimodal models that no other family covers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ ADAPTER = ArchAdapter(
         "aria_text",
         "chameleon",
         "cosmos3_edge_text",
+        "dia_decoder",
         "emu3_text_model",
         "evolla",
         "idefics",
         "kyutai_speech_to_text",
         "mllama_text_model",
         "molmo2_text",
+        "moonshine",
+        "moonshine_streaming",
         "moshi",
         "muse_glimmer_text",
         "muse_spark_text",

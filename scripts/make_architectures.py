@@ -177,6 +177,7 @@ def page() -> str:
     decoders = markdown_table(COLUMNS, rows("decoders", zoo.decoder_types()))
     towers = markdown_table(COLUMNS, rows("text towers", zoo.text_tower_types()))
     composites = markdown_table(COLUMNS, rows("multimodal", zoo.composite_types()))
+    pairs = markdown_table(COLUMNS, rows("encoder-decoder", zoo.seq2seq_types()))
     others = sorted(set(causal_lm_types()) - set(zoo.decoder_types()) - set(zoo.NOT_BUILT))
     refused = markdown_table(
         ("model type", "reason"), [refusal(t) for t in track(others, "without RoPE")]
@@ -197,6 +198,8 @@ def page() -> str:
                 towers,
                 f"## Whole multimodal models ({len(zoo.composite_types())})",
                 composites,
+                f"## Encoder-decoder models ({len(zoo.seq2seq_types())})",
+                pairs,
                 "## Models refused by methods inside attention",
                 REFUSED,
                 refusals.section(),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import Layout, Rotation
-from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
+from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError, one_line
 from hf_posenc.methods import Method
 from hf_posenc.model.attention import KNOWN, LAYER, Layer, Recorded, catch_positions, recording
 from hf_posenc.model.discovery import RotaryTable, layer_type
@@ -48,6 +49,12 @@ class CalibratedLayer:
     calls: int  # in one forward
 
 
+def _inputs(owner: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Return the tokens as arguments of a forward; a decoder behind an encoder gets them too."""
+    both = {"input_ids": ids, "decoder_input_ids": ids}
+    return both if getattr(owner.config, "is_encoder_decoder", False) else {"input_ids": ids}
+
+
 @contextlib.contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode without gradients; every module's mode is restored."""
@@ -73,10 +80,40 @@ def run(owner: Any, ids: Tensor) -> Tensor:
     """Return the logits or, of a model without a head, the last hidden states, in float32."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # DiffusionGemma starts from noise
-        output = owner(input_ids=ids, use_cache=False)
+        output = owner(use_cache=False, **_inputs(owner, ids))
     logits = getattr(output, "logits", None)
     result: Tensor = output[0] if logits is None else logits
     return result.float()
+
+
+def certify(model: Any, uncertain: Mapping[str, nn.Module]) -> None:
+    """Verify, by a forward over a few tokens, that none of these rotary modules rotates text; raise for one that does.
+
+    They are those that no table of the text decoder belongs to. A model that cannot be run on tokens gets a warning.
+    """
+    called: list[str] = []
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, path=name: called.append(path))
+        for name, module in uncertain.items()
+    ]
+    try:
+        with trial(model):
+            run(model, trial_tokens(model))
+    except Exception as error:
+        warnings.warn(
+            f"{type(model).__name__} cannot be run on a few tokens ({one_line(error)}), so hf_posenc could not verify "
+            f"that {', '.join(uncertain)} rotates no text. The patch leaves it as it is.",
+            stacklevel=4,
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if called:
+        raise UnsupportedModelError(
+            f"{', '.join(dict.fromkeys(called))} of {type(model).__name__} rotates text too, but is no part that "
+            "hf_posenc finds by the config of the text decoder: a patch would change one part of the model and not the "
+            "other. The model was not changed. Please report it, with the model type."
+        )
 
 
 @contextlib.contextmanager

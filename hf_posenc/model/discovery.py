@@ -30,6 +30,7 @@ _LENGTH_KEYS = (
 )
 _EXACT = 2e-6  # two ways of evaluating theta ** (-2i/d) in float32
 _ROUNDED = 1e-2  # a table that was cast to bfloat16
+_TEXT = "text"  # among the modalities of a model
 _LOCAL = ("sliding", "chunked", "local")  # starts of the types of sliding-window and chunked layers
 _LAYER_INDEX = re.compile(r"\blayers?\.(\d+)\.")
 # The base that models with precomputed tables have in their code; `read_spec` checks it against the table.
@@ -134,20 +135,33 @@ def tables_of(model: nn.Module) -> tuple[RotaryTable, ...]:
     """Return every rotary table of the text decoder, whatever form it has, of a model without wrappers (`unwrap`)."""
     name = adapter_of(model).sincos_table
     tables = rotary_tables(model) if name is None else tuple(_sincos_tables(model, name))
-    if not tables:
+    if tables:
+        return tables
+    others = {rotary.name: rotary.modalities for rotary in _rotaries(model)}
+    if others:
+        kinds = " and ".join(dict.fromkeys(kind for kinds in others.values() for kind in kinds))
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. This "
-            "version patches models with RoPE and no others."
+            f"{type(model).__name__} has no rotary embedding of text: {', '.join(others)} belongs to a part for "
+            f"{kinds}. hf_posenc patches the positions of text."
         )
-    return tables
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. This "
+        "version patches models with RoPE and no others."
+    )
 
 
 def rotary_tables(model: nn.Module) -> tuple[RotaryTable, ...]:
     """Return every `inv_freq` table of the text decoder, in the order of the modules; empty where there is none."""
     return tuple(
-        RotaryTable(name, label, module, config, *_scaling_of(module, config, label))
-        for name, module, config in _text_rotaries(model)
-        for label in table_labels(module)
+        RotaryTable(
+            each.name,
+            label,
+            each.module,
+            each.config,
+            *_scaling_of(each.module, each.config, label),
+        )
+        for each in _text_rotaries(model)
+        for label in table_labels(each.module)
     )
 
 
@@ -163,15 +177,21 @@ def _sincos_tables(model: nn.Module, attribute: str) -> Iterator[SinCosTable]:
             yield SinCosTable(name, "", module, *described, attribute)
 
 
-def _text_rotaries(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
-    """Path, module and config of every rotary module of the text decoder, without wrappers.
+@dataclass(frozen=True, eq=False)
+class _Rotary:
+    """A rotary module, without wrappers, and what the part of the model that it belongs to takes or writes."""
 
-    Modules whose config is the text decoder's own, where there are any (a protein encoder reads text too).
-    Otherwise all, if one config covers the whole model (BLT has one more for each of its parts).
-    """
-    rotaries: list[tuple[str, nn.Module, Any]] = []
+    name: str
+    module: nn.Module
+    config: Any
+    modalities: tuple[str, ...]
+
+
+def _rotaries(model: nn.Module) -> Iterator[_Rotary]:
+    """Yield every rotary module, those of vision towers and audio codecs too."""
     owners: dict[str, Any] = {}  # the transformers models inside, by path
     wrapped: list[str] = []
+    decoder = _text_decoder(model)
     for name, module in model.named_modules():
         if hasattr(module, "config") and hasattr(module, "get_input_embeddings"):
             owners[name] = module
@@ -184,13 +204,50 @@ def _text_rotaries(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
             continue
         around = [path for path in owners if not path or name.startswith(f"{path}.")]
         owner = owners[max(around, key=len)] if around else None
-        if "text" in getattr(owner, "input_modalities", "text"):
-            config = vars(module).get("config") or (owner and owner.config.get_text_config())
-            rotaries.append((name, module, config))
+        config = vars(module).get("config") or (owner and owner.config.get_text_config())
+        kinds = getattr(owner, "input_modalities", _TEXT)
+        if decoder is not None and any(owners[path] is decoder for path in around):
+            kinds = _TEXT
+        yield _Rotary(name, module, config, (kinds,) if isinstance(kinds, str) else tuple(kinds))
+
+
+def _text_decoder(model: Any) -> nn.Module | None:
+    """The decoder of an encoder-decoder model, which writes text whatever the encoder reads (speech)."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+    decoder: nn.Module = model.get_decoder()
+    return None if decoder is model else decoder
+
+
+def _text_rotaries(model: nn.Module) -> list[_Rotary]:
+    """Return every rotary module of the text decoder, and of a text encoder before it.
+
+    Modules whose config is the text decoder's own, where there are any (a protein encoder reads text too).
+    Otherwise all, if one config covers the whole model (BLT has one more for each of its parts).
+    """
     whole: Any = getattr(model, "config", None)
     text = whole.get_text_config(decoder=True)
-    own = [entry for entry in rotaries if getattr(entry[2], "model_type", None) == text.model_type]
+    rotaries = [rotary for rotary in _rotaries(model) if _TEXT in rotary.modalities]
+    if _text_decoder(model) is not None:
+        return rotaries
+    own = [each for each in rotaries if getattr(each.config, "model_type", None) == text.model_type]
     return own or (rotaries if text is whole else [])
+
+
+def uncertain_rotaries(model: nn.Module, tables: Tables) -> dict[str, nn.Module]:
+    """Return the rotary modules, by path, that are none of these tables', although their part may read text."""
+    known = {id(table.module) for table in tables}
+    return {
+        each.name: each.module
+        for each in _rotaries(model)
+        if _TEXT in each.modalities and id(each.module) not in known
+    }
+
+
+def shared_configs(model: nn.Module, tables: Tables) -> set[int]:
+    """Return the `id` of every config from which a rotary module that is none of these tables' is built too."""
+    known = {id(table.module) for table in tables}
+    return {id(each.config) for each in _rotaries(model) if id(each.module) not in known}
 
 
 def _scaling_of(module: nn.Module, config: Any, label: str) -> tuple[str, Mapping[str, Any]]:

@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import RopeScaling, YaRN
 from hf_posenc.methods.yarn import mscale
-from hf_posenc.model.discovery import RotaryTable, SinCosTable, Tables, adapter_of, read_spec
+from hf_posenc.model.discovery import (
+    RotaryTable,
+    SinCosTable,
+    Tables,
+    adapter_of,
+    read_spec,
+    shared_configs,
+)
 from hf_posenc.model.rotary import PosencRotary, is_half_split
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, replace_modules
@@ -28,10 +35,15 @@ def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeS
         _check_forward(one)
         if one.table.config is not None:
             by_config.setdefault(id(one.table.config), []).append(one)
-    edits, forms = [], set()
+    edits: list[tuple[Any, dict[str, Any]]] = []
+    forms: set[str | None] = set()
+    shared = shared_configs(model, tables)
     for group in by_config.values():
         config = group[0].table.config
-        values, form = export.plan_edit(config, group, method, state.extended, adapter)
+        if id(config) in shared:  # plain transformers would scale the other module too
+            values, form = export.lengths_of(config, group, state.extended), None
+        else:
+            values, form = export.plan_edit(config, group, method, state.extended, adapter)
         edits.append((config, values))
         forms.add(form)
     state.export = forms.pop() if len(forms) == 1 else None

@@ -13,7 +13,13 @@ from torch import nn
 
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
 from hf_posenc.methods import RopeScaling
-from hf_posenc.model.discovery import RotaryTable, SinCosTable, select, tables_of
+from hf_posenc.model.discovery import (
+    RotaryTable,
+    SinCosTable,
+    select,
+    tables_of,
+    uncertain_rotaries,
+)
 from hf_posenc.model.parameters import damaged_weights, trained_parameters
 from hf_posenc.model.repositioned import RepositionedRotary
 from hf_posenc.model.rotary import PosencRotary, native_rotary
@@ -99,6 +105,10 @@ def _patch(
             if state.in_attention:
                 _refuse_prompts(model)
             _refuse_damaged(damage, state)
+            if uncertain := uncertain_rotaries(inner, tables):
+                from hf_posenc.model.calibration import certify  # imports transformers
+
+                certify(inner, uncertain)
             setattr(inner, STATE, state)
             try:
                 _install(inner, state, own_config(model, tables))

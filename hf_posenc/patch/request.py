@@ -60,7 +60,7 @@ def resolve_request(
     else:  # attention starts from the frequencies in force
         compose = compose or any(table.scaled for table in tables)
     if original_max_position_embeddings is None:
-        original = original_length(tables[0], compose=compose)
+        original = _common_length(tables, compose=compose)
     else:
         name = "original_max_position_embeddings"
         original = read_length(original_max_position_embeddings, name)
@@ -122,6 +122,18 @@ def _check_layers(tables: Sequence[RotaryTable], layers: tuple[Any, ...]) -> Non
         raise PosencError(
             f"layers={list(layers)}: this model has {count} layers, numbered from 0 to {count - 1}."
         )
+
+
+def _common_length(tables: Sequence[RotaryTable], *, compose: bool) -> int:
+    """Return the original length of the tables; raise where the parts of a model have different ones."""
+    lengths = {table.name: original_length(table, compose=compose) for table in tables}
+    if len({*lengths.values()}) > 1:
+        listing = "; ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise PosencError(
+            f"The parts of this model have different context lengths ({listing}), and a patch has one. Give "
+            "original_max_position_embeddings=, the number of tokens that it starts from in all of them."
+        )
+    return next(iter(lengths.values()))
 
 
 def _check_list(

@@ -7,6 +7,7 @@ others with ``-m slow``.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -32,7 +33,7 @@ PAGE = make_architectures.PAGE.read_text(encoding="utf-8")
 PAGE_IS_CURRENT = f"with transformers {transformers.__version__};" in PAGE
 
 DECODERS = (*zoo.decoder_types(), *zoo.text_tower_types())
-KNOWN = (*DECODERS, *zoo.composite_types())
+KNOWN = (*DECODERS, *zoo.composite_types(), *zoo.seq2seq_types())
 OTHERS = [name for name in DECODERS if name not in zoo.representative()]
 TYPES = [*zoo.representative(), *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
 TABLES = [name for name in zoo.TABLE_TYPES if name in zoo.decoder_types()]
@@ -54,6 +55,9 @@ NATIVE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5},
     ),
 }
+
+QUICK_SEQ2SEQ = {("t5gemma2", "yarn"), ("moonshine", "linear")}
+"""Two configs, both scaled; and one, for a text decoder that is and an encoder of speech that is not."""
 
 # The same methods in the words of tests/support/references.py, for models that have no native counterpart.
 REFERENCE: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,7 +88,10 @@ NO_NATIVE = {
 }
 """Types that transformers itself cannot build with another ``rope_type``: checked against reference tables instead."""
 
-TOLERANCE = {"hrm_text": 1e-2}  # recurrent, 32 calls of attention in a row: amplifies rounding
+TOLERANCE = {
+    "hrm_text": 1e-2,  # recurrent, 32 calls of attention in a row: amplifies rounding
+    "dia": 1e-2,  # scores that are not divided by sqrt(d): amplifies rounding
+}
 
 ACTING: dict[str, dict[str, Any]] = {
     # not 4, the scale that some types come with
@@ -184,7 +191,12 @@ def with_reference_tables(
 def expected_logits(model: PreTrainedModel, case: str, tokens: Tensor) -> Tensor:
     if model.config.model_type in NO_NATIVE:
         return zoo.logits(with_reference_tables(model, *REFERENCE[case]), tokens)
-    want = zoo.logits(zoo.twin(model, natively(NATIVE[case][1])), tokens)
+    other = zoo.twin(model, natively(NATIVE[case][1]))
+    if (
+        model.config.model_type == "moonshine"
+    ):  # one config for the text decoder and for the encoder of speech
+        other.get_submodule("model.encoder").rotary_emb = zoo.twin(model).model.encoder.rotary_emb
+    want = zoo.logits(other, tokens)
     if case == "dynamic_ntk" and torch.equal(want, zoo.logits(zoo.twin(model), tokens)):
         # Some older releases forgot to update the table of M-RoPE models.
         return zoo.logits(with_reference_tables(model, *REFERENCE[case]), tokens)
@@ -209,6 +221,10 @@ def rotary_layout(model: PreTrainedModel) -> list[tuple[str, str]]:
     [
         *covering([t for t in zoo.representative() if t not in TABLES], NATIVE),
         *late([t for t in OTHERS if t not in TABLES], NATIVE),
+        *(
+            pytest.param(*one, marks=() if one in QUICK_SEQ2SEQ else pytest.mark.slow)
+            for one in itertools.product(zoo.seq2seq_types(), NATIVE)
+        ),
     ],
 )
 def test_equals_the_native_model(model: PreTrainedModel, model_type: str, case: str) -> None:
@@ -375,6 +391,63 @@ def test_sliding_layers_keep_their_table_by_default(
     assert torch.equal(after["full_attention"].inv_freq * 4, before["full_attention"].inv_freq)
 
 
+def with_another_rotary(model_type: str) -> Any:
+    """A model whose last layer rotates by a module that is built from another type of config."""
+    model: Any = zoo.build(model_type)
+    model.other = copy.deepcopy(model.model.rotary_emb)
+    model.other.config.model_type = "other"
+
+    def rotate(module: Any, args: Any, kwargs: Any) -> Any:
+        rotated = model.other(args[0], kwargs["position_ids"])
+        return args, {**kwargs, "position_embeddings": rotated}
+
+    model.model.layers[-1].register_forward_pre_hook(rotate, with_kwargs=True)
+    return model
+
+
+@pytest.mark.parametrize(("method", "options"), [("yarn", {"scale": 4.0}), ("rerope", {})])
+def test_a_rotary_module_that_no_table_belongs_to_is_no_silent_half(
+    method: str, options: dict[str, Any]
+) -> None:
+    model, tokens = with_another_rotary("llama"), zoo.tokens(LENGTH)
+    before, config = zoo.logits(model, tokens), copy.deepcopy(model.config.to_dict())
+    with pytest.raises(UnsupportedModelError, match="other of LlamaForCausalLM rotates text too"):
+        patch_model(model, method, **options)
+    assert get_patch(model) is None
+    assert model.config.to_dict() == config
+    assert torch.equal(zoo.logits(model, tokens), before)
+
+
+def test_a_rotary_module_that_cannot_be_tried_is_no_silent_half() -> None:
+    model = with_another_rotary("llama")
+    model.model.embed_tokens.register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.warns(UserWarning, match="could not verify that other rotates no text"):
+        patch_model(model, "yarn", scale=4.0)
+    assert get_patch(model) is not None
+
+
+def test_a_config_that_another_part_reads_too_is_not_scaled() -> None:
+    """Plain transformers would scale Moonshine's encoder of speech with its decoder."""
+    model = zoo.build("moonshine")
+    patch_model(model, "yarn", scale=4.0)
+    state = get_patch(model)
+    assert state is not None
+    assert state.export is None
+    assert [table.modules for table in state.tables] == [("model.decoder.rotary_emb",)]
+    assert model.config.rope_parameters["rope_type"] == "default"
+
+
+def test_parts_of_different_lengths_have_no_common_one() -> None:
+    model = zoo.build("dia")
+    model.config.decoder_config.max_position_embeddings = 192
+    with pytest.raises(hf_posenc.PosencError, match=r"encoder\S*: 64; \S*decoder\S*: 192"):
+        patch_model(model, "yarn", scale=4.0)
+    patch_model(model, "yarn", scale=4.0, original_max_position_embeddings=64)
+    state = get_patch(model)
+    assert state is not None
+    assert state.extended_length == 256
+
+
 FEW_COMPOSITES = ("qwen2_5_vl", "mistral3", "kyutai_speech_to_text", "evolla", "gemma3")
 COMPOSITES = [
     *(name for name in FEW_COMPOSITES if name in KNOWN),
@@ -413,9 +486,15 @@ WITHOUT_ROPE = (
     *("gpt2", "opt", "gpt_neo", "bert", "whisper"),  # a table of absolute positions
     *("bloom", "mpt", "t5", "xlnet"),  # a bias on distance
     *("mamba", "jamba"),  # no positions at all
-    "inkling2",  # a bias in the text decoder, and RoPE in its vision tower
-    "pixtral",  # a vision tower by itself
 )
+OTHER_TOWERS = {
+    "inkling2": "image",  # a bias in the text decoder, and RoPE in its vision tower
+    "pixtral": "image",
+    "dinov3_vit": "image",
+    "parakeet_encoder": "audio",
+    "wav2vec2-conformer": "audio",
+}
+"""Types whose rotary modules are those of other towers, with what they rotate."""
 
 
 @pytest.mark.parametrize("model_type", [t for t in WITHOUT_ROPE if t in CONFIG_MAPPING])
@@ -425,6 +504,16 @@ def test_models_without_rope_are_refused_by_name(model: PreTrainedModel, model_t
         patch_model(model, "yarn", scale=4.0)
     assert model.config.to_dict() == config
     assert get_patch(model) is None
+
+
+@pytest.mark.parametrize("model_type", [t for t in OTHER_TOWERS if t in CONFIG_MAPPING])
+def test_towers_of_images_and_sound_are_refused_by_name(model_type: str) -> None:
+    rotary = {"position_embeddings_type": "rotary"} if "conformer" in model_type else {}
+    model = zoo.build(model_type, **rotary)
+    with pytest.raises(
+        UnsupportedModelError, match=f"belongs to a part for {OTHER_TOWERS[model_type]}"
+    ):
+        patch_model(model, "yarn", scale=4.0)
 
 
 def test_an_alibi_falcon_is_refused() -> None:
@@ -468,7 +557,8 @@ def test_the_page_of_architectures_is_not_stale(model_type: str) -> None:
     for messages in refusals.found.values():
         for message in messages:
             assert f"`{model_type}`" in page.partition(f"> {message}\n")[0].split("\n\n")[-2]
-    for kind in (zoo.decoder_types(), zoo.text_tower_types(), zoo.composite_types()):
+    groups = (zoo.decoder_types(), zoo.text_tower_types(), zoo.composite_types())
+    for kind in (*groups, zoo.seq2seq_types()):
         assert f"({len(kind)})" in PAGE
 
 

@@ -166,7 +166,9 @@ SPARSE = "chooses the keys of a query by a"
 OWN_CODE = "computes attention in its own code|rotates and attends in code of its own"
 NOT_A_ROTATION = "is not a rotation in a known layout"
 NOT_ALONE = "cannot be run on a few tokens alone"
+BOTH_DIRECTIONS = "sees the text in both directions"
 REFUSED = {
+    **dict.fromkeys(("dia", "t5gemma", "t5gemma2"), BOTH_DIRECTIONS),
     **dict.fromkeys(
         (
             *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text"),
@@ -176,7 +178,11 @@ REFUSED = {
     ),
     **dict.fromkeys(("codegen", "falcon", "gpt_neox_japanese", "gptj", "roformer"), OWN_CODE),
     **dict.fromkeys(
-        ("blt", "idefics", "kyutai_speech_to_text", "voxtral_realtime_text"), NOT_ALONE
+        (
+            *("blt", "idefics", "kyutai_speech_to_text", "voxtral_realtime_text"),
+            "moonshine_streaming",
+        ),
+        NOT_ALONE,
     ),
 }
 """Types that are refused, whatever the method, with what the message says."""
@@ -209,7 +215,7 @@ def test_works_or_is_refused(model_type: str, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", DECODERS)
+@pytest.mark.parametrize("model_type", [*DECODERS, *zoo.seq2seq_types()])
 def test_every_path_in_every_type(model_type: str) -> None:
     check(model_type, MORE)
 
@@ -224,7 +230,7 @@ def test_every_method_in_representative_types(model_type: str) -> None:
 
 
 def test_refused_types_exist() -> None:
-    assert {*REFUSED, *UNKNOWN_ROTATION} <= {*DECODERS}
+    assert {*REFUSED, *UNKNOWN_ROTATION} <= {*DECODERS, *zoo.seq2seq_types()}
 
 
 # ------------------------------------------------------------------------------------------

@@ -42,6 +42,8 @@ from tests.support.zoo_registry import (
     modelling_module,
     multimodal_types,
     quiet,
+    seq2seq_names,
+    seq2seq_types,
     text_tower_types,
 )
 from tests.support.zoo_sizes import ORIGINAL_LENGTH, shrunken
@@ -64,6 +66,7 @@ __all__ = [
     "relative_difference",
     "representative",
     "rope_configs",
+    "seq2seq_types",
     "text_tower_types",
     "tiny_config",
     "tokens",
@@ -110,8 +113,7 @@ def representative() -> tuple[str, ...]:
 
 def _model_class(config: PretrainedConfig) -> type[Any]:
     """The class for a configuration outside the causal LM registry: with a head if there is one."""
-    names: dict[str, str] = dict(modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
-    names |= multimodal_types()
+    names = {**multimodal_types(), **seq2seq_names()}
     if config.model_type in names:
         named: type[Any] = getattr(transformers, names[config.model_type])
         return named
@@ -259,7 +261,7 @@ def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
 
 
 def _required_inputs(config: Any, input_ids: Tensor) -> dict[str, Tensor]:
-    """Return the inputs of a forward on text: the tokens, and what three families require besides."""
+    """Return the inputs of a forward on text: the tokens, and what some families require besides."""
     batch, length = input_ids.shape
     if config.model_type == "idefics":  # an image: one that no token looks at
         image = torch.zeros(batch, 1, 5, 64)
@@ -273,6 +275,14 @@ def _required_inputs(config: Any, input_ids: Tensor) -> dict[str, Tensor]:
         return {"input_ids": input_ids[..., None].expand(-1, -1, config.num_codebooks + 1)}
     if config.model_type == "voxtral_realtime_text":  # the delay of the transcription
         return {"input_ids": input_ids, "t_cond": torch.ones(1, 64)}
+    if config.model_type == "dia":  # a token of every channel
+        spoken = input_ids[..., None].expand(-1, -1, config.decoder_config.num_channels)
+        return {"input_ids": input_ids, "decoder_input_ids": spoken}
+    if config.model_type in modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+        sound = torch.randn(1, 4000, generator=torch.Generator().manual_seed(0))
+        return {"input_values": sound.expand(batch, -1), "decoder_input_ids": input_ids}
+    if config.is_encoder_decoder and config.model_type not in causal_lm_types():
+        return {"input_ids": input_ids, "decoder_input_ids": input_ids}
     return {"input_ids": input_ids}
 
 

@@ -79,6 +79,14 @@ def multimodal_types() -> dict[str, str]:
     return merged
 
 
+def seq2seq_names() -> dict[str, str]:
+    """Model types of encoder-decoder models, of text or speech, and their classes."""
+    return {
+        **modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }
+
+
 def config_class_of(model_type: str) -> type[PretrainedConfig]:
     return CONFIG_MAPPING[model_type]
 
@@ -170,3 +178,12 @@ def composite_types() -> tuple[str, ...]:
     """Multimodal models with a rotary text decoder inside them."""
     whole = {*_multimodal_text_types()} - {*decoder_types(), *text_tower_types(), *NOT_BUILT}
     return tuple(sorted(whole))
+
+
+@cache
+def seq2seq_types() -> tuple[str, ...]:
+    """Encoder-decoder models whose text decoder rotates."""
+    others = {*decoder_types(), *text_tower_types(), *composite_types(), *NOT_BUILT}
+    names = {key: name for key, name in seq2seq_names().items() if key in CONFIG_MAPPING}
+    rotary = (t for t in sorted({*names} - others) if _rotates(t, names[t]))
+    return tuple(t for t in rotary if config_class_of(t)().is_encoder_decoder)

@@ -180,6 +180,18 @@ _QUIRKS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]], "window_size": 8},
     "dots3_note_vision_encoder": {"adapter_in_dim": 64, "adapter_out_dim": 64},
     "dots3_note_audio_encoder": {"adapter_input_size": 64, "adapter_output_size": 64},
+    "dia_decoder": {
+        "cross_hidden_size": 64,
+        "cross_num_attention_heads": 4,
+        "cross_num_key_value_heads": 4,
+        "cross_head_dim": 16,
+        "bos_token_id": 3,
+    },
+    "moonshine": {
+        **dict.fromkeys(("encoder_num_attention_heads", "encoder_num_key_value_heads"), 4),
+        **dict.fromkeys(("decoder_num_attention_heads", "decoder_num_key_value_heads"), 4),
+    },
+    "moonshine_streaming": {"num_key_value_heads": 4},  # its class forgets what its layers read
     "deepseek_v4": {"o_groups": 2, "o_lora_rank": 16},
     "mimi": {"upsample_groups": 4},
     # head_dim is the rotary width here; the query width is v_head_dim plus it.
