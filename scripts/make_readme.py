@@ -29,6 +29,7 @@ from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS
 from scripts.finetuned_page import example, short, ways
 from scripts.gpu_table import measured, table
+from scripts.rope_page import digits, divisors, properties
 
 ROOT = Path(__file__).resolve().parents[1]
 DEMO = ROOT / "docs" / "data" / "demo"
@@ -310,6 +311,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "finetuning.md": {"example": example, "ways": ways},
     ROOT / "docs" / "patching.md": {"attention": attention},
     ROOT / "docs" / "gpu.md": {"backends": table, "measured": measured},
+    ROOT / "docs" / "rope.md": {"digits": digits, "divisors": divisors, "properties": properties},
     ROOT / "docs" / "updates.md": {"updates": updates},
 }
 

@@ -1,12 +1,17 @@
 """Every layout of RoPE is one rotation: with its rows permuted, a weight gives the same scores in all of them.
 
 The reference is the complex form of Llama's authors in float64: features 2i and 2i + 1 of a head are the number z_i,
-which a position m multiplies by `exp(i m f)`. The modules compared are transformers' own.
+which a position m multiplies by `exp(i m f)`. The modules compared are transformers' own. At the end: what docs/rope.md
+shows of it.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass, field
+from operator import lt, mul
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc import patch_model
+from hf_posenc import available_methods, patch_model
 from tests.support import zoo
-from tests.support.references import default, yarn
+from tests.support.references import REFERENCES, default, yarn
 
 HEADS, HEAD_DIM, WIDTH, LENGTH, THETA, SCALE = 4, 16, 64, 48, 10_000.0, 4.0
 PROJECTIONS = (("q_proj", "k_proj"), ("query", "key"))  # by the names of their modules
@@ -175,3 +180,81 @@ def test_models_that_differ_in_their_layout_alone_give_the_same_logits(
     ids = zoo.tokens(LENGTH)
     expected, found = (zoo.logits(model, ids) for model in (source, target))
     assert zoo.relative_difference(found, expected) < 1e-5
+
+
+def test_the_picture_of_the_layouts_shows_the_conversion() -> None:
+    """Each layout of the picture, as the rows of one head that count the features of the complex form."""
+    pytest.importorskip("matplotlib")
+    from scripts.draw_methods import LAYOUTS as DRAWN
+    from scripts.draw_methods import order
+
+    for name, rotated, split in DRAWN:
+        rows = torch.arange(8)[None]
+        layout = Layout(name, interleaved=not split, rotated=rotated)
+        assert (
+            order(8, rotated, split=split) == reordered(rows, layout, to_complex=False)[0].tolist()
+        )
+
+
+def test_digits_of_the_page_are_those_of_the_position() -> None:
+    pytest.importorskip("matplotlib")
+    from scripts.rope_page import NUMERALS, digits
+
+    for (_, divisor, bases), row in zip(NUMERALS, digits().splitlines()[2:], strict=True):
+        places = [math.prod(bases[:place]) for place in range(len(bases))]
+        numerals = re.findall("`([^`]+)`", row)[-3:]
+        for position, numeral in zip((999, 1000, 1999), numerals, strict=True):
+            digit = [float(text) for text in reversed(numeral.split())]
+            assert all(map(lt, digit, bases))
+            assert divisor * sum(map(mul, digit, places)) == position
+
+
+def test_divisors_of_the_page_are_those_of_the_papers() -> None:
+    pytest.importorskip("matplotlib")
+    from scripts.rope_page import divisors
+
+    plain, slow = default(128, 1e4, 4096)[0], 46  # the first pair without a full turn
+    assert 4096 * plain[slow] < 2 * math.pi < 4096 * plain[slow - 1]
+    rows = [line.strip("| ").split(" | ") for line in divisors().splitlines()[2:]]
+    assert [name for name, *_ in rows] == ["unscaled", "pi", "ntk", "ntk_mixed", "yarn"]
+    for name, *values, longest in rows[1:]:
+        table = REFERENCES[name](128, 1e4, 4096, scale=8)[0]
+        ratios = [one / other for one, other in zip(plain, table, strict=True)]
+        assert values == [f"{ratios[i]:.2f}" for i in (0, 16, 32, 48, 63)]
+        assert int(longest.replace(",", "")) == math.floor(4096 * min(ratios[slow:]) + 1e-6)
+
+
+def test_properties_of_the_page_are_those_of_the_papers() -> None:
+    pytest.importorskip("matplotlib")
+    from scripts.rope_page import properties
+
+    facts = {
+        name: row.strip("| ").split(" | ")[1:3]
+        for row in properties().splitlines()
+        for name in re.findall(r"\[`(\w+)`\]", row)
+    }
+    assert set(facts) == {*available_methods()}
+    for names, positions, trained in (
+        (("yarn", "rerope", "string", "alibi", "sandwich", "xpos"), "m - n", "no"),
+        (("t5", "shaw", "kerple_log", "transformer_xl", "rope_bias"), "m - n", "yes"),
+        (("self_extend", "dual_chunk", "attention_sinks", "lm_infinite"), "m and n", "no"),
+        (("dynamic_ntk", "longrope"), "m - n and the text's length", "no"),
+        (("fire",), "m - n and m", "yes"),
+        (("log_n",), "m", "no"),
+        (("nope",), "none", "no"),
+    ):
+        for name in names:
+            assert facts[name] == [positions, trained], name
+
+
+@pytest.mark.slow
+def test_the_pictures_of_the_page_are_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from scripts.draw_methods import FOLDER, draw
+
+    page = (FOLDER.parent / "rope.md").read_text(encoding="utf-8")
+    names = re.findall(r"\(methods/(\w+)\.png\)", page)
+    assert names == ["layouts", "dials", "wavelengths"]
+    for path in draw(names, tmp_path):
+        assert path.read_bytes().startswith(b"\x89PNG")
+        assert 5_000 < (FOLDER / path.name).stat().st_size < 100_000
