@@ -78,5 +78,4 @@ def _positions(kind: type[Method]) -> str:
         return "m - n and m"
     if issubclass(kind, RopeScaling):
         return "m - n and the text's length" if kind.length_dependent else "m - n"
-    factor = kind.from_options().query_factor(torch.arange(99), 9)
-    return "m - n" if factor is None else "m"
+    return {"query": "m", "attention": "m - n", "bias": "m - n"}[kind.seam]
