@@ -180,8 +180,10 @@ def calibrate(
 def _refuse_dynamic(tables: Sequence[RotaryTable], wrappers: Wrappers) -> None:
     for table in tables:
         rotary = wrappers[id(table.module)].base
-        dynamic = isinstance(rotary, PosencRotary) and rotary.method.length_dependent
-        if dynamic or table.rope_type in ("dynamic", "longrope"):
+        dynamic = table.rope_type in ("dynamic", "longrope")
+        if isinstance(rotary, PosencRotary) and table.label in rotary.specs:
+            dynamic = rotary.method.length_dependent
+        if dynamic:
             raise PosencError(
                 f"The frequencies of {table.name} move with the length of the text, so no rotation can be added to "
                 "them. Replace them by a static method in a list, as in [YaRN(scale=4), ReRoPE()] with "

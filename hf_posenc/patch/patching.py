@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
-from hf_posenc.methods import RopeScaling
+from hf_posenc.methods import PositionInterpolation, RopeScaling
 from hf_posenc.model.discovery import (
     RotaryTable,
     SinCosTable,
@@ -202,12 +202,15 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
             install_sincos(model, state, sincos, method)
         elif method not in others:
             install_rotary(model, state, tables, method)
+        elif state.config.replace and (scaled := [table for table in tables if table.scaled]):
+            # Layers that the method does not compute share these tables: the checkpoint's scaling goes from them too.
+            install_rotary(model, state, scaled, PositionInterpolation(scale=1.0))
     if others:
         from hf_posenc.patch.attention import install_attention  # imports transformers
 
         install_attention(model, state, every, tables)
         state.export = None
-        if len(others) == len(state.methods):
+        if export.BLOCK not in vars(model.config):
             state.write_config(model, [])
 
 
@@ -317,7 +320,9 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
         theta = table.parameters.get("rope_theta")
         if wrapper is not None and table.label in wrapper.specs:
             inv_freq, live_factor = wrapper.table(table.label)
-            factor, kind = float(live_factor), wrapper.method.name
+            factor, kind = float(live_factor), "default"
+            if state is not None and wrapper.method in state.methods:
+                kind = wrapper.method.name
             theta = wrapper.specs[table.label].theta
         elif state is not None and isinstance(table, SinCosTable):
             kind = state.config.method

@@ -284,6 +284,42 @@ def test_sliding_layers_compute_what_they_did(model_type: str, name: str) -> Non
     assert torch.equal(zoo.logits(model, ids), before)
 
 
+def unscaled(config: Any) -> None:
+    theta = config.rope_parameters["rope_theta"]
+    config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+SCALED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {},  # its sliding layers share the table
+    "cwm": {},
+    "deepseek_v3": {"rope_parameters": {**YARN, "original_max_position_embeddings": 64}},
+    "llama": {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+}
+"""Checkpoints that come scaled; each in its own way besides the table."""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "update"),
+    [("gpt_oss", "row"), *late([name for name in SCALED if name != "gpt_oss"], ["row", "request"])],
+)
+def test_moving_frequencies_that_replace_a_scaling_start_from_the_plain_rotation(
+    model_type: str, update: str
+) -> None:
+    model, ids = zoo.build(model_type, **SCALED[model_type]), zoo.tokens(96)
+    before, native = zoo.logits(model, ids), zoo.twin(model, unscaled)
+    options: dict[str, Any] = {"update": update, "original_max_position_embeddings": ORIGINAL}
+    patch_model(model, "dynamic_ntk", replace=True, **options)
+    short = ids[:, :ORIGINAL]
+    assert zoo.relative_difference(zoo.logits(model, short), zoo.logits(native, short)) < 1e-5
+    (table,) = inspect_rope(model)
+    assert (table.rope_type, table.attention_factor) == ("default", 1.0)
+    patch_model(native, "dynamic_ntk", **options)
+    assert zoo.relative_difference(zoo.logits(model, ids), zoo.logits(native, ids)) < 1e-5
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, ids), before)
+
+
 @torch.no_grad()
 def layer_inputs(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
     out: Any = model(input_ids=ids, output_hidden_states=True, use_cache=False)
