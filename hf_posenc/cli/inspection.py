@@ -15,7 +15,7 @@ import typer
 from hf_posenc.cli.console import out, print_json
 from hf_posenc.errors import unknown
 from hf_posenc.evaluation.flags import parse_target, plain_option
-from hf_posenc.evaluation.options import REVISION_HELP, TRUST_HELP
+from hf_posenc.evaluation.options import MISSING_HELP, REVISION_HELP, TRUST_HELP
 from hf_posenc.lengths import read_length
 
 if TYPE_CHECKING:
@@ -170,6 +170,9 @@ def inspect_model(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help=TRUST_HELP)
     ] = False,
+    allow_missing_weights: Annotated[
+        bool, typer.Option("--allow-missing-weights", help=MISSING_HELP)
+    ] = False,
 ) -> None:
     """Print the rotary frequency table in force, per layer type, read back from the live model.
 
@@ -187,6 +190,7 @@ def inspect_model(
         whole=candidate is not None and candidate.changes_attention,
         revision=revision,
         trust_remote_code=trust_remote_code,
+        allow_missing_weights=allow_missing_weights,
     )
     if candidate is not None:
         method, options = candidate.arguments()
@@ -270,6 +274,7 @@ class RecommendOptions:
     weights: bool = plain_option("Load the weights, and try every method on the model too.", False)
     revision: str | None = plain_option(REVISION_HELP, metavar="REV")
     trust_remote_code: bool = plain_option(TRUST_HELP, False)
+    allow_missing_weights: bool = plain_option(MISSING_HELP, False)
 
 
 def recommend(options: RecommendOptions) -> None:
@@ -288,6 +293,7 @@ def recommend(options: RecommendOptions) -> None:
         whole=options.weights,
         revision=options.revision,
         trust_remote_code=options.trust_remote_code,
+        allow_missing_weights=options.allow_missing_weights,
     )
     advice = report.recommend(
         live,

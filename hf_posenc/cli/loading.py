@@ -197,7 +197,12 @@ def load_model(
 
 
 def live_model(
-    name: str, *, whole: bool, revision: str | None = None, trust_remote_code: bool = False
+    name: str,
+    *,
+    whole: bool,
+    allow_missing_weights: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
     """Build the model on the meta device: its rotary tables are real, its weights are never read.
 
@@ -214,13 +219,14 @@ def live_model(
     config = load_config(name, **origin)
     saved = take_patch(config, name)
     whole |= saved is not None and any(seam_of(method) != "rotary" for method in saved.build())
+    given = {"allow_missing_weights": allow_missing_weights, **origin}
     # An adapter's config names the base model and the patch.
     if whole or (Path(name) / ADAPTER_CONFIG_NAME).is_file():
-        return load_model(name, **origin)
+        return load_model(name, **given)
     if saved is not None:
-        return load_model(name, device_map="meta", **origin)
+        return load_model(name, device_map="meta", **given)
     empty = build_empty(name, config, causal=False, trust_remote_code=trust_remote_code)
-    return load_model(name, device_map="meta", **origin) if empty is None else empty
+    return load_model(name, device_map="meta", **given) if empty is None else empty
 
 
 def _device(name: str | None) -> Any:

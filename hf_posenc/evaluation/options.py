@@ -51,6 +51,7 @@ REVISION_HELP = "Branch, tag or commit of a model on the hub."
 TRUST_HELP = (
     "Run the Python code that comes with a model or tokenizer, with all your rights: read it first."
 )
+MISSING_HELP = "Load a checkpoint that lacks weights; they are drawn at random, from a fixed seed."
 
 
 # Options that several commands share.
@@ -101,10 +102,7 @@ class ModelOptions:
     attn: str | None = model_option("sdpa, eager, flash_attention_2, ... Default: the model's.")
     revision: str | None = model_option(REVISION_HELP, metavar="REV")
     trust_remote_code: bool = model_option(TRUST_HELP, False)
-    allow_missing_weights: bool = model_option(
-        "Measure a checkpoint that lacks weights; they are drawn at random, from a fixed seed.",
-        False,
-    )
+    allow_missing_weights: bool = model_option(MISSING_HELP, False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
@@ -57,7 +58,7 @@ def install_attention(
                 UntrainedWarning,
                 stacklevel=5,
             )
-    owner = _owner(model, tables[0])
+    owner = owner_of(model, tables[0])
     _refuse(model, owner)
     with trial(model):
         ids = trial_tokens(owner)
@@ -68,7 +69,7 @@ def install_attention(
         layers = calibrate(model, owner, ids, every, wrappers, methods)
         verify(subject, ids, expected, layers, wrappers, engine=native is None)
         _give_encodings(layers, tables, wrappers, state, native)
-        _count_positions(model, owner)
+        count_positions_of(model, owner)
         if native is None:
             _watch_cache(owner, layers, state.original)
         run(subject, ids)  # the patched model runs
@@ -99,7 +100,8 @@ def patched_layers(model: nn.Module) -> Iterator[str]:
 # The seam is opened.
 
 
-def _owner(model: nn.Module, table: RotaryTable) -> Any:
+def owner_of(model: nn.Module, table: RotaryTable) -> Any:
+    """Return the innermost model of transformers around a table: the decoder."""
     owner = model
     for name, module in model.named_modules():
         inside = not name or table.name.startswith(f"{name}.")
@@ -237,14 +239,16 @@ def _encoding(base: Encoding, layer: CalibratedLayer, state: State) -> Encoding:
     return replace(base, heads=heads, rotation=layer.rotation, spec=spec, parameters=parameters)
 
 
-def _count_positions(model: nn.Module, owner: nn.Module) -> None:
+def count_positions_of(model: nn.Module, owner: nn.Module) -> list[RemovableHandle]:
     """Hook the decoder and the models around it, some of which count positions before they call it (Gemma 4)."""
     around = [module for module in model.modules() if owner in module.modules()]
     if any(hasattr(module, "get_rope_index") for module in around):  # three axes, with the mask
         around = [owner]
-    for module in around:
-        if {"attention_mask", "position_ids"} <= {*inspect.signature(module.forward).parameters}:
-            module.register_forward_pre_hook(count_positions, with_kwargs=True)
+    return [
+        module.register_forward_pre_hook(count_positions, with_kwargs=True)
+        for module in around
+        if {"attention_mask", "position_ids"} <= {*inspect.signature(module.forward).parameters}
+    ]
 
 
 def _watch_cache(owner: nn.Module, layers: Sequence[CalibratedLayer], original: int) -> None:

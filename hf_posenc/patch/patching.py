@@ -212,6 +212,12 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
         state.export = None
         if export.BLOCK not in vars(model.config):
             state.write_config(model, [])
+    elif any(
+        method.length_dependent for method in scalings
+    ):  # the length is that of the text alone
+        from hf_posenc.patch.attention import count_positions_of, owner_of
+
+        state.hooks += count_positions_of(model, owner_of(model, tables[0]))
 
 
 def _undo(model: nn.Module, state: State) -> None:

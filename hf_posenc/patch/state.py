@@ -31,7 +31,7 @@ class State:
         attention: The attention implementation that the engine replaces, as in `Patch`.
         changes: Every config and module with attributes that were set, and their values from before.
         tensors: The sin-cos tables that were swapped, and their tensors from before.
-        hooks: The forward hook that refuses texts past the end of those tables.
+        hooks: The forward hooks that refuse texts past the end of those tables, or count positions without padding.
         warned: True once saving has warned that the patch is not loaded with the folder by everyone.
         adapters: The PEFT configs that saving has made carry the patch.
     """

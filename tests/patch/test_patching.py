@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import pickle
 import re
 import warnings
 from pathlib import Path
@@ -672,6 +673,22 @@ class TestDynamicAndCache:
                 logits(model)
             with patched(model, "yarn", scale=4):
                 self.decode(model, prompt=60, total=70)
+
+    @pytest.mark.parametrize("method", ["longrope", "dynamic_ntk", "dynamic_yarn"])
+    def test_padding_that_a_mask_hides_is_no_length(
+        self, model: PreTrainedModel, method: str
+    ) -> None:
+        patch_model(model, method, **{**OPTIONS[method], "update": "sequence"})
+        ids = torch.cat((zoo.tokens(60), zoo.tokens(60)))
+        padded = torch.cat((torch.zeros(2, 7, dtype=torch.long), ids), 1)
+        mask = (torch.arange(67) >= 7).long().expand(2, -1)
+        copies = (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)))
+        for one in copies:  # 67 tokens with the padding, of 64
+            with torch.no_grad():
+                found = one(input_ids=padded, attention_mask=mask).logits[:, 7:]
+                torch.testing.assert_close(found, one(input_ids=ids).logits, atol=1e-4, rtol=0)
+            unpatch_model(one)
+            assert not any(module._forward_pre_hooks for module in one.modules())
 
     def test_static_methods_decode_as_they_prefill(self, model: PreTrainedModel) -> None:
         patch_model(model, "yarn", scale=4)
