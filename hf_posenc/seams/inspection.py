@@ -1,0 +1,413 @@
+"""Where a live model gets positions from, found by experiment, and the certificate that no place is missing.
+
+Every place that is found is silenced, which leaves it without positions, and the experiments of `probes` are run again.
+The certificate is what is left: zero, up to rounding, means that all places are known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import html
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.model.discovery import tables_of
+from hf_posenc.model.rotary import table_labels
+from hf_posenc.seams import probes
+from hf_posenc.seams.traces import Reading, flattened, read_arguments, read_tables
+
+ROTARY = "rotary embedding"
+ROTARY_TABLE = "rotary table"
+LEARNED = "learned table"
+SINUSOIDAL = "sinusoidal table"
+BY_DISTANCE = "table by distance"
+ALIBI = "ALiBi"
+ARGUMENT = "position argument"
+SINKS = "attention sinks"
+SCALING = "function of position_ids"
+RECURRENCE = "recurrence"
+CONVOLUTION = "convolution or short window"
+COUNT = "count of keys"
+UNKNOWN = "unknown source"
+
+_FORMULA = 1e-3  # relative: a table of sines whose inner products depend on the distance alone
+_NO_SINK = -1e3  # a logit whose weight is 0; larger ones would hide what else a parameter does
+_DIGITS = re.compile(r"(?<=\.)\d+(?=[.(]|$)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One place, or the same place in several layers, where positions enter a model.
+
+    Attributes:
+        kind: One of the constants of this module: `"rotary embedding"`, `"learned table"`, ...
+        places: The paths of the parameters, buffers or modules.
+        facts: Sizes and values in words.
+        absolute: How far rows of the output differ for one repeated token, with all other sources silenced; relative to
+            the largest entry.
+        relative: How far the last row of a block moves if the rows before it change places, in the same way.
+        start: The row of position 0 in a table; else 0.
+    """
+
+    kind: str
+    places: tuple[str, ...]
+    facts: str = ""
+    absolute: float = 0.0
+    relative: float = 0.0
+    start: int = 0
+
+    @property
+    def where(self) -> str:
+        """The places in a few words, numbers of layers as `*`."""
+        patterns = dict.fromkeys(_DIGITS.sub("*", place) for place in self.places)
+        first, *more = patterns
+        return first + (f" (+{len(more)})" if more else "")
+
+    def __str__(self) -> str:
+        return f"a {self.kind} {self.where}" + (f" ({self.facts})" if self.facts else "")
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Every place where a model gets positions from.
+
+    Attributes:
+        model: The class of the model.
+        sources: The places that were found and can be silenced.
+        rest: What moves outputs once these are silenced: a recurrence, a convolution, something unknown.
+        certificate: How far outputs still depend on order then, relative to the largest entry.
+        tolerance: The rounding of the model's dtype; a certificate below it means that every source is known.
+    """
+
+    model: str
+    sources: tuple[Source, ...]
+    rest: tuple[Source, ...]
+    certificate: float
+    tolerance: float
+
+    @property
+    def complete(self) -> bool:
+        """True if the sources are all there are."""
+        return self.certificate <= self.tolerance
+
+    @property
+    def verdict(self) -> str:
+        """The certificate in a sentence."""
+        left = (
+            f"{self.certificate:.1e} of the output still depends on order with all sources silenced"
+        )
+        if self.complete:
+            return f"Certificate: {left}, which is rounding (up to {self.tolerance:.0e}). Every source is known."
+        return f"Certificate: {left}, which is more than rounding ({self.tolerance:.0e}). Not every source can be silenced."
+
+    def of_kind(self, *kinds: str) -> tuple[Source, ...]:
+        """Return the sources of some kinds."""
+        return tuple(source for source in self.sources if source.kind in kinds)
+
+    def describe(self) -> str:
+        """Return the sources in a sentence, as the reason of a refusal."""
+        listed = [str(source) for source in (*self.sources, *self.rest)]
+        if not listed:
+            return "The order of tokens does not matter to it"
+        return "Positions come from " + " and ".join(
+            filter(None, (", ".join(listed[:-1]), listed[-1]))
+        )
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the cells of the table, its heading first."""
+        heading = ("positions come from", "where", "facts", "absolute", "relative")
+        cells = [
+            (
+                each.kind,
+                each.where,
+                each.facts,
+                self._cell(each.absolute),
+                self._cell(each.relative),
+            )
+            for each in (*self.sources, *self.rest)
+        ]
+        return [heading, *cells]
+
+    def _cell(self, value: float) -> str:
+        return f"{value:.2g}" if value > self.tolerance else "0"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the result as JSON has it."""
+        return {
+            "model": self.model,
+            "sources": [vars(source) for source in self.sources],
+            "rest": [vars(source) for source in self.rest],
+            "certificate": self.certificate,
+            "tolerance": self.tolerance,
+            "complete": self.complete,
+        }
+
+    def __repr__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self.rows(), strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in self.rows()]
+        return "\n".join((*lines, self.verdict))
+
+    def _repr_html_(self) -> str:
+        def cells(tag: str, row: Sequence[str]) -> str:
+            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+
+        heading, *rows = self.rows()
+        body = "".join(cells("td", row) for row in rows)
+        table = f"<table><thead>{cells('th', heading)}</thead><tbody>{body}</tbody></table>"
+        return table + html.escape(self.verdict)
+
+
+Silence = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass
+class _Found:
+    """A source that is yet to be measured, and the way to silence it."""
+
+    source: Source
+    silence: Silence = field(repr=False)
+
+
+def inspect(model: nn.Module) -> Positions:
+    """Find every place where an unpatched model without wrappers gets positions from.
+
+    A model is run about a dozen times on a few tokens; it is as before afterwards.
+
+    Raises:
+        UnsupportedModelError: A model that cannot be run on a few tokens alone.
+    """
+    limit = probes.tolerance(model)
+    found = [*_rotaries(model), *_tables(model)]
+    with _silenced(found):
+        absolute, relative = probes.absolute(model), probes.relative(model)
+        if _largest(absolute, relative) > limit:
+            found += _arguments(model)
+    with _silenced(found):
+        absolute = probes.absolute(model)
+        if sinks := _sinks(model, probes.innermost(absolute, limit)):
+            found.append(sinks)
+    with _silenced(found):
+        absolute, relative = probes.absolute(model), probes.relative(model)
+        beyond = probes.shifted(model)
+        rest = list(_rest(model, absolute, relative, limit))
+        if beyond > limit:
+            rest.append(Source(SCALING, ("",), "beside the encodings above", beyond))
+    certificate = max(_largest(absolute, relative), beyond)
+    sources = [source for each in found if (source := _measured(model, each, found, limit))]
+    return Positions(type(model).__name__, tuple(sources), tuple(rest), certificate, limit)
+
+
+def _largest(*moved: Mapping[str, float]) -> float:
+    return max(value for each in moved for value in each.values())
+
+
+def _measured(
+    model: nn.Module, one: _Found, found: Sequence[_Found], limit: float
+) -> Source | None:
+    """Return a source with what it does alone; `None` if that is nothing."""
+    with _silenced([other for other in found if other is not one]):
+        absolute, relative = probes.absolute(model)[""], max(probes.relative(model).values())
+    if max(absolute, relative) <= limit:
+        return None
+    source = one.source
+    kind = source.kind
+    if kind in (LEARNED, SINUSOIDAL) and absolute <= limit:
+        kind = ROTARY_TABLE  # a rotation alone leaves equal values equal
+    return Source(kind, source.places, source.facts, absolute, relative, source.start)
+
+
+@contextlib.contextmanager
+def _silenced(found: Iterable[_Found]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in found:
+            stack.enter_context(each.silence())
+        yield
+
+
+# What is found, and how it is silenced
+
+
+def _rotaries(model: nn.Module) -> Iterator[_Found]:
+    """Yield the rotary embeddings as one source: silenced, all tokens stand at position 0."""
+    modules = {path: m for path, m in model.named_modules() if table_labels(m)}
+    if not modules:
+        return
+
+    @contextlib.contextmanager
+    def silence() -> Iterator[None]:
+        with contextlib.ExitStack() as hooks:
+            for module in modules.values():
+                handle = module.register_forward_pre_hook(_at_zero, with_kwargs=True)
+                hooks.callback(handle.remove)
+            yield
+
+    yield _Found(Source(ROTARY, tuple(modules), _rotary_facts(model)), silence)
+
+
+def _at_zero(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def zero(value: Any) -> Any:
+        whole = (
+            isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex()
+        )
+        return torch.zeros_like(value) if whole else value
+
+    return tuple(map(zero, args)), {key: zero(value) for key, value in kwargs.items()}
+
+
+def _rotary_facts(model: nn.Module) -> str:
+    try:
+        tables = tables_of(model)
+    except (
+        UnsupportedModelError
+    ):  # of a model that does not rotate, or is refused for another reason
+        return ""
+    facts = {}
+    for table in tables:
+        theta = table.parameters.get("rope_theta")
+        words = (
+            f"d {2 * len(table.live()[0])}, theta {theta:,.0f}"
+            if theta
+            else f"d {2 * len(table.live()[0])}"
+        )
+        facts[f"{table.label}: {words}" if table.label else words] = None
+    return "; ".join(facts)
+
+
+def _tables(model: nn.Module) -> Iterator[_Found]:
+    """Yield the tables that are read by position, those of all layers as one source."""
+    tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    groups: dict[tuple[Any, ...], list[Reading]] = {}
+    for reading in read_tables(model):
+        tensor = tensors[reading.name]
+        pattern = _DIGITS.sub("*", reading.name)
+        groups.setdefault((pattern, tensor.shape, reading.first is None), []).append(reading)
+    for readings in groups.values():
+        first, names = readings[0], tuple(reading.name for reading in readings)
+        tensor = tensors[first.name]
+        rows, size = tensor.shape[first.axis], tensor.shape[-1]
+        if first.first is None:
+            source = Source(BY_DISTANCE, names, f"{rows} buckets, {size} heads")
+        else:
+            kind = SINUSOIDAL if _is_formula(tensor, first) else LEARNED
+            facts = f"{rows - first.first} positions of {size} features"
+            facts += f", from row {first.first}" if first.first else ""
+            source = Source(kind, names, facts, start=first.first)
+        held = [(tensors[reading.name], reading.axis) for reading in readings]
+        yield _Found(source, lambda held=held: _constant(model, held))  # type: ignore[misc]
+
+
+def _is_formula(table: Tensor, reading: Reading) -> bool:
+    """Return whether inner products of rows depend on the distance alone, as those of sines and cosines do."""
+    rows = table.detach().movedim(reading.axis, 0).flatten(1).double()[reading.first or 0 :][:64]
+    products = rows @ rows.T
+    uneven = (products[1:, 1:] - products[:-1, :-1]).abs().max()
+    return len(rows) > 2 and float(uneven) <= _FORMULA * float(products.abs().max())
+
+
+@contextlib.contextmanager
+def _constant(
+    model: nn.Module, held: Sequence[tuple[Tensor, int]], fill: float | None = None
+) -> Iterator[None]:
+    """Replace tensors by others whose rows are all the same: the middle one, or a number.
+
+    Every module that holds one of the tensors gets the replacement, and the very tensor back.
+    """
+    replaced: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    with torch.no_grad():
+        for tensor, axis in held:
+            row = tensor.detach().narrow(axis, tensor.shape[axis] // 2, 1)
+            flat = row.expand_as(tensor) if fill is None else torch.full_like(tensor, fill)
+            other = (
+                nn.Parameter(flat, requires_grad=False)
+                if isinstance(tensor, nn.Parameter)
+                else flat
+            )
+            for module in model.modules():
+                for own in (module._parameters, module._buffers):
+                    for key in [key for key, value in own.items() if value is tensor]:
+                        own[key] = other
+                        replaced.append((own, key, tensor))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        for own, key, tensor in replaced:
+            own[key] = tensor
+
+
+def _arguments(model: nn.Module) -> Iterator[_Found]:
+    """Yield the arguments that carry positions: linear ones as ALiBi, all others as one source."""
+    arguments = read_arguments(model)
+    linear = [each for each in arguments if each.slopes is not None]
+    others = [each for each in arguments if each.slopes is None]
+    for kind, group in ((ALIBI, linear), (ARGUMENT, others)):
+        if not group:
+            continue
+        paths = {each.path for each in group}
+        outer = [
+            each for each in group if not any(each.path.startswith(f"{path}.") for path in paths)
+        ]
+        places = tuple(f"{each.path}({each.key})" for each in outer)
+        slopes = max((each.slopes or () for each in group), key=len)
+        facts = (
+            f"slopes {', '.join(f'{s:.4g}' for s in slopes[:4])}" + ", ..." * (len(slopes) > 4)
+            if slopes
+            else ""
+        )
+        yield _Found(Source(kind, places, facts), lambda group=group: flattened(model, group))  # type: ignore[misc]
+
+
+def _sinks(model: nn.Module, culprits: Sequence[str]) -> _Found | None:
+    """Return the parameters of modules that count their keys if the count ends without them; else `None`.
+
+    Only the first of these modules has equal rows to read, so the parameters of that name in all layers are tried.
+    """
+    own = {
+        _DIGITS.sub("*", f"{path}.{name}")
+        for path in culprits
+        for name, tensor in model.get_submodule(path).named_parameters(recurse=False)
+        if tensor.dim() == 1
+    }
+    sinks = {name: each for name, each in model.named_parameters() if _DIGITS.sub("*", name) in own}
+    if not sinks:
+        return None
+
+    def silence() -> AbstractContextManager[None]:
+        return _constant(model, [(each, 0) for each in sinks.values()], _NO_SINK)
+
+    with silence():
+        if max(probes.absolute(model).values()) > probes.tolerance(model):
+            return None
+    return _Found(Source(SINKS, tuple(sinks), "they count the keys"), silence)
+
+
+def _rest(
+    model: nn.Module, absolute: Mapping[str, float], relative: Mapping[str, float], limit: float
+) -> Iterator[Source]:
+    """Yield what still reads order, by the innermost modules that do."""
+    culprits = probes.innermost(relative, limit)
+    far = probes.relative(model, probes.FAR_ROWS) if culprits else {}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for path in culprits:
+        kind = RECURRENCE if far.get(path, 0.0) > limit else CONVOLUTION
+        kind = UNKNOWN if probes.is_block(path) else kind
+        groups.setdefault((kind, type(model.get_submodule(path)).__name__), []).append(path)
+    counting = [
+        path for path in probes.innermost(absolute, limit) if relative.get(path, 0.0) <= limit
+    ]
+    for path in counting:
+        groups.setdefault((COUNT, type(model.get_submodule(path)).__name__), []).append(path)
+    for (kind, name), paths in groups.items():
+        size = (
+            max(absolute.get(path, 0.0) for path in paths),
+            max(relative.get(path, 0.0) for path in paths),
+        )
+        yield Source(kind, tuple(paths), name, *size)
+    if not groups and absolute[""] > limit:
+        yield Source(UNKNOWN, ("",), "outside of the blocks", absolute[""])

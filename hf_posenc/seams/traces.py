@@ -1,0 +1,246 @@
+"""What a live model reads by position: rows of tables, and arguments that are handed from module to module.
+
+A table of positions is read at rows that do not depend on the tokens, one after the other, as many as there are tokens. A
+table by distance is read at the same row along each diagonal of queries and keys. A bias is an argument that does not
+depend on the tokens and varies along the keys.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_posenc.model.calibration import trial
+from hf_posenc.seams.probes import TOKENS, forward, ordinary_tokens
+
+_aten = torch.ops.aten
+_COPIES = {_aten.repeat.default, _aten.clone.default, _aten._to_copy.default}
+_LONGER = TOKENS + 3  # the length of a second text
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The rows of a tensor that a forward reads.
+
+    Attributes:
+        name: The tensor's path in the model.
+        axis: The axis of the tensor that rows are counted along.
+        first: The row of position 0; `None` for a table by distance.
+    """
+
+    name: str
+    axis: int
+    first: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Argument:
+    """A float argument of a module that depends on positions and not on tokens.
+
+    Attributes:
+        path: The module's path in the model.
+        key: The argument: its name, or its index among those without a name.
+        value: Its value for the text of the trace.
+        slopes: The factors on the distance, one for each head, where it is linear in the place of the key; else `None`.
+    """
+
+    path: str
+    key: int | str
+    value: Tensor
+    slopes: tuple[float, ...] | None
+
+
+def read_tables(model: nn.Module) -> list[Reading]:
+    """Return the float parameters and buffers that a model reads by position."""
+    texts = (TOKENS, 1), (TOKENS, 2), (_LONGER, 3)
+    first, second, longer = (_trace(model, ordinary_tokens(model, *text)) for text in texts)
+    readings = []
+    for name, reads in first.items():
+        others, long = second.get(name, []), longer.get(name)
+        same = len(reads) == len(others) and all(map(_same, reads, others))
+        if not same or not long:
+            continue
+        (axis, index), (_, later) = reads[0], long[0]
+        start = _start(index, TOKENS)
+        if start is not None and _start(later, _LONGER) == start:
+            readings.append(Reading(name, axis, start))
+        elif _by_distance(index, TOKENS) and _by_distance(later, _LONGER):
+            readings.append(Reading(name, axis, None))
+    return readings
+
+
+def _same(one: tuple[int, Tensor], other: tuple[int, Tensor]) -> bool:
+    return one[0] == other[0] and torch.equal(one[1], other[1])
+
+
+def _start(index: Tensor, tokens: int) -> int | None:
+    """Return the first row where rows are read one after the other along one axis; else `None`."""
+    for axis, size in enumerate(index.shape):
+        if size < tokens:
+            continue
+        lines = index.movedim(axis, -1).reshape(-1, size)[:, :tokens]
+        if bool((lines.diff(dim=1) == 1).all()) and bool((lines == lines[:1]).all()):
+            return int(lines[0, 0])
+    return None
+
+
+def _by_distance(index: Tensor, tokens: int) -> bool:
+    """Return whether rows are read by the distance of query and key."""
+    if index.dim() < 2 or min(index.shape[-2:]) < tokens:
+        return False
+    square = index.reshape(-1, *index.shape[-2:])[0]
+    return bool((square[1:, 1:] == square[:-1, :-1]).all()) and len(square.unique()) > 1
+
+
+class _Reads(TorchDispatchMode):
+    """Records which rows of a model's float parameters and buffers a forward reads, copies of them included."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.names: dict[int, tuple[str, Tensor]] = {}
+        self.kept: list[
+            Tensor
+        ] = []  # a copy that is freed would give its address to another tensor
+        self.reads: dict[str, list[tuple[int, Tensor]]] = {}
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if tensor.is_floating_point() and not tensor.is_meta and tensor.numel():
+                self.names.setdefault(tensor.untyped_storage().data_ptr(), (name, tensor))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        source = args[0] if args else None
+        if not isinstance(source, Tensor) or source.is_meta or not source.is_floating_point():
+            return output
+        named = self.names.get(source.untyped_storage().data_ptr())
+        if named is None:
+            return output
+        if func in _COPIES:
+            self.names[output.untyped_storage().data_ptr()] = named
+            self.kept.append(output)
+        elif (read := _rows_read(func, args)) is not None:
+            axis = (
+                read[0] - source.dim() + named[1].dim()
+            )  # `repeat` puts axes before the table's own
+            self.reads.setdefault(named[0], []).append((max(axis, 0), read[1].detach().clone()))
+        return output
+
+
+def _rows_read(func: Any, args: Sequence[Any]) -> tuple[int, Tensor] | None:
+    """Return the axis and the rows that an operation reads of its first argument; `None` for other operations."""
+    if func is _aten.embedding.default:
+        return 0, args[1]
+    if func in (_aten.index_select.default, _aten.gather.default):
+        return args[1] % args[0].dim(), args[2]
+    if func is _aten.index.Tensor:
+        given = [(axis, index) for axis, index in enumerate(args[1]) if index is not None]
+        return given[0] if len(given) == 1 and given[0][1].dtype != torch.bool else None
+    if func is _aten.slice.Tensor:
+        axis, start, end = ([*args, *[None] * 4])[1:4]
+        axis = (axis or 0) % args[0].dim()
+        size = args[0].shape[axis]
+        rows = range(size)[slice(start, end)]
+        return (axis, torch.tensor(rows)) if 0 < len(rows) < size else None
+    return None
+
+
+def _trace(model: nn.Module, ids: Tensor) -> dict[str, list[tuple[int, Tensor]]]:
+    with trial(model), _Reads(model) as trace:
+        forward(model, ids)
+    return trace.reads
+
+
+def read_arguments(model: nn.Module) -> list[Argument]:
+    """Return the arguments that carry positions: those that grow with the text, and linear ones of a fixed length.
+
+    Tables and rotations must be silenced, or they are found again.
+    """
+    texts = (TOKENS, 1), (TOKENS, 2), (_LONGER, 3)
+    first, second, longer = (_arguments(model, ordinary_tokens(model, *text)) for text in texts)
+    found = []
+    for place, value in first.items():
+        other, long = second.get(place), longer.get(place)
+        if other is None or long is None or not torch.equal(other, value):
+            continue
+        slopes = _slopes(value)
+        if slopes is not None or _varies(value, long):
+            found.append(Argument(*place, value, slopes))
+    return found
+
+
+def _varies(value: Tensor, longer: Tensor) -> bool:
+    """Return whether an argument grows with the text and is uneven along the axes that grow."""
+    if value.dim() != longer.dim():
+        return False
+    axes = [axis for axis in range(value.dim()) if value.shape[axis] != longer.shape[axis]]
+    shown = value > torch.finfo(value.dtype).min / 4  # what a mask hides says nothing
+    visible = value.double().masked_fill(~shown, torch.nan).movedim(axes, list(range(len(axes))))
+    lines = visible.reshape(*visible.shape[: len(axes)], -1).flatten(0, -2) if axes else visible[:0]
+    return bool((lines != lines[:1])[~lines.isnan() & ~lines[:1].isnan()].any())
+
+
+def _slopes(value: Tensor) -> tuple[float, ...] | None:
+    """Return the factors on the place of the key, where an argument (..., heads, queries, keys) is linear in it."""
+    if value.shape[-1] < TOKENS or value.dim() < 2:
+        return None
+    steps = value.double()[..., -1, :].diff(dim=-1).reshape(-1, value.shape[-1] - 1)
+    size = float(steps.abs().max())
+    uneven = float((steps - steps[:, :1]).abs().max())
+    # ALiBi in bfloat16 moves in steps of its rounding.
+    limit = max(1e-4, 2 * TOKENS * torch.finfo(value.dtype).eps) * size
+    return tuple(steps.mean(-1).tolist()) if size > 0 and uneven <= limit else None
+
+
+def _arguments(model: nn.Module, ids: Tensor) -> dict[tuple[str, int | str], Tensor]:
+    values: dict[tuple[str, int | str], Tensor] = {}
+
+    def hook(path: str) -> Any:
+        def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+            for key, value in [*enumerate(args), *kwargs.items()]:
+                if isinstance(value, Tensor) and value.is_floating_point() and value.dim() > 1:
+                    values.setdefault((path, key), value.detach().clone())
+
+        return keep
+
+    with contextlib.ExitStack() as hooks:
+        for path, module in model.named_modules():
+            if path:
+                handle = module.register_forward_pre_hook(hook(path), with_kwargs=True)
+                hooks.callback(handle.remove)
+        with trial(model):
+            forward(model, ids)
+    return values
+
+
+@contextlib.contextmanager
+def flattened(model: nn.Module, arguments: Sequence[Argument]) -> Iterator[None]:
+    """Hand zeros to modules instead of arguments that carry positions; what a mask hides stays hidden."""
+    keys: dict[str, list[int | str]] = {}
+    for argument in arguments:
+        keys.setdefault(argument.path, []).append(argument.key)
+
+    def hook(own: Sequence[int | str]) -> Any:
+        def flatten(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            args = tuple(_flat(v) if i in own else v for i, v in enumerate(args))
+            return args, {key: _flat(v) if key in own else v for key, v in kwargs.items()}
+
+        return flatten
+
+    with contextlib.ExitStack() as hooks:
+        for path, own in keys.items():
+            module = model.get_submodule(path)
+            handle = module.register_forward_pre_hook(hook(own), with_kwargs=True)
+            hooks.callback(handle.remove)
+        yield
+
+
+def _flat(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    hidden = value <= torch.finfo(value.dtype).min / 2
+    return value.where(hidden, torch.zeros_like(value))
