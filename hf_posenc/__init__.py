@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from hf_posenc.methods import get_method as get_method
     from hf_posenc.patch.config import PatchConfig as PatchConfig
     from hf_posenc.patch.patching import get_patch as get_patch
+    from hf_posenc.patch.patching import inspect_positions as inspect_positions
     from hf_posenc.patch.patching import inspect_rope as inspect_rope
     from hf_posenc.patch.patching import patch_model as patch_model
     from hf_posenc.patch.patching import patched as patched
@@ -38,7 +39,7 @@ _MODULES = {
     "errors": "PosencError UnsupportedModelError VerificationError",
     "methods": "Method available_methods get_method",
     "patch.config": "PatchConfig",
-    "patch.patching": "get_patch inspect_rope patch_model patched unpatch_model",
+    "patch.patching": "get_patch inspect_positions inspect_rope patch_model patched unpatch_model",
     "patch.report": "EffectiveTable Patch",
     "saving": "available_recipes from_pretrained get_recipe load_adapter load_patch save_patch",
 }

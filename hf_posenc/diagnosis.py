@@ -190,12 +190,31 @@ def read_json(file: Path, name: str | Path) -> dict[str, Any]:
     return values
 
 
+def loader_of(config: Any) -> Any:
+    """Return the class that loads a config's model: `AutoModelForCausalLM`, or what its `architectures` name.
+
+    The latter counts if it is a masked or a sequence-to-sequence language model.
+    """
+    import transformers
+    from transformers.models.auto import modeling_auto
+
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    for kind in ("MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM"):
+        if name in getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES").values():
+            return getattr(transformers, name)
+    return transformers.AutoModelForCausalLM
+
+
 def check_causal(config: Any, name: str | Path, way: str) -> None:
     """Raise for a config of transformers that belongs to no causal language model; `way` is the way out."""
     from transformers import AutoModelForCausalLM
 
     custom = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if not custom and type(config) not in AutoModelForCausalLM._model_mapping:
+    causal = (
+        loader_of(config) is AutoModelForCausalLM
+        and type(config) in AutoModelForCausalLM._model_mapping
+    )
+    if not custom and not causal:
         raise PosencError(
             f"{name} is a {config.model_type} model, which is not a causal language model: {way}."
         )

@@ -19,6 +19,7 @@ from hf_posenc.diagnosis import (
     check_base,
     check_causal,
     check_source,
+    loader_of,
     read_config,
     reason_of,
     taken_warnings,
@@ -180,7 +181,8 @@ def from_pretrained(
 
     Args:
         path_or_id: As for `AutoModelForCausalLM.from_pretrained`.
-        auto_class: Another class to load with, e.g. `AutoModelForImageTextToText`.
+        auto_class: Another class to load with, e.g. `AutoModelForImageTextToText`. By default the masked or
+            sequence-to-sequence class that the config names, else `AutoModelForCausalLM`.
         allow_missing_weights: Load a checkpoint that lacks weights of the model: they are drawn at random, the same
             ones at every call, with a warning instead of an error.
         **kwargs: Passed on to it; of an adapter, `is_trainable` to PEFT.
@@ -205,7 +207,9 @@ def from_pretrained(
     if not hasattr(config, "get_text_config"):
         raise PosencError(f"config is one of transformers, not {config!r:.80}.")
     if auto_class is None:
-        check_causal(config, path_or_id, "give the class to load it with, auto_class=...")
+        auto_class = loader_of(config)
+        if auto_class.__name__ == "AutoModelForCausalLM":
+            check_causal(config, path_or_id, "give the class to load it with, auto_class=...")
     elif not hasattr(auto_class, "from_pretrained"):
         raise PosencError(
             f"auto_class is a class of transformers, such as AutoModelForImageTextToText, not {auto_class!r:.80}."
@@ -227,15 +231,12 @@ def _load(
     options: Mapping[str, Any],
     kwargs: dict[str, Any],
 ) -> Any:
-    from transformers import AutoModelForCausalLM
-
     patch = take_patch(config, path_or_id)
-    loader: Any = AutoModelForCausalLM if auto_class is None else auto_class
     with_info = kwargs.pop("output_loading_info", False)
     any_shape = kwargs.pop("ignore_mismatched_sizes", False)
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with _loading_report(path_or_id), _same_random_weights(allow_missing_weights):
-        model, info = loader.from_pretrained(path_or_id, config=config, **kwargs)
+        model, info = auto_class.from_pretrained(path_or_id, config=config, **kwargs)
     _check_weights(path_or_id, info, allow_missing_weights, any_shape)
     _check_stored(path_or_id, model)
     if patch is not None:

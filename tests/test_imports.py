@@ -24,6 +24,7 @@ LAYERS = (
     ("methods",),
     ("attention", "adapters"),
     ("model",),
+    ("seams",),
     ("patch",),
     ("diagnosis",),
     ("saving",),

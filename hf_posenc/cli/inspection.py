@@ -1,4 +1,4 @@
-"""Commands that measure nothing: the rotary tables of a checkpoint, advice for a length, lists of all methods."""
+"""Commands that measure nothing: where positions enter a checkpoint, advice for a length, lists of all methods."""
 
 from __future__ import annotations
 
@@ -173,21 +173,29 @@ def inspect_model(
     allow_missing_weights: Annotated[
         bool, typer.Option("--allow-missing-weights", help=MISSING_HELP)
     ] = False,
+    no_weights: Annotated[
+        bool,
+        typer.Option(
+            "--no-weights", help="Read the config alone: the rotary tables, and no other source."
+        ),
+    ] = False,
 ) -> None:
-    """Print the rotary frequency table in force, per layer type, read back from the live model.
+    """Print where positions enter a model, with a certificate that no place is missing, and its rotary tables.
 
     With a method that computes attention itself, also at which rotary distance each key lies.
     """
     from hf_posenc.cli.loading import embedded_model, live_model, parse_patch
     from hf_posenc.evaluation.grid import Column, Grid, to_rich
     from hf_posenc.methods import RotaryBands
-    from hf_posenc.patch.patching import get_patch, inspect_rope, patch_model
+    from hf_posenc.model.discovery import NoRotaryError
+    from hf_posenc.patch.patching import get_patch, inspect_positions, inspect_rope, patch_model
+    from hf_posenc.patch.report import EffectiveTables
 
     name = model or embedded_model()
     candidate = None if patch is None else parse_patch(patch)
     live = live_model(
         name,
-        whole=candidate is not None and candidate.changes_attention,
+        whole=not no_weights or (candidate is not None and candidate.changes_attention),
         revision=revision,
         trust_remote_code=trust_remote_code,
         allow_missing_weights=allow_missing_weights,
@@ -195,15 +203,32 @@ def inspect_model(
     if candidate is not None:
         method, options = candidate.arguments()
         patch_model(live, method, **options)
-    in_force, rotary = get_patch(live), inspect_rope(live)
+    in_force, positions = get_patch(live), None if no_weights else inspect_positions(live)
+    try:
+        rotary = inspect_rope(live)
+    except NoRotaryError:
+        if positions is None:
+            raise
+        rotary = EffectiveTables()
     tables = [{**vars(table), "inv_freq": table.inv_freq.tolist()} for table in rotary]
     patched = None if in_force is None else in_force.config.to_dict()
-    if print_json({"model": type(live).__name__, "patch": patched, "tables": tables}):
+    found = None if positions is None else positions.to_dict()
+    if print_json(
+        {"model": type(live).__name__, "patch": patched, "positions": found, "tables": tables}
+    ):
         return
     console = out()
     console.print(f"[bold]{name}[/bold]: {type(live).__name__}")
     if in_force is not None:
         console.print("\n".join(str(in_force).splitlines()[:2]), markup=False)
+    if positions is not None:
+        heading, *rows = positions.rows()
+        grid = Grid.of("", *heading)
+        for row in rows:
+            grid.row(*row)
+        console.print(to_rich(grid))
+        for note in positions.notes():
+            console.print(note, markup=False)
     for table in rotary:
         layers, factor = table.layer_type or "all layers", table.attention_factor
         cos_sin = f", cos and sin x {factor:.6g}" if factor != 1 else ""

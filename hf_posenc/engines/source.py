@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from hf_posenc.adapters import LegacyKeys
-from hf_posenc.diagnosis import check_base, check_source, read_config
+from hf_posenc.diagnosis import check_base, check_source, loader_of, read_config
 from hf_posenc.engines.formulas import Table, of_transformers
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import Method, RopeScaling, seam_of
@@ -225,7 +225,9 @@ def empty_model(config: Any) -> Any:
     """Build the model on the meta device; its rotary tables are real."""
     from transformers import AutoModel, AutoModelForCausalLM
 
-    causal = type(config) in AutoModelForCausalLM._model_mapping
-    auto: Any = AutoModelForCausalLM if causal else AutoModel
+    config, loader = copy.deepcopy(config), loader_of(config)
     with torch.device("meta"):
-        return auto.from_config(copy.deepcopy(config))
+        if loader is not AutoModelForCausalLM:
+            return loader(config)
+        auto: Any = loader if type(config) in loader._model_mapping else AutoModel
+        return auto.from_config(config)

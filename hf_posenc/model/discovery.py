@@ -84,6 +84,10 @@ class RotaryTable:
 Tables = Sequence[RotaryTable]
 
 
+class NoRotaryError(UnsupportedModelError):
+    """The text decoder has no rotary table: positions enter it elsewhere, or not at all."""
+
+
 @dataclass(frozen=True, eq=False)
 class SinCosTable(RotaryTable):
     """A precomputed table `[sin | cos]` of shape (positions, d), in older models: a buffer or an embedding's weight."""
@@ -144,7 +148,7 @@ def tables_of(model: nn.Module) -> tuple[RotaryTable, ...]:
             f"{type(model).__name__} has no rotary embedding of text: {', '.join(others)} belongs to a part for "
             f"{kinds}. hf_posenc patches the positions of text."
         )
-    raise UnsupportedModelError(
+    raise NoRotaryError(
         f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. This "
         "version patches models with RoPE and no others."
     )

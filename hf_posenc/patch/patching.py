@@ -14,6 +14,7 @@ from torch import nn
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
 from hf_posenc.methods import PositionInterpolation, RopeScaling
 from hf_posenc.model.discovery import (
+    NoRotaryError,
     RotaryTable,
     SinCosTable,
     select,
@@ -31,6 +32,7 @@ from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
+from hf_posenc.seams.inspection import Positions, inspect
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -95,7 +97,7 @@ def _patch(
         # time of a patch, so there is one only where tensors would be made elsewhere.
         elsewhere = torch.empty(0).device.type != "cpu"
         with torch.device("cpu") if elsewhere else contextlib.nullcontext():
-            tables = tables_of(inner)
+            tables = _tables(inner)
             state = resolve_request(tables, method, **request)
             if earlier is not None:
                 if _is_same(state, earlier, scaled=any(table.scaled for table in tables)):
@@ -122,6 +124,20 @@ def _patch(
         raise
     wrap_saving(inner)
     return put_back
+
+
+def _tables(model: nn.Module) -> tuple[RotaryTable, ...]:
+    """Return the rotary tables of a model; raise for one without, naming where its positions come from."""
+    try:
+        return tables_of(model)
+    except NoRotaryError as error:
+        try:
+            positions = inspect(model)
+        except UnsupportedModelError:
+            raise error from None
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no rotary embedding. {positions.describe()}. {positions.advice()}"
+        ) from None
 
 
 def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
@@ -298,6 +314,32 @@ def get_patch(model: nn.Module) -> Patch | None:
         layers = tuple(patched_layers(unwrap(model)))
     tables, lengths = inspect_rope(model), (state.original, state.extended)
     return Patch(state.config, tables, *lengths, state.export, layers, state.attention)
+
+
+def inspect_positions(model: nn.Module) -> Positions:
+    """Find every place where a model gets positions from, by trial, with a certificate that none is missing.
+
+    Each place is silenced and the experiments are run again. What is left is the certificate: the share of the outputs
+    that still depends on the order of tokens. A patch is suspended meanwhile: the places are those of the model itself.
+
+    Args:
+        model: A transformers model of text with loaded weights, patched or not, wrapped or not.
+
+    Returns:
+        An object that a terminal and a notebook show as a table.
+
+    Raises:
+        UnsupportedModelError: A model that cannot be run on a few tokens alone.
+    """
+    inner, state = unwrap(model), state_of(model)
+    put_back = _suspend(inner, state)
+    try:
+        positions = inspect(inner)
+    finally:
+        put_back()
+    return (
+        dataclasses.replace(positions, patch=str(state.config)) if state is not None else positions
+    )
 
 
 def inspect_rope(model: nn.Module) -> EffectiveTables:

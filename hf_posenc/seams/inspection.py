@@ -32,7 +32,8 @@ ALIBI = "ALiBi"
 ARGUMENT = "position argument"
 SINKS = "attention sinks"
 SCALING = "function of position_ids"
-RECURRENCE = "recurrence"
+RECURRENCE = "recurrence or long convolution"
+ENCODING = "relative encoding in code of its own"
 CONVOLUTION = "convolution or short window"
 COUNT = "count of keys"
 UNKNOWN = "unknown source"
@@ -84,6 +85,7 @@ class Positions:
         rest: What moves outputs once these are silenced: a recurrence, a convolution, something unknown.
         certificate: How far outputs still depend on order then, relative to the largest entry.
         tolerance: The rounding of the model's dtype; a certificate below it means that every source is known.
+        patch: The patch in force, in short, which was suspended meanwhile; `None` without one.
     """
 
     model: str
@@ -91,6 +93,7 @@ class Positions:
     rest: tuple[Source, ...]
     certificate: float
     tolerance: float
+    patch: str | None = None
 
     @property
     def complete(self) -> bool:
@@ -105,11 +108,16 @@ class Positions:
         )
         if self.complete:
             return f"Certificate: {left}, which is rounding (up to {self.tolerance:.0e}). Every source is known."
-        return f"Certificate: {left}, which is more than rounding ({self.tolerance:.0e}). Not every source can be silenced."
+        return f"Certificate: {left}, more than rounding ({self.tolerance:.0e}). Not every source can be silenced."
 
     def of_kind(self, *kinds: str) -> tuple[Source, ...]:
         """Return the sources of some kinds."""
         return tuple(source for source in self.sources if source.kind in kinds)
+
+    def notes(self) -> list[str]:
+        """Return the lines below the table: the verdict, and the patch that was suspended."""
+        patch = f"Patched with {self.patch}; these are the sources of the model without the patch."
+        return [self.verdict, *([patch] if self.patch else [])]
 
     def describe(self) -> str:
         """Return the sources in a sentence, as the reason of a refusal."""
@@ -119,6 +127,12 @@ class Positions:
         return "Positions come from " + " and ".join(
             filter(None, (", ".join(listed[:-1]), listed[-1]))
         )
+
+    def advice(self) -> str:
+        """Return what can be done with these sources, after `describe` in a refusal."""
+        if any(source.kind == RECURRENCE for source in self.rest) and not self.sources:
+            return "There is nothing to patch: a recurrence has no positions."
+        return "hf_posenc has no method for that: it patches rotary embeddings."
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table, its heading first."""
@@ -147,12 +161,13 @@ class Positions:
             "certificate": self.certificate,
             "tolerance": self.tolerance,
             "complete": self.complete,
+            "patch": self.patch,
         }
 
     def __repr__(self) -> str:
         widths = [max(map(len, column)) for column in zip(*self.rows(), strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in self.rows()]
-        return "\n".join((*lines, self.verdict))
+        return "\n".join((*lines, *self.notes()))
 
     def _repr_html_(self) -> str:
         def cells(tag: str, row: Sequence[str]) -> str:
@@ -161,7 +176,7 @@ class Positions:
         heading, *rows = self.rows()
         body = "".join(cells("td", row) for row in rows)
         table = f"<table><thead>{cells('th', heading)}</thead><tbody>{body}</tbody></table>"
-        return table + html.escape(self.verdict)
+        return table + "<br>".join(map(html.escape, self.notes()))
 
 
 Silence = Callable[[], AbstractContextManager[None]]
@@ -198,7 +213,7 @@ def inspect(model: nn.Module) -> Positions:
         beyond = probes.shifted(model)
         rest = list(_rest(model, absolute, relative, limit))
         if beyond > limit:
-            rest.append(Source(SCALING, ("",), "beside the encodings above", beyond))
+            rest.append(Source(SCALING, ("position_ids",), "beside the encodings", beyond))
     certificate = max(_largest(absolute, relative), beyond)
     sources = [source for each in found if (source := _measured(model, each, found, limit))]
     return Positions(type(model).__name__, tuple(sources), tuple(rest), certificate, limit)
@@ -268,7 +283,7 @@ def _rotary_facts(model: nn.Module) -> str:
         UnsupportedModelError
     ):  # of a model that does not rotate, or is refused for another reason
         return ""
-    facts = {}
+    facts: dict[str, None] = {}
     for table in tables:
         theta = table.parameters.get("rope_theta")
         words = (
@@ -319,7 +334,7 @@ def _constant(
 
     Every module that holds one of the tensors gets the replacement, and the very tensor back.
     """
-    replaced: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+    replaced: list[tuple[dict[str, Any], str, Tensor]] = []
     with torch.no_grad():
         for tensor, axis in held:
             row = tensor.detach().narrow(axis, tensor.shape[axis] // 2, 1)
@@ -330,10 +345,11 @@ def _constant(
                 else flat
             )
             for module in model.modules():
-                for own in (module._parameters, module._buffers):
+                holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+                for own in holders:
                     for key in [key for key, value in own.items() if value is tensor]:
                         own[key] = other
-                        replaced.append((own, key, tensor))  # type: ignore[arg-type]
+                        replaced.append((own, key, tensor))
     try:
         yield
     finally:
@@ -393,21 +409,21 @@ def _rest(
     """Yield what still reads order, by the innermost modules that do."""
     culprits = probes.innermost(relative, limit)
     far = probes.relative(model, probes.FAR_ROWS) if culprits else {}
-    groups: dict[tuple[str, str], list[str]] = {}
-    for path in culprits:
-        kind = RECURRENCE if far.get(path, 0.0) > limit else CONVOLUTION
-        kind = UNKNOWN if probes.is_block(path) else kind
-        groups.setdefault((kind, type(model.get_submodule(path)).__name__), []).append(path)
-    counting = [
-        path for path in probes.innermost(absolute, limit) if relative.get(path, 0.0) <= limit
-    ]
-    for path in counting:
-        groups.setdefault((COUNT, type(model.get_submodule(path)).__name__), []).append(path)
-    for (kind, name), paths in groups.items():
-        size = (
-            max(absolute.get(path, 0.0) for path in paths),
-            max(relative.get(path, 0.0) for path in paths),
+    groups: dict[str, list[str]] = {}
+    for path in dict.fromkeys((*culprits, *probes.innermost(absolute, limit))):
+        groups.setdefault(type(model.get_submodule(path)).__name__, []).append(path)
+    for name, paths in groups.items():
+        alone, moved, remote = (
+            max(each.get(path, 0.0) for path in paths) for each in (absolute, relative, far)
         )
-        yield Source(kind, tuple(paths), name, *size)
+        if moved <= limit:
+            kind = COUNT
+        elif all(map(probes.is_block, paths)):
+            kind = UNKNOWN
+        elif remote <= limit:
+            kind = CONVOLUTION
+        else:  # a state grows while one token is repeated, and attention does not
+            kind = RECURRENCE if alone > limit else ENCODING
+        yield Source(kind, tuple(paths), name, alone, moved)
     if not groups and absolute[""] > limit:
         yield Source(UNKNOWN, ("",), "outside of the blocks", absolute[""])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,9 +51,7 @@ def ordinary_tokens(model: Any, count: int, seed: int = 0) -> Tensor:
         for token in range(min(size, 4 * (count + len(special)) + 100))
         if token not in special
     ]
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(len(usable), generator=generator)[:count]
-    return torch.tensor([[usable[index] for index in order]], device=_device(model))
+    return torch.tensor([random.Random(seed).sample(usable, count)], device=_device(model))
 
 
 def _vocabulary(model: Any) -> int:
@@ -126,8 +125,9 @@ def absolute(model: nn.Module) -> dict[str, float]:
 def relative(model: nn.Module, rows: int = TOKENS - 1) -> dict[str, float]:
     """Permute the first rows of each module's input and return how far the last row of its output moves, by module.
 
-    Values are relative to the largest entry of a module's output. Modules are those of the blocks, outer ones too. A block
-    of several attention layers is left out: under a causal mask, the second one reads rows that saw another past.
+    Values are relative to the largest entry of a module's output. Modules are those of the blocks, outer ones too. A
+    block of several attention layers is left out: under a causal mask, the second one reads rows that saw another
+    past.
     """
 
     def permute(values: Tensor) -> Tensor:

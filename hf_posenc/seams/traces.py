@@ -1,7 +1,7 @@
 """What a live model reads by position: rows of tables, and arguments that are handed from module to module.
 
-A table of positions is read at rows that do not depend on the tokens, one after the other, as many as there are tokens. A
-table by distance is read at the same row along each diagonal of queries and keys. A bias is an argument that does not
+A table of positions is read at rows that do not depend on the tokens, one after the other, as many as there are tokens.
+A table by distance is read at the same row along each diagonal of queries and keys. A bias is an argument that does not
 depend on the tokens and varies along the keys.
 """
 
@@ -102,7 +102,7 @@ class _Reads(TorchDispatchMode):
     """Records which rows of a model's float parameters and buffers a forward reads, copies of them included."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: dict[int, tuple[str, Tensor]] = {}
         self.kept: list[
             Tensor
@@ -150,7 +150,8 @@ def _rows_read(func: Any, args: Sequence[Any]) -> tuple[int, Tensor] | None:
 
 
 def _trace(model: nn.Module, ids: Tensor) -> dict[str, list[tuple[int, Tensor]]]:
-    with trial(model), _Reads(model) as trace:
+    trace = _Reads(model)
+    with trial(model), trace:
         forward(model, ids)
     return trace.reads
 

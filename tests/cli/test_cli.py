@@ -455,7 +455,20 @@ def test_inspect_reads_the_table_in_force(model: Path, tmp_path: Path) -> None:
     assert "sliding_attention: default" in layers
     assert "full_attention: default" in layers
     assert "There is no model folder" in refused("inspect", tmp_path / "absent")
-    assert "rotary" in refused("inspect", tiny_checkpoint(tmp_path / "gpt2", "gpt2"))
+
+
+def test_inspect_names_every_source_of_positions(model: Path, tmp_path: Path) -> None:
+    folder = tiny_checkpoint(tmp_path / "gpt2", "gpt2")
+    text = invoke("inspect", folder).stdout
+    assert "learned table" in text
+    assert "Every source is known." in " ".join(text.split())
+    found = json.loads(invoke("inspect", folder, "--json").stdout)
+    assert found["positions"]["complete"]
+    assert found["positions"]["sources"][0]["places"] == ["transformer.wpe.weight"]
+    assert found["tables"] == []
+    assert "no rotary embedding" in refused("inspect", folder, "--no-weights")
+    patched = " ".join(invoke("inspect", model, "--patch", "yarn:scale=8").stdout.split())
+    assert "these are the sources of the model without the patch" in patched
 
 
 def test_inspect_shows_at_which_distance_keys_lie(model: Path) -> None:
@@ -494,9 +507,10 @@ def test_a_method_that_needs_training_says_so_once_in_one_line(
     assert "yarn (scale 4) + kerple_log" in " ".join(result.stdout.split())
 
 
-def test_inspect_reads_no_weights(model: Path, tmp_path: Path) -> None:
+def test_inspect_reads_no_weights_if_asked_so(model: Path, tmp_path: Path) -> None:
     shutil.copy(model / "config.json", tmp_path)
-    assert invoke("inspect", tmp_path).exit_code == 0
+    assert invoke("inspect", tmp_path, "--no-weights").exit_code == 0
+    assert "weights" in refused("inspect", tmp_path)
 
 
 def test_inspect_shows_a_saved_patch(model: Path, tmp_path: Path) -> None:

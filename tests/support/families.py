@@ -1,4 +1,4 @@
-"""A tiny random model of every text type of transformers: causal, masked and sequence to sequence, with or without RoPE."""
+"""A tiny random model of every text type of transformers: causal, masked, sequence to sequence; any encoding."""
 
 from __future__ import annotations
 

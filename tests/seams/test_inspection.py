@@ -1,0 +1,259 @@
+"""Where positions enter a model: what is found, the certificate, and what the certificate does not let pass."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_posenc import UnsupportedModelError, get_patch, inspect_positions, patch_model
+from hf_posenc.seams import inspection as kinds
+from hf_posenc.seams.probes import TOKENS, absolute, relative
+from tests.support.families import build_text_model, text_types
+from tests.support.zoo import logits, tokens
+
+# Kinds and places of the sources by model type, as its modelling code has them; the certificate must be rounding.
+COMPLETE = {
+    "llama": {kinds.ROTARY: "model.rotary_emb"},
+    "gpt_oss": {kinds.ROTARY: "model.rotary_emb", kinds.SINKS: "model.layers.*.self_attn.sinks"},
+    "gptj": {kinds.ROTARY_TABLE: "transformer.h.*.attn.embed_positions"},
+    "gpt2": {kinds.LEARNED: "transformer.wpe.weight"},
+    "opt": {kinds.LEARNED: "model.decoder.embed_positions.weight"},
+    "bert": {kinds.LEARNED: "bert.embeddings.position_embeddings.weight"},
+    "xglm": {kinds.SINUSOIDAL: "model.embed_positions.weights"},
+    "bloom": {kinds.ALIBI: "transformer.h.*(alibi)"},
+    "mpt": {kinds.ALIBI: "transformer.blocks.*(position_bias)"},
+    "t5": {
+        kinds.BY_DISTANCE: "encoder.block.*.layer.*.SelfAttention.relative_attention_bias.weight"
+    },
+    "xlnet": {kinds.ARGUMENT: "transformer.layer.*(r)"},
+    "longformer": {kinds.LEARNED: "longformer.embeddings.position_embeddings.weight"},
+}
+# What cannot be silenced, by model type.
+LEFT = {
+    "mamba": {kinds.RECURRENCE: "backbone.layers.*.mixer"},
+    "lfm2_moe": {kinds.CONVOLUTION: "model.layers.*.conv"},
+    "fnet": {kinds.RECURRENCE: "fnet.encoder.layer.*.fourier"},
+    "ministral3": {kinds.SCALING: "position_ids"},
+    "prophetnet": {kinds.ENCODING: "prophetnet.decoder.layers.*.self_attn"},
+}
+
+
+@pytest.mark.parametrize("model_type", COMPLETE)
+def test_every_source_is_found(model_type: str) -> None:
+    positions = inspect_positions(build_text_model(model_type))
+    found = {source.kind: source.where for source in reversed(positions.sources)}
+    assert found == COMPLETE[model_type]
+    assert positions.complete
+    assert positions.certificate < 5e-6
+
+
+@pytest.mark.parametrize("model_type", LEFT)
+def test_what_cannot_be_silenced_is_named(model_type: str) -> None:
+    positions = inspect_positions(build_text_model(model_type))
+    assert not positions.complete
+    assert LEFT[model_type].items() <= {each.kind: each.where for each in positions.rest}.items()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "start", "rows"),
+    [("gpt2", 0, 64), ("roberta", 1, 63), ("opt", 2, 64), ("whisper", 0, 448)],
+)
+def test_the_row_of_position_0_is_read_from_the_trace(
+    model_type: str, start: int, rows: int
+) -> None:
+    source = inspect_positions(build_text_model(model_type)).of_kind(kinds.LEARNED)[-1]
+    assert source.start == start
+    assert source.facts.startswith(f"{rows} positions of ")
+
+
+def test_slopes_of_alibi_are_those_of_the_paper() -> None:
+    facts = inspect_positions(build_text_model("bloom")).sources[0].facts
+    slopes = [
+        2 ** (-8 * (head + 1) / 4) for head in range(4)
+    ]  # Press et al. 2022, section 3, for 4 heads
+    assert facts == f"slopes {', '.join(f'{slope:.4g}' for slope in slopes)}"
+
+
+# Sources that are hidden on purpose
+
+
+class _HiddenTable(nn.Module):
+    """An embedding of tokens that adds a vector by position, from a list that no parameter or buffer holds."""
+
+    def __init__(self, embedding: Any) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.hidden = [torch.randn(embedding.weight.shape[1]) for _ in range(64)]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.embedding(ids)
+        return out + 0.1 * torch.stack(self.hidden[: ids.shape[1]])
+
+
+class _HiddenBias(nn.Module):
+    """Attention of one head to all tokens, with a bias by distance that no argument or tensor holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.Identity()
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        place = torch.arange(hidden_states.shape[1])
+        scores = hidden_states @ hidden_states.mT / 8 - 0.5 * (place[:, None] - place).abs()
+        return scores.softmax(-1) @ hidden_states, None
+
+
+class _HiddenShift(nn.Module):
+    """A block that mixes each token with the one before it."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.block(hidden_states + 0.1 * hidden_states.roll(1, 1), *args, **kwargs)
+
+
+def _with_hidden(source: str) -> PreTrainedModel:
+    model: Any = build_text_model("gpt2")
+    model.set_attn_implementation("eager")
+    if source == "table":
+        model.transformer.wte = _HiddenTable(model.transformer.wte)
+    elif source == "bias":
+        model.transformer.h[2].attn = _HiddenBias()
+    else:
+        model.transformer.h[1] = _HiddenShift(model.transformer.h[1])
+    return model
+
+
+@pytest.mark.parametrize("source", ["table", "bias", "shift"])
+def test_a_hidden_source_leaves_the_certificate_open(source: str) -> None:
+    positions = inspect_positions(_with_hidden(source))
+    assert not positions.complete
+    assert positions.rest
+    assert positions.of_kind(kinds.LEARNED)  # the one that is not hidden
+
+
+# A model is as before
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "bloom", "gpt_oss"])
+def test_inspecting_leaves_the_model_as_it_was(model_type: str) -> None:
+    model = build_text_model(model_type).train()
+    held = {
+        name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()
+    }
+    config = copy.deepcopy(model.config)
+    inspect_positions(model)
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert id(value) == held[name][0]
+        assert torch.equal(value, held[name][1])
+        assert value.grad is None
+    assert all(module.training for module in model.modules())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert model.config.to_dict() == config.to_dict()
+
+
+def test_a_patch_is_suspended_and_put_back() -> None:
+    model, ids = build_text_model("llama"), tokens(9)
+    plain = inspect_positions(model)
+    patch_model(model, "alibi", scale=2)
+    before = logits(model, ids)
+    positions = inspect_positions(model)
+    assert positions.sources == plain.sources
+    assert positions.patch is not None
+    assert positions.patch.startswith("alibi(")
+    assert get_patch(model) is not None
+    assert torch.equal(logits(model, ids), before)
+
+
+def test_a_model_without_positions_has_no_source() -> None:
+    model: Any = build_text_model("gpt2")
+    model.transformer.wpe.weight.data[:] = 1.0
+    positions = inspect_positions(model)
+    assert positions.complete
+    assert not positions.sources
+    assert positions.describe() == "The order of tokens does not matter to it"
+
+
+# The experiments themselves
+
+
+def test_the_experiments_tell_absolute_from_relative() -> None:
+    table, rotation = build_text_model("gpt2"), build_text_model("llama")
+    assert absolute(table)[""] > 1e-2 > 1e-5 > max(relative(table).values())
+    assert max(relative(rotation).values()) > 1e-2 > 1e-5 > max(absolute(rotation).values())
+
+
+def test_a_model_that_does_not_run_on_tokens_is_refused_in_one_line() -> None:
+    model: Any = build_text_model("llama")
+    model.forward = lambda pixel_values: None
+    with pytest.raises(UnsupportedModelError, match="cannot be run on a few tokens alone") as error:
+        inspect_positions(model)
+    assert "\n" not in str(error.value)
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match="Load the model first"):
+        inspect_positions(type(build_text_model("gpt2"))(build_text_model("gpt2").config))
+
+
+def test_the_table_prints_in_a_terminal_and_a_notebook() -> None:
+    positions = inspect_positions(build_text_model("opt"))
+    text, page = repr(positions), positions._repr_html_()
+    for words in (
+        "learned table",
+        "model.decoder.embed_positions.weight",
+        "from row 2",
+        "Every source is known.",
+    ):
+        assert words in text
+        assert words in page
+    assert positions.to_dict()["complete"] is True
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("gpt2", "Positions come from a learned table transformer.wpe.weight"),
+        ("bloom", "Positions come from a ALiBi"),
+        ("mamba", "a recurrence or long convolution backbone.layers.*.mixer (MambaMixer). There is nothing to patch"),
+    ],
+)
+def test_a_refusal_names_what_the_model_has(model_type: str, words: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        patch_model(build_text_model(model_type), "yarn", scale=4)
+    assert words in str(error.value)
+
+
+# Every text type
+
+# Types with something that no source accounts for, and why that is so.
+_LEFT = (
+    "recurrence",
+    "convolution or short window",
+    "count of keys",
+    "function of position_ids",
+    "unknown source",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", text_types())
+def test_every_text_type_is_certified_or_says_what_is_left(model_type: str) -> None:
+    try:
+        model = build_text_model(model_type)
+    except Exception as error:
+        pytest.skip(f"not built: {error}")
+    try:
+        positions = inspect_positions(model)
+    except UnsupportedModelError as error:
+        pytest.skip(str(error))
+    assert positions.complete != bool(positions.rest)
+    assert {each.kind for each in positions.rest} <= {*_LEFT}
+    assert TOKENS < 8  # shorter than the windows of tiny models
