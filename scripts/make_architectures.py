@@ -148,8 +148,12 @@ def exports(works: dict[str, str]) -> str:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the reason of a refusal without the advice."""
-    return str(error).split(". ")[0].rstrip(".").replace("|", "\\|")
+    """Return the reason of a refusal without the advice: where positions come from, if it says so."""
+    sentences = str(error).split(". ")
+    reason = next(
+        (each for each in sentences if each.startswith("Positions come from")), sentences[0]
+    )
+    return reason.rstrip(".").replace("|", "\\|")
 
 
 def refusal(model_type: str) -> tuple[str, str]:

@@ -72,7 +72,8 @@ class Source:
         return first + (f" (+{len(more)})" if more else "")
 
     def __str__(self) -> str:
-        return f"a {self.kind} {self.where}" + (f" ({self.facts})" if self.facts else "")
+        article = "" if self.kind in (ALIBI, SINKS) else "an " if self.kind == UNKNOWN else "a "
+        return f"{article}{self.kind} {self.where}" + (f" ({self.facts})" if self.facts else "")
 
 
 @dataclass(frozen=True)

@@ -187,7 +187,7 @@ def _varies(value: Tensor, longer: Tensor) -> bool:
 
 def _slopes(value: Tensor) -> tuple[float, ...] | None:
     """Return the factors on the place of the key, where an argument (..., heads, queries, keys) is linear in it."""
-    if value.shape[-1] < TOKENS or value.dim() < 2:
+    if not value.numel() or value.shape[-1] < TOKENS or value.dim() < 2:
         return None
     steps = value.double()[..., -1, :].diff(dim=-1).reshape(-1, value.shape[-1] - 1)
     size = float(steps.abs().max())

@@ -221,8 +221,11 @@ def test_the_table_prints_in_a_terminal_and_a_notebook() -> None:
     ("model_type", "words"),
     [
         ("gpt2", "Positions come from a learned table transformer.wpe.weight"),
-        ("bloom", "Positions come from a ALiBi"),
-        ("mamba", "a recurrence or long convolution backbone.layers.*.mixer (MambaMixer). There is nothing to patch"),
+        ("bloom", "Positions come from ALiBi"),
+        (
+            "mamba",
+            "a recurrence or long convolution backbone.layers.*.mixer (MambaMixer). There is nothing to patch",
+        ),
     ],
 )
 def test_a_refusal_names_what_the_model_has(model_type: str, words: str) -> None:
