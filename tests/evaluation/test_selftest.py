@@ -161,6 +161,11 @@ def test_the_last_line_says_what_had_no_time(monkeypatch: pytest.MonkeyPatch) ->
     assert hurried.summary.endswith(f". {every:,} cases had no time, first {first}: give more --seconds.")  # fmt: skip
 
 
+def test_cases_that_no_backend_computes_need_no_time() -> None:
+    every = [Case(name, "alibi", "float32", 16) for name in ("cuda flash", "emulated flash", "few")]
+    assert checking.check_all(every, torch.device("cpu"), 0) == {every[0]: None, every[1]: None}
+
+
 def test_an_operator_with_another_contract_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = EmulatedFlash.attend
 

@@ -58,7 +58,7 @@ class SelftestResult:
         device: The device.
         environment: Versions, driver and names, as verdicts are kept by.
         checks: By case, what the comparison with float64 found.
-        not_reached: Cases for which there was no time, whether or not their backend computes them.
+        not_reached: Cases for which there was no time.
         probes: By operator, the claims of its contract and whether it keeps them, or the error that it raised.
         plain: Dtype, head dimension, heads, length, and plain attention's seconds and PyTorch backend by phase.
         methods: By name, the times.
