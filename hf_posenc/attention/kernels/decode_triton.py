@@ -94,7 +94,8 @@ def decode_share(
     first_parameter, second_parameter = bias_parameters(BIAS, FIRST, SECOND, head, valid)
 
     # Features: the first and the second of every rotated pair, and those that stay.
-    q = Q + batch * q_strides[0] + (head * q_strides[1] + row * q_strides[2])[:, None]
+    at_query = head.to(tl.int64) * q_strides[1] + row.to(tl.int64) * q_strides[2]
+    q = Q + batch * q_strides[0] + at_query[:, None]
     k = K + batch * k_strides[0] + key_head.to(tl.int64) * k_strides[1]
     v = V + batch * v_strides[0] + key_head.to(tl.int64) * v_strides[1]
     value_at = tl.arange(0, VALUES)

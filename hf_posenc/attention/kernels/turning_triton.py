@@ -15,7 +15,7 @@ def turn_pairs(
     X and OUT have the axes (turns, batch, heads, rows, features), COS and SIN (turns, batch, rows,
     pairs). HALF and REST are numbers of features as powers of two: of pairs, and of those that stay.
     """
-    turn = tl.program_id(2) // batch
+    turn = (tl.program_id(2) // batch).to(tl.int64)  # with strides, beyond int32 in a long text
     b = (tl.program_id(2) % batch).to(tl.int64)
     r = tl.program_id(0) * BM + tl.arange(0, BM)
     row = r[:, None].to(tl.int64)
@@ -32,8 +32,9 @@ def turn_pairs(
         first_at = START + pair
         second_at = first_at + PAIRS
     x = X + turn * x_strides[0] + b * x_strides[1] + row * x_strides[3]
-    out = OUT + turn.to(tl.int64) * out_strides[0] + b * out_strides[1] + row * out_strides[3]
-    for head in range(tl.program_id(1), heads, tl.num_programs(1)):
+    out = OUT + turn * out_strides[0] + b * out_strides[1] + row * out_strides[3]
+    head = tl.program_id(1).to(tl.int64)
+    for _ in range(tl.program_id(1), heads, tl.num_programs(1)):
         from_head = x + head * x_strides[2]
         to_head = out + head * out_strides[2]
         first = tl.load(from_head + first_at, mask=inside, other=0.0).to(tl.float32)
@@ -46,3 +47,4 @@ def turn_pairs(
             stays = (r < rows)[:, None] & (rest < D - 2 * PAIRS)
             rest = tl.where(rest < START, rest, rest + 2 * PAIRS)
             tl.store(to_head + rest, tl.load(from_head + rest, mask=stays), mask=stays)
+        head += tl.num_programs(1)

@@ -336,6 +336,47 @@ def test_a_turn_and_its_gradient(layout: Layout, features: int, dtype: torch.dty
     assert error(gradient, of_wide.cpu()) < BOUND[dtype]
 
 
+def apart(x: Tensor, axis: int) -> Tensor:
+    """Return x with entries of an axis so far apart that int32 does not count to the third."""
+    far = 2**30 + 8
+    entries = [far if i == axis else stride for i, stride in enumerate(x.contiguous().stride())]
+    memory = x.new_empty((x.shape[axis] - 1) * far + x.numel())  # of which hardly any is touched
+    return memory.as_strided(x.shape, entries).copy_(x)
+
+
+@pytest.mark.parametrize("axis", [0, 2], ids=["turns", "heads"])
+def test_a_turn_of_memory_that_int32_does_not_count(axis: int) -> None:
+    x = torch.randn(3, 1, 3, 5, 16, device=DEVICE).to(HALF)
+    cos, sin = torch.randn(2, 3, 1, 5, 8, device=DEVICE)
+    out = turning.turn(apart(x, axis), cos, sin, 0, False)
+    assert torch.equal(out, turning.turn(x, cos, sin, 0, False))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_attention_in_memory_that_int32_does_not_count(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("kerple_log", heads=3, key_heads=3, dtype=HALF)
+    encoding = case.encoding()
+    call = case.call(encoding)
+    far = replace(call, **{name: apart(getattr(call, name), 1)})
+    assert torch.equal(decode.run(far, encoding)[0], decode.run(call, encoding)[0])
+    case = replace(case, queries=case.length)
+    in_runs(case, monkeypatch)
+    parameters: Any = encoding.parameters
+    call, weights = case.call(encoding), torch.randn(16).to(DEVICE, HALF)
+    found = []
+    for layout in (partial(apart, axis=1), Tensor.clone):
+        leaves = {n: getattr(call, n).detach() for n in ("query", "key", "value")}
+        leaves[name] = layout(leaves[name])
+        given = replace(call, **{n: x.requires_grad_() for n, x in leaves.items()})
+        every = [*leaves.values(), *(parameters[n].requires_grad_() for n in parameters)]
+        out = biased.run(given, encoding)[0]
+        found.append([out, *torch.autograd.grad(out, every, weights.expand_as(out))])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
 def test_a_turn_keeps_its_schema_and_its_fake() -> None:
     x = torch.randn(2, 1, 3, 5, 16, device=DEVICE, requires_grad=True)
     cos, sin = torch.randn(2, 2, 1, 5, 8, device=DEVICE)
