@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,8 +38,25 @@ METHODS: dict[str, dict[str, Any]] = {
     "string": {"window": 32},
     **{name: {"window": 64} for name in ("lm_infinite", "attention_sinks", "sliding_window")},
 }
+PREFILL = {
+    **dict.fromkeys(("rerope", "leaky_rerope", "self_extend"), (7, 11)),
+    "string": (6, 8),
+    "attention_sinks": (10, 12),
+    "lm_infinite": (11, 15),
+    "sliding_window": (2, 2),
+}
+"""Launches of a layer in a prefill by flash attention: with a kernel that turns, and without."""
+STEP = {
+    **dict.fromkeys(("rerope", "leaky_rerope", "self_extend", "lm_infinite"), 27),
+    **dict.fromkeys(("string", "attention_sinks"), 24),
+    "sliding_window": 18,
+    "dual_chunk": 81,
+}
+"""Launches of a layer in a step, where neither flash attention nor a kernel serves (float32, older devices)."""
 FLASH = "emulated flash"
 TURNED = "emulated flash, triton turns"
+
+PAGE = Path(__file__).parents[2] / "docs" / "gpu.md"
 
 _DispatchMode: Any = TorchDispatchMode
 
@@ -117,16 +135,13 @@ def _with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_bands_of_a_prefill(name: str) -> None:
-    if name != "sliding_window":  # turns nothing
-        meter = second_layer(name, LENGTH, TURNED)
+    for backend, most in zip((TURNED, FLASH), PREFILL[name], strict=True):
+        if (name, backend) == ("sliding_window", TURNED):  # turns nothing
+            continue
+        meter = second_layer(name, LENGTH, backend)
         assert not meter.waits, meter.waits
-        assert meter.launches["turn"] in (1, 2)
-        assert meter.launches.total() <= (11 if name == "lm_infinite" else 10), meter.launches
-    meter = second_layer(name, LENGTH, FLASH)
-    assert not meter.waits, meter.waits
-    assert meter.launches["emulated_flash"] in (1, 2, 3)
-    # Without Triton a turn is three launches. Where the far keys end, a third call and its merge join.
-    assert meter.launches.total() <= (15 if name == "lm_infinite" else 12), meter.launches
+        assert meter.launches["emulated_flash"] in (1, 2, 3)
+        assert meter.launches.total() == most, meter.launches
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -149,7 +164,7 @@ def test_chunks_of_a_prefill(backend: str, turn: int) -> None:
     assert not meter.waits, meter.waits
     older = -(-LENGTH // 96) - 2
     assert meter.launches["emulated_flash"] == 2 + older
-    assert meter.launches.total() <= turn + 2 + (2 + 5) + older * (1 + 3), meter.launches
+    assert meter.launches.total() == turn + 2 + (2 + 5) + older * (1 + 3), meter.launches
 
 
 @pytest.mark.parametrize(("backend", "turn"), [(FLASH, 3), (TURNED, 1)])
@@ -162,15 +177,27 @@ def test_buckets_of_a_prefill(backend: str, turn: int) -> None:
     assert not meter.waits, meter.waits
     moved = -(-(LENGTH - ORIGINAL) // 64)
     assert meter.launches["emulated_flash"] == 1 + moved
-    assert meter.launches.total() <= 4 + moved * (1 + 2 * turn + 6), meter.launches
+    assert meter.launches.total() == 4 + moved * (1 + 2 * turn + 6), meter.launches
 
 
-@pytest.mark.parametrize(("name", "most"), [("rerope", 60), ("attention_sinks", 45)])
-def test_bands_of_a_step_on_the_general_path(name: str, most: int) -> None:
-    """The cost of a step where flash attention does not serve (float32, older devices)."""
-    meter = second_layer(name, 1, "few")
+@pytest.mark.parametrize("name", STEP)
+def test_bands_of_a_step_on_the_general_path(name: str) -> None:
+    meter = second_layer(name, 1, "exact" if name == "dual_chunk" else "few")
     assert not meter.waits, meter.waits
-    assert meter.launches.total() <= most, meter.launches
+    assert meter.launches.total() == STEP[name], meter.launches
+
+
+def test_the_page_has_these_numbers() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    numbers = {row[0]: row[1:] for row in rows}
+    for name, (turned, plain) in PREFILL.items():
+        (row,) = (
+            found for names, found in numbers.items() if f"`{name}`" in names and len(found) == 2
+        )
+        assert row == [str(turned), f"{plain} |"]
+    least, *_, most = sorted(STEP.values())[:-1]
+    assert f"serves makes {least} to {most} (`dual_chunk`: {STEP['dual_chunk']})" in page
 
 
 def test_frequencies_are_copied_to_a_device_once() -> None:

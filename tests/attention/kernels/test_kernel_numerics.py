@@ -359,7 +359,8 @@ def test_attention_in_memory_that_int32_does_not_count(
     case = Case("kerple_log", heads=3, key_heads=3, dtype=HALF)
     encoding = case.encoding()
     call = case.call(encoding)
-    far = replace(call, **{name: apart(getattr(call, name), 1)})
+    moved: dict[str, Any] = {name: apart(getattr(call, name), 1)}
+    far = replace(call, **moved)
     assert torch.equal(decode.run(far, encoding)[0], decode.run(call, encoding)[0])
     case = replace(case, queries=case.length)
     in_runs(case, monkeypatch)
@@ -367,7 +368,7 @@ def test_attention_in_memory_that_int32_does_not_count(
     call, weights = case.call(encoding), torch.randn(16).to(DEVICE, HALF)
     found = []
     for layout in (partial(apart, axis=1), Tensor.clone):
-        leaves = {n: getattr(call, n).detach() for n in ("query", "key", "value")}
+        leaves: dict[str, Any] = {n: getattr(call, n) for n in ("query", "key", "value")}
         leaves[name] = layout(leaves[name])
         given = replace(call, **{n: x.requires_grad_() for n, x in leaves.items()})
         every = [*leaves.values(), *(parameters[n].requires_grad_() for n in parameters)]
