@@ -23,6 +23,7 @@ from hf_posenc.methods.base import (
     RopeScaling,
     Scaled,
     bucket_length,
+    needs_no_rotation,
     seam_of,
 )
 from hf_posenc.methods.bias import DistanceBias, RelativeKeys
@@ -52,7 +53,15 @@ from hf_posenc.methods.yarn import (
     YaRN,
 )
 
-__all__ = ["METHODS", "Method", "available_methods", "bucket_length", "get_method", "seam_of"]
+__all__ = [
+    "METHODS",
+    "Method",
+    "available_methods",
+    "bucket_length",
+    "get_method",
+    "needs_no_rotation",
+    "seam_of",
+]
 __all__ += ["Length", "RopeScaling", "Scaled", "LengthDependent", "Dynamic"]
 __all__ += ["Band", "RotaryBands", "DistanceBias", "RelativeKeys"]
 # Methods stand in the order of the documentation, which decides that of `METHODS`.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -291,6 +291,11 @@ def seam_of(method: Method) -> str:
     if isinstance(method, LengthDependent) and method.update != "sequence":
         return "attention"  # each query, or each row of the batch, has frequencies of its own
     return method.seam
+
+
+def needs_no_rotation(methods: Iterable[Method | type[Method]]) -> bool:
+    """Return whether all of these methods act in layers that do not rotate too, since they only multiply queries."""
+    return all(method.seam == "query" for method in methods)
 
 
 def starting_table(rope: RopeSpec, scale: float | Tensor) -> Tensor:

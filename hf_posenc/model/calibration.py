@@ -154,8 +154,15 @@ def calibrate(
     for module, calls in native.items():
         name, first, unrotated = names[module], calls[0], still[module][0]
         _check_arguments(name, module, calls)
-        # Tables of two layer types may hold the same frequencies: the layer's own comes first.
-        candidates = sorted(tables, key=lambda one: one.label != layer_type(module, one.config))
+        inner = next((m for m in module.modules() if isinstance(m, RepositionedRotary)), None)
+        # Tables may hold the same frequencies: the layer's own comes first, or that of its type.
+        candidates = sorted(
+            tables,
+            key=lambda table: (
+                wrappers[id(table.module)] is not inner,
+                table.label != layer_type(module, table.config),
+            ),
+        )
         rotation, index = None, None
         if needed or not torch.equal(first.query, unrotated.query):
             frequencies = [_in_force(table, wrappers) for table in candidates]
@@ -165,7 +172,6 @@ def calibrate(
                 if needed:
                     raise
                 index = 0  # it rotates, in a way that need not be known
-        inner = next((m for m in module.modules() if isinstance(m, RepositionedRotary)), None)
         if inner is not None:
             inner.inside_attention = True
         elif first.kwargs.get("position_ids") is None:

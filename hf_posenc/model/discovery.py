@@ -354,12 +354,15 @@ def _geometric_base(rotated: Tensor, dim: int) -> float | None:
 # The tables of a choice of layers
 
 
-def select(tables: Tables, layers: str | Sequence[int], *, whole: bool) -> tuple[RotaryTable, ...]:
+def select(
+    tables: Tables, layers: str | Sequence[int], *, whole: bool, rotated: bool = True
+) -> tuple[RotaryTable, ...]:
     """Return the tables that serve the chosen layers; those of `"full"` are neither sliding-window nor chunked ones.
 
-    If `whole`, the tables themselves are to be changed, so indices must be exactly those of one or more tables.
+    If `whole`, the tables themselves are to be changed, so indices must be exactly those of one or more tables. If not
+    `rotated`, the layers are chosen whether they rotate or not: all tables.
     """
-    if layers == "all":
+    if layers == "all" or (layers == "full" and not rotated):
         return tuple(tables)
     if layers == "full":
         chosen = tuple(table for table in tables if not table.label.startswith(_LOCAL))
@@ -375,15 +378,23 @@ def select(tables: Tables, layers: str | Sequence[int], *, whole: bool) -> tuple
         or not all(isinstance(layer, int) for layer in layers)
     ):
         raise PosencError(f'layers is "full", "all" or a list of layer indices, not {layers!r}.')
+    if not rotated:
+        return tuple(tables)
     requested = set(layers)
     groups = [(table, _layers_of(table)) for table in tables]
+    rotating = frozenset[int]().union(*(served for _, served in groups))
+    if unserved := sorted(requested - rotating):
+        raise PosencError(
+            f"layers={sorted(requested)}: no rotary table serves layer {', '.join(map(str, unserved))}. Layers that "
+            f"have one: {', '.join(map(str, sorted(rotating))) or 'unknown'}."
+        )
     matching = [
         (table, served)
         for table, served in groups
         if served & requested and (served <= requested or not whole)
     ]
     covered = {layer for _, served in matching for layer in served & requested}
-    if not requested or covered != requested:
+    if covered != requested:
         listing = "; ".join(
             f"{table.label or table.name}: {', '.join(map(str, sorted(served))) or 'unknown'}"
             for table, served in groups

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
-from hf_posenc.methods import LengthDependent, seam_of
+from hf_posenc.methods import LengthDependent, LogN, Method, needs_no_rotation, seam_of
 from hf_posenc.model.attention import (
     IMPLEMENTATION,
     LAYER,
@@ -190,17 +190,15 @@ def _give_encodings(
 ) -> None:
     """Give every attention layer its encoding, and the rotary modules the positions at which keys are cached."""
     base = Encoding.of(state.in_attention, state.original)
+    unrotated = Encoding.of(_of_queries(state.in_attention), state.original)
     # Layers whose table is a chosen one; not all of them need be chosen themselves.
     sharing = [layer for layer in layers if layer.table in tables]
-    chosen = [layer for layer in sharing if _is_chosen(layer, state.config.layers)]
-    if not chosen:
-        raise UnsupportedModelError(
-            f"No layer that rotates is among layers={state.config.layers!r}; "
-            'layers="all" includes sliding-window layers.'
-        )
+    chosen = _chosen(layers, sharing, tables[0].config, state)
     for layer in layers:
         encoding = Encoding(state.original, layer.recorded.query.shape[1], layer.rotation)
-        if layer in chosen:
+        if layer in chosen and layer.table is None:
+            encoding = replace(unrotated, heads=encoding.heads)
+        elif layer in chosen:
             encoding = _encoding(base, layer, state)
         elif layer in sharing:
             encoding = replace(encoding, cached_by=base)
@@ -212,13 +210,51 @@ def _give_encodings(
         wrapper.encoding = base if wrapper.labels else None
 
 
-def _is_chosen(layer: CalibratedLayer, layers: str | Sequence[int]) -> bool:
-    assert layer.table is not None
-    if layers == "all":
-        return True
-    if isinstance(layers, str):
-        return not attends_locally(layer.module, layer.table.config)
-    return layer_index(layer.name, layer.module) in layers
+def _chosen(
+    layers: Sequence[CalibratedLayer],
+    sharing: Sequence[CalibratedLayer],
+    config: Any,
+    state: State,
+) -> list[CalibratedLayer]:
+    """Return the layers in which a method is in force: layers that rotate, and others where it multiplies queries.
+
+    Raises:
+        UnsupportedModelError: A choice that some method cannot change.
+    """
+    methods, requested = state.in_attention, state.config.layers
+    scaled = [layer for layer in layers if layer.table is None] if _of_queries(methods) else []
+    eligible = [*sharing, *scaled] if needs_no_rotation(methods) else [*sharing]
+    numbers = {layer_index(layer.name, layer.module) for layer in eligible}
+
+    def chosen(layer: CalibratedLayer) -> bool:
+        if requested == "all":
+            return True
+        if isinstance(requested, str):
+            return not attends_locally(layer.module, config)
+        return layer_index(layer.name, layer.module) in requested
+
+    if not isinstance(requested, str) and (missing := sorted({*requested} - numbers)):
+        names = ", ".join(method.name for method in methods)
+        possible = ", ".join(str(number) for number in sorted(n for n in numbers if n is not None))
+        raise UnsupportedModelError(
+            f"layers={list(requested)}: {names} would change nothing in {', '.join(map(str, missing))}, which has no "
+            f"attention or no rotation. Layers that it changes: {possible or 'none'}."
+        )
+    if not any(chosen(layer) for layer in eligible):
+        raise UnsupportedModelError(
+            f"No layer that rotates is among layers={requested!r}; "
+            'layers="all" includes sliding-window layers.'
+        )
+    return [layer for layer in (*sharing, *scaled) if chosen(layer)]
+
+
+def _of_queries(methods: Sequence[Method]) -> list[Method]:
+    """Return the methods of layers that do not rotate: those that multiply queries."""
+    return [
+        LogN() if getattr(method, "log_n", False) else method
+        for method in methods
+        if seam_of(method) == "query" or getattr(method, "log_n", False)
+    ]
 
 
 def _encoding(base: Encoding, layer: CalibratedLayer, state: State) -> Encoding:

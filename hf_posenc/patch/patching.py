@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
-from hf_posenc.methods import PositionInterpolation, RopeScaling
+from hf_posenc.methods import PositionInterpolation, RopeScaling, needs_no_rotation
 from hf_posenc.model.discovery import (
     NoRotaryError,
     RotaryTable,
@@ -206,7 +206,8 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
     """Install every method: frequencies first, since attention rotates by them."""
     others = state.in_attention
     scalings = [method for method in state.methods if isinstance(method, RopeScaling)]
-    tables = select(every, state.config.layers, whole=bool(scalings))
+    rotated = not needs_no_rotation(state.methods)
+    tables = select(every, state.config.layers, whole=bool(scalings), rotated=rotated)
     sincos = [table for table in tables if isinstance(table, SinCosTable)]
     if sincos and others:
         raise UnsupportedModelError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.lengths import plain, read_length
-from hf_posenc.methods import Method, seam_of
+from hf_posenc.methods import Method, needs_no_rotation, seam_of
 from hf_posenc.model.discovery import RotaryTable, original_length, select
 from hf_posenc.patch.config import Layers, PatchConfig, check_option, named_method
 from hf_posenc.patch.state import State
@@ -49,7 +49,7 @@ def resolve_request(
     if isinstance(layers, Iterable) and not isinstance(layers, str):
         layers = tuple(plain(layers))
         _check_layers(tables, layers)
-    tables = select(tables, layers, whole=whole)
+    tables = select(tables, layers, whole=whole, rotated=not needs_no_rotation(parts))
     if whole:
         _check_scaled(tables, compose=compose, replace=replace)
     elif replace and any(table.scaled for table in tables):

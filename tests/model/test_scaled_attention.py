@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, reference
 from tests.support.attention_ways import in_steps
+from tests.support.selection import covering
 
 IDS = zoo.tokens(50)
 
@@ -124,6 +126,81 @@ def test_chosen_layers() -> None:
     assert torch.equal(calls.queries[0], calls.queries[2])
     assert not torch.equal(calls.queries[1], calls.queries[3])
     AttentionInterface._global_mapping.pop("spy")
+
+
+NOPE: dict[str, tuple[tuple[int, ...], ...]] = {
+    "smollm3": ((0, 1, 2, 3), (0, 1, 2, 3)),  # layer 3 does not rotate
+    "cohere2": ((1, 3), (0, 1, 2, 3)),  # its full layers do not
+    **dict.fromkeys(("afmoe", "beam", "exaone4"), ((1, 3), (0, 1, 2, 3))),
+}
+"""Types with layers that do not rotate: those with full attention, and all."""
+
+
+def in_the_open(model: PreTrainedModel, layers: tuple[int, ...], ids: Tensor) -> Tensor:
+    """Logits with the queries of some layers scaled by the formula, before transformers' own sdpa."""
+    position = torch.arange(ids.shape[1], dtype=torch.float64)
+    factor = (torch.log(position + 1) / math.log(ORIGINAL)).clamp(min=1).float()[:, None]
+
+    def attention(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        scaled = query * factor if module.layer_idx in layers else query
+        return sdpa_attention_forward(module, scaled, *args, **kwargs)
+
+    AttentionInterface.register("in_the_open", attention)
+    AttentionMaskInterface.register("in_the_open", sdpa_mask)
+    choose(model, "in_the_open")
+    try:
+        return zoo.logits(model, ids)
+    finally:
+        AttentionInterface._global_mapping.pop("in_the_open")
+        AttentionMaskInterface._global_mapping.pop("in_the_open")
+
+
+@pytest.mark.parametrize(("model_type", "choice"), covering(NOPE, ["full", "all", (1, 3)]))
+def test_layers_that_do_not_rotate_have_it_too(model_type: str, choice: Any) -> None:
+    model, (full, every) = zoo.build(model_type), NOPE[model_type]
+    expected = {"full": full, "all": every}.get(choice, choice)
+    want = in_the_open(zoo.twin(model), expected, IDS)
+    patch_model(model, "log_n", layers=choice, original_max_position_embeddings=ORIGINAL)
+    assert zoo.relative_difference(zoo.logits(model, IDS), want) < 1e-5
+
+
+def test_beside_bands_layers_that_do_not_rotate_have_it_too() -> None:
+    model = zoo.build("smollm3")
+    want = in_the_open(zoo.twin(model), (0, 1, 2, 3), IDS)
+    for methods in (
+        [ReRoPE(window=99), LogN()],
+        ReRoPE(window=99, log_n=True),
+    ):  # bands that change nothing
+        patch_model(model, methods, original_max_position_embeddings=ORIGINAL)
+        assert zoo.relative_difference(zoo.logits(model, IDS), want) < 1e-4
+        unpatch_model(model)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "layers", "message"),
+    [
+        ("smollm3", "rerope", [2, 3], r"rerope would change nothing in 3.*it changes: 0, 1, 2\."),
+        ("lfm3", "log_n", [1, 3], r"log_n would change nothing in 3.*it changes: 1, 2\."),
+        ("beam", "rerope", [3], r"no rotary table serves layer 3.*have one: 0, 2\."),
+        ("smollm3", "log_n", [4], "this model has 4 layers, numbered from 0 to 3"),
+    ],
+)
+def test_layers_in_which_a_method_has_nothing_to_change(
+    model_type: str, method: str, layers: list[int], message: str
+) -> None:
+    model = zoo.build(model_type)
+    with pytest.raises(PosencError, match=message):
+        patch_model(model, method, layers=layers)
+    assert get_patch(model) is None
+
+
+def test_a_layer_with_a_rotary_of_its_own_is_chosen_by_it() -> None:
+    """Although those of the other layers hold the same frequencies."""
+    model = zoo.build("moshi")
+    patch_model(model, "rerope", layers=[3])
+    state = get_patch(model)
+    assert state is not None
+    assert state.layers == ("model.layers.3.self_attn",)
 
 
 def test_a_copy_in_another_process_registers_its_implementation() -> None:
