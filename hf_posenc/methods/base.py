@@ -287,7 +287,7 @@ def bucket_length(m: Tensor, original: int, bucket: int) -> Tensor:
 
 
 def seam_of(method: Method) -> str:
-    """Return the seam of a method object: `"rotary"`, `"attention"`, `"bias"` or `"query"`."""
+    """Return the seam of a method object: `"rotary"`, `"attention"`, `"bias"`, `"query"` or `"table"`."""
     if isinstance(method, LengthDependent) and method.update != "sequence":
         return "attention"  # each query, or each row of the batch, has frequencies of its own
     return method.seam

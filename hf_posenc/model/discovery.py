@@ -149,8 +149,8 @@ def tables_of(model: nn.Module) -> tuple[RotaryTable, ...]:
             f"{kinds}. hf_posenc patches the positions of text."
         )
     raise NoRotaryError(
-        f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. This "
-        "version patches models with RoPE and no others."
+        f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. "
+        "inspect_positions(model) finds where its positions come from."
     )
 
 

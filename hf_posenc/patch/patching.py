@@ -29,10 +29,11 @@ from hf_posenc.patch import export
 from hf_posenc.patch.config import Layers
 from hf_posenc.patch.frequencies import install_rotary, install_sincos
 from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
-from hf_posenc.patch.request import MethodLike, resolve_request
+from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
 from hf_posenc.seams.inspection import Positions, inspect
+from hf_posenc.seams.native import NATIVE, NativeSeam, choose
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -97,8 +98,9 @@ def _patch(
         # time of a patch, so there is one only where tensors would be made elsewhere.
         elsewhere = torch.empty(0).device.type != "cpu"
         with torch.device("cpu") if elsewhere else contextlib.nullcontext():
-            tables = _tables(inner)
-            state = resolve_request(tables, method, **request)
+            source = _source(inner, method)
+            state = resolve_request(source, method, **request)
+            tables = () if isinstance(source, NativeSeam) else source
             if earlier is not None:
                 if _is_same(state, earlier, scaled=any(table.scaled for table in tables)):
                     put_back()
@@ -107,13 +109,17 @@ def _patch(
             if state.in_attention:
                 _refuse_prompts(model)
             _refuse_damaged(damage, state)
-            if uncertain := uncertain_rotaries(inner, tables):
+            if tables and (uncertain := uncertain_rotaries(inner, tables)):
                 from hf_posenc.model.calibration import certify  # imports transformers
 
                 certify(inner, uncertain)
             setattr(inner, STATE, state)
             try:
-                _install(inner, state, own_config(model, tables))
+                if isinstance(source, NativeSeam):
+                    (state.native,) = own_config(model, (source,))
+                    state.native.install(inner, state, state.methods[0])
+                else:
+                    _install(inner, state, own_config(model, source))
             except BaseException as error:
                 _undo(inner, state)
                 if isinstance(error, UnsupportedModelError) and state.in_attention:
@@ -126,18 +132,31 @@ def _patch(
     return put_back
 
 
-def _tables(model: nn.Module) -> tuple[RotaryTable, ...]:
-    """Return the rotary tables of a model; raise for one without, naming where its positions come from."""
+SEAMS: tuple[type[NativeSeam], ...] = ()
+"""The seams of models without rotary embedding."""
+
+
+def _source(model: nn.Module, method: MethodLike) -> tuple[RotaryTable, ...] | NativeSeam:
+    """Return what a request patches: the rotary tables of a model, or another seam that is found by trial.
+
+    Raises:
+        UnsupportedModelError: Neither, with the places where the model's positions come from.
+    """
+    methods = named(method)
+    lack: UnsupportedModelError | None = None
     try:
-        return tables_of(model)
+        tables = tables_of(model)
+        if all(one.seam not in NATIVE for one in methods):
+            return tables
     except NoRotaryError as error:
-        try:
-            positions = inspect(model)
-        except UnsupportedModelError:
-            raise error from None
-        raise UnsupportedModelError(
-            f"{type(model).__name__} has no rotary embedding. {positions.describe()}. {positions.advice()}"
-        ) from None
+        lack = error
+    try:
+        positions = inspect(model)
+    except UnsupportedModelError:
+        if lack is None or any(one.seam in NATIVE for one in methods):
+            raise
+        raise lack from None
+    return choose(SEAMS, model, positions, methods)
 
 
 def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
@@ -313,8 +332,10 @@ def get_patch(model: nn.Module) -> Patch | None:
         from hf_posenc.patch.attention import patched_layers
 
         layers = tuple(patched_layers(unwrap(model)))
-    tables, lengths = inspect_rope(model), (state.original, state.extended)
-    return Patch(state.config, tables, *lengths, state.export, layers, state.attention)
+    inner, lengths = unwrap(model), (state.original, state.extended)
+    tables = EffectiveTables() if state.native is not None else inspect_rope(model)
+    places = tuple(state.native.rows(inner)) if state.native is not None else ()
+    return Patch(state.config, tables, *lengths, state.export, layers, state.attention, places)
 
 
 def inspect_positions(model: nn.Module) -> Positions:

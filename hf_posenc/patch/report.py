@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_posenc.patch.config import PatchConfig
+from hf_posenc.seams.inspection import html_table, text_table
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,16 +57,13 @@ class EffectiveTables(tuple[EffectiveTable, ...]):
     """A tuple of rotary tables that a terminal and a notebook show as one table, a row each."""
 
     def __repr__(self) -> str:
-        rows = [COLUMNS, *(table.row() for table in self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+        return text_table(self._rows())
 
     def _repr_html_(self) -> str:
-        def cells(tag: str, row: tuple[str, ...]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        return html_table(self._rows())
 
-        body = "".join(cells("td", table.row()) for table in self)
-        return f"<table><thead>{cells('th', COLUMNS)}</thead><tbody>{body}</tbody></table>"
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [COLUMNS, *(table.row() for table in self)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,13 +72,15 @@ class Patch:
 
     Attributes:
         config: The request, with everything resolved.
-        tables: Every rotary table of the text decoder, patched or not.
-        original_max_position_embeddings: The context length that the method starts from, in tokens.
+        tables: Every rotary table of the text decoder, patched or not; empty where another seam is patched.
+        original_max_position_embeddings: The context length that the method starts from, in tokens; 0 if the model has
+            none.
         extended_length: The context length that it reaches; `None` for methods that follow the text.
         export: How plain transformers computes the patch after `save_pretrained`: by `"rope_parameters"`, as a
             `"longrope"` list, from the `"weights"`; `None` where only hf_posenc can (`from_pretrained`, `load_patch`).
         layers: The attention layers in which a method computes attention itself, by path.
         attention: The attention implementation that it replaces; `None` where none is replaced.
+        places: What is patched in a model without rotary embedding, as rows of a table, its heading first.
     """
 
     config: PatchConfig
@@ -90,6 +90,7 @@ class Patch:
     export: str | None
     layers: tuple[str, ...] = ()
     attention: str | None = None
+    places: tuple[tuple[str, ...], ...] = ()
 
     @property
     def method(self) -> str:
@@ -107,13 +108,14 @@ class Patch:
         return dict(self.config.parts[0][1])
 
     def __str__(self) -> str:
-        return f"{self.config}\n{self._notes()}\n{self.tables}"
+        table = text_table(self.places) if self.places else self.tables
+        return f"{self.config}\n{self._notes()}\n{table}"
 
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
         title = f"<b>{html.escape(str(self.config))}</b><br>{html.escape(self._notes())}"
-        return title + self.tables._repr_html_()
+        return title + (html_table(self.places) if self.places else self.tables._repr_html_())
 
     def _notes(self) -> str:
         reach = "the text's own length"
@@ -125,7 +127,7 @@ class Patch:
             "weights": "saves in the weights, that plain transformers loads",
             None: "saves for hf_posenc.from_pretrained only",
         }[self.export]
-        notes = f"{self.original_max_position_embeddings} -> {reach}; {saved}"
+        notes = f"{self.original_max_position_embeddings or 'any length'} -> {reach}; {saved}"
         if self.attention is None:
             return notes
         layers = f"attention of {len(self.layers)} layers"

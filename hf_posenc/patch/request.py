@@ -12,6 +12,7 @@ from hf_posenc.methods import Method, needs_no_rotation, seam_of
 from hf_posenc.model.discovery import RotaryTable, original_length, select
 from hf_posenc.patch.config import Layers, PatchConfig, check_option, named_method
 from hf_posenc.patch.state import State
+from hf_posenc.seams.native import NativeSeam
 
 _LONGEST = 1e15  # tokens
 MethodLike = str | Method | Sequence["str | Method"]
@@ -19,7 +20,7 @@ MethodLike = str | Method | Sequence["str | Method"]
 
 
 def resolve_request(
-    tables: Sequence[RotaryTable],
+    source: Sequence[RotaryTable] | NativeSeam,
     method: MethodLike,
     *,
     scale: float | None = None,
@@ -30,7 +31,10 @@ def resolve_request(
     replace: bool = False,
     **options: Any,
 ) -> State:
-    """Return the state of a patch to be installed in the model with these tables, by `patch_model`'s arguments."""
+    """Return the state of a patch to be installed in a model's rotary tables or another seam.
+
+    The other arguments are those of `patch_model`.
+    """
     for switch, value in (("compose", compose), ("replace", replace)):
         if not isinstance(value, bool):
             raise PosencError(f"{switch} is True or False, not {value!r}.")
@@ -42,28 +46,26 @@ def resolve_request(
         raise PosencError(
             "compose=True and replace=True exclude each other: scale what is there, or drop it first."
         )
-    parts = _named(method)
+    parts = named(method)
     if len(parts) > 1:
         _check_list(parts, scale, options)
-    whole = any(part.seam == "rotary" for part in parts)
     if isinstance(layers, Iterable) and not isinstance(layers, str):
         layers = tuple(plain(layers))
-        _check_layers(tables, layers)
-    tables = select(tables, layers, whole=whole, rotated=not needs_no_rotation(parts))
-    if whole:
-        _check_scaled(tables, compose=compose, replace=replace)
-    elif replace and any(table.scaled for table in tables):
-        raise PosencError(
-            "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
-            "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out; unpatch_model(model) undoes a patch."
-        )
-    else:  # attention starts from the frequencies in force
-        compose = compose or any(table.scaled for table in tables)
-    if original_max_position_embeddings is None:
-        original = _common_length(tables, compose=compose)
-    else:
+    given: int | None = None
+    if original_max_position_embeddings is not None:
         name = "original_max_position_embeddings"
-        original = read_length(original_max_position_embeddings, name)
+        given = read_length(original_max_position_embeddings, name)
+    if isinstance(source, NativeSeam):
+        _check_native(layers, compose=compose)
+        original = source.length or 0 if given is None else given
+        if not original and target is not None:
+            raise PosencError(
+                "The model names no context length that target_length= could be divided by. Give scale=, or "
+                "original_max_position_embeddings=, the number of tokens that it was trained on."
+            )
+    else:
+        tables, compose = _rotary(source, parts, layers, compose=compose, replace=replace)
+        original = _common_length(tables, compose=compose) if given is None else given
     methods: list[Method] = []
     extended: int | None = None
     for part in parts:
@@ -81,16 +83,56 @@ def resolve_request(
         method=first.name,
         options={knob: value for knob, value in first.options().items() if knob != "scale"},
         scale=getattr(first, "scale", None),
-        original_max_position_embeddings=original,
+        original_max_position_embeddings=original or None,
         layers=layers if isinstance(layers, str) else tuple(layers),
         compose=compose,
         replace=replace,
         others=tuple((other.name, other.options()) for other in others),
     )
-    return State(config, original, extended, tuple(methods))
+    native = source if isinstance(source, NativeSeam) else None
+    return State(config, original, extended, tuple(methods), native)
 
 
-def _named(method: Any) -> list[Method | type[Method]]:
+def _rotary(
+    tables: Sequence[RotaryTable],
+    parts: Sequence[Method | type[Method]],
+    layers: Layers,
+    *,
+    compose: bool,
+    replace: bool,
+) -> tuple[Sequence[RotaryTable], bool]:
+    """Return the tables of the chosen layers, and `compose` as it is in force."""
+    whole = any(part.seam == "rotary" for part in parts)
+    if isinstance(layers, tuple):
+        _check_layers(tables, layers)
+    tables = select(tables, layers, whole=whole, rotated=not needs_no_rotation(parts))
+    if whole:
+        _check_scaled(tables, compose=compose, replace=replace)
+        return tables, compose
+    if replace and any(table.scaled for table in tables):
+        raise PosencError(
+            "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
+            "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out; unpatch_model(model) undoes a patch."
+        )
+    # attention starts from the frequencies in force
+    return tables, compose or any(table.scaled for table in tables)
+
+
+def _check_native(layers: Layers, *, compose: bool) -> None:
+    """Refuse what has no meaning in a model without rotary embedding."""
+    if layers not in ("full", "all"):
+        raise PosencError(
+            f"layers={layers if isinstance(layers, str) else list(layers)!r} chooses among rotary layers, and this "
+            "model has none: positions enter it for all layers at once. Leave it out."
+        )
+    if compose:
+        raise PosencError(
+            "compose=True scales the rotary frequencies of a checkpoint once more, and this model has none. Leave it "
+            "out."
+        )
+
+
+def named(method: Any) -> list[Method | type[Method]]:
     """Return the methods that a request names, as objects or classes; refuse whatever is no method."""
     named = list(method) if isinstance(method, list | tuple) else [method]
     if not named:
@@ -212,6 +254,6 @@ def _build(
         raise PosencError(
             f"scale={scale:g} extends {original} tokens to {original * scale:g}: give a smaller one."
         )
-    if target is None and scale is not None and not part.follows_text:
+    if target is None and scale is not None and original and not part.follows_text:
         target = math.ceil(original * scale)
     return part, target

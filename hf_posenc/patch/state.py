@@ -5,19 +5,23 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.methods import Method, seam_of
-from hf_posenc.model.discovery import RotaryTable, SinCosTable
+from hf_posenc.model.discovery import RotaryTable
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
+from hf_posenc.seams.native import NativeSeam, Swappable
 
 STATE = "_hf_posenc"
 """The attribute of a patched model that holds its `State`."""
+
+
+_SeamT = TypeVar("_SeamT", RotaryTable, NativeSeam)
 
 
 @dataclass
@@ -25,12 +29,13 @@ class State:
     """The record that undoes a patch; kept in the model, so that a deepcopied one carries its own.
 
     Attributes:
-        original: The original context length, in tokens.
+        original: The original context length, in tokens; 0 if the model has none.
         extended: The context length that the patch reaches; `None` where it follows the text.
+        native: The seam of a model without rotary embedding; `None` where rotation is patched.
         export: The form in which plain transformers computes the patch, as in `Patch`.
         attention: The attention implementation that the engine replaces, as in `Patch`.
         changes: Every config and module with attributes that were set, and their values from before.
-        tensors: The sin-cos tables that were swapped, and their tensors from before.
+        tensors: The tables that were swapped, and their tensors from before.
         hooks: The forward hooks that refuse texts past the end of those tables, or count positions without padding.
         warned: True once saving has warned that the patch is not loaded with the folder by everyone.
         adapters: The PEFT configs that saving has made carry the patch.
@@ -40,10 +45,11 @@ class State:
     original: int
     extended: int | None
     methods: tuple[Method, ...]
+    native: NativeSeam | None = None
     export: str | None = None
     attention: str | None = None
     changes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
-    tensors: list[tuple[SinCosTable, Tensor]] = field(default_factory=list)
+    tensors: list[tuple[Swappable, Tensor]] = field(default_factory=list)
     hooks: list[RemovableHandle] = field(default_factory=list)
     warned: bool = False
     adapters: list[Any] = field(default_factory=list)
@@ -51,6 +57,8 @@ class State:
     @property
     def in_attention(self) -> list[Method]:
         """The methods that compute attention themselves."""
+        if self.native is not None:
+            return []
         return [method for method in self.methods if seam_of(method) != "rotary"]
 
     def set(self, target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,8 +84,8 @@ def state_of(model: nn.Module) -> State | None:
     return getattr(unwrap(model), STATE, None)
 
 
-def own_config(model: nn.Module, tables: Sequence[RotaryTable]) -> tuple[RotaryTable, ...]:
-    """Give a model, wrappers around it included, configs of its own, and return its tables with them.
+def own_config(model: nn.Module, seams: Sequence[_SeamT]) -> tuple[_SeamT, ...]:
+    """Give a model, wrappers around it included, configs of its own, and return its tables or seam with them.
 
     Two models built from one config object share it, and only one of them is to be patched.
     """
@@ -86,7 +94,7 @@ def own_config(model: nn.Module, tables: Sequence[RotaryTable]) -> tuple[RotaryT
         config = vars(module).get("config")
         if hasattr(config, "get_text_config"):
             vars(module)["config"] = copy.deepcopy(config, copies)
-    return tuple(replace(each, config=copies.get(id(each.config), each.config)) for each in tables)
+    return tuple(replace(each, config=copies.get(id(each.config), each.config)) for each in seams)
 
 
 def replace_modules(model: nn.Module, replacements: Mapping[int, nn.Module]) -> None:

@@ -129,12 +129,6 @@ class Positions:
             filter(None, (", ".join(listed[:-1]), listed[-1]))
         )
 
-    def advice(self) -> str:
-        """Return what can be done with these sources, after `describe` in a refusal."""
-        if any(source.kind == RECURRENCE for source in self.rest) and not self.sources:
-            return "There is nothing to patch: a recurrence has no positions."
-        return "hf_posenc has no method for that: it patches rotary embeddings."
-
     def rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table, its heading first."""
         heading = ("positions come from", "where", "facts", "absolute", "relative")
@@ -166,18 +160,31 @@ class Positions:
         }
 
     def __repr__(self) -> str:
-        widths = [max(map(len, column)) for column in zip(*self.rows(), strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in self.rows()]
-        return "\n".join((*lines, *self.notes()))
+        return "\n".join((text_table(self.rows()), *self.notes()))
 
     def _repr_html_(self) -> str:
-        def cells(tag: str, row: Sequence[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+        return html_table(self.rows()) + "<br>".join(map(html.escape, self.notes()))
 
-        heading, *rows = self.rows()
-        body = "".join(cells("td", row) for row in rows)
-        table = f"<table><thead>{cells('th', heading)}</thead><tbody>{body}</tbody></table>"
-        return table + "<br>".join(map(html.escape, self.notes()))
+
+Rows = Sequence[Sequence[str]]
+"""The cells of a table, its heading first."""
+
+
+def text_table(rows: Rows) -> str:
+    """Return a table as aligned lines."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def html_table(rows: Rows) -> str:
+    """Return a table as HTML."""
+
+    def cells(tag: str, row: Sequence[str]) -> str:
+        return "<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row) + "</tr>"
+
+    heading, *body = rows
+    lines = "".join(cells("td", row) for row in body)
+    return f"<table><thead>{cells('th', heading)}</thead><tbody>{lines}</tbody></table>"
 
 
 Silence = Callable[[], AbstractContextManager[None]]

@@ -1,0 +1,149 @@
+"""Seams of models whose positions come from elsewhere than a rotary embedding: what a seam is, and its choice."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_posenc.errors import PosencError, UnsupportedModelError
+from hf_posenc.methods import METHODS, Method
+from hf_posenc.seams.inspection import RECURRENCE, ROTARY, ROTARY_TABLE, Positions
+
+NATIVE = ("table",)
+"""Seams of methods that have no meaning in a rotary embedding."""
+
+
+class Swappable(Protocol):
+    """A place of a model that holds a tensor."""
+
+    def swap(self, tensor: Tensor) -> None:
+        """Replace the tensor; device and dtype stay."""
+
+
+class Undo(Protocol):
+    """The record of a patch (`hf_posenc.patch.state.State`), to which a seam reports all that it changes.
+
+    Attributes:
+        original: The trained length L that the method starts from, in tokens; 0 if the model has none.
+        extended: The length that the patch reaches; `None` where it has no end.
+        export: The form in which plain transformers computes the patch, as in `Patch`.
+        tensors: Places whose tensor was swapped, and their tensors from before.
+        hooks: Hooks of the patch.
+    """
+
+    original: int
+    extended: int | None
+    export: str | None
+    tensors: list[tuple[Swappable, Tensor]]
+    hooks: list[RemovableHandle]
+
+    def set(self, target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Set attributes of a config or module, and return their values from before."""
+
+    def write_config(self, model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> None:
+        """Write to configs, and to the outermost one the block that `from_pretrained` reads."""
+
+
+@dataclass(frozen=True, eq=False)
+class NativeSeam:
+    """The place where a model gets positions from, and the way to patch it; one subclass for each kind of place.
+
+    A seam is kept in the patched model, so it holds paths rather than modules. All that `install` changes goes through
+    the record of the patch, which undoes it.
+
+    Attributes:
+        config: The config of the model; one of its own once the patch is installed.
+        length: The trained length L, in tokens; `None` if the model has none.
+
+    Class attributes:
+        sources: The kinds of `Source` that the seam patches.
+    """
+
+    config: Any
+    length: int | None
+    sources: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def takes(cls, method: type[Method], source: str) -> bool:
+        """Return whether a method patches a kind of source at this seam."""
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, model: nn.Module, positions: Positions) -> NativeSeam:
+        """Build the seam of a model that has a source which the requested method patches.
+
+        Raises:
+            UnsupportedModelError: A source in a form that cannot be patched.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+        """Patch a model, verify it, and set `state.export`; the caller undoes what an error leaves half done.
+
+        Raises:
+            UnsupportedModelError: A model that cannot take the method.
+            VerificationError: The model does not compute the requested patch.
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
+        """Read the patch back: the cells of a table, its heading first."""
+        raise NotImplementedError
+
+
+Seams = Sequence[type[NativeSeam]]
+
+
+def methods_for(seams: Seams, source: str) -> tuple[str, ...]:
+    """Return the names of the methods that patch a kind of source."""
+    own = [seam for seam in seams if source in seam.sources]
+    return tuple(m.name for m in METHODS if any(seam.takes(m, source) for seam in own))
+
+
+def choose(
+    seams: Seams, model: nn.Module, positions: Positions, methods: Sequence[Method | type[Method]]
+) -> NativeSeam:
+    """Return the seam of a model that the requested methods patch.
+
+    Raises:
+        UnsupportedModelError: The model has none, with the places where its positions come from and what patches them.
+        PosencError: Several methods.
+    """
+    kinds = [each if isinstance(each, type) else type(each) for each in methods]
+    for seam in seams:
+        for source in positions.sources:
+            if source.kind not in seam.sources or not seam.takes(kinds[0], source.kind):
+                continue
+            if len(kinds) > 1:
+                names = ", ".join(kind.name for kind in kinds)
+                raise PosencError(
+                    f"{type(model).__name__} has no rotary embedding and takes one method at a time, not {names}."
+                )
+            return seam.of(model, positions)
+    raise refusal(seams, model, positions, kinds[0])
+
+
+def refusal(
+    seams: Seams, model: nn.Module, positions: Positions, method: type[Method]
+) -> UnsupportedModelError:
+    """Return the error for a method that patches none of a model's sources, naming these and what patches them."""
+    found = dict.fromkeys(source.kind for source in positions.sources)
+    ways = {kind: methods_for(seams, kind) for kind in found}
+    advice = " ".join(
+        f"Methods for a {kind}: {', '.join(names)}." for kind, names in ways.items() if names
+    )
+    if any(source.kind == RECURRENCE for source in positions.rest) and not found:
+        advice = "There is nothing to patch: a recurrence has no positions."
+    rotates = positions.of_kind(ROTARY, ROTARY_TABLE)
+    lacks = f"nothing that {method.name} changes" if rotates else "no rotary embedding"
+    return UnsupportedModelError(
+        f"{type(model).__name__} has {lacks}. {positions.describe()}. "
+        f"{advice or 'hf_posenc has no method for that.'}"
+    )
