@@ -27,7 +27,7 @@ REASONS = {
     "attention in its own code": r"(rotates and attends|computes attention) in (its own code|code of its own)",
     "not runnable on tokens alone": r"cannot be run on a few tokens alone",
     "unknown rotation": r"is not a rotation in a known layout",
-    "both directions": r"sees the text in both directions",
+    "encoder beside a decoder": r"in both directions, or another one, in a model that has a decoder",
     "rotation read elsewhere": r"something besides attention reads the rotation",
     LOCAL: r"Only the layers of type .* rotate|No layer that rotates is among",
 }

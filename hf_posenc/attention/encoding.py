@@ -45,6 +45,7 @@ class Encoding:
         spec: The table that frequencies that move with the length start from.
         parameters: The trained parameters, of `method` and `bias`.
         rotates: False if a bias drops the layer's own rotation.
+        bidirectional: True for a layer of an encoder, which reads the keys after a query too.
         cached_by: The encoding whose positions the keys have, for a layer that is not patched but shares its rotary
             table with patched ones.
         plan: All that follows from these and not from a call.
@@ -59,6 +60,7 @@ class Encoding:
     spec: RopeSpec | None = None
     parameters: Mapping[str, Tensor] | None = None
     rotates: bool = True
+    bidirectional: bool = False
     cached_by: Encoding | None = None
     plan: Plan = field(init=False)
 
@@ -242,9 +244,12 @@ class BandPlan(Plan):
     def __init__(self, encoding: Encoding) -> None:
         super().__init__(encoding)
         assert isinstance(encoding.method, RotaryBands)
-        bands = self.bands = encoding.method.bands(encoding.original)
+        method, original = encoding.method, encoding.original
+        both = encoding.bidirectional
+        bands = method.bidirectional_bands(original) if both else method.bands(original)
+        self.bands = bands
         self._cached = cached = bands[-1].key_position
-        self.kernel = _band_kernel(bands)
+        self.kernel = None if both else _band_kernel(bands)
         self.counts_from_zero = any(
             band.chunk is not None or band.keys is not None for band in bands
         )

@@ -110,7 +110,8 @@ def score_bias(
     """Return what a bias adds to the scores of some scaled queries of a call, (batch or 1, heads, queries, keys)."""
     method, parameters = encoding.bias, encoding.parameters or {}
     m, n, scaling = call.query_position[:, start:stop], call.key_position, call.scaling
-    distance = (m[:, :, None] - n[:, None, :]).clamp(min=0)
+    distance = m[:, :, None] - n[:, None, :]
+    distance = distance.abs() if encoding.bidirectional else distance.clamp(min=0)
     dtype = torch.promote_types(query.dtype, torch.float32)
     if isinstance(method, DistanceBias):
         position = m[:, :, None].to(dtype) if method.of_query else None

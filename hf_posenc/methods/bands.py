@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torch import Tensor
 
+from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import Method, count, switch
 from hf_posenc.methods.queries_keys import log_n_factor
 
@@ -21,7 +23,7 @@ class Band:
 
     A pair belongs to the band if its distance is at least `least` and less than `below`, and if
     `n < keys`. The distance is `m - n`, or with `chunk` the number of chunk borders between the two,
-    `m // chunk - n // chunk`.
+    `m // chunk - n // chunk`. In an encoder, a band has a side.
 
     Attributes:
         query_position: From m, an integer tensor of any shape, to the rotary position of the query; may be fractional.
@@ -30,6 +32,8 @@ class Band:
         below: The bound above; `None`: no bound.
         keys: Only that many first keys; `None`: all.
         chunk: Count distances in chunks of this size; `None`: in tokens.
+        side: The keys of the band: `"before"` the query, which counts a key after it as one at distance 0; `"after"`
+            the query, by the distance `n - m`; or `"around"` it, by `|m - n|`.
     """
 
     query_position: PositionMap
@@ -38,6 +42,13 @@ class Band:
     below: int | None = None
     keys: int | None = None
     chunk: int | None = None
+    side: str = "before"
+
+    def mirrored(self) -> Band:
+        """Return the band of the keys after the query: what a key before it is to the query, the query is to them."""
+        return dataclasses.replace(
+            self, query_position=self.key_position, key_position=self.query_position, side="after"
+        )
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor:
         """Return which pairs belong to the band, for positions that broadcast.
@@ -46,7 +57,9 @@ class Band:
         tokens shows them.
         """
         distance = m - n if self.chunk is None else m // self.chunk - n // self.chunk
-        distance = distance.clamp(min=0)
+        if self.side == "around":
+            distance = distance.abs()
+        distance = -distance if self.side == "after" else distance.clamp(min=0)
         inside = distance >= self.least
         if self.below is not None:
             inside = inside & (distance < self.below)
@@ -72,6 +85,7 @@ class RotaryBands(Method):
     kind = "bands"
     seam = "attention"
     needs = "nothing"
+    bidirectional = True
     keeps_order: ClassVar[bool] = True
 
     window: int | None = field(default=None, metadata=count())
@@ -100,6 +114,24 @@ class RotaryBands(Method):
             PosencError: A knob that does not fit this length.
         """
         return self.near(original), self.far(original)
+
+    def bidirectional_bands(self, original: int) -> tuple[Band, ...]:
+        """Return the bands of an encoder, the far one of the keys before the query last.
+
+        A pair (m, n) with n > m has the opposite rotary distance of the pair (n, m): the near band reads both sides,
+        and the other bands are mirrored, as LongEmbed (Zhu et al. 2024, arXiv 2404.12096) does for SelfExtend.
+
+        Raises:
+            PosencError: A knob that does not fit this length, or is defined for a causal text only.
+        """
+        if self.log_n:
+            raise PosencError(
+                f"{self.name}: log_n counts the keys before a query, and this model reads in both directions. Leave "
+                "it out."
+            )
+        near, *others = self.bands(original)
+        around = dataclasses.replace(near, side="around")
+        return (around, *(band.mirrored() for band in others), *others)
 
     def near(self, original: int) -> Band:
         """Return the band of ordinary RoPE: the pairs less than `near_window` apart."""

@@ -71,6 +71,7 @@ class Method:
         length_dependent: True if its result depends on the length of the running sequence.
         follows_text: True if it scales as far as the text needs and takes no target length.
         trainable: True if it adds parameters to train.
+        bidirectional: True if it is defined for keys after the query too, as encoders read them.
     """
 
     name: ClassVar[str]
@@ -83,6 +84,7 @@ class Method:
     length_dependent: ClassVar[bool] = False
     follows_text: ClassVar[bool] = False
     trainable: ClassVar[bool] = False
+    bidirectional: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

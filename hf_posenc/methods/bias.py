@@ -44,6 +44,8 @@ class DistanceBias(_Bias):
 
     To write one, override `bias`, and `initial` if there is something to train.
 
+    In an encoder (`bidirectional`), the distance is `|m - n|`.
+
     Class attributes:
         trainable: True if `initial` returns parameters to train.
         of_query: True if the bias depends on the query's position too, and not on the distance alone.

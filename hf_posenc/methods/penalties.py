@@ -31,6 +31,7 @@ class ALiBi(DistanceBias):
     source = "Press et al. 2021, arXiv 2108.12409; Al-Khateeb et al. 2023, arXiv 2310.13017"
     needs = "training, or a model that was trained with it"
     follows_text = False
+    bidirectional = True
 
     scale: float = field(default=1.0, metadata=number(1))
 
@@ -62,6 +63,7 @@ class _Kerple(DistanceBias):
 
     source = "Chi et al. 2022, arXiv 2205.09921; chijames/KERPLE"
     trainable = True
+    bidirectional = True
     drawn: ClassVar[tuple[float, float]]
     most: ClassVar[float | None] = None
 
@@ -152,6 +154,7 @@ class Sandwich(DistanceBias):
     name = "sandwich"
     summary = "a decaying sum of cosines of the distance"
     source = "Chi et al. 2022, arXiv 2212.10356"
+    bidirectional = True
 
     dim: int = field(default=128, metadata=count(2))
 

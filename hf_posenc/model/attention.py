@@ -51,6 +51,7 @@ KNOWN = frozenset(
         "return_dict", "is_causal", "num_items_in_batch", "logits_to_keep", "softcap", "s_aux",
         "sliding_window", "output_router_logits", "past_key_values", "cache",
         "encoder_hidden_states", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
+        "deterministic",
     }
 )  # fmt: skip
 """Arguments of attention functions beside the tensors that this one understands or may ignore."""
@@ -293,7 +294,10 @@ def posenc_attention(
     if _calls is not None:
         return _recorded(module, query, key, value, kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
-    if layer is None:  # another model with the same config, or one that is run in pieces
+    untouched = layer is not None and layer.encoding.bidirectional and layer.encoding.plain
+    if (
+        layer is None or untouched
+    ):  # another model with the same config, one in pieces, a local layer of an encoder
         rest = {"scaling": scaling, "dropout": dropout, **kwargs}
         return _unpatched(module, query, key, value, attention_mask, **rest)
     query_position = _query_position(module, layer, kwargs)
@@ -307,11 +311,13 @@ def posenc_attention(
             "Use generate() with an ordinary cache, or a frequency method."
         )
     queries, keys = query.shape[2], key.shape[2]
-    if attention_mask is None and queries > 1:
+    if attention_mask is None and queries > 1 and not layer.encoding.bidirectional:
         key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
     size, given = (queries, keys), attention_mask
     mask: Mask
-    if given is None:
+    if given is None and layer.encoding.bidirectional:
+        mask = shared(query_position, "all", Mask)
+    elif given is None:
         mask = shared(query_position, size, lambda: CausalMask(*size, query.device))
     elif given.dtype == HANDLE:
         mask = described(given)
@@ -352,6 +358,7 @@ def _unpatched(
     if mask is not None and mask.dtype == HANDLE:
         lazy = described(mask)
         plain = not (kwargs["dropout"] and module.training) and kwargs.get("s_aux") is None
+        plain = plain and getattr(module, "is_causal", True)
         if plain and positions is not None:
             call = Call(
                 query=query,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError, one_line
-from hf_posenc.methods import Method
+from hf_posenc.methods import METHODS, Method
 from hf_posenc.model.attention import KNOWN, LAYER, Layer, Recorded, catch_positions, recording
 from hf_posenc.model.discovery import RotaryTable, layer_type
 from hf_posenc.model.repositioned import RepositionedRotary
@@ -47,6 +47,7 @@ class CalibratedLayer:
     table: RotaryTable | None  # `None`: it does not rotate
     rotary: RepositionedRotary | None  # inside the module
     calls: int  # in one forward
+    bidirectional: bool  # it reads the keys after a query too
 
 
 def _inputs(owner: Any, ids: Tensor) -> dict[str, Tensor]:
@@ -153,7 +154,10 @@ def calibrate(
     rotations: dict[tuple[int, Layout], Rotation] = {}
     for module, calls in native.items():
         name, first, unrotated = names[module], calls[0], still[module][0]
-        _check_arguments(name, module, calls)
+        bidirectional = _is_bidirectional(module, first)
+        _check_arguments(name, calls)
+        if bidirectional:
+            _check_directions(name, model, methods)
         inner = next((m for m in module.modules() if isinstance(m, RepositionedRotary)), None)
         # Tables may hold the same frequencies: the layer's own comes first, or that of its type.
         candidates = sorted(
@@ -179,7 +183,9 @@ def calibrate(
         table = None if index is None else candidates[index]
         if rotation is not None:  # one object for all layers, which then share its angles
             rotation = rotations.setdefault((id(table), rotation.layout), rotation)
-        layers.append(CalibratedLayer(name, module, first, rotation, table, inner, len(calls)))
+        layers.append(
+            CalibratedLayer(name, module, first, rotation, table, inner, len(calls), bidirectional)
+        )
     return layers
 
 
@@ -197,12 +203,27 @@ def _refuse_dynamic(tables: Sequence[RotaryTable], wrappers: Wrappers) -> None:
             )
 
 
-def _check_arguments(name: str, module: nn.Module, calls: Sequence[Recorded]) -> None:
-    if getattr(module, "is_causal", True) is False:
+def _is_bidirectional(module: nn.Module, call: Recorded) -> bool:
+    given = call.kwargs.get("is_causal")
+    return (getattr(module, "is_causal", True) if given is None else given) is False
+
+
+def _check_directions(name: str, model: Any, methods: Sequence[Method]) -> None:
+    if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{name} sees the text in both directions, and the methods that compute attention "
-            f"themselves are defined for keys that come before the query. {FREQUENCY_METHODS_WORK}"
+            f"{name} reads a text in both directions, or another one, in a model that has a decoder too. "
+            f"{FREQUENCY_METHODS_WORK}"
         )
+    causal = [method.name for method in methods if not method.bidirectional]
+    if causal:
+        others = ", ".join(method.name for method in METHODS if method.bidirectional)
+        raise UnsupportedModelError(
+            f"{name} reads the text in both directions, and {', '.join(causal)} is defined for keys that come before "
+            f"the query. Defined for both: {others}. {FREQUENCY_METHODS_WORK}"
+        )
+
+
+def _check_arguments(name: str, calls: Sequence[Recorded]) -> None:
     for call in calls:
         given = {name for name, value in call.kwargs.items() if value is not None}
         if unknown := sorted(given - KNOWN):
@@ -224,7 +245,7 @@ def verify(
     known = engine and all(layer.rotation is not None or layer.table is None for layer in layers)
     for layer in layers:
         heads = layer.recorded.query.shape[1]
-        encoding = Encoding(original=1, heads=heads, rotation=layer.rotation)
+        encoding = Encoding(1, heads, layer.rotation, bidirectional=layer.bidirectional)
         if known and layer.rotation is not None:
             encoding = replace(encoding, cached_by=_UNROTATED)
         setattr(layer.module, LAYER, Layer(encoding, rotary=layer.rotary))

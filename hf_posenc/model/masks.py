@@ -153,7 +153,7 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
         return sdpa_mask(**kwargs)
     # A static cache counts in a tensor, which it increments before the layers read the mask.
     kwargs["q_offset"] = int(kwargs.get("q_offset", 0))
-    if kwargs.get("allow_is_causal_skip", True):
+    if kwargs.get("allow_is_causal_skip", True) or kwargs.get("allow_is_bidirectional_skip"):
         with contextlib.suppress(_NeedsMaskError):
             return sdpa_mask(**{**kwargs, "mask_function": _refuse})
     mask = LazyMask(kwargs)

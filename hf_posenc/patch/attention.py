@@ -195,7 +195,8 @@ def _give_encodings(
     sharing = [layer for layer in layers if layer.table in tables]
     chosen = _chosen(layers, sharing, tables[0].config, state)
     for layer in layers:
-        encoding = Encoding(state.original, layer.recorded.query.shape[1], layer.rotation)
+        heads, both = layer.recorded.query.shape[1], layer.bidirectional
+        encoding = Encoding(state.original, heads, layer.rotation, bidirectional=both)
         if layer in chosen and layer.table is None:
             encoding = replace(unrotated, heads=encoding.heads)
         elif layer in chosen:
@@ -272,7 +273,15 @@ def _encoding(base: Encoding, layer: CalibratedLayer, state: State) -> Encoding:
     spec = None
     if isinstance(base.method, LengthDependent):
         spec = read_spec(layer.table, state.original, compose=state.config.compose)
-    return replace(base, heads=heads, rotation=layer.rotation, spec=spec, parameters=parameters)
+    both = layer.bidirectional
+    return replace(
+        base,
+        heads=heads,
+        rotation=layer.rotation,
+        spec=spec,
+        parameters=parameters,
+        bidirectional=both,
+    )
 
 
 def count_positions_of(model: nn.Module, owner: nn.Module) -> list[RemovableHandle]:

@@ -166,9 +166,9 @@ SPARSE = "chooses the keys of a query by a"
 OWN_CODE = "computes attention in its own code|rotates and attends in code of its own"
 NOT_A_ROTATION = "is not a rotation in a known layout"
 NOT_ALONE = "cannot be run on a few tokens alone"
-BOTH_DIRECTIONS = "sees the text in both directions"
+ENCODER = "in both directions, or another one, in a model that has a decoder"
 REFUSED = {
-    **dict.fromkeys(("dia", "t5gemma", "t5gemma2"), BOTH_DIRECTIONS),
+    **dict.fromkeys(("dia", "t5gemma", "t5gemma2"), ENCODER),
     **dict.fromkeys(
         (
             *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text"),

@@ -85,6 +85,5 @@ REFUSED_COMPOSITES = {
     "ernie4_5_vl_moe": NOT_A_ROTATION,
     "hunyuan_vl": NOT_A_ROTATION,
     "mistral_large4": SPARSE,
-    "paligemma": "in both directions",
     "diffusion_gemma": "besides attention",
 }

@@ -29,7 +29,7 @@ def available(device: torch.device) -> bool:
 def takes(call: Call, encoding: Encoding) -> bool:
     """True if the tensors of a call are such as kernels read, and no weights or dropout are requested."""
     tensors = (call.query, call.key, call.value)
-    if call.dropout or call.weights or not encoding.plan.shares_keys:
+    if call.dropout or call.weights or not encoding.plan.shares_keys or encoding.bidirectional:
         return False
     if any(x.dtype != call.query.dtype or x.stride(-1) != 1 for x in tensors):
         return False
