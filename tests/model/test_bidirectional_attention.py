@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import sdpa_mask
 
 from hf_posenc import PosencError, UnsupportedModelError, patch_model, unpatch_model
-from tests.support.families import build_text_model
+from tests.support.families import build_text_model, text_types
 from tests.support.zoo import relative_difference, tokens
 
 LENGTH, WINDOW, GROUP, SLOWNESS = 40, 8, 4, 4.0
@@ -203,3 +203,35 @@ def test_what_counts_the_past_is_refused() -> None:
         patch_model(build_text_model("eurobert"), "rerope", log_n=True)
     with pytest.raises(UnsupportedModelError, match="has a decoder too"):
         patch_model(build_text_model("t5gemma"), "rerope")
+
+
+def _rotary_encoders() -> list[str]:
+    return [name for name, kind in text_types().items() if "MaskedLM" in kind and name in ROTARY]
+
+
+ROTARY = (
+    "eurobert",
+    "gte",
+    "jina_embeddings_v3",
+    "modernbert",
+    "modernvbert",
+    "nomic_bert",
+    "ultrabert",
+    "ultravbert",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", _rotary_encoders())
+def test_every_rotary_encoder_takes_bands_and_biases(model_type: str) -> None:
+    model, ids = build_text_model(model_type), tokens(LENGTH)
+    before = _run(model, ids)
+    for method, options, changes in (
+        ("rerope", {"window": 500}, False),
+        ("self_extend", {"window": WINDOW, "group": GROUP}, True),
+        ("alibi", {}, True),
+    ):
+        patch_model(model, method, layers="all", **options)  # type: ignore[arg-type]
+        difference = relative_difference(_run(model, ids), before)
+        assert difference > 1e-2 if changes else difference < 1e-5, method
+        assert torch.equal(_run(unpatch_model(model), ids), before)
