@@ -232,7 +232,7 @@ class WrittenMask(Mask):
 
 @dataclass(frozen=True, eq=False)
 class CausalMask(Mask):
-    """No mask, as sdpa reads it: a single query sees all keys, of several the first sees the first key."""
+    """No mask but causality: the last query sees all keys, and each one before it one less."""
 
     queries: int
     keys: int
@@ -242,7 +242,8 @@ class CausalMask(Mask):
         if self.queries == 1:
             return None
         index = torch.arange(self.keys, device=self.device)
-        return (index <= index[start:stop, None])[None, None]
+        last = index[self.keys - self.queries :]
+        return (index <= last[start:stop, None])[None, None]
 
     def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
         return _unpadded(None, self.queries, self.keys)

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers.masking_utils import (
     causal_mask_function,
     chunked_causal_mask_function,
     sliding_window_causal_mask_function,
 )
 
-from hf_posenc.model.masks import LazyMask
+from hf_posenc.attention.call import Run
+from hf_posenc.model.masks import CausalMask, LazyMask
 
 KEYS = 40
 PADDING = torch.ones(2, KEYS, dtype=torch.long)
@@ -52,12 +54,28 @@ def test_keys_that_are_seen(
         assert runs is None
         return
     assert runs is not None
-    visible = torch.zeros_like(written[:, 0])
+    if padded:  # padding is no query of a run
+        written[:, 0][PADDING[:, offset : offset + queries] == 0] = False
+    assert torch.equal(visible_in(runs, written[:, 0]), written[:, 0])
+
+
+def visible_in(runs: tuple[Run, ...], like: Tensor) -> Tensor:
+    """The pairs of all runs, (batch, queries, keys)."""
+    visible = torch.zeros_like(like)
     for run in runs:
         part = visible[run.batch, run.queries, run.keys]
         row = torch.arange(part.shape[1])[:, None] + run.offset
         key = torch.arange(part.shape[2])
         part[:] = (key <= row) & (row - key < (run.window or KEYS))
-    if padded:  # padding is no query of a run
-        written[:, 0][PADDING[:, offset : offset + queries] == 0] = False
-    assert torch.equal(visible, written[:, 0])
+    return visible
+
+
+@pytest.mark.parametrize("queries", [2, 11, KEYS])
+def test_causal_rows_are_those_of_its_run(queries: int) -> None:
+    """Queries behind cached keys too."""
+    mask = CausalMask(queries, KEYS, torch.device("cpu"))
+    rows, runs = mask.rows(1, queries), mask.runs(torch.arange(KEYS - queries, KEYS)[None])
+    assert rows is not None
+    assert runs is not None
+    whole = torch.zeros(1, queries, KEYS, dtype=torch.bool)
+    assert torch.equal(visible_in(runs, whole)[:, 1:], rows[:, 0])
