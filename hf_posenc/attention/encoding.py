@@ -197,7 +197,7 @@ class SharedTablePlan(Plan):
         return self.rotation.turn(x, m - self.cached(m))
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        return self.query(x, n, origin)
+        return self.rotation.of_keys.turn(x, n - self.cached(n))
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +222,7 @@ class BandBranch(Branch):
         return x if self.keeps_query else self.rotation.turn(x, self.query_turn(m))
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        return x if self.shares_cache else self.rotation.turn(x, self.key_turn(n))
+        return x if self.shares_cache else self.rotation.of_keys.turn(x, self.key_turn(n))
 
     def query_turn(self, m: Tensor) -> Tensor:
         """Return the positions by which cached queries at m are turned, of m's shape."""
@@ -303,7 +303,7 @@ class MovingPlan(Plan):
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
         moved, _ = self.table(origin, x.device)
-        return x if moved is None else self.rotation.turn(x, n, moved)
+        return x if moved is None else self.rotation.of_keys.turn(x, n, moved)
 
     def table(
         self, length: int | Tensor, device: torch.device
@@ -355,15 +355,17 @@ class XPosPlan(Plan):
         return m.min()
 
     def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
-        return self._scaled(x, self.method.query_scale(m, self.rotation.layout.dim, origin))
+        factor = self.method.query_scale(m, self.rotation.layout.dim, origin)
+        return self._scaled(self.rotation, x, factor)
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        return self._scaled(x, self.method.key_scale(n, self.rotation.layout.dim, origin))
+        factor = self.method.key_scale(n, self.rotation.layout.dim, origin)
+        return self._scaled(self.rotation.of_keys, x, factor)
 
-    def _scaled(self, x: Tensor, factor: Tensor) -> Tensor:
+    def _scaled(self, rotation: Rotation, x: Tensor, factor: Tensor) -> Tensor:
         factor = factor[:, None].to(torch.promote_types(x.dtype, torch.float32))
-        first, second = self.rotation.pairs(x, factor.dtype)
-        return self.rotation.joined(x, first * factor, second * factor)
+        first, second = rotation.pairs(x, factor.dtype)
+        return rotation.joined(x, first * factor, second * factor)
 
 
 class OffsetPlan(Plan):
@@ -377,15 +379,15 @@ class OffsetPlan(Plan):
         self.parameters = encoding.parameters or {}
 
     def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
-        return self._shifted(x, m, "a")
+        return self._shifted(self.rotation, x, m, "a")
 
     def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
-        return self._shifted(x, n, "b")
+        return self._shifted(self.rotation.of_keys, x, n, "b")
 
-    def _shifted(self, x: Tensor, positions: Tensor, name: str) -> Tensor:
+    def _shifted(self, rotation: Rotation, x: Tensor, positions: Tensor, name: str) -> Tensor:
         offset = self.parameters[name].to(torch.promote_types(x.dtype, torch.float32))
         every = offset[None, :, None].expand(len(positions), -1, positions.shape[1], -1)
-        return x + self.rotation.turn(every, positions).to(x.dtype)
+        return x + rotation.turn(every, positions).to(x.dtype)
 
 
 PLANS: Mapping[type[Method], type[Plan]] = {

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 KEPT = 256
 """Most tables that are kept with frequencies: a table is half a kilobyte."""
@@ -33,11 +33,21 @@ class Layout:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """Frequencies in force, shape (d/2,), float32, radians per token, and the factor on cos and sin."""
+    """The rotation of one layer's queries, and of its keys.
+
+    Attributes:
+        inv_freq: Frequencies in force, shape (d/2,), float32, radians per token.
+        layout: The features that they turn.
+        factor: The factor on cos and sin.
+        norm: A norm that the layer applies after the rotation R. Its weights D make the rotation D R D^-1.
+        keys: The rotation of the keys, where their norm is another one.
+    """
 
     inv_freq: Tensor
     layout: Layout
     factor: float = 1.0
+    norm: nn.Module | None = None
+    keys: Rotation | None = None
     _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
     def turn(
@@ -103,15 +113,18 @@ class Rotation:
         """Rotate x as `turn` by every entry of the tables, and return (entries, *x.shape); in few operations."""
         (cos, sin), layout = tables, self.layout
         axis, half = (-1 if layout.interleaved else -2), layout.dim // 2
-        rotated = x[..., layout.start : layout.start + layout.dim]
+        rotated, weight = x[..., layout.start : layout.start + layout.dim], self.weight(cos)
+        if weight is not None:
+            rotated = rotated / weight
         pairs = rotated.unflatten(-1, (half, 2) if layout.interleaved else (2, half))
         crossed = pairs.flip(axis) * sin
-        if crossed.requires_grad or crossed.dtype == x.dtype:
-            result = torch.addcmul(crossed, pairs, cos).to(x.dtype)
+        if crossed.requires_grad or crossed.dtype == x.dtype or weight is not None:
+            result = torch.addcmul(crossed, pairs, cos).flatten(-2)
+            result = (result if weight is None else result * weight).to(x.dtype)
         else:
             result = torch.empty_like(crossed, dtype=x.dtype)
             torch.addcmul(crossed, pairs, cos, out=result)
-        result = result.flatten(-2)
+            result = result.flatten(-2)
         if layout.dim == x.shape[-1]:
             return result
         before, after = x[..., : layout.start], x[..., layout.start + layout.dim :]
@@ -119,9 +132,11 @@ class Rotation:
         return torch.cat((before.expand(shape), result, after.expand(shape)), -1)
 
     def pairs(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the first and the second feature of every pair, each of shape (..., d/2)."""
+        """Return the first and the second feature of every pair, each (..., d/2), without the norm's weights."""
         layout = self.layout
         rotated = x[..., layout.start : layout.start + layout.dim].to(dtype)
+        if (weight := self.weight(rotated)) is not None:
+            rotated = rotated / weight
         if layout.interleaved:
             return rotated[..., ::2], rotated[..., 1::2]
         return rotated[..., : layout.dim // 2], rotated[..., layout.dim // 2 :]
@@ -129,11 +144,24 @@ class Rotation:
     def joined(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Return x with other pairs; the features that are not rotated stay."""
         layout = self.layout
-        if layout.interleaved:
-            rotated = torch.stack((first, second), -1).flatten(-2).to(x.dtype)
-        else:
-            rotated = torch.cat((first, second), -1).to(x.dtype)
+        together = torch.stack((first, second), -1 if layout.interleaved else -2)
+        rotated = together.flatten(-2)
+        if (weight := self.weight(rotated)) is not None:
+            rotated = rotated * weight
+        rotated = rotated.to(x.dtype)
         if layout.dim == x.shape[-1]:
             return rotated
         before, after = x[..., : layout.start], x[..., layout.start + layout.dim :]
         return torch.cat((before, rotated, after), -1)
+
+    def weight(self, like: Tensor) -> Tensor | None:
+        """Return the norm's weights of the rotated features, shape (d,), as they are now; `None` without a norm."""
+        if self.norm is None:
+            return None
+        weight = self.norm.get_parameter("weight")
+        return weight[self.layout.start : self.layout.start + self.layout.dim].to(like)
+
+    @property
+    def of_keys(self) -> Rotation:
+        """The rotation of the keys."""
+        return self.keys or self

@@ -120,7 +120,7 @@ def turned_key(
         return branch.key(key, n, n.new_zeros(()))
     if branch.shares_cache or not key.shape[2]:
         return key
-    rotation, turn = branch.rotation, branch.key_turn
+    rotation, turn = branch.rotation.of_keys, branch.key_turn
     tables = call.mask.decided(
         ("keys", rotation, key.dtype, index, ends, *encoding.outline),
         lambda: rotation.tables(turn(n)[None], key.dtype),
@@ -289,7 +289,7 @@ def _by_bucket(
                     )
                     own_query = turned(rotation, own_query, tables)[0]
                     tables = rotation.tables(n[None, :, :seen], dtype, moved)
-                    own_key = turned(rotation, own_key, tables)[0]
+                    own_key = turned(rotation.of_keys, own_key, tables)[0]
                 whole = [Part((0, size), (0, seen), causal=True)]
                 tensors = (own_query,), (own_key,), value[:, :, :seen]
                 outs.append(attend_parts(whole, *tensors, call.scaling, fused=fused))

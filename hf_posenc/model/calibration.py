@@ -171,7 +171,7 @@ def calibrate(
         if needed or not torch.equal(first.query, unrotated.query):
             frequencies = [_in_force(table, wrappers) for table in candidates]
             try:
-                rotation, index = _rotation_of(first, unrotated, frequencies, name)
+                rotation, index = _rotation_of(first, unrotated, frequencies, name, module)
             except UnsupportedModelError:
                 if needed:
                     raise
@@ -181,7 +181,9 @@ def calibrate(
         elif first.kwargs.get("position_ids") is None:
             module.register_forward_pre_hook(catch_positions, with_kwargs=True)
         table = None if index is None else candidates[index]
-        if rotation is not None:  # one object for all layers, which then share its angles
+        if (
+            rotation is not None and rotation.norm is None
+        ):  # one object for all layers, which then share its angles
             rotation = rotations.setdefault((id(table), rotation.layout), rotation)
         layers.append(
             CalibratedLayer(name, module, first, rotation, table, inner, len(calls), bidirectional)
@@ -262,7 +264,11 @@ def verify(
 
 
 def _rotation_of(
-    native: Recorded, still: Recorded, tables: Sequence[tuple[Tensor, float]], name: str
+    native: Recorded,
+    still: Recorded,
+    tables: Sequence[tuple[Tensor, float]],
+    name: str,
+    module: nn.Module,
 ) -> tuple[Rotation | None, int | None]:
     """The rotation between the calls of a layer, and the index of its table; `None` twice where it does not rotate.
 
@@ -273,17 +279,42 @@ def _rotation_of(
     if all(_close(moved, rest, tolerance / 10) for moved, rest in pairs):
         return None, None
     positions = torch.arange(native.query.shape[2], device=native.query.device)[None]
-    for index, (table, factor) in enumerate(tables):
+    norms = _norms(module, native.query.shape[-1])
+    for (index, (table, factor)), after in itertools.product(enumerate(tables), (False, True)):
         dim = 2 * len(table)
         starts = sorted(start for start in {0, native.query.shape[-1] - dim} if start >= 0)
         for start, interleaved, sign in itertools.product(starts, (False, True), (1, -1)):
-            rotation = Rotation(table, Layout(start, dim, interleaved, sign), factor)
-            if all(_close(one, rotation.turn(rest, positions), tolerance) for one, rest in pairs):
-                return rotation, index
+            layout = Layout(start, dim, interleaved, sign)
+            found: list[Rotation] = []
+            for moved, rest in pairs:  # the norm of the queries, and that of the keys
+                candidates = (
+                    Rotation(table, layout, factor, norm) for norm in (norms if after else (None,))
+                )
+                fits = (
+                    one for one in candidates if _close(moved, one.turn(rest, positions), tolerance)
+                )
+                found += itertools.islice(fits, 1)
+            if len(found) == len(pairs):
+                return replace(found[0], keys=found[1] if after else None), index
     raise UnsupportedModelError(
         f"{name}: the change of its queries and keys from position 0 to others is not a rotation in a known "
-        f"layout (a weighted norm after the rotation, say). {FREQUENCY_METHODS_WORK}"
+        f"layout. {FREQUENCY_METHODS_WORK}"
     )
+
+
+def _norms(module: nn.Module, features: int) -> list[nn.Module]:
+    """Return the parts of an attention module that may be norms with a weight for each feature of a head."""
+    weighted = (
+        part
+        for part in module.modules()
+        if isinstance(part._parameters.get("weight"), nn.Parameter)
+    )
+    shaped = ((part, part.get_parameter("weight")) for part in weighted)
+    return [
+        part
+        for part, weight in shaped
+        if weight.shape == (features,) and not weight.is_meta and bool(weight.all())
+    ]
 
 
 def _close(actual: Tensor, expected: Tensor, tolerance: float) -> bool:

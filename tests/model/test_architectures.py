@@ -574,7 +574,8 @@ def test_what_the_page_says_of_methods_that_compute_attention() -> None:
     assert cells("llama") == cells("gemma3_text") == ("all",) * 3
     assert cells("deepseek_v32") == ("none: sparse indexer",) * 3
     assert cells("afmoe") == ('all, with layers="all"',) * 3
-    bands, biases, others = cells("hunyuan_v1_dense")
+    assert cells("hunyuan_v1_dense") == ("all",) * 3
+    bands, biases, others = cells("ernie4_5_vl_moe_text")
     assert (bands, biases) == ("none: unknown rotation", "all")
     assert others == "not dynamic_ntk update=row: unknown rotation"
 

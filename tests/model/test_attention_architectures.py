@@ -186,10 +186,7 @@ REFUSED = {
     ),
 }
 """Types that are refused, whatever the method, with what the message says."""
-UNKNOWN_ROTATION = (
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"),  # a weighted norm after it
-    "ernie4_5_vl_moe_text",  # the axes of M-RoPE in turns
-)
+UNKNOWN_ROTATION = ("ernie4_5_vl_moe_text",)  # the axes of M-RoPE in turns
 """Types that only take methods which need not know how the layers rotate."""
 WITHOUT_ROTATION = {
     name
@@ -263,6 +260,23 @@ def test_equals_scores_made_pair_by_pair_with_the_models_own_rotary(
         return
     assert want is not None
     assert zoo.relative_difference(got, want) < TOLERANCE.get(model_type, 1e-4)
+
+
+def test_a_norm_after_the_rotation_may_be_trained() -> None:
+    """Its weights are those of the forward, not of the patch; in a copy of the model its own."""
+    model, ids = zoo.build("hunyuan_v1_dense"), zoo.tokens(LENGTH)
+    other, (options, _) = zoo.twin(model), RULES["rerope"]
+    patch_model(model, "rerope", original_max_position_embeddings=ORIGINAL, **options)
+    model, before = copy.deepcopy(model), zoo.logits(model, ids)
+    for changed in (model, other):
+        for name, weight in changed.named_parameters():
+            if name.endswith(("query_layernorm.weight", "key_layernorm.weight")):
+                weight.data *= torch.linspace(0.5, 2, len(weight))
+    got = zoo.logits(model, ids)
+    assert zoo.relative_difference(got, before) > 1e-2
+    want = reference(other, ids, "rerope")
+    assert want is not None
+    assert zoo.relative_difference(got, want) < 1e-4
 
 
 @pytest.mark.parametrize("name", ["rerope", "alibi", "dual_chunk", "rope_bias", "dynamic_ntk_row"])

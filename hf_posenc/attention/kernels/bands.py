@@ -83,7 +83,8 @@ def scheme_of(plan: Plan) -> Scheme | None:
         return None
     features = None
     if any(band.shift is not None for band in found):
-        if plan.rotation is None or plan.rotation.layout.dim % 2:
+        rotation = plan.rotation
+        if rotation is None or rotation.layout.dim % 2 or rotation.norm is not None:
             return None
         layout = plan.rotation.layout
         features = layout.start, layout.dim, int(layout.interleaved), layout.sign

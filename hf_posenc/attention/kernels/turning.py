@@ -72,6 +72,8 @@ def accepts(call: Call, encoding: Encoding) -> bool:
     query, plan = call.query, encoding.plan
     if not available(query.device) or query.dtype == torch.float64:
         return False
+    if plan.rotation is not None and plan.rotation.norm is not None:
+        return False  # D R D^-1
     if any(x.stride(-1) != 1 or x.dtype != query.dtype for x in (query, call.key)):
         return False
     return isinstance(plan, MovingPlan) or any(
