@@ -144,6 +144,8 @@ def read_config(name: str | Path, **options: Any) -> Any:
                 f"The folder {folder} has no config.json ({held}). Give the folder that save_pretrained wrote."
             )
         _check_values(read_json(folder / "config.json", name), name)
+        if (folder / "generation_config.json").is_file():  # transformers ignores a damaged one
+            read_json(folder / "generation_config.json", name)
     try:
         with taken_warnings("modeling_rope_utils") as doubts:
             config = stored_config(name, **options)
@@ -182,7 +184,7 @@ def read_json(file: Path, name: str | Path) -> dict[str, Any]:
     """Return the object in a JSON file of a model or adapter."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PosencError(f"The {file.name} of {name} is not JSON: {reason_of(error)}") from error
     if not isinstance(values, dict):
         kind = "null" if values is None else type(values).__name__
@@ -263,7 +265,9 @@ def _wrong_kind(key: str, value: Any, place: str) -> str:
         return "" if isinstance(value, str) else "not the name of a rope type"
     if not place and key in _SIZES:
         return "not a whole number above 0" if number and value < 1 else ""
-    if not place and key == "quantization_config":
+    if not place and key == "num_hidden_layers" and number and value > 10_000:
+        return "more layers than any model has"
+    if not place and key in ("quantization_config", "auto_map"):
         return "not an object"
     if key in ("dtype", "torch_dtype"):
         import torch

@@ -85,6 +85,10 @@ codecs.register_error("hf_posenc", _substitute)
 def prepare_terminal() -> None:
     """Let stdout and stderr substitute what their encoding lacks, instead of raising; forget earlier options."""
     _Terminal.options = TerminalOptions()
+    if (
+        os.environ.get("COLUMNS") == "0"
+    ):  # a terminal that does not tell its width: rich would print nothing
+        del os.environ["COLUMNS"]
     for name in ("stdout", "stderr"):  # None where the shell closed it: hf-posenc methods >&-
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115

@@ -193,7 +193,8 @@ def _keep_other_run(result: Result, folder: Path) -> str:
     if not path.exists():
         return ""
     command = "not a result of hf-posenc, or damaged"
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+    damage = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
+    with contextlib.suppress(*damage):
         values = json.loads(path.read_bytes())
         if values["kind"] == result.kind:
             earlier = _parts(values)

@@ -326,6 +326,10 @@ def report(
         raise PosencError(
             f"--output {output} cannot be written: give a file in a folder that exists."
         )
+    if output.is_file() and output.suffix.lower() not in (".html", ".htm"):
+        raise PosencError(
+            f"--output {output} is there and no page: give another name, as {REPORT}."
+        )
     collection = collect(runs)
     for remark in collection.remarks:
         print_warning(remark)

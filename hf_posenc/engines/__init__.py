@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from hf_posenc.diagnosis import read_json
 from hf_posenc.engines.engine import Divisors, Draft, Engine, Setup, TableError
 from hf_posenc.engines.llama_cpp import GGUFCheck, LlamaCpp, check_gguf, write_gguf
 from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5, tokenizer_length
@@ -351,12 +352,12 @@ def _adapt_tokenizer(export: Export, folder: Path) -> list[Path]:
     file = folder / "tokenizer_config.json"
     if export.engine not in ("transformers4", "vllm") or not file.is_file():
         return []
-    values = json.loads(file.read_text(encoding="utf-8"))
+    values = read_json(file, folder)
     if export.engine == "vllm":
         if tokenizer_length(folder) >= (served := int(export.flags[1])):
             return []
         return [_write_json(file, {**values, "model_max_length": served})]
-    renamed = _TOKENIZER_CLASS.get(values.get("tokenizer_class"))
+    renamed = _TOKENIZER_CLASS.get(str(values.get("tokenizer_class")))
     if renamed is None:
         return []
     values["tokenizer_class"] = renamed

@@ -23,10 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_posenc.diagnosis import read_json
 from hf_posenc.engines import formulas
 from hf_posenc.engines.engine import Draft, Engine, Setup, entry_of, known_names
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.source import Source, SourceTable
+from hf_posenc.errors import PosencError
 from hf_posenc.model.rotary import is_half_split, rotary_output
 from hf_posenc.patch.export import config_parts
 
@@ -213,7 +215,12 @@ def tokenizer_length(folder: str | Path) -> float:
     file = Path(folder) / "tokenizer_config.json"
     if not file.is_file():
         return math.inf
-    return float(json.loads(file.read_text(encoding="utf-8")).get("model_max_length") or math.inf)
+    length = read_json(file, folder).get("model_max_length") or math.inf
+    if not isinstance(length, int | float):
+        raise PosencError(
+            f"The {file.name} of {folder} has model_max_length = {length!r:.80}, which is no length. Correct it there."
+        )
+    return float(length)
 
 
 class SGLang(VLLM):

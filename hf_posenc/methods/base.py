@@ -25,6 +25,10 @@ REGISTRY: dict[str, type[Method]] = {}
 """The methods of this package by class name."""
 
 
+LARGEST = 2**31 - 1
+"""The largest whole number of a field: positions are compared with it."""
+
+
 def number(low: float, *, above: bool = False) -> Mapping[str, Any]:
     """Metadata of a field: a finite number of at least `low`, or, with `above`, greater than it."""
 
@@ -97,6 +101,10 @@ class Method:
             value, valid = getattr(self, option.name), option.metadata.get("valid")
             if value is not (value := plain(value)):
                 object.__setattr__(self, option.name, value)
+            if isinstance(value, int) and abs(value) > LARGEST:
+                raise PosencError(
+                    f"{self.name}: {option.name} is at most {LARGEST:,}, not {str(value)[:20]}."
+                )
             if valid is None or (value is None and option.default is None) or valid(value):
                 continue
             values = option.metadata["values"]

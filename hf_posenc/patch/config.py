@@ -111,7 +111,7 @@ class PatchConfig:
         """Read the JSON text; raise for text that is not JSON, or not a patch."""
         try:
             values = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise PosencError(f"This is not a patch in JSON: {error}.") from error
         if not isinstance(values, dict):
             raise PosencError("A patch in JSON is an object with a method and its options.")
@@ -123,10 +123,10 @@ def parse_method(text: str) -> tuple[str, dict[str, Any]]:
 
     The options are numbers, booleans, `None` or strings.
     """
-    name, _, rest = text.partition(":")
+    name, colon, rest = text.partition(":")
     method = named_method(name.strip())
     options: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in rest.split(","))):
+    for part in (part.strip() for part in rest.split(",") if colon):
         option, _, value = (piece.strip() for piece in part.partition("="))
         if not option or not value:
             raise PosencError(
@@ -170,5 +170,5 @@ def _short(value: object) -> str:
 def _value(text: str) -> Any:
     try:
         return json.loads(text.lower() if text.lower() in ("true", "false") else text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # of JSON, or beyond the limits of its parser
         return None if text.lower() == "none" else text

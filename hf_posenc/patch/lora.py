@@ -107,7 +107,7 @@ def read_adapter(path: str | Path) -> tuple[PeftConfig, PatchConfig | None]:
             return PeftConfig.from_peft_type(**values), None
     except KeyError as error:
         raise PosencError(f"{path} has a peft_type that PEFT does not know: {error}.") from error
-    except (OSError, ValueError, TypeError, LookupError) as error:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
         raise PosencError(f"{path} is not the config of an adapter: {one_line(error)}") from error
     if not isinstance(values.get(BLOCK), dict):
         raise PosencError(

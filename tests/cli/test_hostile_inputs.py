@@ -255,6 +255,26 @@ COMMANDS: list[tuple[str, str, int]] = [
         "cannot be written: give a file in a folder tha",
         2,
     ),
+    (RUN + " --patch yarn:scale=2,", "'' is not option=value, as in scale=8,beta_fast=16.", 2),
+    (RUN + " --patch yarn:", "'yarn:': '' is not option=value, as in scale=8,beta_fast=16.", 2),
+    (RUN + " --patch yarn:scale=2,,beta_fast=3", "'' is not option=value, as in scale=8", 2),
+    (
+        RUN + " --lengths 32 --patch rerope:window=99999999999999999999",
+        "rerope: window is at most 2,147,483,647, not 99999999999999999999.",
+        2,
+    ),
+    (
+        RUN + " --lengths 32 --patch yarn:beta_fast=-" + "9" * 400,
+        "beta_fast is at most 2,147,483,647, not -9999999999999999999.",
+        2,
+    ),
+    (RUN + " --lengths 32 --patch yarn:scale=" + "9" * 5000, "scale is a number of at least 1", 2),
+    (RUN + " --lengths 32 --patch yarn:scale=" + "[" * 9000, "scale is a number of at least 1", 2),
+    (
+        "report {texts} --output {rows}",
+        "is there and no page: give another name, as report.html.",
+        2,
+    ),
     ("selftest {texts}", "cannot be written: give a file in a folder that exists.", 2),
     ("selftest --length 16", "Input should be greater than or equal to 32", 2),
     (
@@ -1234,6 +1254,7 @@ CHECKPOINTS |= {
 }
 
 
+_DEEP = '{"a":' * 3000 + "1" + "}" * 3000
 _EIGHT, _LISTS = [1.0] * 8, {"factor": 2.0, "original_max_position_embeddings": 32}
 
 # Rotary values of which transformers only logs that they are odd, or computes with another number in silence.
@@ -1318,6 +1339,37 @@ CHECKPOINTS |= {
         "has rope_parameters.truncate = 'no', which is not true or false. Correct it there.",
         2,
     ),
+    "more layers than any model": (
+        lambda folder: _edit_config(folder, num_hidden_layers=10**6),
+        "has num_hidden_layers = 1000000, which is more layers than any model has. Correct it",
+        2,
+    ),
+    "code that is no object": (
+        lambda folder: _edit_config(folder, auto_map=5),
+        "has auto_map = 5, which is not an object. Correct it there.",
+        2,
+    ),
+    "a deep config": (
+        _write("config.json", _DEEP),
+        "is not JSON: maximum recursion depth exceede",
+        2,
+    ),
+    "a deep patch": (
+        _write("posenc_config.json", _DEEP),
+        "This is not a patch in JSON: maximum rec",
+        2,
+    ),
+    "a deep adapter": (_write("adapter_config.json", _DEEP), "maximum recursion depth exceeded", 2),
+    "a list for generation": (
+        _write("generation_config.json", "[]"),
+        "The generation_config.json of ",
+        2,
+    ),
+    "half a config for generation": (
+        _write("generation_config.json", "{"),
+        "The generation_config.json of ",
+        2,
+    ),
     "ties that the weights lack": (
         lambda folder: _edit_config(folder, tie_word_embeddings=True),
         "to lm_head.weight, but both are present in the checkpoints with different values, so we w",
@@ -1391,6 +1443,67 @@ def test_a_tokenizer_with_a_known_error_is_named(tmp_path: Path) -> None:
     (line,) = (row for row in result.stderr.splitlines() if row.startswith("warning: "))
     assert "This will lead to incorrect tokenization. You should set the `fix_mistral" in line
     assert "pass the folder as --tokenizer." in line
+
+
+@pytest.mark.parametrize(
+    ("engine", "content", "line"),
+    [
+        ("vllm", "{", "The tokenizer_config.json of "),
+        ("transformers4", "[]", "is a JSON list, not an object."),
+        ("vllm", '{"model_max_length": "x"}', "has model_max_length = 'x', which is no length."),
+        ("vllm", _DEEP, "is not JSON: maximum recursion depth exceeded"),
+    ],
+    ids=["half", "a list", "a length in words", "deep"],
+)
+def test_an_export_names_a_damaged_tokenizer(
+    engine: str, content: str, line: str, tmp_path: Path
+) -> None:
+    model = tiny_checkpoint(tmp_path / "model")
+    (model / "tokenizer_config.json").write_text(content)
+    given = ["export", str(model), "--to", engine, "--patch", "yarn:scale=2"]
+    result = CliRunner().invoke(app, [*given, "--output", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    (error,) = (row for row in result.stderr.splitlines() if row.startswith("error: "))
+    assert line in error
+
+
+# Damage to a result: a report leaves it out, or names it.
+RESULTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no summary": lambda values: values.pop("summary"),
+    "a summary that is none": lambda values: values.update(summary="x"),
+    "rows that are none": lambda values: values.update(summary=[1]),
+    "a model that is none": lambda values: values.update(model=[]),
+    "a curve that is none": lambda values: values.update(curve=[5]),
+    "settings that are none": lambda values: values.update(settings=[]),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(places: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("measured")
+    result = _perplexity(places["model"], folder / "out")
+    assert result.exit_code == 0, result.output
+    return dict(json.loads((folder / "out" / "perplexity.json").read_text()))
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_damaged_result_is_named(name: str, measured: dict[str, Any], tmp_path: Path) -> None:
+    values = json.loads(json.dumps(measured))
+    RESULTS[name](values)
+    file = tmp_path / "perplexity.json"
+    file.write_text(json.dumps(values))
+    page = tmp_path / "page.html"
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--output", str(page)])
+    assert result.exit_code == 2, result.output
+    (error,) = (row for row in result.stderr.splitlines() if row.startswith("error: "))
+    assert f"{tmp_path}" in error
+    assert "damaged, or written by another version" in error
+    assert not page.exists()
+
+
+def test_a_terminal_of_no_width_shows_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert "Peng et al. 2023" in CliRunner().invoke(app, ["show", "yarn"]).stdout
 
 
 def test_missing_weights_are_the_same_at_every_run(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.bench.gpu_result import GpuResult
 from hf_posenc.evaluation.grid import Field, Grid, Span, listed, number, percent
@@ -53,7 +53,35 @@ _ELSEWHERE = frozenset(
 
 
 def render(collection: Collection, *, title: str = TITLE, figures: bool = True) -> str:
-    """Render the results as one HTML document, with figures if matplotlib is installed."""
+    """Render the results as one HTML document, with figures if matplotlib is installed.
+
+    Raises:
+        PosencError: A result is damaged in a place that the page shows; all of these are named.
+    """
+    try:
+        return _page(collection, title, figures)
+    except PosencError:
+        raise
+    except Exception as error:  # a value of another kind may fail anywhere
+        damaged = [source.name for source in collection.files if _fails(collection, source)]
+        if not damaged:
+            raise
+        raise PosencError(
+            f"{', '.join(damaged)}: damaged, or written by another version ({one_line(error)}). Leave it out, or "
+            "measure it again."
+        ) from error
+
+
+def _fails(collection: Collection, source: Source) -> bool:
+    sources = [each for each in collection.sources if each.number == source.number]
+    try:
+        _page(Collection(sources), TITLE, False)
+    except Exception:
+        return True
+    return False
+
+
+def _page(collection: Collection, title: str, figures: bool) -> str:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(

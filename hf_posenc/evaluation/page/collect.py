@@ -15,7 +15,7 @@ from hf_posenc.evaluation.measuring.statistics import Interval
 
 _TUNING = ("model", "settings", "methods", "records", "documents")
 KINDS = {
-    "perplexity": (*_TUNING, "curve", "failures"),
+    "perplexity": (*_TUNING, "curve", "failures", "summary"),
     "retrieval": ("model", "settings", "methods", "records", "failures", "haystack"),
     "bench": ("perplexity",),
     "gpu": ("model", "sizes", "machine", "environment", "records"),
@@ -101,7 +101,7 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) 
     try:
         text = file.read_bytes()
         data = json.loads(text)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         return f"cannot be read ({' '.join(str(error).split())})"
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind not in KINDS:
