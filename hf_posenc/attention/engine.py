@@ -35,7 +35,7 @@ from hf_posenc.attention.kernels import biased as triton_biased
 from hf_posenc.attention.kernels import decode as triton_decode
 from hf_posenc.attention.kernels import turning
 from hf_posenc.attention.rotation import Rotation
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError, one_line, unknown
 
 
 def _windowed(name: str, fused: Fused, *, proven: bool, kernel: bool = False) -> Backend:
@@ -240,7 +240,13 @@ def attend(call: Call, encoding: Encoding) -> Result:
 def _extra() -> tuple[Backend, ...]:
     """The backends of the module that the environment names."""
     module = os.environ.get(verdicts.EXTRA)
-    return tuple(importlib.import_module(module).BACKENDS) if module else ()
+    try:
+        return tuple(importlib.import_module(module).BACKENDS) if module else ()
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise PosencError(
+            f"{verdicts.EXTRA}={module!r} names no module with a tuple BACKENDS ({one_line(error)}): unset it, or "
+            "correct it."
+        ) from error
 
 
 BACKENDS = (*_extra(), *BACKENDS)

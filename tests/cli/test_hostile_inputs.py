@@ -1501,6 +1501,15 @@ def test_a_damaged_result_is_named(name: str, measured: dict[str, Any], tmp_path
     assert not page.exists()
 
 
+@pytest.mark.parametrize("module", ["no.such.module", "json", ".relative"])
+def test_a_module_without_backends_is_named(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_posenc.attention import engine
+
+    monkeypatch.setenv("HF_POSENC_EXTRA_BACKENDS", module)
+    with pytest.raises(PosencError, match=f"={module!r} names no module with a tuple BACKENDS"):
+        engine._extra()
+
+
 def test_a_terminal_of_no_width_shows_results(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "0")
     assert "Peng et al. 2023" in CliRunner().invoke(app, ["show", "yarn"]).stdout
