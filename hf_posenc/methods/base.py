@@ -74,6 +74,7 @@ class Method:
         seam: Where the method lands in a model; two methods on one seam exclude each other.
         length_dependent: True if its result depends on the length of the running sequence.
         follows_text: True if it scales as far as the text needs and takes no target length.
+        reads_length: True if it cannot do without the context length of the training.
         trainable: True if it adds parameters to train.
         bidirectional: True if it is defined for keys after the query too, as encoders read them.
     """
@@ -87,6 +88,7 @@ class Method:
     seam: ClassVar[str]
     length_dependent: ClassVar[bool] = False
     follows_text: ClassVar[bool] = False
+    reads_length: ClassVar[bool] = True
     trainable: ClassVar[bool] = False
     bidirectional: ClassVar[bool] = False
 

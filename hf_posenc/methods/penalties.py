@@ -31,6 +31,7 @@ class ALiBi(DistanceBias):
     source = "Press et al. 2021, arXiv 2108.12409; Al-Khateeb et al. 2023, arXiv 2310.13017"
     needs = "training, or a model that was trained with it"
     follows_text = False
+    reads_length = False
     bidirectional = True
 
     scale: float = field(default=1.0, metadata=number(1))

@@ -300,7 +300,7 @@ def posenc_attention(
     ):  # another model with the same config, one in pieces, a local layer of an encoder
         rest = {"scaling": scaling, "dropout": dropout, **kwargs}
         return _unpatched(module, query, key, value, attention_mask, **rest)
-    query_position = _query_position(module, layer, kwargs)
+    query_position = _query_position(module, layer, kwargs, query.shape[2])
     trained: Any = parameters_in_force(module)
     # Another adapter of PEFT's may be active by now, or merged.
     if trained is not layer.encoding.parameters:
@@ -394,7 +394,7 @@ def scaled_attention(
         return _recorded(module, query, key, value, kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is not None and layer.patched:
-        query = layer.encoding.scaled(query, _query_position(module, layer, kwargs))
+        query = layer.encoding.scaled(query, _query_position(module, layer, kwargs, query.shape[2]))
     if native == "eager":  # the one in the file of the module
         function = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
     else:
@@ -433,7 +433,9 @@ def _recorded(
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
 
-def _query_position(module: nn.Module, layer: Layer, kwargs: Mapping[str, Any]) -> Tensor:
+def _query_position(
+    module: nn.Module, layer: Layer, kwargs: Mapping[str, Any], queries: int
+) -> Tensor:
     positions = kwargs.get("position_ids")
     if positions is None:
         positions = layer.positions if layer.rotary is None else layer.rotary.latest
@@ -441,6 +443,8 @@ def _query_position(module: nn.Module, layer: Layer, kwargs: Mapping[str, Any]) 
         raise PosencError(
             f"{type(module).__name__} was called without positions, which {ENGINE} needs. Call the whole model."
         )
+    if positions.shape[-1] > queries:  # of the cached tokens too, for an indexer
+        positions = positions[..., -queries:]
     if positions.dim() < 3:
         return text_positions(positions)
     # Axes are compared once for all layers, which share masks by the result.

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError, one_line
-from hf_posenc.methods import METHODS, Method
+from hf_posenc.methods import METHODS, Method, needs_no_rotation
 from hf_posenc.model.attention import KNOWN, LAYER, Layer, Recorded, catch_positions, recording
 from hf_posenc.model.discovery import RotaryTable, layer_type
 from hf_posenc.model.repositioned import RepositionedRotary
@@ -155,7 +155,8 @@ def calibrate(
     for module, calls in native.items():
         name, first, unrotated = names[module], calls[0], still[module][0]
         bidirectional = _is_bidirectional(module, first)
-        _check_arguments(name, calls)
+        if not needs_no_rotation(methods):  # else the model's own attention gets them
+            _check_arguments(name, calls)
         if bidirectional:
             _check_directions(name, model, methods)
         inner = next((m for m in module.modules() if isinstance(m, RepositionedRotary)), None)
@@ -181,9 +182,8 @@ def calibrate(
         elif first.kwargs.get("position_ids") is None:
             module.register_forward_pre_hook(catch_positions, with_kwargs=True)
         table = None if index is None else candidates[index]
-        if (
-            rotation is not None and rotation.norm is None
-        ):  # one object for all layers, which then share its angles
+        if rotation is not None and rotation.norm is None:
+            # One object for all layers, which then share its angles.
             rotation = rotations.setdefault((id(table), rotation.layout), rotation)
         layers.append(
             CalibratedLayer(name, module, first, rotation, table, inner, len(calls), bidirectional)

@@ -59,7 +59,7 @@ def install_attention(
                 stacklevel=5,
             )
     owner = owner_of(model, tables[0])
-    _refuse(model, owner)
+    _refuse(model, owner, methods)
     with trial(model):
         ids = trial_tokens(owner)
         subject, expected = _reference(model, owner, ids)
@@ -110,7 +110,7 @@ def owner_of(model: nn.Module, table: RotaryTable) -> Any:
     return owner
 
 
-def _refuse(model: nn.Module, owner: nn.Module) -> None:
+def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> None:
     for module in model.modules():
         offloaded = getattr(getattr(module, "_hf_hook", None), "offload", False)  # by accelerate
         if not offloaded and any(p.is_meta for p in module.parameters(recurse=False)):
@@ -119,10 +119,14 @@ def _refuse(model: nn.Module, owner: nn.Module) -> None:
                 "before it is trusted: load the model first, then patch it."
             )
     for kind in (type(module).__name__ for module in owner.modules()):
+        if kind.endswith("Indexer") and needs_no_rotation(methods):
+            continue  # the choice of keys stays
         if kind.endswith(("Indexer", "Compressor")):
+            works = "log_n works there. " if kind.endswith("Indexer") else ""
             raise UnsupportedModelError(
                 f"{type(owner).__name__} chooses the keys of a query by a {kind}, from rotated queries and keys of "
-                f"its own, so a method that computes attention itself has no meaning there. {FREQUENCY_METHODS_WORK}"
+                "its own, which a method that computes attention itself does not follow. "
+                f"{works}{FREQUENCY_METHODS_WORK}"
             )
 
 

@@ -65,7 +65,8 @@ def resolve_request(
             )
     else:
         tables, compose = _rotary(source, parts, layers, compose=compose, replace=replace)
-        original = _common_length(tables, compose=compose) if given is None else given
+        optional = target is None and not any(part.reads_length for part in parts)
+        original = given or _common_length(tables, compose=compose, optional=optional)
     methods: list[Method] = []
     extended: int | None = None
     for part in parts:
@@ -166,9 +167,18 @@ def _check_layers(tables: Sequence[RotaryTable], layers: tuple[Any, ...]) -> Non
         )
 
 
-def _common_length(tables: Sequence[RotaryTable], *, compose: bool) -> int:
-    """Return the original length of the tables; raise where the parts of a model have different ones."""
-    lengths = {table.name: original_length(table, compose=compose) for table in tables}
+def _common_length(tables: Sequence[RotaryTable], *, compose: bool, optional: bool) -> int:
+    """Return the original length of the tables; 0 where they have none and it is optional.
+
+    Raises:
+        PosencError: There is none, or the parts of a model have different ones.
+    """
+    try:
+        lengths = {table.name: original_length(table, compose=compose) for table in tables}
+    except PosencError:
+        if optional:
+            return 0
+        raise
     if len({*lengths.values()}) > 1:
         listing = "; ".join(f"{name}: {length}" for name, length in lengths.items())
         raise PosencError(

@@ -186,7 +186,9 @@ REFUSED = {
         NOT_ALONE,
     ),
 }
-"""Types that are refused, whatever the method, with what the message says."""
+"""Types that are refused, whatever the method, with what the message says; log_n takes most of the sparse ones."""
+COMPRESSED = ("deepseek_v4",)
+"""Types whose keys stand for several tokens."""
 UNKNOWN_ROTATION = ("ernie4_5_vl_moe_text",)  # the axes of M-RoPE in turns
 """Types that only take methods which need not know how the layers rotate."""
 WITHOUT_ROTATION = {
@@ -199,6 +201,8 @@ WITHOUT_ROTATION = {
 def expected_reason(model_type: str, name: str) -> str:
     if model_type in UNKNOWN_ROTATION and name not in WITHOUT_ROTATION:
         return NOT_A_ROTATION
+    if name == "log_n" and REFUSED.get(model_type) == SPARSE and model_type not in COMPRESSED:
+        return "^$"  # it leaves the choice of keys alone
     return REFUSED.get(model_type, "^$")
 
 

@@ -132,8 +132,9 @@ NOPE: dict[str, tuple[tuple[int, ...], ...]] = {
     "smollm3": ((0, 1, 2, 3), (0, 1, 2, 3)),  # layer 3 does not rotate
     "cohere2": ((1, 3), (0, 1, 2, 3)),  # its full layers do not
     **dict.fromkeys(("afmoe", "beam", "exaone4"), ((1, 3), (0, 1, 2, 3))),
+    "deepseek_v32": ((0, 1, 2, 3), (0, 1, 2, 3)),  # an indexer chooses the keys
 }
-"""Types with layers that do not rotate: those with full attention, and all."""
+"""Types with layers that bands cannot change: the layers with full attention, and all."""
 
 
 def in_the_open(model: PreTrainedModel, layers: tuple[int, ...], ids: Tensor) -> Tensor:
@@ -156,7 +157,7 @@ def in_the_open(model: PreTrainedModel, layers: tuple[int, ...], ids: Tensor) ->
 
 
 @pytest.mark.parametrize(("model_type", "choice"), covering(NOPE, ["full", "all", (1, 3)]))
-def test_layers_that_do_not_rotate_have_it_too(model_type: str, choice: Any) -> None:
+def test_layers_that_bands_cannot_change_have_it_too(model_type: str, choice: Any) -> None:
     model, (full, every) = zoo.build(model_type), NOPE[model_type]
     expected = {"full": full, "all": every}.get(choice, choice)
     want = in_the_open(zoo.twin(model), expected, IDS)

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc import get_patch, load_patch, patch_model, save_patch, unpatch_model
+from hf_posenc import PosencError, get_patch, load_patch, patch_model, save_patch, unpatch_model
 from hf_posenc.methods import ReRoPE, YaRN
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
@@ -199,3 +199,23 @@ def test_as_a_file(model: PreTrainedModel, name: str, tmp_path: Path) -> None:
     save_patch(model, tmp_path)
     loaded: Any = load_patch(build(), tmp_path)
     assert torch.equal(zoo.logits(loaded, IDS), expected)
+
+
+def test_alibi_needs_no_length() -> None:
+    """RecurrentGemma's config names none."""
+    model, other = zoo.build("recurrent_gemma"), zoo.build("recurrent_gemma")
+    every: tuple[dict[str, Any], ...] = ({}, {"scale": 2.0})
+    for options in every:
+        patch_model(model, "alibi", layers="all", **options)
+        patch = get_patch(model)
+        assert patch is not None
+        assert patch.extended_length is None
+        assert "0 ->" not in str(patch)
+        patch_model(other, "alibi", layers="all", original_max_position_embeddings=64, **options)
+        assert torch.equal(zoo.logits(model, IDS), zoo.logits(other, IDS))
+        unpatch_model(model)
+        unpatch_model(other)
+    with pytest.raises(PosencError, match="names no context length"):
+        patch_model(model, "alibi", layers="all", target_length=128)
+    with pytest.raises(PosencError, match="names no context length"):
+        patch_model(model, "rerope", layers="all")
