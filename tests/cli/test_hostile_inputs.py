@@ -18,6 +18,7 @@ import shlex
 import sys
 import tempfile
 import tracemalloc
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -1403,6 +1404,17 @@ def test_a_damaged_checkpoint_is_one_line(name: str, tmp_path: Path) -> None:
     assert len(lines) == 1, result.output
     assert line in lines[0]
     assert "Traceback" not in result.output
+
+
+def test_advice_on_keys_is_no_doubt(tmp_path: Path) -> None:
+    """Phi-3's own configs have no `factor`; transformers recommends one, and computes the same without it."""
+    model = tiny_checkpoint(tmp_path / "model")
+    _rope("longrope", short_factor=_EIGHT, long_factor=_EIGHT, original_max_position_embeddings=32)(
+        model
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hf_posenc.from_pretrained(model)
 
 
 # What is wrong with a tokenizer, with values or for a measurement; and what Python meets only when it loads.
