@@ -135,7 +135,7 @@ def shipping() -> str:
     found = [survey(model_path(), engine) for engine in ENGINES]
     rows = [
         [method.name, *(row.form or "-" for row in engines)]
-        for method, *engines in zip(METHODS, *found, strict=True)
+        for method, *engines in zip((m for m in METHODS if m.for_rotary), *found, strict=True)
         if method.kind == "frequencies"
     ]
     return markdown_table(["method", *ENGINES], rows)

@@ -78,4 +78,4 @@ def _positions(kind: type[Method]) -> str:
         return "m - n and m"
     if issubclass(kind, RopeScaling):
         return "m - n and the text's length" if kind.length_dependent else "m - n"
-    return {"query": "m", "attention": "m - n", "bias": "m - n"}[kind.seam]
+    return {"query": "m", "attention": "m - n", "bias": "m - n", "table": "m and n"}[kind.seam]

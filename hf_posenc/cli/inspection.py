@@ -26,6 +26,7 @@ KINDS = {
     "bands": "Rotary bands: near and far keys are rotated by different positions",
     "biases": "Biases: added to the scores; the rotation is dropped unless keep_rope is set",
     "others": "Others: they change the queries and keys themselves",
+    "tables": "Tables: one row for each position, of models without rotary embedding, made longer",
 }
 """Title of each kind of method."""
 
@@ -99,6 +100,8 @@ def show(name: Annotated[str, typer.Argument(help="A method or one of its aliase
     if set(required) - {"scale"}:  # such as lists, which the short form of --patch cannot express
         shown = ", ".join(f"{knob}=..." for knob in required if knob != "scale")
         trial = f"patch_model(model, {method.name!r}, {shown})"
+    elif not method.for_rotary:  # the embedded model has a rotary embedding
+        trial = f"patch_model(model, {method.name!r}, scale=8)"
     console.print(f"Try: {trial}", markup=False)
 
 

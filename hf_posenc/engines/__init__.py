@@ -199,6 +199,8 @@ def survey(directory: str | Path, engine: str) -> tuple[Expressed, ...]:
     pairs = max((table.dim // 2 for table in plain.tables), default=1)
     rows = []
     for kind in METHODS:
+        if not kind.for_rotary:
+            continue
         options = _options(kind, pairs)
         shown = {key: value for key, value in options.items() if isinstance(value, str)}
         name = ", ".join([kind.name, *(f"{key}={value}" for key, value in shown.items())])

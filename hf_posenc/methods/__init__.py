@@ -43,6 +43,15 @@ from hf_posenc.methods.penalties import ALiBi, KerpleLog, KerplePower, Sandwich
 from hf_posenc.methods.queries_keys import LogN, RopeBias, XPos
 from hf_posenc.methods.relative_keys import Shaw, TransformerXL
 from hf_posenc.methods.rerope import LeakyReRoPE, ReRoPE, SelfExtend
+from hf_posenc.methods.tables import (
+    Group,
+    Hierarchical,
+    Interpolate,
+    Sinusoidal,
+    Stretch,
+    TableMethod,
+    Tile,
+)
 from hf_posenc.methods.windows import AttentionSinks, LMInfinite, SlidingWindow
 from hf_posenc.methods.yarn import (
     DynamicPartialNTK,
@@ -72,6 +81,7 @@ __all__ += ["ReRoPE", "LeakyReRoPE", "SelfExtend", "DualChunk", "STRING"]
 __all__ += ["LMInfinite", "AttentionSinks", "SlidingWindow", "LogN"]
 __all__ += ["ALiBi", "KerpleLog", "KerplePower", "Sandwich", "T5", "FIRE", "Shaw", "TransformerXL"]
 __all__ += ["XPos", "RopeBias"]
+__all__ += ["TableMethod", "Interpolate", "Hierarchical", "Group", "Tile", "Stretch", "Sinusoidal"]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")

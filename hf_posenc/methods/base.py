@@ -70,13 +70,15 @@ class Method:
         summary: One line for tables.
         source: Paper and section, or the place of first publication.
         needs: What the method needs before its output means anything.
-        kind: Its group in tables: `"frequencies"`, `"bands"`, `"biases"` or `"others"`.
+        kind: Its group in tables: `"frequencies"`, `"bands"`, `"biases"`, `"others"` or
+            `"tables"`.
         seam: Where the method lands in a model; two methods on one seam exclude each other.
         length_dependent: True if its result depends on the length of the running sequence.
         follows_text: True if it scales as far as the text needs and takes no target length.
         reads_length: True if it cannot do without the context length of the training.
         trainable: True if it adds parameters to train.
         bidirectional: True if it is defined for keys after the query too, as encoders read them.
+        for_rotary: True if models with a rotary embedding take it.
     """
 
     name: ClassVar[str]
@@ -91,6 +93,7 @@ class Method:
     reads_length: ClassVar[bool] = True
     trainable: ClassVar[bool] = False
     bidirectional: ClassVar[bool] = False
+    for_rotary: ClassVar[bool] = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

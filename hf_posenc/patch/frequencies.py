@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
+from hf_posenc.errors import UnsupportedModelError, VerificationError
 from hf_posenc.methods import RopeScaling, YaRN
 from hf_posenc.methods.yarn import mscale
 from hf_posenc.model.discovery import (
@@ -24,6 +23,7 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.rotary import PosencRotary, is_half_split
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, replace_modules
+from hf_posenc.seams.tables import TableEnd
 
 
 def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeScaling) -> None:
@@ -115,26 +115,6 @@ def _scales_by_mscale(kind: type[nn.Module]) -> bool:
         return "mscale" in inspect.getsource(kind.__init__)
     except (OSError, TypeError):  # no source to read
         return False
-
-
-@dataclass(frozen=True)
-class TableEnd:
-    """A hook in front of a model's forward that refuses more tokens than its tables have positions for."""
-
-    positions: int
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = kwargs.get("input_ids", args[0] if args else kwargs.get("inputs_embeds"))
-        if not isinstance(given, Tensor) or torch.compiler.is_compiling():
-            return
-        count = getattr(kwargs.get("past_key_values"), "get_seq_length", int)
-        before = count()
-        tokens = given.shape[1] + (before if isinstance(before, int) else 0)
-        if tokens > self.positions:
-            raise PosencError(
-                f"{tokens:,} tokens: the patched tables of {type(model).__name__} have {self.positions:,} positions. "
-                f"Patch it with a target_length of at least {tokens:,}."
-            )
 
 
 def install_sincos(

@@ -33,7 +33,8 @@ from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
 from hf_posenc.seams.inspection import Positions, inspect
-from hf_posenc.seams.native import NATIVE, NativeSeam, choose
+from hf_posenc.seams.native import NativeSeam, choose
+from hf_posenc.seams.tables import TableSeam
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -132,7 +133,7 @@ def _patch(
     return put_back
 
 
-SEAMS: tuple[type[NativeSeam], ...] = ()
+SEAMS: tuple[type[NativeSeam], ...] = (TableSeam,)
 """The seams of models without rotary embedding."""
 
 
@@ -146,14 +147,14 @@ def _source(model: nn.Module, method: MethodLike) -> tuple[RotaryTable, ...] | N
     lack: UnsupportedModelError | None = None
     try:
         tables = tables_of(model)
-        if all(one.seam not in NATIVE for one in methods):
+        if all(one.for_rotary for one in methods):
             return tables
     except NoRotaryError as error:
         lack = error
     try:
         positions = inspect(model)
     except UnsupportedModelError:
-        if lack is None or any(one.seam in NATIVE for one in methods):
+        if lack is None or not all(one.for_rotary for one in methods):
             raise
         raise lack from None
     return choose(SEAMS, model, positions, methods)

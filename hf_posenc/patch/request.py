@@ -103,6 +103,11 @@ def _rotary(
     replace: bool,
 ) -> tuple[Sequence[RotaryTable], bool]:
     """Return the tables of the chosen layers, and `compose` as it is in force."""
+    if others := [part for part in parts if not part.for_rotary]:
+        raise PosencError(
+            f"{others[0].name} is not for a rotary embedding: {others[0].summary}. Frequency methods (yarn, "
+            "ntk_by_parts, ...) are."
+        )
     whole = any(part.seam == "rotary" for part in parts)
     if isinstance(layers, tuple):
         _check_layers(tables, layers)

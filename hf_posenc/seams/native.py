@@ -14,9 +14,6 @@ from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import METHODS, Method
 from hf_posenc.seams.inspection import RECURRENCE, ROTARY, ROTARY_TABLE, Positions
 
-NATIVE = ("table",)
-"""Seams of methods that have no meaning in a rotary embedding."""
-
 
 class Swappable(Protocol):
     """A place of a model that holds a tensor."""
@@ -72,6 +69,11 @@ class NativeSeam:
     def takes(cls, method: type[Method], source: str) -> bool:
         """Return whether a method patches a kind of source at this seam."""
         raise NotImplementedError
+
+    @classmethod
+    def reason(cls, method: type[Method], source: str) -> str:
+        """Return a sentence on why a method does not patch a kind of source at this seam; empty if there is none."""
+        return ""
 
     @classmethod
     def of(cls, model: nn.Module, positions: Positions) -> NativeSeam:
@@ -139,6 +141,10 @@ def refusal(
     advice = " ".join(
         f"Methods for a {kind}: {', '.join(names)}." for kind, names in ways.items() if names
     )
+    reasons = dict.fromkeys(
+        seam.reason(method, kind) for kind in found for seam in seams if kind in seam.sources
+    )
+    advice = " ".join(filter(None, (*reasons, advice)))
     if any(source.kind == RECURRENCE for source in positions.rest) and not found:
         advice = "There is nothing to patch: a recurrence has no positions."
     rotates = positions.of_kind(ROTARY, ROTARY_TABLE)

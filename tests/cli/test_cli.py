@@ -390,7 +390,7 @@ def test_methods_lists_every_method() -> None:
     for method in METHODS:
         assert f" {method.name} {method.summary} Needs: {method.needs}. {method.source}." in text
     titles = [line.split(":")[0] for line in result.stdout.splitlines() if line[:1].isupper()]
-    assert titles == ["Frequencies", "Rotary bands", "Biases", "Others"]
+    assert titles == ["Frequencies", "Rotary bands", "Biases", "Others", "Tables"]
     place = {name: text.index(f" {name} ") for name in ("yarn", "rerope", "alibi", "xpos")}
     assert list(place) == sorted(place, key=lambda name: place[name])
     assert f"Also {', '.join(next(m for m in METHODS if m.name == 'pi').aliases)}." in text

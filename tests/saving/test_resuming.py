@@ -21,7 +21,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-STATIC = tuple(name for name in available_methods() if not get_method(name).length_dependent)
+STATIC = tuple(
+    name
+    for name in available_methods()
+    if get_method(name).for_rotary and not get_method(name).length_dependent
+)
 FORMS = ("yarn", "llama3", "ntk_mixed", "alibi")
 """One method of each form on disk."""
 STEPS = 2

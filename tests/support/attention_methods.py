@@ -18,7 +18,7 @@ SEAMS = {
     "bias": {*BIASES, *(m.name for m in METHODS if issubclass(m, RelativeKeys))},
     "query": {"log_n"},
 }
-OTHERS = tuple(m.name for m in METHODS if m.seam != "rotary")
+OTHERS = tuple(m.name for m in METHODS if m.seam != "rotary" and m.for_rotary)
 
 
 def bands(name: str, **knobs: Any) -> RotaryBands:

@@ -200,7 +200,7 @@ def recommend(
     spec = read_spec(table, carried.reach if compose else carried.trained, compose=compose)
     model_type = inner.config.get_text_config(decoder=True).model_type
     start = Start(spec, target_length, beside, carried.reach, _length(table, carried))
-    kinds = METHODS if target_length > carried.reach else ()
+    kinds = [m for m in METHODS if m.for_rotary and target_length > carried.reach]
     options = [_tried(option_of(kind, start), inner) for kind in kinds]
     return Advice(
         name=name,

@@ -1,0 +1,620 @@
+"""The table seam: a row for each position, in the same parameter or buffer, for a longer text.
+
+What else hangs on the length (causal masks, `position_ids`, plain numbers) is built by the model's own class from the
+longer config, with weights on the meta device, and never extrapolated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError, one_line
+from hf_posenc.methods import Method, Sinusoidal, TableMethod
+from hf_posenc.model.calibration import trial
+from hf_posenc.seams import probes
+from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
+from hf_posenc.seams.native import NativeSeam, Undo
+
+_LENGTH = re.compile(r"position|n_ctx|context_length|seq_len|seq_length|sequence_length")
+_RELATIVE = "relative"  # numbers of distances, not of positions
+_APART = 2  # rows that a class may have beside those that a config names
+_BASE = 10_000.0  # of every sinusoidal table since Vaswani et al. 2017
+_FORMULA = 1e-3  # a table of sines in float32, whose angles were float32 too; 16 bits: `_ROUNDED`
+_ROUNDED = 2e-2
+
+
+# Tensors at the places that hold them
+
+
+@dataclass(eq=False)
+class Held:
+    """A tensor at every module that holds it, by the very same object."""
+
+    places: tuple[tuple[nn.Module, str], ...]
+
+    def tensor(self) -> Tensor:
+        """Return the tensor in force."""
+        module, name = self.places[0]
+        tensor: Tensor = getattr(module, name)
+        return tensor
+
+    def swap(self, tensor: Tensor) -> None:
+        """Replace the tensor; device and dtype stay, and so does whether it is a parameter."""
+        old = self.tensor()
+        new = tensor.to(old.device, old.dtype)
+        if isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=old.requires_grad)
+        for module, name in self.places:
+            setattr(module, name, new)
+
+
+def held(model: nn.Module, path: str) -> Held:
+    """Return a tensor of a model, by its path, at every module that holds it."""
+    outer, _, name = path.rpartition(".")
+    tensor = getattr(model.get_submodule(outer), name)
+    return Held(
+        tuple(
+            (module, key)
+            for module in model.modules()
+            for own in (module._parameters, module._buffers)
+            for key, value in own.items()
+            if value is tensor
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of positions: the path of its tensor, the row of position 0, and whether rows are a formula."""
+
+    path: str
+    start: int
+    positions: int
+    formula: bool
+
+
+# Texts
+
+
+def _length(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the tokens of a forward, padding included, and those in its cache; `None` if it gets no text."""
+    values = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
+    given = next((value for value in values if isinstance(value, Tensor)), None)
+    if given is None or given.dim() < 2:
+        return None
+    count = getattr(kwargs.get("past_key_values"), "get_seq_length", None)
+    return given.shape[1], int(count()) if count is not None else 0
+
+
+@dataclass(frozen=True)
+class TableEnd:
+    """A hook in front of a forward that refuses more tokens than its tables have positions for."""
+
+    positions: int
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling() or (length := _length(args, kwargs)) is None:
+            return
+        tokens = _longest(sum(length), kwargs.get("attention_mask"))
+        if tokens > self.positions:
+            raise PosencError(
+                f"{tokens:,} tokens: the patched tables of {type(model).__name__} have {self.positions:,} positions. "
+                f"Patch it with a target_length of at least {tokens:,}."
+            )
+
+
+def _longest(tokens: int, mask: Any) -> int:
+    """Return the tokens of the longest text of a padded batch, at most `tokens`."""
+    rows = _rows_of(mask)
+    return tokens if rows is None else min(tokens, max(rows))
+
+
+def _rows_of(mask: Any) -> list[int] | None:
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point():
+        return None
+    rows: list[int] = mask.ne(0).sum(1).tolist()
+    return rows or None
+
+
+@dataclass(eq=False)
+class ByRequest:
+    """Hooks around a forward that put a longer table in place of a learned one, for texts that need it.
+
+    The parameter is the original one, so gradients reach it through the rows of a longer text too.
+    """
+
+    table: Held
+    start: int
+    trained: int
+    positions: int
+    method: TableMethod
+    rows: Tensor | None = field(default=None, repr=False)
+    version: tuple[Any, ...] = ()
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put the longer table in place; raise for texts on both sides of the trained length."""
+        self.after(model, args, None)  # a forward that was interrupted may have left it
+        length = _length(args, kwargs)
+        if length is None or sum(length) <= self.trained:
+            return
+        (new, past), trained = length, self.trained
+        if 0 < past <= trained:
+            raise PosencError(
+                f"The text grows past {trained:,} tokens, up to which {self.method.name} with update='request' keeps "
+                f"the original table: {past:,} tokens are in the cache and {new:,} follow. Run it again without the "
+                "cache, or patch with update='static'."
+            )
+        rows = _rows_of(kwargs.get("attention_mask"))
+        if rows is not None and min(rows) <= trained:
+            raise PosencError(
+                f"A batch with texts on both sides of {trained:,} tokens, or padded past it, has no table with "
+                f"update='request': its texts have {min(rows):,} to {max(rows):,} tokens. Batch texts by length, or "
+                "patch with update='static'."
+            )
+        longer = self.longer()
+        for module, name in self.table.places:
+            vars(module)[name] = longer  # in front of the parameter of that name
+
+    def around(self, owner: nn.Module) -> list[RemovableHandle]:
+        """Register the hooks around a module's forward."""
+        return [
+            owner.register_forward_pre_hook(self.before, with_kwargs=True),
+            owner.register_forward_hook(self.after, always_call=True),
+        ]
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Show the original table again."""
+        for module, name in self.table.places:
+            vars(module).pop(name, None)
+
+    def longer(self) -> Tensor:
+        """Return the longer table; the last one if the original has not changed and needs no gradient."""
+        table = self.table.tensor()
+        if torch.is_grad_enabled() and table.requires_grad:
+            return _grown(table, self.start, self.positions, self.method)
+        version = (id(table), table._version, table.dtype, table.device)
+        if self.rows is None or self.version != version:
+            self.rows = _grown(table.detach(), self.start, self.positions, self.method)
+            self.version = version
+        return self.rows
+
+
+# Rows
+
+
+def _grown(table: Tensor, start: int, positions: int, method: TableMethod) -> Tensor:
+    """Return a table for more positions; the rows before position 0 stay."""
+    axis = _axis(table)
+    rows = table.movedim(axis, 0)
+    shape = rows.shape[1:]
+    if method.scale == 1:
+        return table
+    if isinstance(method, Sinusoidal):
+        waves = _waves(rows.detach().flatten(1), start)
+        angles = method.angles(waves.frequencies, positions, start if waves.shifted else 0)
+        new = waves.columns(angles.to(table.device))
+    else:
+        new = method.rows(rows[start:].flatten(1).double(), positions)
+    new = new.reshape(positions, *shape).to(table.dtype)
+    return torch.cat((rows[:start], new)).movedim(0, axis)
+
+
+def _axis(table: Tensor) -> int:
+    """Return the axis of positions: the first one with more than one entry."""
+    return next((axis for axis, size in enumerate(table.shape) if size > 1), 0)
+
+
+@dataclass(frozen=True)
+class _Waves:
+    """The formula of a sinusoidal table.
+
+    Attributes:
+        frequencies: Shape (n,), float64, in radians per token.
+        shifted: True if rows are counted from that of the padding before position 0, as fairseq does.
+        alternating: True if sines and cosines take turns; False if all sines come first.
+        width: Number of columns; those past the 2 n columns of the formula are 0.
+    """
+
+    frequencies: Tensor
+    shifted: bool
+    alternating: bool
+    width: int
+
+    def columns(self, angles: Tensor) -> Tensor:
+        """Return the rows for angles of shape (positions, n)."""
+        pairs = (angles.sin(), angles.cos())
+        waves = torch.stack(pairs, -1).flatten(1) if self.alternating else torch.cat(pairs, -1)
+        return nn.functional.pad(waves, (0, self.width - waves.shape[1]))
+
+
+def _waves(rows: Tensor, start: int) -> _Waves:
+    """Return the formula that gives the rows of a table, those before position 0 included.
+
+    Raises:
+        UnsupportedModelError: None does.
+    """
+    known = rows[start:].double().cpu()
+    pairs, width = known.shape[1] // 2, known.shape[1]
+    tolerance = _FORMULA if rows.dtype in (torch.float32, torch.float64) else _ROUNDED
+    index = torch.arange(pairs, dtype=torch.float64)
+    best: tuple[float, _Waves | None] = (math.inf, None)
+    for divisor in dict.fromkeys((pairs, max(pairs - 1, 1))):  # Vaswani et al.; tensor2tensor
+        for shifted in dict.fromkeys((False, start > 0)):
+            first = start if shifted else 0
+            angles = (first + torch.arange(len(known), dtype=torch.float64))[:, None]
+            for alternating in (False, True):
+                waves = _Waves(_BASE ** (-index / divisor), shifted, alternating, width)
+                error = float((waves.columns(angles * waves.frequencies) - known).abs().max())
+                best = min(best, (error, waves), key=lambda each: each[0])
+    if best[1] is None or best[0] > tolerance:
+        raise UnsupportedModelError(
+            f"The inner products of the rows depend on the distance alone, as those of sines and cosines do, but they "
+            f"are not sin and cos of 10000^(-2i/d) in a known order (difference {best[0]:.1e}), so there is no formula "
+            "to compute them from."
+        )
+    return best[1]
+
+
+# The seam
+
+
+@dataclass(frozen=True, eq=False)
+class TableSeam(NativeSeam):
+    """Tables that are read by position, learned or sinusoidal; those of an encoder and a decoder grow alike.
+
+    Attributes:
+        tables: The tables.
+        beside: What else gives the model positions, in words, and stays as it is; empty if nothing does.
+        rest: What depends on order besides all known sources, in words; empty if the certificate is rounding.
+    """
+
+    tables: tuple[Table, ...] = ()
+    beside: str = ""
+    rest: str = ""
+    sources = (LEARNED, SINUSOIDAL)
+
+    @classmethod
+    def takes(cls, method: type[Method], source: str) -> bool:
+        return issubclass(method, TableMethod) and method.formula == (source == SINUSOIDAL)
+
+    @classmethod
+    def reason(cls, method: type[Method], source: str) -> str:
+        if not issubclass(method, TableMethod) or cls.takes(method, source):
+            return ""
+        if method.formula:
+            return "The rows of a learned table follow no formula that could be computed anew."
+        return "Rows that are sines and cosines are computed anew: interpolated or copied ones would be none."
+
+    @classmethod
+    def of(cls, model: nn.Module, positions: Positions) -> TableSeam:
+        tables = []
+        for source in positions.of_kind(*cls.sources):
+            for path in source.places:
+                tensor = held(model, path).tensor()
+                axis = _axis(tensor)
+                if tensor.dim() - axis < 2:
+                    raise UnsupportedModelError(
+                        f"{path} of shape {tuple(tensor.shape)} has no rows."
+                    )
+                size = tensor.shape[axis] - source.start
+                tables.append(Table(path, source.start, size, source.kind == SINUSOIDAL))
+        others = [str(each) for each in positions.sources if each.kind not in cls.sources]
+        rest = "" if positions.complete else ", ".join(map(str, positions.rest)) or "unknown"
+        length = min(table.positions for table in tables)
+        config: Any = model.config
+        return cls(config, length, tuple(tables), ", ".join(others), rest)
+
+    def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
+        heading = ("table", "kind", "positions", "features", "from row")
+        cells = []
+        for table in self.tables:
+            tensor = held(model, table.path).tensor()
+            axis = _axis(tensor)
+            kind = SINUSOIDAL if table.formula else LEARNED
+            sizes = tensor.shape[axis] - table.start, tensor.shape[-1], table.start
+            cells.append((table.path, kind, *map(str, sizes)))
+        return [heading, *cells]
+
+    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+        assert isinstance(method, TableMethod)
+        self._check(state, method)
+        lengths = {table.path: self._new_length(table, state, method) for table in self.tables}
+        growth = self._growth(lengths)
+        ids = probes.ordinary_tokens(model, min(probes.TOKENS, self.length or 1))
+        before = _outputs(model, ids)
+        places = {table.path: held(model, table.path) for table in self.tables}
+        edits = list(_config_edits(model, growth))
+        weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        twin = _twin(model, edits)
+        _check_other_weights(model, twin, weights - places.keys())
+        for table in self.tables:
+            rows = table.start + lengths[table.path]
+            longer = held(twin, table.path).tensor()
+            if longer.shape[_axis(longer)] != rows:
+                raise UnsupportedModelError(
+                    f"{table.path} has {rows - table.start:,} positions in no {type(model).__name__} that its config "
+                    f"can describe ({longer.shape[_axis(longer)]:,} rows where the length is that): its rows may mean "
+                    "something else."
+                )
+        _follow(model, twin, state, growth, set(places))
+        for table in self.tables:
+            place, positions = places[table.path], lengths[table.path]
+            grown = _grown(place.tensor().detach(), table.start, positions, method)
+            end = TableEnd(positions)
+            for owner in _owners(model, place):
+                state.hooks.append(owner.register_forward_pre_hook(end, with_kwargs=True))
+            if method.by_request:
+                hooks = ByRequest(place, table.start, table.positions, positions, method)
+                for owner in _owners(model, place):
+                    state.hooks += hooks.around(owner)
+            elif method.scale != 1:
+                _swap(state, place, grown)
+                for module, _ in place.places:
+                    if isinstance(module, nn.Embedding):
+                        state.set(module, {"num_embeddings": grown.shape[0]})
+                if not torch.equal(place.tensor(), grown):
+                    raise VerificationError(
+                        f"{table.path} does not hold the patched rows after the patch; the model was restored."
+                    )
+        stored = places.keys() <= model.state_dict().keys()
+        if stored and not method.by_request and _shapes(model) == _shapes(twin):
+            state.export = "weights"
+            for config, values in edits:
+                state.set(config, values)
+        else:
+            state.write_config(model, edits)
+        self._verify(model, method, lengths, ids, before)
+        if self.beside or self.rest:
+            self._warn(model, method)
+
+    def _check(self, state: Undo, method: TableMethod) -> None:
+        if state.original != self.length:
+            listing = ", ".join(f"{table.path}: {table.positions:,}" for table in self.tables)
+            raise PosencError(
+                f"original_max_position_embeddings={state.original}: the rows of a table are as many as the positions "
+                f"that the model was trained on ({listing}). Leave it out."
+            )
+        if wrong := [table.path for table in self.tables if table.formula != method.formula]:
+            raise UnsupportedModelError(
+                f"{method.name} does not patch {', '.join(wrong)}: a model with both learned and sinusoidal tables "
+                "takes no table method."
+            )
+
+    def _new_length(self, table: Table, state: Undo, method: TableMethod) -> int:
+        if table.positions == self.length and state.extended is not None:
+            return state.extended
+        return math.ceil(table.positions * method.scale - 1e-6)
+
+    def _growth(self, lengths: Mapping[str, int]) -> dict[int, int]:
+        """Return old lengths and numbers of rows with the new ones; configs may count a few rows less or more."""
+        growth: dict[int, int] = {}
+        for table in sorted(self.tables, key=lambda one: one.positions):
+            more = lengths[table.path] - table.positions
+            near = range(table.positions - _APART, table.positions + table.start + 1)
+            growth |= {number: number + more for number in near}
+        for table in self.tables:  # its very length comes before that of a near one
+            growth[table.positions] = lengths[table.path]
+        return growth
+
+    def _verify(
+        self,
+        model: nn.Module,
+        method: TableMethod,
+        lengths: Mapping[str, int],
+        ids: Tensor,
+        before: Sequence[Tensor],
+    ) -> None:
+        """Verify that short texts are as they should be, and that longer texts than before run."""
+        if method.keeps_short or method.by_request or method.scale == 1:
+            after = _outputs(model, ids)
+            if not all(map(torch.equal, after, before)):
+                raise VerificationError(
+                    f"{method.name} changes the outputs of a short text of {type(model).__name__}, whose rows it "
+                    "keeps; the model was restored. Please report it, with the model type."
+                )
+        longest = min(lengths.values())
+        if longest > (self.length or 0):
+            tokens = min(longest, max(table.positions for table in self.tables) + 1)
+            _run_past(model, ids, tokens)
+
+    def _warn(self, model: nn.Module, method: TableMethod) -> None:
+        stays = f"{self.beside} stays as it is. " if self.beside else ""
+        rest = (
+            f"Something besides its known sources depends on the order of tokens: {self.rest}. "
+            if self.rest
+            else ""
+        )
+        warnings.warn(
+            f"{method.name} makes the table of {type(model).__name__} longer. {stays}{rest}Measure the patched model "
+            "on long texts.",
+            stacklevel=5,
+        )
+
+
+def _swap(state: Undo, place: Held, tensor: Tensor) -> None:
+    state.tensors.append((place, place.tensor()))
+    place.swap(tensor)
+
+
+def _owners(model: nn.Module, place: Held) -> list[nn.Module]:
+    """Return the innermost models of transformers around the modules that hold a tensor."""
+    holders = {id(module) for module, _ in place.places}
+    owners: dict[int, nn.Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        if id(module) not in holders:
+            continue
+        parts = path.split(".") if path else []
+        around = [model.get_submodule(".".join(parts[:end])) for end in range(len(parts), -1, -1)]
+        owner = next((each for each in around if hasattr(each, "get_input_embeddings")), model)
+        owners[id(owner)] = owner
+    return list(owners.values())
+
+
+# What hangs on the length
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Return every config of a model and its parts."""
+    found: dict[int, Any] = {}
+    waiting = [vars(module).get("config") for module in model.modules()]
+    while waiting:
+        config = waiting.pop(0)
+        if hasattr(config, "get_text_config") and id(config) not in found:
+            found[id(config)] = config
+            waiting += vars(config).values()
+    return list(found.values())
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _config_edits(
+    model: nn.Module, growth: Mapping[int, int]
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Yield the configs that name a length of the tables, with the new values."""
+    for config in _configs(model):
+        values = {
+            key: growth[value]
+            for key, value in vars(config).items()
+            if _is_number(value)
+            and value in growth
+            and _LENGTH.search(key)
+            and _RELATIVE not in key
+        }
+        if values:
+            yield config, values
+
+
+def _twin(model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> nn.Module:
+    """Build a model of the same class from the longer config: buffers with values, weights on the meta device."""
+    from accelerate import init_empty_weights
+    from transformers.initialization import no_init_weights
+
+    copies: dict[int, Any] = {}
+    config: Any = copy.deepcopy(model.config, copies)
+    for part, values in edits:
+        if id(part) in copies:
+            vars(copies[id(part)]).update(values)
+    make: Any = type(model)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            no_init_weights(),
+            init_empty_weights(include_buffers=False),
+        ):
+            twin: nn.Module = make(config)
+        return twin
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{make.__name__} cannot be built from its config with a longer length ({one_line(error)}), so it is "
+            "unknown what depends on that."
+        ) from error
+
+
+def _shapes(model: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+def _check_other_weights(model: nn.Module, twin: nn.Module, names: set[str]) -> None:
+    """Refuse a model with weights besides the tables whose size depends on the length."""
+    own = dict(model.named_parameters(remove_duplicate=False))
+    longer = dict(twin.named_parameters(remove_duplicate=False))
+    moved = [
+        name for name in sorted(names & longer.keys()) if own[name].shape != longer[name].shape
+    ]
+    if moved:
+        raise UnsupportedModelError(
+            f"The size of {', '.join(moved)} follows the length of {type(model).__name__}, and it is no table of "
+            "positions that could be made longer in the same way."
+        )
+
+
+def _follow(
+    model: nn.Module, twin: nn.Module, state: Undo, growth: Mapping[int, int], tables: set[str]
+) -> None:
+    """Take over the buffers and numbers of a model built for the longer length."""
+    others = dict(twin.named_modules(remove_duplicate=False))
+    for path, module in model.named_modules():
+        other = others.get(path)
+        if other is None:  # a module that another library put there
+            continue
+        for name, buffer in list(module._buffers.items()):
+            longer = other._buffers.get(name)
+            if buffer is None or longer is None or f"{path}.{name}".lstrip(".") in tables:
+                continue
+            if buffer.shape != longer.shape and not longer.is_meta:
+                _swap(state, Held(((module, name),)), longer)
+        numbers = {
+            key: vars(other).get(key)
+            for key, value in vars(module).items()
+            if _is_number(value) and value in growth and not key.startswith("_")
+        }
+        if isinstance(module, nn.Embedding):  # its weight decides that
+            numbers.pop("num_embeddings", None)
+        moved = {
+            key: new for key, new in numbers.items() if _is_number(new) and new != vars(module)[key]
+        }
+        if moved:
+            state.set(module, moved)
+
+
+# Verification
+
+
+def _outputs(model: nn.Module, ids: Tensor) -> list[Tensor]:
+    with trial(model):
+        return probes.forward(model, ids)
+
+
+class _ReachedError(Exception):
+    """Ends a forward that has run far enough."""
+
+
+def _run_past(model: Any, ids: Tensor, tokens: int) -> None:
+    """Run a text of some tokens up to the end of the first block that sees it, on each side of an encoder-decoder.
+
+    Raises:
+        VerificationError: It does not run.
+    """
+    long = ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
+    sides: list[dict[str, Any]] = [{"input_ids": long}]
+    if model.config.is_encoder_decoder:
+        sides = [
+            {"input_ids": long, "decoder_input_ids": ids},
+            {"input_ids": ids, "decoder_input_ids": long},
+        ]
+
+    def stop(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        hidden = next(
+            (each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)), None
+        )
+        if hidden is not None and hidden.dim() == 3 and max(hidden.shape[:2]) >= tokens:
+            raise _ReachedError
+
+    with contextlib.ExitStack() as hooks:
+        for path, block in probes.block_modules(model):
+            if probes.is_block(path):
+                hooks.callback(block.register_forward_hook(stop, with_kwargs=True).remove)
+        for inputs in sides:
+            try:
+                with trial(model):
+                    model(**inputs)
+            except _ReachedError:
+                continue
+            except Exception as error:
+                raise VerificationError(
+                    f"{type(model).__name__} does not run on {tokens:,} tokens after the patch ({one_line(error)}); "
+                    "the model was restored. Please report it, with the model type."
+                ) from error
