@@ -276,6 +276,11 @@ def recording() -> Iterator[dict[nn.Module, list[Recorded]]]:
         _calls = None
 
 
+def is_recording() -> bool:
+    """Return whether calls are recorded, and every token attends to itself."""
+    return _calls is not None
+
+
 def posenc_attention(
     module: nn.Module,
     query: Tensor,

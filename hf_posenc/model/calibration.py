@@ -24,7 +24,7 @@ from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedMod
 from hf_posenc.methods import METHODS, Method, needs_no_rotation
 from hf_posenc.model.attention import KNOWN, LAYER, Layer, Recorded, catch_positions, recording
 from hf_posenc.model.discovery import RotaryTable, layer_type
-from hf_posenc.model.repositioned import RepositionedRotary
+from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary
 
 # Relative tolerances of a layer's queries and keys, and of the whole model's output.
@@ -33,7 +33,8 @@ _HALF = (0.03, 0.1)
 TOKENS = 7
 """Length of the text that a model is tried on."""
 _UNROTATED = Encoding(original=1, rotates=False)
-Wrappers = Mapping[int, RepositionedRotary]  # by `id` of the model's own rotary modules
+Wrappers = Mapping[int, RepositionedRotary | RepositionedTable]
+"""By `id` of the model's own rotary module, or of the module that holds a sin-cos table."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -95,14 +95,22 @@ class SinCosTable(RotaryTable):
     attribute: str  # of the module
 
     def live(self) -> tuple[Tensor, float]:
-        """Return the frequencies and the factor, read from the row of position 1."""
+        """Return the frequencies and the factor, read from the rows of positions 1, 2, 4, ..., each more exact."""
         if self.tensor().is_meta:
             raise UnsupportedModelError(
                 f"{self.name}.{self.attribute} is on the meta device, without values. Load the model first, then patch "
                 "it."
             )
         sin, cos = self.tensor()[1].detach().double().chunk(2)
-        return torch.atan2(sin, cos).float(), float(torch.hypot(sin, cos).mean())
+        frequencies, factor = torch.atan2(sin, cos), float(torch.hypot(sin, cos).mean())
+        if self.tensor().dtype != torch.float32:  # a row of halves is too coarse for far positions
+            row = 2
+            while row < len(self.tensor()):
+                sin, cos = self.tensor()[row].detach().double().chunk(2)
+                turns = (frequencies * row - torch.atan2(sin, cos)) / math.tau
+                frequencies = (torch.atan2(sin, cos) + math.tau * turns.round()) / row
+                row *= 2
+        return frequencies.float(), factor
 
     def tensor(self) -> Tensor:
         tensor: Tensor = getattr(self.module, self.attribute)

@@ -1,8 +1,9 @@
-"""The rotary side of the attention seam: the model's own rotary module, given other positions."""
+"""The rotary side of the attention seam: the model's own rotary module or table, given other positions."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import contextlib
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import PosencError
+from hf_posenc.model.discovery import SinCosTable
+from hf_posenc.model.masks import shared
 from hf_posenc.model.rotary import RotaryWrapper
 
 ENGINE = "hf_posenc"
@@ -53,6 +56,53 @@ class RepositionedRotary(RotaryWrapper):
         carrier = output[0] if isinstance(output, tuple) else output
         setattr(carrier, _POSITIONS, position_ids)
         return output
+
+
+class RepositionedTable:
+    """A sin-cos table whose rows are those of the positions at which an encoding caches keys.
+
+    It is in place while the module that reads it runs, and has as many rows as the positions need.
+    """
+
+    def __init__(self, table: SinCosTable, labels: Collection[str]) -> None:
+        self.table = table
+        self.base = table.module
+        self.labels = frozenset(labels)
+        self.encoding: Encoding | None = None  # as of `RepositionedRotary`
+        self._kept: tuple[Tensor, Encoding | None, Tensor] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
+    @contextlib.contextmanager
+    def in_place(self, positions: Tensor | None) -> Iterator[None]:
+        """Replace the table by one with a row for each of these positions."""
+        native, needed = self.table.tensor(), 0
+        if positions is not None:
+            needed = shared(positions, "rows", lambda: int(positions.max()) + 1)
+        self.table.swap(self._rows(max(needed, len(native)), native))
+        try:
+            yield
+        finally:
+            self.table.swap(native)
+
+    def _rows(self, count: int, native: Tensor) -> Tensor:
+        if self._kept is not None:
+            of, encoding, rows = self._kept
+            if of is native and encoding is self.encoding and len(rows) >= count:
+                return rows
+        # Twice as many at a time: a generation needs another row in each step.
+        count = count if count <= len(native) else 2 * count
+        positions = torch.arange(count, device=native.device)
+        if self.encoding is not None:
+            positions = self.encoding.cached_position(positions)
+        frequencies, factor = self.table.live()
+        angles = positions.double()[:, None] * frequencies.double()
+        rows = (torch.cat((angles.sin(), angles.cos()), -1) * factor).to(native.dtype)
+        own = (positions == positions.long()) & (positions < len(native))
+        rows[own] = native.detach()[positions[own].long()]
+        self._kept = native, self.encoding, rows
+        return rows
 
 
 def carried_positions(value: Any) -> Tensor | None:

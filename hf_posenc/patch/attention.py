@@ -34,12 +34,19 @@ from hf_posenc.model.calibration import (
     trial_tokens,
     verify,
 )
-from hf_posenc.model.discovery import RotaryTable, attends_locally, layer_index, read_spec
+from hf_posenc.model.discovery import (
+    RotaryTable,
+    SinCosTable,
+    attends_locally,
+    layer_index,
+    read_spec,
+)
 from hf_posenc.model.parameters import PARAMETERS, MethodParameters
-from hf_posenc.model.repositioned import ENGINE, RepositionedRotary
+from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import native_rotary
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.state import State, replace_modules
+from hf_posenc.seams.scores import HandedOver, hand_over, search, take_back
 
 
 def install_attention(
@@ -64,6 +71,8 @@ def install_attention(
         ids = trial_tokens(owner)
         subject, expected = _reference(model, owner, ids)
     native = _choose_engine(owner, state)
+    if native is None and owner.config._attn_implementation != ENGINE:
+        _hand_over(owner, ids, state)
     wrappers = _reposition(model, owner, every)
     with trial(model):
         layers = calibrate(model, owner, ids, every, wrappers, methods)
@@ -77,6 +86,7 @@ def install_attention(
 
 def remove_attention(model: nn.Module) -> None:
     """Remove layers, hooks, parameters and wrappers."""
+    take_back(model)
     for module in model.modules():
         module.__dict__.pop(LAYER, None)
         module._modules.pop(PARAMETERS, None)
@@ -156,11 +166,8 @@ def _choose_engine(owner: Any, state: State) -> str | None:
     for part, name in zip(parts[1:], before[1:], strict=True):
         if part is not owner.config.get_text_config(decoder=True):
             vars(part)[IMPLEMENTATION] = name
-    if owner.config._attn_implementation != ENGINE:
-        raise UnsupportedModelError(
-            f"{type(owner).__name__} computes attention in its own code, which no other function can replace. "
-            f"{FREQUENCY_METHODS_WORK}"
-        )
+    if owner.config._attn_implementation != ENGINE:  # it has attention in code of its own
+        return None
     if any(seam_of(method) != "query" for method in state.in_attention):
         return None
     native = state.attention
@@ -170,15 +177,44 @@ def _choose_engine(owner: Any, state: State) -> str | None:
     return native
 
 
+def _hand_over(owner: Any, ids: Tensor, state: State) -> None:
+    """Find the modules that compute attention in code of their own, and hand that to the engine."""
+    # The engine reads the mask that such code adds to its scores, and code that may call sdpa itself must not.
+    state.set(owner.config, {IMPLEMENTATION: "eager"})
+    with trial(owner), alone(owner):
+        found = search(owner, lambda: run(owner, ids))
+    if not found.modules:
+        unknown = (
+            f" (it applies {', '.join(found.operations)} to scores)" if found.operations else ""
+        )
+        raise UnsupportedModelError(
+            f"{type(owner).__name__} computes attention in its own code, which hf_posenc cannot follow{unknown}. "
+            f"{FREQUENCY_METHODS_WORK}"
+        )
+    hand_over(found)
+
+
 def _reposition(model: nn.Module, owner: Any, tables: Sequence[RotaryTable]) -> Wrappers:
-    """Wrap every rotary module of the text decoder; the wrappers by `id` of the model's own module."""
-    wrappers: dict[int, RepositionedRotary] = {}
+    """Wrap every rotary module or table of the text decoder; the wrappers by `id` of the module that holds it."""
+    wrappers: dict[int, RepositionedRotary | RepositionedTable] = {}
+    replaced: dict[int, nn.Module] = {}
     for module in model.modules():  # the wrapper of a frequency method before its base
         native = native_rotary(module)
-        labels = [table.label for table in tables if table.module is native]
-        if labels and id(native) not in wrappers:
-            wrappers[id(native)] = RepositionedRotary(module, owner.config, labels)
-    replace_modules(model, {id(wrapper.base): wrapper for wrapper in wrappers.values()})
+        own = [table for table in tables if table.module is native]
+        if not own or id(native) in wrappers:
+            continue
+        if isinstance(own[0], SinCosTable):
+            forward = vars(module).get("forward")
+            if not isinstance(forward, HandedOver):
+                raise UnsupportedModelError(
+                    f"{type(owner).__name__} rotates and attends in code of its own, by a table of sines and cosines "
+                    f"({own[0].name}) that hf_posenc cannot give other positions. {FREQUENCY_METHODS_WORK}"
+                )
+            forward.table = wrappers[id(native)] = RepositionedTable(own[0], [own[0].label])
+        else:
+            rotary = RepositionedRotary(module, owner.config, [table.label for table in own])
+            wrappers[id(native)], replaced[id(module)] = rotary, rotary
+    replace_modules(model, replaced)
     return wrappers
 
 
@@ -209,9 +245,8 @@ def _give_encodings(
             encoding = replace(encoding, cached_by=base)
         seam = Layer(encoding, layer in chosen, rotary=layer.rotary, native=native)
         setattr(layer.module, LAYER, seam)
-    for wrapper in wrappers.values():
-        module = native_rotary(wrapper)
-        wrapper.labels = frozenset(table.label for table in tables if table.module is module)
+    for module, wrapper in wrappers.items():
+        wrapper.labels = frozenset(table.label for table in tables if id(table.module) == module)
         wrapper.encoding = base if wrapper.labels else None
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError
+from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import PositionInterpolation, RopeScaling, needs_no_rotation
 from hf_posenc.model.discovery import (
     NoRotaryError,
@@ -34,6 +34,7 @@ from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
 from hf_posenc.seams.inspection import Positions, inspect
 from hf_posenc.seams.native import NativeSeam, choose
+from hf_posenc.seams.scores import tables_in_place
 from hf_posenc.seams.tables import TableSeam
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
@@ -229,13 +230,8 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
     rotated = not needs_no_rotation(state.methods)
     tables = select(every, state.config.layers, whole=bool(scalings), rotated=rotated)
     sincos = [table for table in tables if isinstance(table, SinCosTable)]
-    if sincos and others:
-        raise UnsupportedModelError(
-            f"{others[0].name} computes attention itself, but {type(model).__name__} rotates and attends "
-            f"in code of its own. {FREQUENCY_METHODS_WORK}"
-        )
     for method in scalings:
-        if sincos:
+        if method not in others and sincos:
             install_sincos(model, state, sincos, method)
         elif method not in others:
             install_rotary(model, state, tables, method)
@@ -384,6 +380,11 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
         and not rotary.encoding.rotates
         for label in rotary.labels
     }
+    dropped |= {
+        (holder, "")
+        for holder, table in tables_in_place(inner).items()
+        if table.encoding and not table.encoding.rotates
+    }
     effective: dict[tuple[Any, ...], EffectiveTable] = {}
     for table in tables_of(inner):
         wrapper = wrappers.get(id(table.module))
@@ -396,7 +397,8 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
                 kind = wrapper.method.name
             theta = wrapper.specs[table.label].theta
         elif state is not None and isinstance(table, SinCosTable):
-            kind = state.config.method
+            scalings = [each for each in state.methods if each not in state.in_attention]
+            kind = scalings[0].name if scalings else kind
         if (id(table.module), table.label) in dropped:
             inv_freq, kind = torch.zeros_like(inv_freq), "dropped"
         label, inv_freq = table.label or None, inv_freq.detach()

@@ -15,6 +15,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_device, input_embeddings
 from hf_posenc.model.discovery import SinCosTable, tables_of
 from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.seams.scores import tables_in_place
 
 _TOKENS = 4  # of the forward that shows which embeddings are read by position
 
@@ -69,7 +70,8 @@ def position_limit(model: nn.Module) -> int | None:
     rising rows of it: that is tried on a few tokens, and only on a model with more embeddings than that of its tokens,
     or without a rotary table. Any other table is tried just past its end, since some grow.
     """
-    limits = [table.tensor().shape[0] for table in _sincos_tables(model)]
+    growing = tables_in_place(unwrap(model))
+    limits = [t.tensor().shape[0] for t in _sincos_tables(model) if id(t.module) not in growing]
     tokens, inner = input_embeddings(model), unwrap(model, adapters=False)
     others = any(isinstance(each, nn.Embedding) and each is not tokens for each in model.modules())
     if others or not _has_tables(model):

@@ -282,7 +282,7 @@ def test_another_base(theta: float, above: str) -> None:
 
 
 def test_what_the_architecture_does_not_take() -> None:
-    advice = recommend(zoo.build("falcon"), TRAINED * 4)
+    advice = recommend(zoo.build("glm_moe_dsa"), TRAINED * 4)
     found = by_name(advice)
     assert found["yarn"].works == AS_IT_IS
     assert found["rerope"].works == REFUSED

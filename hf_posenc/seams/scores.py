@@ -1,0 +1,586 @@
+"""The score seam: attention that a module computes in code of its own is handed to the attention function.
+
+While such a module runs, a product of queries and keys is not computed. It becomes `Scores`, which note what is done
+to them (a factor, a mask or a bias that is added, a view, a cast). Softmax makes them `Weights`, and their product with
+the values calls `posenc_attention` once. So calibration, verification and the engine are those of all other models.
+
+An operation that is not known here gets real scores or weights: slower, and as the module computes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.overrides import TorchFunctionMode
+
+from hf_posenc.errors import PosencError
+from hf_posenc.model.attention import LAYER, is_recording, posenc_attention, recording
+from hf_posenc.model.masks import shared
+from hf_posenc.model.repositioned import RepositionedTable
+
+_HIDDEN = -1e3
+"""Scores that are set to less have no weight."""
+_ZEROS = "_hf_posenc_zeros"
+_METADATA = frozenset(
+    (
+        *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
+    )
+)
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """Queries (..., queries, d) and keys (..., keys, d) of a running module, and what was done to their products.
+
+    Attributes:
+        scope: The forward that multiplied them.
+        path: The modules that were running then, the innermost last.
+        query: Three or four dimensions.
+        key: As many.
+        factor: The factor on the products.
+        added: Tensors that were added, each with the factor on it since; they broadcast to the scores.
+        hidden: Bool tensors of the pairs that were given no weight; they broadcast to the scores.
+        lead: Batch and heads; `None` where only their product was seen.
+        dropout: Probability of leaving out a weight.
+    """
+
+    scope: _Scope
+    path: tuple[nn.Module, ...]
+    query: Tensor
+    key: Tensor
+    factor: float = 1.0
+    added: tuple[tuple[Tensor, float], ...] = ()
+    hidden: tuple[Tensor, ...] = ()
+    lead: tuple[int, int] | None = None
+    dropout: float = 0.0
+
+    @property
+    def size(self) -> torch.Size:
+        """The shape of the products before any view."""
+        lead = torch.broadcast_shapes(self.query.shape[:-2], self.key.shape[:-2])
+        return torch.Size((*lead, self.query.shape[-2], self.key.shape[-2]))
+
+    def times(self, factor: float) -> _Product:
+        added = tuple((each, own * factor) for each, own in self.added)
+        return replace(self, factor=self.factor * factor, added=added)
+
+    def viewed(self, old: torch.Size, new: torch.Size) -> _Product:
+        """Return the product with what was noted in another shape, of which the last two axes are the same."""
+        added = tuple((_reshaped(each, old, new), own) for each, own in self.added)
+        hidden = tuple(_reshaped(each, old, new) for each in self.hidden)
+        lead = (new[0], new[1]) if len(new) == 4 else self.lead
+        return replace(self, added=added, hidden=hidden, lead=lead)
+
+    def mask(self) -> Tensor:
+        """Return all that was added or hidden as one mask of four dimensions: bool, or additive."""
+        queries, keys = self.size[-2:]
+        parts = [(self._wide(each), own) for each, own in self.added]
+        visible = [~self._wide(each) for each in self.hidden]
+        if len(parts) == 1 and not visible:
+            (mask, factor), wide = parts[0], parts[0][0].shape[-2:] == (queries, keys)
+            if wide and factor == 1.0:
+                return mask  # the very tensor that other layers add
+            return shared(
+                mask, ("scaled", factor, queries), lambda: _joined(parts, [], queries, keys)
+            )
+        return _joined(parts, visible, queries, keys)
+
+    def _wide(self, noted: Tensor) -> Tensor:
+        if noted.dim() == 4:
+            return noted
+        assert self.lead is not None
+        wide: Tensor = noted.unflatten(0, (1, 1) if len(noted) == 1 else self.lead)
+        return wide
+
+    def attend(self, value: Tensor, *, weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Call the attention function: the output in the layout of the values, and the weights if requested."""
+        assert self.lead is not None
+        batch, heads = self.lead
+        query, key, own = (self._split(each, self.lead) for each in (self.query, self.key, value))
+        if key.shape[1] != own.shape[1]:
+            key, own = (each.expand(-1, heads, -1, -1) for each in (key, own))
+        module = self.scope.common(self.path)
+        out, found = posenc_attention(
+            module,
+            query.expand(batch, heads, -1, -1).to(value.dtype),
+            key.to(value.dtype),
+            own,
+            self.scope.seen(module, self.mask()),
+            scaling=self.factor,
+            dropout=self.dropout,
+            position_ids=self.scope.positions,
+            output_attentions=weights or None,
+            is_causal=False if self.scope.bidirectional else None,
+        )
+        out = out.transpose(1, 2).contiguous()
+        return out.flatten(0, 1) if value.dim() == 3 else out, found
+
+    @staticmethod
+    def _split(tensor: Tensor, lead: tuple[int, int]) -> Tensor:
+        if tensor.dim() == 3:
+            split: Tensor = tensor.unflatten(0, lead)
+            return split
+        return tensor.expand(lead[0], -1, -1, -1)
+
+
+def _filled(noted: Tensor, dims: int) -> Tensor:
+    """Return what broadcasts to scores with as many dimensions as these have; the very tensor if it has them."""
+    return noted if noted.dim() == dims else noted.view((1,) * (dims - noted.dim()) + noted.shape)
+
+
+def _reshaped(noted: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
+    full = _filled(noted, len(old))
+    if all(size == 1 for size in full.shape[:-2]):
+        return full.view((1,) * (len(new) - 2) + full.shape[-2:])
+    return full.expand(*old[:-2], *full.shape[-2:]).reshape(*new[:-2], *full.shape[-2:])
+
+
+def _joined(
+    parts: Sequence[tuple[Tensor, float]], visible: Sequence[Tensor], queries: int, keys: int
+) -> Tensor:
+    """Return one mask of several that are added, each with a factor, and of bool ones."""
+    seen, total = torch.ones((), dtype=torch.bool), torch.zeros(())
+    if some := [*(each for each, _ in parts), *visible]:
+        seen, total = seen.to(some[0].device), total.to(some[0].device)
+    for each in visible:
+        seen = seen & each
+    for each, factor in parts:
+        shown = each > torch.finfo(each.dtype).min / 2
+        seen, total = seen & shown, total + each.masked_fill(~shown, 0.0) * factor
+    mask = seen
+    if parts:
+        mask = total.masked_fill(~seen, torch.finfo(total.dtype).min)
+    while mask.dim() < 4:
+        mask = mask[None]
+    return mask.expand(*mask.shape[:2], queries, keys)
+
+
+class _Lazy(Tensor):
+    """A tensor that is computed when an operation needs its numbers."""
+
+    product: _Product
+
+    @staticmethod
+    def __new__(cls: Any, product: _Product, size: Sequence[int], dtype: torch.dtype) -> Any:
+        made: Any = Tensor._make_wrapper_subclass
+        lazy = made(cls, torch.Size(size), dtype=dtype, device=product.query.device)
+        lazy.product = product
+        return lazy
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    def computed(self, reason: str) -> Tensor:
+        raise NotImplementedError
+
+    def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operation by name; `NotImplemented` for one that needs numbers."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _METADATA:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
+        return _applied(func, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        raise PosencError(
+            f"{func} reads attention scores that hf_posenc has not computed. Please report it, with the model type."
+        )
+
+    def like(self, product: _Product, size: Sequence[int] | None = None, dtype: Any = None) -> Any:
+        """Return the same kind of tensor after an operation."""
+        return type(self)(product, self.shape if size is None else size, dtype or self.dtype)
+
+    def view_of(self, args: Sequence[Any]) -> Any:
+        """Return another view, which keeps the last two axes; `NotImplemented` for others."""
+        wanted = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
+        size = torch.empty(tuple(self.shape), device="meta").view(*wanted).shape
+        if size[-2:] != self.shape[-2:] or len(size) not in (3, 4):
+            return NotImplemented
+        if len(size) == 4 and self.product.lead not in (None, tuple(size[:2])):
+            return NotImplemented
+        return self.like(self.product.viewed(self.shape, size), size)
+
+    def cast_of(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of a cast or a copy."""
+        dtypes = {"float": torch.float32, "double": torch.float64}
+        target = args[0] if args else kwargs.get("dtype", dtypes.get(name, self.dtype))
+        target = target.dtype if isinstance(target, Tensor) else target
+        if not isinstance(target, torch.dtype):
+            return NotImplemented
+        return self.like(self.product, dtype=target)
+
+
+class Scores(_Lazy):
+    """Scores that are not computed: shape (batch, heads, queries, keys) or (batch * heads, queries, keys)."""
+
+    def computed(self, reason: str) -> Tensor:
+        """Return the scores as the module computes them."""
+        product = self.product
+        product.scope.refuse(reason)
+        size = self.shape
+        scores = (product.query @ product.key.transpose(-1, -2)).reshape(size) * product.factor
+        for each, factor in product.added:
+            scores = scores + each * factor
+        for each in product.hidden:
+            scores = scores.masked_fill(each, torch.finfo(scores.dtype).min)
+        return scores.to(self.dtype)
+
+    def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if name in ("mul", "div") and not kwargs:
+            factor = _number(args[0])
+            if factor is None or (name == "div" and factor == 0):
+                return NotImplemented
+            return self.like(self.product.times(factor if name == "mul" else 1 / factor))
+        if name in ("add", "sub") and not kwargs:
+            return self._plus(args[0], 1.0 if name == "add" else -1.0)
+        if name == "masked_fill":
+            return self._hiding(args[0], args[1] if len(args) > 1 else kwargs.get("value"))
+        if name == "where" and len(args) == 2:
+            return self._hiding(~args[0], args[1])
+        if name in ("max", "maximum", "clamp") and len(args) + len(kwargs) == 1:
+            least = _number(args[0] if args else kwargs.get("min"))
+            return self if least is not None and least < _HIDDEN else NotImplemented
+        if name in ("view", "reshape") and not kwargs:
+            return self.view_of(args)
+        if name in _CASTS:
+            return self.cast_of(name, args, kwargs)
+        if name == "softmax":
+            axis = kwargs.get("dim", args[0] if args else None)
+            if axis not in (-1, self.dim() - 1) or self.product.lead is None:
+                return NotImplemented
+            return Weights(self.product, self.shape, kwargs.get("dtype") or self.dtype)
+        return NotImplemented
+
+    def _plus(self, other: Any, sign: float) -> Any:
+        if _number(other) == 0:
+            return self
+        if (
+            not isinstance(other, Tensor)
+            or isinstance(other, _Lazy)
+            or not other.is_floating_point()
+        ):
+            return NotImplemented
+        if torch.broadcast_shapes(other.shape, self.shape) != self.shape or not other.dim():
+            return NotImplemented
+        added = (*self.product.added, (_filled(other, self.dim()), sign))
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        return self.like(replace(self.product, added=added), dtype=dtype)
+
+    def _hiding(self, hidden: Any, value: Any) -> Any:
+        least = _number(value)
+        if least is None or least > _HIDDEN or hidden.dtype != torch.bool:
+            return NotImplemented
+        if torch.broadcast_shapes(hidden.shape, self.shape) != self.shape:
+            return NotImplemented
+        every = (*self.product.hidden, _filled(hidden, self.dim()))
+        return self.like(replace(self.product, hidden=every))
+
+
+class Weights(_Lazy):
+    """The softmax of scores, which is not computed."""
+
+    found: Tensor | None = None
+
+    def computed(self, reason: str) -> Tensor:
+        """Return the weights that the attention function computes."""
+        found = self.found
+        if found is None:
+            product = replace(self.product, dropout=0.0)
+            _, found = product.attend(product.key.to(self.dtype), weights=True)
+            if found is None and is_recording():
+                found = torch.eye(*self.shape[-2:], dtype=self.dtype, device=self.device)
+                found = found.expand(self.shape)
+            elif found is None:  # without a patch
+                found = Scores(self.product, self.shape, self.dtype).computed(reason).softmax(-1)
+            found = nn.functional.dropout(found, self.product.dropout, self.product.dropout > 0)
+        return found.reshape(self.shape).to(self.dtype)
+
+    def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if name == "dropout":
+            given = dict(zip(("p", "training"), args, strict=False)) | dict(kwargs)
+            chance = float(given.get("p", 0.5)) if given.get("training", True) else 0.0
+            if self.product.dropout and chance:
+                return NotImplemented
+            return self.like(replace(self.product, dropout=self.product.dropout or chance))
+        if name in ("view", "reshape") and not kwargs:
+            return self.view_of(args)
+        if name in _CASTS:
+            return self.cast_of(name, args, kwargs)
+        if name == "matmul" and not kwargs and isinstance(args[0], Tensor):
+            value, (batch, heads) = args[0], self.product.lead or (0, 0)
+            fits = {(batch, heads), (batch, 1)} if value.dim() == 4 else {(batch * heads,)}
+            if (
+                isinstance(value, _Lazy)
+                or value.dim() != self.dim()
+                or value.shape[:-2] not in fits
+            ):
+                return NotImplemented
+            out, self.found = self.product.attend(value, weights=self.product.scope.weights)
+            return out
+        return NotImplemented
+
+
+_CASTS = frozenset(("to", "type", "type_as", "float", "double", "contiguous", "clone"))
+_NAMES = {
+    "multiply": "mul", "divide": "div", "true_divide": "div", "truediv": "div", "bmm": "matmul",
+    "rmul": "mul", "radd": "add", "imul": "mul", "iadd": "add", "isub": "sub",
+    "itruediv": "div", "idiv": "div",
+}  # fmt: skip
+
+
+def _number(value: Any) -> float | None:
+    """Return a number, also that of a tensor with one element that is not trained; `None` for anything else."""
+    if isinstance(value, int | float):
+        return float(value)
+    single = isinstance(value, Tensor) and not isinstance(value, _Lazy) and value.numel() == 1
+    return float(value) if single and not value.requires_grad else None
+
+
+def _applied(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Apply an operation to scores or weights: by its rule, or to their numbers."""
+    plain = func.__name__.strip("_")
+    name, given = _NAMES.get(plain, plain), list(args)
+    if name == "where" and not isinstance(args[0], _Lazy):  # torch.where(condition, scores, other)
+        given[:2] = args[1::-1]
+    elif name in ("add", "mul") and not isinstance(args[0], _Lazy):
+        given.reverse()
+    first = given[0] if given else kwargs.get("input")
+    result = NotImplemented
+    if isinstance(first, _Lazy):
+        options = {key: value for key, value in kwargs.items() if key != "input"}
+        result = first.rule(name, given[1:], options)
+    writes = func.__name__ in _IN_PLACE or (func.__name__[-1] == "_" and func.__name__[0] != "_")
+    if result is not NotImplemented:
+        if writes and isinstance(first, _Lazy):
+            first.product = result.product
+            return first
+        return result
+    if writes:
+        raise PosencError(
+            f"{func.__name__} writes into attention scores in a way that hf_posenc cannot follow."
+        )
+
+    def real(value: Any) -> Any:
+        if isinstance(value, _Lazy):
+            return value.computed(func.__name__)
+        return type(value)(map(real, value)) if type(value) in (list, tuple) else value
+
+    return func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
+
+
+_IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"))
+
+
+# The forward of a module, while its products are noted
+
+
+class _Scope(TorchFunctionMode):
+    """Notes products of queries and keys while one module runs."""
+
+    bidirectional = False
+
+    def __init__(
+        self, module: nn.Module | None, positions: Tensor | None, *, weights: bool
+    ) -> None:
+        super().__init__()
+        self.module, self.positions, self.weights = module, positions, weights
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(each, _Lazy) for each in (*args, *kwargs.values())):
+            return _Lazy.__torch_function__(func, kinds, args, kwargs)
+        name = func.__name__.strip("_")
+        if name in ("matmul", "bmm") and not kwargs and len(args) == 2:
+            scores = self._scores(*args)
+            return func(*args) if scores is None else scores
+        if name == "baddbmm":
+            scores = self._biased(*args, **kwargs)
+            return func(*args, **kwargs) if scores is None else scores
+        result = func(*args, **kwargs)
+        if func is torch.zeros and not result.is_inference():
+            setattr(result, _ZEROS, result._version)
+        return result
+
+    def _scores(self, query: Tensor, key: Tensor) -> Any:
+        if not query.dim() == key.dim() in (3, 4) or isinstance(key, nn.Parameter):
+            return None
+        if key.stride(-2) != 1 or key.stride(-1) == 1:  # values, which are not transposed
+            return None
+        kind, dtype = query.device.type, query.dtype
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        product = _Product(self, self.path(), query, key.transpose(-1, -2))
+        size = product.size
+        lead = (size[0], size[1]) if len(size) == 4 else None
+        return Scores(replace(product, lead=lead), size, dtype)
+
+    def _biased(
+        self, bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
+    ) -> Any:
+        scores = self._scores(batch1, batch2)
+        if scores is None:
+            return None
+        scores = scores * alpha
+        untouched = not bias.is_inference() and getattr(bias, _ZEROS, None) == bias._version
+        return scores if beta == 0 or untouched else scores + bias * beta
+
+    def path(self) -> tuple[nn.Module, ...]:
+        """Return the running modules, the innermost last."""
+        assert self.module is not None
+        return (self.module,)
+
+    def common(self, path: tuple[nn.Module, ...]) -> nn.Module:
+        """Return the innermost of the running modules that ran then, too."""
+        return [one for one, other in zip(path, self.path(), strict=False) if one is other][-1]
+
+    def seen(self, module: nn.Module, mask: Tensor) -> Tensor:
+        """Receive the mask of a call of the attention function, which is returned."""
+        return mask
+
+    def refuse(self, operation: str) -> None:
+        """Raise where real scores would not be those of the method in force."""
+        layer = None if self.module is None else vars(self.module).get(LAYER)
+        if layer is not None and not layer.encoding.plain:
+            raise PosencError(
+                f"{type(self.module).__name__} applies {operation} to its attention scores, which hf_posenc cannot "
+                "follow while a method that computes attention itself is in force."
+            )
+
+
+class _Search(_Scope):
+    """Finds the modules of a model that hand attention over, and those that show later keys to a query."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, weights=False)
+        self.running: list[nn.Module] = []
+        self.operations: dict[str, None] = {}
+        self.both_directions: list[nn.Module] = []
+
+    def path(self) -> tuple[nn.Module, ...]:
+        return tuple(self.running)
+
+    def seen(self, module: nn.Module, mask: Tensor) -> Tensor:
+        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        if bool(visible.triu(1).any()):
+            self.both_directions.append(module)
+        return mask
+
+    def refuse(self, operation: str) -> None:
+        self.operations[operation] = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The attention modules that `search` found, those of them that are not causal, and operations that are unknown."""
+
+    modules: tuple[nn.Module, ...]
+    both_directions: tuple[nn.Module, ...]
+    operations: tuple[str, ...]
+
+
+def search(owner: nn.Module, forward: Callable[[], object]) -> Found:
+    """Run a forward over a few tokens, and return the modules that compute attention in code of their own."""
+    scope = _Search()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        scope.running.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        scope.running.pop()
+
+    with contextlib.ExitStack() as stack:
+        for module in owner.modules():
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        calls = stack.enter_context(recording())
+        stack.enter_context(scope)
+        forward()
+    return Found(tuple(calls), tuple(scope.both_directions), tuple(scope.operations))
+
+
+class HandedOver:
+    """The forward of a module whose attention is handed to `posenc_attention`.
+
+    It is an attribute of the module, so that it survives a copy, and is not traced by `torch.compile`.
+    """
+
+    def __init__(self, module: nn.Module, *, bidirectional: bool) -> None:
+        self.module, self.bidirectional = module, bidirectional
+        self.earlier = vars(module).get("forward")  # of accelerate, say
+        self.names = tuple(
+            itertools.islice(inspect.signature(type(module).forward).parameters, 1, None)
+        )
+        self.table: RepositionedTable | None = None
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        positions = given.get("position_ids")
+        scope = _Scope(self.module, positions, weights=bool(given.get("output_attentions")))
+        scope.bidirectional = self.bidirectional
+        with contextlib.ExitStack() as stack:
+            if self.table is not None:
+                stack.enter_context(self.table.in_place(positions))
+            stack.enter_context(scope)
+            if self.earlier is not None:
+                output = self.earlier(*args, **kwargs)
+            else:
+                output = type(self.module).forward(self.module, *args, **kwargs)
+        return _settled(output, weights=scope.weights)
+
+
+def _settled(output: Any, *, weights: bool) -> Any:
+    """Return the output of a module with real tensors, and `None` for weights that are not requested."""
+    if isinstance(output, Weights) and not weights:
+        return None
+    if isinstance(output, _Lazy):
+        return output.computed("a return of them")
+    if type(output) in (list, tuple):
+        return type(output)(_settled(each, weights=weights) for each in output)
+    return output
+
+
+def hand_over(found: Found) -> None:
+    """Replace the forward of attention modules, until `take_back`."""
+    for module in found.modules:
+        both = module in found.both_directions
+        vars(module)["forward"] = HandedOver(module, bidirectional=both)
+
+
+def take_back(model: nn.Module) -> None:
+    """Restore the forward of every module."""
+    for module in model.modules():
+        for name in ("forward", "_old_forward"):  # accelerate's hooks hold the one from before
+            forward = vars(module).get(name)
+            if isinstance(forward, HandedOver):
+                del vars(module)[name]
+                if forward.earlier is not None:
+                    vars(module)[name] = forward.earlier
+                elif name != "forward":
+                    vars(module)[name] = types.MethodType(type(module).forward, module)
+
+
+def tables_in_place(model: nn.Module) -> dict[int, RepositionedTable]:
+    """Return the sin-cos tables that are given other positions, by `id` of the module that holds them."""
+    forwards = {id(module): vars(module).get("forward") for module in model.modules()}
+    return {
+        key: forward.table
+        for key, forward in forwards.items()
+        if isinstance(forward, HandedOver) and forward.table is not None
+    }

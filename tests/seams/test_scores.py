@@ -1,0 +1,511 @@
+"""Attention in code of a module's own, handed to the engine: compared with formulas in float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hf_posenc import (
+    PosencError,
+    UnsupportedModelError,
+    get_patch,
+    inspect_rope,
+    patch_model,
+    unpatch_model,
+)
+from hf_posenc.evaluation.scoring.positions import position_limit
+from hf_posenc.methods import ReRoPE, YaRN
+from hf_posenc.seams.scores import hand_over, search, take_back
+from tests.support import attention_references as naive
+from tests.support import zoo
+from tests.support.attention_llama import CASES, ORIGINAL, randomise
+from tests.support.attention_ways import WAYS
+from tests.support.selection import late
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
+LENGTH = 24
+
+# Types whose attention modules compute scores themselves: queries, keys and values, the pairs, and the output.
+
+
+def _linear(layer: Any, x: Tensor) -> Tensor:
+    bias = getattr(layer, "bias", None)
+    return x @ layer.weight.T + (0 if bias is None else bias)
+
+
+def _gptj(module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    layers = (module.q_proj, module.k_proj, module.v_proj)
+    return tuple(_linear(layer, x).unflatten(-1, (4, 16)) for layer in layers)
+
+
+def _codegen(module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    """Four blocks, each with its queries, values and keys."""
+    blocks = _linear(module.qkv_proj, x).unflatten(-1, (4, 3, 16))
+    return blocks[:, :, 0], blocks[:, :, 2], blocks[:, :, 1]
+
+
+def _falcon(module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    fused = _linear(module.query_key_value, x)
+    if module.new_decoder_architecture:
+        groups = fused.unflatten(-1, (module.num_kv_heads, -1, 16))
+        count = groups.shape[2] - 2
+        key, value = (groups[:, :, at, None].expand(-1, -1, count, -1) for at in (-2, -1))
+        return groups[:, :, :-2].flatten(1, 2), key.flatten(1, 2), value.flatten(1, 2)
+    if module.multi_query:
+        heads = fused.unflatten(-1, (6, 16))
+        return heads[:, :4], heads[:, 4:5].expand(-1, 4, -1), heads[:, 5:].expand(-1, 4, -1)
+    heads = fused.unflatten(-1, (4, 3, 16))
+    return heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
+
+
+def _japanese(module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    return _linear(module.query_key_value, x).unflatten(-1, (4, 48)).split(16, -1)
+
+
+@dataclass(frozen=True)
+class Own:
+    """How the reference computes a type: what a module projects, its rotated features, their pairs, its last layer."""
+
+    split: Callable[[Any, Tensor], tuple[Tensor, ...]]
+    last: str
+    rotated: int = 16
+    interleaved: bool = False
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    def build(self, name: str) -> PreTrainedModel:
+        return zoo.build(name.partition(" ")[0], **dict(self.fields))
+
+
+TYPES = {
+    "gptj": Own(_gptj, "out_proj", rotated=8, interleaved=True),
+    "codegen": Own(_codegen, "out_proj", rotated=8, interleaved=True),
+    "gpt_neox_japanese": Own(_japanese, "dense"),
+    "falcon": Own(_falcon, "dense"),
+    "falcon multi query": Own(
+        _falcon, "dense", fields=(("multi_query", True), ("new_decoder_architecture", False))
+    ),
+    "falcon all heads": Own(
+        _falcon,
+        "dense",
+        fields=(("multi_query", False), ("new_decoder_architecture", False), ("num_kv_heads", 4)),
+    ),
+}
+METHODS = (
+    "rerope",
+    "self_extend",
+    "alibi",
+    "kerple_log",
+    "t5",
+    "log_n",
+    "leaky_rerope",
+    "alibi_keep_rope",
+)
+
+
+def patch(model: PreTrainedModel, name: str) -> PreTrainedModel:
+    case = CASES[name]
+    patch_model(
+        model, case.method, layers="all", original_max_position_embeddings=ORIGINAL, **case.options
+    )
+    randomise(model)
+    return model
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    kinds = ("GPTJAttention", "CodeGenAttention", "FalconAttention", "GPTNeoXJapaneseAttention")
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def reference(own: Own, model: PreTrainedModel, name: str) -> PreTrainedModel:
+    """A twin in float64, of which every attention module computes all pairs by the formulas of the method's paper."""
+    twin = zoo.twin(model).double()
+    patched = attention_modules(model)
+    for module, source in zip(attention_modules(twin), patched, strict=True):
+        trained = dict(getattr(source, "posenc", nn.Module()).named_parameters())
+        values = {each: value.detach().double() for each, value in trained.items()}
+
+        def forward(*args: Any, module: Any = module, values: Any = values, **kwargs: Any) -> Any:
+            hidden = args[0] if args else kwargs["hidden_states"]
+            rows = [_attended(own, module, name, values, row) for row in hidden]
+            out = _linear(getattr(module, own.last), torch.stack(rows))
+            return (out, None, module.dense_bias) if hasattr(module, "dense_bias") else (out, None)
+
+        vars(module)["forward"] = forward
+    return twin
+
+
+def _attended(own: Own, module: Any, name: str, trained: dict[str, Tensor], x: Tensor) -> Tensor:
+    query, key, value = (each.transpose(0, 1) for each in own.split(module, x))
+    heads, length, width = query.shape
+    case = CASES[name]
+    position = torch.arange(length, dtype=torch.float64)
+    relative = position[:, None] - position
+    future = relative < 0
+    if case.relative is not None:
+        relative = naive.position_map(case.method, length, **case.relative).nan_to_num()
+    if case.rotates:
+        half = own.rotated // 2
+        q, k = (_complex(own, each) for each in (query, key))
+        angles = relative[..., None] * 10_000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
+        turned = q[:, :, None] * k[:, None].conj() * torch.polar(torch.ones_like(angles), angles)
+        rest = query[..., own.rotated :] @ key[..., own.rotated :].transpose(1, 2)
+        scores = turned.real.sum(-1) + rest
+    else:
+        scores = query @ key.transpose(1, 2)
+    if case.log_n:
+        scores = scores * ((position + 1).log() / math.log(ORIGINAL)).clamp(min=1.0)[:, None]
+    scores = scores / math.sqrt(width)
+    if case.bias is not None:
+        values = {**case.bias, **naive.as_numbers(trained)}
+        scores = scores + naive.bias_matrix(case.method, length, heads, **values)
+    weights = scores.masked_fill(future, -math.inf).softmax(-1)
+    return (weights @ value).transpose(0, 1).flatten(1)
+
+
+def _complex(own: Own, x: Tensor) -> Tensor:
+    part = x[..., : own.rotated]
+    if own.interleaved:
+        return torch.complex(part[..., ::2], part[..., 1::2])
+    return torch.complex(*part.chunk(2, -1))
+
+
+def check(kind: str, name: str, length: int = LENGTH) -> None:
+    own = TYPES[kind]
+    model, ids = own.build(kind), zoo.tokens(length)
+    before = zoo.logits(model, ids[:, :LENGTH])
+    patch(model, name)
+    want = zoo.logits(reference(own, model, name), ids)
+    assert zoo.relative_difference(zoo.logits(model, ids), want) < 1e-5
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, ids[:, :LENGTH]), before)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("gptj", "self_extend"), *late(("codegen", "falcon"), ("alibi", "rerope"))]
+)
+def test_equals_the_formulas(kind: str, name: str) -> None:
+    check(kind, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_method_in_every_type_equals_the_formulas(kind: str, name: str) -> None:
+    check(kind, name)
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox_japanese", *late(TYPES)])
+def test_plain_rotation_gives_the_logits_of_the_model(kind: str) -> None:
+    model, ids = TYPES[kind].build(kind), zoo.tokens(LENGTH)
+    before, modules = zoo.logits(model, ids), [dict(vars(module)) for module in model.modules()]
+    patch_model(model, "sliding_window", window=LENGTH, layers="all")
+    assert zoo.relative_difference(zoo.logits(model, ids), before) < 1e-5
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, ids), before)
+    assert [set(vars(module)) for module in model.modules()] == [set(each) for each in modules]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["leaky_rerope", "t5"])
+@pytest.mark.parametrize("kind", ["gptj", "codegen"])
+def test_texts_longer_than_the_table(kind: str, name: str) -> None:
+    """The model's own table has 64 rows; it grows as the text does."""
+    check(kind, name, length=150)
+    model = patch(zoo.build(kind), name)
+    assert position_limit(model) is None
+    unpatch_model(model)
+    assert position_limit(model) == 64
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", ["self_extend", "alibi", "dynamic_ntk_row"])
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_way_to_run_a_text(kind: str, name: str, way: Callable[..., Tensor]) -> None:
+    model, ids = TYPES[kind].build(kind), zoo.tokens(40)
+    if zoo.relative_difference(way(model, ids), zoo.logits(model, ids)) > 1e-3:
+        assert (kind[:6], way.__name__) == ("falcon", "packed")  # its documents see each other
+        return
+    full = zoo.logits(patch(model, name), ids)
+    assert zoo.relative_difference(way(model, ids), full) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gptj", "falcon"])
+def test_generation(kind: str) -> None:
+    model: Any = patch(zoo.build(kind), "rerope")
+    rows = zoo.tokens(21, batch=2, seed=9)
+    mask = torch.ones_like(rows)
+    mask[1, :7] = 0
+    settings = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    alone = [
+        model.generate(row, use_cache=False, **settings)[0, -9:] for row in (rows[:1], rows[1:, 7:])
+    ]
+    static = {"cache_implementation": "static", "disable_compile": True}
+    for cache in ({}, static, {"prefill_chunk_size": 5}):
+        found = model.generate(rows, attention_mask=mask, **settings, **cache)
+        assert torch.equal(found[:, -9:], torch.stack(alone)), cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rerope", "kerple_log"])
+@pytest.mark.parametrize("kind", ["gptj", "falcon"])
+def test_gradients_are_those_of_the_formulas(kind: str, name: str) -> None:
+    own, ids = TYPES[kind], zoo.tokens(LENGTH)
+    model = patch(own.build(kind), name)
+    gradients = []
+    for one in (model, reference(own, model, name)):
+        anything: Any = one
+        anything(input_ids=ids, labels=ids).loss.backward()
+        gradients.append(anything.get_input_embeddings().weight.grad.double())
+    assert zoo.relative_difference(*gradients) < 1e-4
+    trained = [value for path, value in model.named_parameters() if ".posenc." in path]
+    assert all(value.grad is not None and bool(value.grad.any()) for value in trained)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_runs_its_own_modules(copied: Callable[[Any], Any]) -> None:
+    model, ids = patch(zoo.build("gptj"), "rerope"), zoo.tokens(LENGTH)
+    full, other = zoo.logits(model, ids), copied(model)
+    assert torch.equal(zoo.logits(other, ids), full)
+    with torch.no_grad():
+        for path, weight in other.named_parameters():
+            if "q_proj" in path:
+                weight.zero_()
+    assert torch.equal(zoo.logits(model, ids), full)
+    assert not torch.equal(zoo.logits(other, ids), full)
+    unpatch_model(other)
+    assert get_patch(model) is not None
+    assert torch.equal(zoo.logits(model, ids), full)
+
+
+@pytest.mark.slow
+def test_compiled_code_leaves_these_modules_out() -> None:
+    model, ids = patch(zoo.build("gptj"), "rerope"), zoo.tokens(LENGTH)
+    full = zoo.logits(model, ids)
+    compiled: Any = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        assert zoo.relative_difference(compiled(ids).logits.double(), full) < 1e-5
+        torch._dynamo.reset()
+        whole: Any = torch.compile(model, backend="eager", fullgraph=True)
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            whole(ids)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_attention_weights_are_those_of_the_method() -> None:
+    model, ids = patch(zoo.build("falcon"), "sliding_window"), zoo.tokens(LENGTH)
+    weights = model(ids, output_attentions=True).attentions[0]
+    assert torch.allclose(weights.sum(-1), torch.ones(()), atol=1e-5)
+    assert not weights[..., 8:, 0].any()
+    assert weights[..., 7, 0].all()
+
+
+def test_the_report_names_the_table_of_the_model() -> None:
+    model = zoo.build("gptj")
+    (before,) = inspect_rope(model)
+    patch(model, "rerope")
+    (table,) = inspect_rope(model)
+    assert (table.rope_type, table.inv_freq.tolist()) == ("default", before.inv_freq.tolist())
+    patch_model(model, "alibi", layers="all", replace=True)
+    assert inspect_rope(model)[0].rope_type == "dropped"
+
+
+# Ways to write attention, which modules have
+
+
+class Written(nn.Module):
+    """An attention module around a function of queries, keys, values, and a mask that is added."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Any:
+        return self.function(query, key, value, mask)
+
+
+def _batched(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As GPT-NeoX did: three dimensions, a product that is added to zeros."""
+    flat = [each.reshape(-1, *each.shape[-2:]) for each in (q, k, v)]
+    zeros = torch.zeros(flat[0].shape[0], q.shape[2], k.shape[2])
+    scores = torch.baddbmm(zeros, flat[0], flat[1].transpose(1, 2), beta=1.0, alpha=0.25)
+    scores = scores.view(*q.shape[:2], *scores.shape[1:]) + mask
+    weights = nn.functional.softmax(scores.view(-1, *scores.shape[2:]), dim=-1)
+    return torch.bmm(weights, flat[2]).view(v.shape)
+
+
+def _biased(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As BLOOM: a bias of its own in the product."""
+    bias = torch.arange(float(k.shape[2])).expand(q.shape[0] * q.shape[1], 1, -1) * 0.3
+    flat = [each.reshape(-1, *each.shape[-2:]) for each in (q, k)]
+    scores = bias.baddbmm(batch1=flat[0], batch2=flat[1].transpose(-1, -2), beta=1.0, alpha=0.25)
+    scores = scores.view(*q.shape[:2], *scores.shape[1:]) + mask
+    return nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) @ v
+
+
+def _filled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = torch.matmul(q, k.transpose(-1, -2)).float() / torch.tensor(4.0)
+    scores = scores.masked_fill(mask[:1, :1] < 0, torch.finfo(scores.dtype).min)
+    return torch.matmul(torch.softmax(scores, -1).to(v.dtype), v)
+
+
+def _chosen(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As GPT-Neo: `where`, and a mask besides."""
+    scores = torch.matmul(q, k.transpose(-1, -2))
+    scores = torch.where(mask[:1] == 0, scores, torch.tensor(torch.finfo(scores.dtype).min))
+    scores = torch.max(scores * 0.25 + mask, torch.tensor(torch.finfo(scores.dtype).min))
+    return scores.softmax(dim=-1) @ v
+
+
+def _in_place(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = q @ k.transpose(-1, -2)
+    scores += mask
+    scores /= 4
+    scores.masked_fill_(mask < 0, -1e9)
+    return nn.Dropout(0.5).eval()(nn.Softmax(dim=-1)(scores)) @ v
+
+
+def _scaled_after(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As CodeGen: the mask is divided too."""
+    return torch.softmax((q @ k.transpose(-1, -2) + mask) / 4, dim=-1) @ v
+
+
+def _scaled_bias(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As Falcon with ALiBi: a bias before the scale, the mask after it."""
+    scores = (q @ k.transpose(-1, -2) + torch.arange(float(k.shape[2]))) * 0.25
+    return torch.softmax(scores + mask, dim=-1) @ v
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = 5 * torch.tanh(q @ k.transpose(-1, -2) / 20)
+    return torch.softmax(scores + mask, dim=-1) @ v
+
+
+def _permuted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    scores = (q @ k.transpose(-1, -2) / 4).permute(0, 1, 2, 3) + mask
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def _reweighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    weights = torch.softmax(q @ k.transpose(-1, -2) / 4 + mask, dim=-1)
+    return (weights * torch.tensor([0.5, 1.0, 2.0])[:, None, None]) @ v
+
+
+def _returned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return q @ k.transpose(-1, -2)
+
+
+KNOWN = (_batched, _biased, _filled, _chosen, _in_place, _scaled_after, _scaled_bias)
+UNKNOWN = (_capped, _permuted, _returned)
+
+
+def arguments() -> tuple[Tensor, ...]:
+    """Queries, keys and values, and the mask of two rows, of which the second is padded on the left."""
+    q, k, v = torch.randn(3, 2, 3, 6, 16, generator=torch.Generator().manual_seed(0))
+    mask = torch.full((2, 1, 6, 6), torch.finfo(torch.float32).min).triu(1)
+    mask[1, :, 2:, :2] = torch.finfo(torch.float32).min
+    return q, k, v, mask
+
+
+@pytest.mark.parametrize("function", [*KNOWN, *UNKNOWN, _reweighted])
+def test_ways_to_write_attention(function: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known ones reach the attention function once; all give what they gave."""
+    module, given = Written(function), arguments()
+    want, calls = module(*given), list[Any]()
+    original = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", counted)
+    found = search(module, lambda: module(*given))
+    assert bool(found.modules) == (function not in UNKNOWN)
+    assert bool(found.operations) == (function in (_capped, _permuted))
+    assert not found.both_directions
+    hand_over(found if found.modules else replace(found, modules=(module,)))
+    got = module(*given)
+    assert type(got) is Tensor
+    rows = slice(None, None) if function in (*UNKNOWN, _reweighted) else slice(2, None)
+    assert torch.allclose(got[:, :, rows], want[:, :, rows], atol=1e-5)
+    assert len(calls) == (function in (*KNOWN, _reweighted))
+    take_back(module)
+    assert torch.equal(module(*given), want)
+
+
+def test_attention_without_a_mask_sees_both_directions() -> None:
+    def encoder(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(q @ k.transpose(-1, -2), dim=-1) @ v
+
+    module = Written(encoder)
+    found = search(module, lambda: module(*arguments()))
+    assert found.both_directions == (module,)
+
+
+def _with_attention(monkeypatch: pytest.MonkeyPatch, model: nn.Module, change: Any) -> None:
+    kind: Any = type(attention_modules(model)[0])
+
+    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
+        scores = torch.matmul(query, key.transpose(-1, -2)) / self.scale_attn + mask
+        weights = change(scores)
+        return torch.matmul(weights, value), weights
+
+    monkeypatch.setattr(kind, "_attn", attend)
+
+
+def test_weights_that_are_changed_are_those_of_the_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = patch(zoo.build("gptj"), "alibi"), zoo.tokens(LENGTH)
+    full = zoo.logits(model, ids)
+    _with_attention(monkeypatch, model, lambda scores: scores.softmax(-1).square().sqrt())
+    assert zoo.relative_difference(zoo.logits(model, ids), full) < 1e-5
+
+
+def test_scores_that_are_changed_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At patch time; and in the forward, where only that meets them."""
+    model, ids = zoo.build("gptj"), zoo.tokens(LENGTH)
+    patch(model, "alibi")
+    _with_attention(monkeypatch, model, lambda scores: (scores.tanh() * 2).softmax(-1))
+    with pytest.raises(PosencError, match=r"GPTJAttention applies tanh to its attention scores"):
+        zoo.logits(model, ids)
+    unpatch_model(model)
+    before = zoo.logits(model, ids)
+    with pytest.raises(UnsupportedModelError, match=r"own code, .* follow \(it applies tanh"):
+        patch_model(model, "alibi")
+    assert torch.equal(zoo.logits(model, ids), before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", TYPES)
+def test_halves(kind: str) -> None:
+    """A patched model in bfloat16 is as near to the one in float32 as without a patch."""
+    model, ids = TYPES[kind].build(kind), zoo.tokens(LENGTH)
+    half: Any = copy.deepcopy(model)
+    half.to(torch.bfloat16)
+    natively = zoo.relative_difference(zoo.logits(half, ids), zoo.logits(model, ids))
+    off = zoo.relative_difference(
+        zoo.logits(patch(half, "rerope"), ids), zoo.logits(patch(model, "rerope"), ids)
+    )
+    assert off < 2 * natively
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gptj", "falcon"])
+def test_a_scaled_table_beside_a_method(kind: str) -> None:
+    """Within the window of ReRoPE, the text is that of the scaled table alone."""
+    model, ids = zoo.build(kind), zoo.tokens(LENGTH)
+    alone = zoo.logits(patch_model(zoo.build(kind), "yarn", scale=2), ids)
+    patch_model(model, [YaRN(scale=2), ReRoPE(window=LENGTH)])
+    assert zoo.relative_difference(zoo.logits(model, ids), alone) < 1e-5
+    assert inspect_rope(model)[0].rope_type == "yarn"
