@@ -10,9 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import count, number
+from hf_posenc.errors import PosencError, unknown
+from hf_posenc.methods.base import count, number, real
 from hf_posenc.methods.bias import DistanceBias, Weights
+
+T5_MODES = ("distance", "max_distance")
+"""The ways to reach farther with a trained table by distance; see `T5`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +25,12 @@ class T5(DistanceBias):
     A table of `buckets` x heads, zeros at first. The first half of the buckets holds one distance each,
     the other half logarithmically wider ranges up to `max_distance`; all beyond share the last.
 
+    A model that was trained with such tables keeps them: there the method only has `scale` and `mode`.
+
     Args:
+        scale: Target context as a multiple s of the one that the table was trained with.
+        mode: `"distance"`: distances r are read as `floor(r / s)`. `"max_distance"`: `max_distance` is multiplied by s,
+            so that exact buckets stay and the others widen.
         buckets: Rows of the table.
         max_distance: Distance in tokens from which all keys share a bucket.
     """
@@ -33,11 +41,15 @@ class T5(DistanceBias):
     source = "Raffel et al. 2019, arXiv 1910.10683"
     trainable = True
 
+    scale: float = field(default=1.0, metadata=number(1))
+    mode: str = "distance"
     buckets: int = field(default=32, metadata=count(2))
     max_distance: int = field(default=128, metadata=count())
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.mode not in T5_MODES:
+            raise unknown(f"mode of {self.name}", str(self.mode), T5_MODES)
         if self.max_distance <= self.buckets // 2:
             raise PosencError(
                 f"{self.name}: max_distance ({self.max_distance}) is above {self.buckets // 2}, the "
@@ -49,10 +61,14 @@ class T5(DistanceBias):
 
     def bucket(self, distance: Tensor) -> Tensor:
         """Return the row of the table for each distance, of its shape, int64."""
-        exact = self.buckets // 2
+        exact, longest = self.buckets // 2, self.max_distance
+        if self.mode == "max_distance":
+            longest = round(longest * self.scale)
+        elif self.scale != 1:
+            distance = (real(distance) / self.scale).floor()
         # In float32 and in transformers' order, so that a trained table is read by the same rows.
         growth = torch.log(distance.clamp(min=1).float() / exact)
-        steps = growth / math.log(self.max_distance / exact) * (self.buckets - exact)
+        steps = growth / math.log(longest / exact) * (self.buckets - exact)
         far = (exact + steps.to(torch.int64)).clamp(max=self.buckets - 1)
         return torch.where(distance < exact, distance.to(torch.int64), far)
 

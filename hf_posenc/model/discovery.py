@@ -139,7 +139,10 @@ def adapter_of(model: nn.Module) -> ArchAdapter:
         )
     text = config.get_text_config(decoder=True)
     adapter = get_adapter(text.model_type)
-    adapter.check(text)
+    try:
+        adapter.check(text)
+    except UnsupportedModelError as error:
+        raise NoRotaryError(str(error)) from None
     return adapter
 
 

@@ -32,6 +32,8 @@ from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
+from hf_posenc.seams.bias import BiasSeam
+from hf_posenc.seams.distances import DistanceSeam
 from hf_posenc.seams.inspection import Positions, inspect
 from hf_posenc.seams.native import NativeSeam, choose
 from hf_posenc.seams.scores import tables_in_place
@@ -134,7 +136,7 @@ def _patch(
     return put_back
 
 
-SEAMS: tuple[type[NativeSeam], ...] = (TableSeam,)
+SEAMS: tuple[type[NativeSeam], ...] = (TableSeam, BiasSeam, DistanceSeam)
 """The seams of models without rotary embedding."""
 
 
@@ -195,7 +197,8 @@ def _check_replaceable(state: State, earlier: State, *, temporary: bool) -> None
     way = "Pass replace=True to undo that patch first, or call unpatch_model(model)."
     if state.config.compose:
         way = "Call unpatch_model(model) first."
-    if not temporary and any(method.trainable for method in earlier.methods):
+    own = [] if earlier.native is not None else earlier.methods  # with parameters of the patch
+    if not temporary and any(method.trainable for method in own):
         way = (
             "Its parameters would be lost, so replace=True does not undo it: keep them with save_patch(model, folder), "
             "then call unpatch_model(model)."

@@ -77,7 +77,8 @@ class Patch:
             none.
         extended_length: The context length that it reaches; `None` for methods that follow the text.
         export: How plain transformers computes the patch after `save_pretrained`: by `"rope_parameters"`, as a
-            `"longrope"` list, from the `"weights"`; `None` where only hf_posenc can (`from_pretrained`, `load_patch`).
+            `"longrope"` list, from the `"weights"` or another value of the `"config"`; `None` where only hf_posenc can
+            (`from_pretrained`, `load_patch`).
         layers: The attention layers in which a method computes attention itself, by path.
         attention: The attention implementation that it replaces; `None` where none is replaced.
         places: What is patched in a model without rotary embedding, as rows of a table, its heading first.
@@ -125,6 +126,7 @@ class Patch:
             "rope_parameters": "saves as native rope_parameters",
             "longrope": "saves as a longrope list that plain transformers loads",
             "weights": "saves in the weights, that plain transformers loads",
+            "config": "saves in the config, that plain transformers loads",
             None: "saves for hf_posenc.from_pretrained only",
         }[self.export]
         notes = f"{self.original_max_position_embeddings or 'any length'} -> {reach}; {saved}"

@@ -43,6 +43,17 @@ _NO_SINK = -1e3  # a logit whose weight is 0; larger ones would hide what else a
 _DIGITS = re.compile(r"(?<=\.)\d+(?=[.(]|$)")
 
 
+def summary(places: Iterable[str]) -> str:
+    """Return paths in a few words, numbers of layers as `*`."""
+    first, *more = dict.fromkeys(_DIGITS.sub("*", place) for place in places)
+    return first + (f" (+{len(more)})" if more else "")
+
+
+def with_article(kind: str) -> str:
+    """Return a kind of source as it stands in a sentence."""
+    return ("" if kind in (ALIBI, SINKS) else "an " if kind == UNKNOWN else "a ") + kind
+
+
 @dataclass(frozen=True)
 class Source:
     """One place, or the same place in several layers, where positions enter a model.
@@ -67,13 +78,12 @@ class Source:
     @property
     def where(self) -> str:
         """The places in a few words, numbers of layers as `*`."""
-        patterns = dict.fromkeys(_DIGITS.sub("*", place) for place in self.places)
-        first, *more = patterns
-        return first + (f" (+{len(more)})" if more else "")
+        return summary(self.places)
 
     def __str__(self) -> str:
-        article = "" if self.kind in (ALIBI, SINKS) else "an " if self.kind == UNKNOWN else "a "
-        return f"{article}{self.kind} {self.where}" + (f" ({self.facts})" if self.facts else "")
+        return f"{with_article(self.kind)} {self.where}" + (
+            f" ({self.facts})" if self.facts else ""
+        )
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import METHODS, Method
-from hf_posenc.seams.inspection import RECURRENCE, ROTARY, ROTARY_TABLE, Positions
+from hf_posenc.seams.inspection import (
+    RECURRENCE,
+    ROTARY,
+    ROTARY_TABLE,
+    Positions,
+    with_article,
+)
 
 
 class Swappable(Protocol):
@@ -139,7 +145,9 @@ def refusal(
     found = dict.fromkeys(source.kind for source in positions.sources)
     ways = {kind: methods_for(seams, kind) for kind in found}
     advice = " ".join(
-        f"Methods for a {kind}: {', '.join(names)}." for kind, names in ways.items() if names
+        f"Methods for {with_article(kind)}: {', '.join(names)}."
+        for kind, names in ways.items()
+        if names
     )
     reasons = dict.fromkeys(
         seam.reason(method, kind) for kind in found for seam in seams if kind in seam.sources

@@ -21,6 +21,7 @@ from hf_posenc.seams.probes import TOKENS, forward, ordinary_tokens
 
 _aten = torch.ops.aten
 _COPIES = {_aten.repeat.default, _aten.clone.default, _aten._to_copy.default}
+_UNEVEN = 2 * TOKENS * 2**-9  # relative
 _LONGER = TOKENS + 3  # the length of a second text
 
 
@@ -59,7 +60,7 @@ class Argument:
 def read_tables(model: nn.Module) -> list[Reading]:
     """Return the float parameters and buffers that a model reads by position."""
     texts = (TOKENS, 1), (TOKENS, 2), (_LONGER, 3)
-    first, second, longer = (_trace(model, ordinary_tokens(model, *text)) for text in texts)
+    first, second, longer = (rows_read(model, ordinary_tokens(model, *text)) for text in texts)
     readings = []
     for name, reads in first.items():
         others, long = second.get(name, []), longer.get(name)
@@ -149,7 +150,8 @@ def _rows_read(func: Any, args: Sequence[Any]) -> tuple[int, Tensor] | None:
     return None
 
 
-def _trace(model: nn.Module, ids: Tensor) -> dict[str, list[tuple[int, Tensor]]]:
+def rows_read(model: nn.Module, ids: Tensor) -> dict[str, list[tuple[int, Tensor]]]:
+    """Return the axis and the rows of each read of a float parameter or buffer in a forward, by the tensor's path."""
     trace = _Reads(model)
     with trial(model), trace:
         forward(model, ids)
@@ -192,8 +194,8 @@ def _slopes(value: Tensor) -> tuple[float, ...] | None:
     steps = value.double()[..., -1, :].diff(dim=-1).reshape(-1, value.shape[-1] - 1)
     size = float(steps.abs().max())
     uneven = float((steps - steps[:, :1]).abs().max())
-    # ALiBi in bfloat16 moves in steps of its rounding.
-    limit = max(1e-4, 2 * TOKENS * torch.finfo(value.dtype).eps) * size
+    # ALiBi moves in steps of its rounding: two of bfloat16, in which some models make it whatever their dtype.
+    limit = max(_UNEVEN, 2 * TOKENS * torch.finfo(value.dtype).eps) * size
     return tuple(steps.mean(-1).tolist()) if size > 0 and uneven <= limit else None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -55,7 +56,8 @@ def operands_of(
     if type(method) in (KerpleLog, KerplePower):
         return Operands(method.name, parameters["r1"], parameters["r2"])
     if type(method) is T5:
-        index = _kept(encoding, device, 2 * method.max_distance, lambda d: method.bucket(d).int())
+        size = 2 * math.ceil(method.max_distance * method.scale)
+        index = _kept(encoding, device, size, lambda d: method.bucket(d).int())
         return Operands("buckets", parameters["table"].T, index)
     if not has_table(encoding) or (queries and parameters) or keys <= queries:
         return None

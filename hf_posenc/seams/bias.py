@@ -1,0 +1,351 @@
+"""The seam of models that hand ALiBi to their blocks as an argument: the argument is replaced by exact biases.
+
+Transformers makes such biases in the model's dtype and relative to the first key. In bfloat16, the nearest keys of a
+long text then share one bias. Here they are products in float64 of a slope and the distance of query and key, rounded
+once. Which modules receive them, by which name and in which shape, is read off the live model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
+from hf_posenc.methods import ALiBi, Method
+from hf_posenc.methods.base import real
+from hf_posenc.model.calibration import TOKENS, run, trial, trial_tokens
+from hf_posenc.model.discovery import layer_index
+from hf_posenc.model.masks import shared
+from hf_posenc.seams import probes
+from hf_posenc.seams.inspection import ALIBI, Positions, summary
+from hf_posenc.seams.native import NativeSeam, Undo
+from hf_posenc.seams.traces import Argument, flattened, read_arguments
+
+Key = int | str
+_ROUNDED = 2**-7  # relative: a slope that was rounded to bfloat16 once or twice
+_LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
+_OF_EFFECT = 0.02  # how far outputs may differ by the rounding of a model's own biases, as a share of their effect
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place among a block's arguments where biases are put.
+
+    Attributes:
+        key: The argument that gets them: its name, or its index among those without a name.
+        others: Arguments that carry the same biases once more, which become zero.
+        visible: The argument is an additive mask, (batch, 1 or heads, queries, keys), of which only the hidden pairs
+            stay, or (`adds`) all else too; else it is (heads or batch * heads, 1, keys).
+        adds: The argument is a mask without biases.
+        exact: Biases are float32; else of the argument's dtype.
+    """
+
+    key: Key
+    others: tuple[Key, ...]
+    visible: bool
+    adds: bool = False
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class ExactBias:
+    """A forward pre-hook of a block, which replaces the biases among its arguments; it can be copied and pickled.
+
+    Attributes:
+        place: The place where the biases go.
+        slopes: The score per token of distance, for each head; not negative.
+        layer: The index of the block's layer in a cache.
+    """
+
+    place: Place
+    slopes: tuple[float, ...]
+    layer: int
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Return the block's arguments with exact biases."""
+        values = {**dict(enumerate(args)), **kwargs}
+        # All blocks of a forward get the same tensor of the model's biases, and share what replaces it.
+        own = values[self.place.others[0] if self.place.adds else self.place.key]
+        made = shared(own, (ExactBias, self.place, self.slopes), lambda: self._made(values))
+        values[self.place.key] = made
+        for key in self.place.others:
+            values[key] = torch.zeros_like(values[key])
+        return tuple(values.pop(index) for index in range(len(args))), values
+
+    def _made(self, values: Mapping[Key, Any]) -> Tensor:
+        """Return the argument that replaces the model's own."""
+        value: Tensor = values[self.place.key]
+        # Fused attention elsewhere than on a CPU may refuse a mask that is not of the queries' dtype.
+        fused = self.place.visible and not self.place.adds and value.device.type != "cpu"
+        dtype = torch.float32 if self.place.exact and not fused else value.dtype
+        bias = self.biases(values)
+        if not self.place.visible:
+            bias = bias[0]
+            texts = value.shape[0] // len(self.slopes)  # in one axis with the heads
+            return (bias.repeat(texts, 1, 1) if texts > 1 else bias).to(dtype)
+        shown = value > torch.finfo(value.dtype).min / 2
+        if self.place.adds:
+            bias = bias + value
+        return bias.to(dtype).where(shown, torch.finfo(dtype).min)
+
+    def biases(self, values: Mapping[Key, Any]) -> Tensor:
+        """Return the biases of a call, float32, shape (batch or 1, heads, queries, keys).
+
+        This is the one place that needs memory of O(queries x keys); attention that is taken over has no use for it.
+        A mask with a row for each text tells which tokens are there, and the others count nothing. A text that is
+        padded on one side has the same biases without a mask, but for a constant in each row.
+        """
+        hidden = next(value for value in values.values() if isinstance(value, Tensor))
+        queries, device = hidden.shape[1], hidden.device
+        cache = next((each for each in values.values() if hasattr(each, "get_seq_length")), None)
+        seen = 0 if cache is None else cache.get_seq_length(self.layer)
+        rows = torch.arange(queries, device=device) + seen
+        mask = next((value for value in values.values() if _is_mask(value, queries)), None)
+        keys = int(seen) + queries if mask is None else mask.shape[-1]
+        place = torch.arange(keys, device=device)[None]
+        if self.place.visible:
+            value = values[self.place.key]
+            shown = value > torch.finfo(value.dtype).min / 2
+            place = shown.any(1).any(-2).long().cumsum(-1)
+        distance = place.index_select(1, rows)[:, :, None] - place[:, None, :]
+        slopes = real(torch.tensor(self.slopes, dtype=torch.float64)).to(device)
+        table = (-slopes[:, None] * real(torch.arange(keys, device=device))).float()
+        return table[:, distance.clamp(min=0)].movedim(0, 1)
+
+
+class WholeMask:
+    """A forward pre-hook of the model around the blocks: its mask covers a static cache, as its biases must."""
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Return the arguments with a mask of shape (batch, keys); `None` without a static cache."""
+        names = inspect.signature(module.forward).parameters
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        cache, mask = values.get("past_key_values"), values.get("attention_mask")
+        given = (values.get("input_ids"), values.get("inputs_embeds"))
+        tokens = next((each for each in given if each is not None), None)
+        if cache is None or not getattr(cache, "is_compileable", False) or tokens is None:
+            return None
+        keys = (getattr(cache, "get_max_length", None) or cache.get_max_cache_shape)()
+        rows = torch.arange(tokens.shape[1], device=tokens.device) + cache.get_seq_length()
+        written = torch.arange(keys, device=tokens.device)[None] <= rows[-1]
+        if mask is None:
+            seen = written.expand(len(tokens), -1)
+        elif mask.dim() == 2:
+            seen = nn.functional.pad(mask, (0, max(0, keys - mask.shape[1]))).bool()
+        elif mask.dim() == 4 and _is_causal(mask, rows):
+            seen = _shown(mask).any(1).any(-2)
+        else:
+            return None
+        return (), {**values, "attention_mask": seen.long()}
+
+
+def _shown(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def _is_causal(mask: Tensor, rows: Tensor) -> bool:
+    """Return whether queries see all tokens before them, so that the tokens alone give the mask."""
+    if torch.compiler.is_compiling():
+        return True
+    shown = _shown(mask)
+    causal = torch.arange(mask.shape[-1], device=mask.device) <= rows[:, None]
+    return bool((shown == shown.any(1, True).any(-2, True) & causal).all())
+
+
+def _is_mask(value: Any, queries: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 4 and value.shape[-2] == queries
+
+
+@dataclass(frozen=True, eq=False)
+class BiasSeam(NativeSeam):
+    """The blocks of a model that are handed ALiBi.
+
+    Attributes:
+        blocks: The outermost modules that receive it, by path.
+        slopes: The slopes in each of their arguments that carries it, as the model has them.
+    """
+
+    blocks: tuple[str, ...]
+    slopes: Mapping[Key, tuple[float, ...]]
+    sources = (ALIBI,)
+
+    @classmethod
+    def takes(cls, method: type[Method], source: str) -> bool:
+        return issubclass(method, ALiBi)
+
+    @classmethod
+    def of(cls, model: nn.Module, positions: Positions) -> BiasSeam:
+        with trial(model):
+            found = [each for each in read_arguments(model) if each.slopes]
+        sites: dict[str, dict[Key, tuple[float, ...]]] = {}
+        for each in found:
+            if not any(each.path.startswith(f"{other.path}.") for other in found):
+                sites.setdefault(each.path, {})[each.key] = each.slopes or ()
+        slopes, *others = sites.values()
+        if any(other != slopes for other in others):
+            raise UnsupportedModelError(
+                f"{type(model).__name__} hands ALiBi to its blocks in different ways, which hf_posenc does not patch. "
+                "Please report it, with the model type."
+            )
+        widths = {each.value.shape[-1] for each in found}
+        return cls(model.config, _length(model.config, max(widths)), tuple(sites), slopes)
+
+    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+        """Find the place of the biases by trial, at scale 1; then put in those of the requested scale."""
+        assert isinstance(method, ALiBi)
+        if method.keep_rope:
+            raise PosencError(
+                f"{type(model).__name__} has no rotation that keep_rope=True could keep."
+            )
+        with trial(model):
+            place, slopes = self._fitting(model)
+        scaled = tuple(slope / method.scale for slope in slopes)
+        state.hooks += self._hook(model, place, scaled)
+        for owner in {_around(model, path): None for path in self.blocks}:
+            state.hooks.append(owner.register_forward_pre_hook(WholeMask(), with_kwargs=True))
+        with trial(model):
+            _verify(_arguments_of(model, self.blocks[-1])[place.key], scaled)
+        state.export = None
+        state.write_config(model, [])
+
+    def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
+        """Return the slopes in force, read from the hooks; blocks with the same ones in a row."""
+        found: dict[tuple[str, ...], list[str]] = {}
+        for path in self.blocks:
+            for hook in model.get_submodule(path)._forward_pre_hooks.values():
+                if isinstance(hook, ExactBias):
+                    ends = f"{max(hook.slopes):.6g}", f"{min(hook.slopes):.6g}"
+                    cells = str(hook.place.key), str(len(hook.slopes)), *ends
+                    found.setdefault(cells, []).append(path)
+        heading = ("module", "argument", "heads", "steepest slope", "flattest slope")
+        return [heading, *((summary(paths), *cells) for cells, paths in found.items())]
+
+    def _fitting(self, model: nn.Module) -> tuple[Place, tuple[float, ...]]:
+        """Return the first place, and the slopes there, at which biases of scale 1 give the model's own output.
+
+        Where two arguments carry the biases, one way to compute attention may add both: the output is then that with
+        one of them.
+        """
+        ids, values = trial_tokens(model), _arguments_of(model, self.blocks[0])
+        for place in _places(values, tuple(self.slopes)):
+            own = self.slopes.get(place.key) or next(iter(self.slopes.values()))
+            exact = _exact(own, values)
+            twice = () if place.adds else place.others
+            with flattened(model, [Argument(b, k, ids, None) for b in self.blocks for k in twice]):
+                expected = run(model, ids)
+            try:
+                output, without = (
+                    self._tried(model, ids, place, slopes) for slopes in (exact, (0.0,) * len(own))
+                )
+            except (RuntimeError, ValueError, TypeError):  # a dtype or shape that the model refuses
+                continue
+            size, effect = float(expected.abs().max()), float((expected - without).abs().max())
+            limit = max(probes.tolerance(model) * size, _OF_EFFECT * effect)
+            if float((output - expected).abs().max()) <= limit:
+                return place, exact
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is handed ALiBi as {', '.join(map(str, self.slopes))}, but its output with biases "
+            "that hf_posenc makes is another one. The model was not changed. Please report it, with the model type."
+        )
+
+    def _tried(
+        self, model: nn.Module, ids: Tensor, place: Place, slopes: tuple[float, ...]
+    ) -> Tensor:
+        """Return the output of the model with biases in a place."""
+        hooks = self._hook(model, place, slopes)
+        try:
+            return run(model, ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _hook(
+        self, model: nn.Module, place: Place, slopes: tuple[float, ...]
+    ) -> list[RemovableHandle]:
+        hooks = []
+        for path in self.blocks:
+            block = model.get_submodule(path)
+            indices = (layer_index(path, inner) for inner in block.modules())
+            hook = ExactBias(place, slopes, next((i for i in indices if i is not None), 0))
+            hooks.append(block.register_forward_pre_hook(hook, with_kwargs=True))
+        return hooks
+
+
+def _length(config: Any, width: int) -> int | None:
+    """Return the trained length: the width of biases that are made for all texts at once, or what the config names."""
+    if width > 2 * TOKENS:
+        return width
+    named = (getattr(config, key, None) for key in _LENGTHS)
+    return next((value for value in named if isinstance(value, int)), None)
+
+
+def _arguments_of(model: nn.Module, path: str) -> dict[Key, Any]:
+    """Return the arguments with which a module is called, by index and by name."""
+    values: dict[Key, Any] = {}
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        values.update({**dict(enumerate(args)), **kwargs})
+
+    hook = model.get_submodule(path).register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        run(model, trial_tokens(model))
+    finally:
+        hook.remove()
+    return values
+
+
+def _places(values: Mapping[Key, Any], linear: Sequence[Key]) -> Iterator[Place]:
+    """Yield the places that biases may go to, best first: a mask with them, one without, the argument itself."""
+    masks = [
+        key
+        for key, value in values.items()
+        if _is_mask(value, TOKENS) and value.is_floating_point()
+    ]
+    for key in sorted((*masks, *linear), key=lambda key: (key not in masks, key not in linear)):
+        others = tuple(other for other in linear if other != key)
+        place = Place(key, others, visible=key in masks, adds=key not in linear)
+        yield place
+        yield replace(place, exact=False)
+
+
+def _exact(read: Sequence[float], values: Mapping[Key, Any]) -> tuple[float, ...]:
+    """Return the slopes of the paper where those that were read are these, up to bfloat16's rounding.
+
+    Biases that are added to scaled scores may be divided by the root of the width of a head.
+    """
+    hidden = next(value for value in values.values() if isinstance(value, Tensor))
+    slopes, paper = torch.tensor(read, dtype=torch.float64), ALiBi().slopes(len(read))
+    for factor in (1.0, (hidden.shape[-1] // len(read)) ** -0.5):
+        if float((slopes / (paper * factor) - 1).abs().max()) <= _ROUNDED:
+            return tuple((paper * factor).tolist())
+    return tuple(read)
+
+
+def _around(model: nn.Module, path: str) -> nn.Module:
+    """Return the innermost module around a block that is given the mask and the cache."""
+    names = path.split(".")
+    around = [model.get_submodule(".".join(names[:end])) for end in range(len(names))]
+    return next(
+        module
+        for module in reversed(around)
+        if {"attention_mask", "past_key_values"} <= {*inspect.signature(module.forward).parameters}
+    )
+
+
+def _verify(value: Tensor, slopes: Sequence[float]) -> None:
+    """Raise if the argument that a block is given is not the distance times the slopes."""
+    rows = value.reshape(-1, *value.shape[-2:])[:, -1].double().cpu()
+    distance = torch.arange(rows.shape[-1]).flip(0)
+    expected = -torch.tensor(slopes, dtype=torch.float64)[:, None] * distance
+    error = float((rows - expected).abs().max() / expected.abs().max())
+    if error > 2 * torch.finfo(value.dtype).eps:
+        raise VerificationError(
+            f"The biases that the model is given differ from the requested ones by {error:.1e}. The model was "
+            "restored. Please report it, with the model type."
+        )

@@ -1,0 +1,296 @@
+"""The seam of models with trained tables by distance: distances are divided, or fewer of them share the last row.
+
+The module that holds such a table has a function from distances of query and key to rows of the table. It is found by a
+trial: the one function of the module that returns the rows at which the table is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
+from hf_posenc.methods import T5, Method
+from hf_posenc.model.calibration import trial_tokens
+from hf_posenc.seams.inspection import BY_DISTANCE, Positions, summary
+from hf_posenc.seams.native import NativeSeam, Undo
+from hf_posenc.seams.traces import read_tables, rows_read
+
+_FAR = 1 << 16  # tokens: up to this distance, rows of a native model are compared
+
+
+class DividedBuckets:
+    """The bucket function of a module, with distances `sign(r) floor(abs(r) / s)` instead of r.
+
+    It stands in the module's own attributes, before the function of its class, and can be copied and pickled with it.
+    """
+
+    def __init__(self, module: nn.Module, name: str, scale: float) -> None:
+        self.module, self.name, self.scale = module, name, scale
+        self.static = isinstance(inspect.getattr_static(type(module), name), staticmethod)
+
+    def __call__(self, distance: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the rows of the table for distances, of their shape."""
+        function = getattr(type(self.module), self.name)
+        given = () if self.static else (self.module,)
+        rows: Tensor = function(*given, divided(distance, self.scale), *args, **kwargs)
+        return rows
+
+
+def divided(distance: Tensor, scale: float) -> Tensor:
+    """Return `sign(r) floor(abs(r) / s)` of whole distances r, of their shape and dtype."""
+    whole = (distance.abs().to(torch.float64) / scale).floor().to(distance.dtype)
+    return distance.sign() * whole
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table by distance.
+
+    Attributes:
+        path: The module with the function from distances to rows.
+        weight: The table itself.
+        function: The name of that function.
+        limit: The attribute of the module, and of its config, with the distance from which all keys share a row;
+            `None`: there is none.
+    """
+
+    path: str
+    weight: str
+    function: str
+    limit: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class DistanceSeam(NativeSeam):
+    """The trained tables by distance of a model.
+
+    Attributes:
+        tables: All of them: those of the encoder, of the decoder, of every layer.
+    """
+
+    tables: tuple[Table, ...]
+    sources = (BY_DISTANCE,)
+
+    @classmethod
+    def takes(cls, method: type[Method], source: str) -> bool:
+        return issubclass(method, T5)
+
+    @classmethod
+    def of(cls, model: nn.Module, positions: Positions) -> DistanceSeam:
+        tables = tuple(_tables(model))
+        length = getattr(model.config, "n_positions", None)
+        return cls(model.config, length if isinstance(length, int) else None, tables)
+
+    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+        """Divide distances, or raise the distance from which all keys share a row; verify the rows."""
+        assert isinstance(method, T5)
+        if own := method.options().keys() - {"scale", "mode"}:
+            raise PosencError(
+                f"{type(model).__name__} has trained tables, to which {', '.join(sorted(own))} cannot be given: they "
+                "take scale= and mode=."
+            )
+        dividing = method.mode == "distance"
+        expected = self._far_rows(model, method.scale if dividing else 1.0)
+        edits: list[tuple[Any, dict[str, Any]]] = []
+        state.export = None
+        if dividing:
+            for table in self.tables:
+                module = model.get_submodule(table.path)
+                state.set(module, {table.function: None})  # noted, so that it is undone
+                vars(module)[table.function] = DividedBuckets(module, table.function, method.scale)
+        else:
+            edits = self._raise_limits(model, state, method)
+        state.write_config(model, edits)
+        if not dividing and _is_native(model, self.tables):
+            state.export = "config"
+        equal = map(torch.equal, self._far_rows(model, 1.0), expected)
+        if not all(same == (dividing or method.scale == 1) for same in equal):
+            raise VerificationError(
+                f"The tables by distance of {type(model).__name__} are not read at the rows of the requested patch. "
+                "The model was restored. Please report it, with the model type."
+            )
+
+    def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
+        """Return the tables, what distances are divided by, and the distance from which all keys share a row."""
+        found: dict[tuple[str, ...], list[str]] = {}
+        for table in self.tables:
+            module = model.get_submodule(table.path)
+            size, heads = model.get_parameter(table.weight).shape
+            function = vars(module).get(table.function)
+            scale = function.scale if isinstance(function, DividedBuckets) else 1
+            limit = "" if table.limit is None else str(getattr(module, table.limit))
+            cells = str(size), str(heads), f"{scale:g}", limit
+            found.setdefault(cells, []).append(table.weight)
+        heading = ("table", "rows", "heads", "distances divided by", "all in one row from")
+        return [heading, *((summary(paths), *cells) for cells, paths in found.items())]
+
+    def _raise_limits(
+        self, model: nn.Module, state: Undo, method: T5
+    ) -> list[tuple[Any, dict[str, Any]]]:
+        """Raise the limits in the modules, and return the edits of all configs that name them."""
+        edits: list[tuple[Any, dict[str, Any]]] = []
+        for name in dict.fromkeys(table.limit for table in self.tables):
+            if name is None:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} has no setting for the distance from which all keys share a row, which "
+                    'mode="max_distance" raises. mode="distance" divides distances instead.'
+                )
+            for each in [*model.modules(), *_configs(model)]:
+                if isinstance(vars(each).get(name), int):
+                    value = {name: round(vars(each)[name] * method.scale)}
+                    if isinstance(each, nn.Module):
+                        state.set(each, value)
+                    else:
+                        edits.append((each, value))
+        return edits
+
+    def _far_rows(self, model: nn.Module, scale: float) -> list[Tensor]:
+        """Return the rows that the live model reads at distances divided by a scale, for each table."""
+        far = torch.arange(-_FAR, _FAR)
+        return [call.of(divided(far, scale)) for call in _calls(model, self.tables)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """A call of a function from distances to rows.
+
+    Attributes:
+        function: The function that was called.
+        distance: Its distances, a whole tensor of any shape.
+        rows: The rows that it returned, of the same shape.
+        args, kwargs: Its other arguments.
+    """
+
+    function: Callable[..., Tensor]
+    distance: Tensor
+    rows: Tensor
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def of(self, distance: Tensor) -> Tensor:
+        """Return the rows of other distances, on the CPU."""
+        return self.function(distance.to(self.distance.device), *self.args, **self.kwargs).cpu()
+
+
+@contextlib.contextmanager
+def _recorded(
+    model: nn.Module, names: Mapping[str, Sequence[str]]
+) -> Iterator[Mapping[tuple[str, str], list[_Call]]]:
+    """Record calls of functions of modules, by the path of the module and the name of the function."""
+    calls: dict[tuple[str, str], list[_Call]] = {}
+
+    def watched(function: Callable[..., Any], place: tuple[str, str]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            rows = function(*args, **kwargs)
+            if args and _is_whole(args[0]) and _is_whole(rows) and args[0].shape == rows.shape:
+                calls.setdefault(place, []).append(_Call(function, args[0], rows, args[1:], kwargs))
+            return rows
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for path, functions in names.items():
+            module = model.get_submodule(path)
+            for name in functions:
+                own = vars(module)
+                if name in own:
+                    stack.callback(own.__setitem__, name, own[name])
+                else:
+                    stack.callback(own.pop, name)
+                own[name] = watched(getattr(module, name), (path, name))
+        yield calls
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_floating_point() and value.dtype != torch.bool
+
+
+def _tables(model: nn.Module) -> Iterator[Table]:
+    """Yield the tables by distance, with the functions that return the rows at which they are read.
+
+    Raises:
+        UnsupportedModelError: A table whose rows no function of a module around it returns.
+    """
+    weights = [reading.name for reading in read_tables(model) if reading.first is None]
+    paths = {path: path.split(".") for path in weights}
+    around = {
+        ".".join(names[:end]) for names in paths.values() for end in range(len(names) - 2, 0, -1)
+    }
+    names = {path: _functions(model.get_submodule(path)) for path in around}
+    ids = trial_tokens(model)
+    with _recorded(model, names) as calls:
+        read = rows_read(model, ids)
+    for weight in weights:
+        rows = read[weight][0][1]
+        found = [
+            (path, name)
+            for (path, name), made in calls.items()
+            if weight.startswith(f"{path}.") and any(torch.equal(one.rows, rows) for one in made)
+        ]
+        if not found:
+            raise UnsupportedModelError(
+                f"No function of a module around {weight} of {type(model).__name__} returns the rows at which it is "
+                "read, so hf_posenc cannot change them."
+            )
+        path, name = max(found, key=lambda place: len(place[0]))
+        module = model.get_submodule(path)
+        limits = [
+            key
+            for key, value in vars(module).items()
+            if "max_distance" in key and isinstance(value, int)
+        ]
+        yield Table(path, weight, name, next(iter(limits), None))
+
+
+def _functions(module: nn.Module) -> list[str]:
+    """Return the names of the functions that the class of a module defines itself, but its forward."""
+    own = vars(type(module)).items()
+    return [
+        name
+        for name, value in own
+        if (inspect.isfunction(value) or isinstance(value, staticmethod))
+        and name != "forward"
+        and not name.startswith("__")
+    ]
+
+
+def _calls(model: nn.Module, tables: Sequence[Table]) -> list[_Call]:
+    """Return one call for each table, whose rows are those at which the table is read."""
+    names: dict[str, list[str]] = {}
+    for table in tables:
+        names.setdefault(table.path, []).append(table.function)
+    with _recorded(model, names) as calls:
+        read = rows_read(model, trial_tokens(model))
+    found = []
+    for table in tables:
+        made = calls.get((table.path, table.function), [])
+        rows = read[table.weight][0][1]
+        found.append(next(one for one in made if torch.equal(one.rows, rows)))
+    return found
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """Return every config of a model and of its modules, once."""
+    configs = [vars(module).get("config") for module in model.modules()]
+    return list({id(config): config for config in configs if hasattr(config, "to_dict")}.values())
+
+
+def _is_native(model: Any, tables: Sequence[Table]) -> bool:
+    """Return whether plain transformers builds a model with these limits from the config."""
+    try:
+        with torch.device("meta"):
+            fresh = type(model)(type(model.config).from_dict(model.config.to_dict()))
+    except Exception:  # a class with arguments of its own
+        return False
+    return all(
+        getattr(fresh.get_submodule(table.path), table.limit or "", None)
+        == getattr(model.get_submodule(table.path), table.limit or "")
+        for table in tables
+    )

@@ -1,0 +1,471 @@
+"""Models that have ALiBi or T5's tables from the start: exact, scaled, in every way to run a text, saved and undone."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import Pop2PianoConfig, Pop2PianoForConditionalGeneration, StaticCache
+
+import hf_posenc
+from hf_posenc import (
+    PosencError,
+    UnsupportedModelError,
+    VerificationError,
+    get_patch,
+    inspect_positions,
+    patch_model,
+    unpatch_model,
+)
+from hf_posenc.methods import ALiBi
+from hf_posenc.seams import bias as bias_seam
+from hf_posenc.seams import distances
+from hf_posenc.seams import inspection as kinds
+from tests.support.alibi_models import BUILDERS, build_alibi_model, reference_logits, slopes_of
+from tests.support.families import build_text_model
+from tests.support.selection import covering, late
+from tests.support.zoo import _ready, logits, relative_difference, tokens
+
+EXACT = 3e-6  # of float32
+TABLES = ("t5", "mt5", "umt5", "switch_transformers", "longt5", "pop2piano")
+
+
+def build_table_model(name: str) -> Any:
+    """Build a tiny model with tables by distance that matter."""
+    if name != "pop2piano":
+        layers = dict.fromkeys(("num_layers", "num_decoder_layers"), 2)
+        model: Any = build_text_model(name, **layers)  # type: ignore[arg-type]
+    else:
+        config = Pop2PianoConfig(
+            vocab_size=128, d_model=64, d_kv=16, d_ff=64, num_layers=2, num_heads=4
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = _ready(Pop2PianoForConditionalGeneration(config))
+    generator = torch.Generator().manual_seed(1)
+    for path, parameter in model.named_parameters():
+        if "relative_attention_bias" in path:
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def outputs(model: Any, ids: Tensor) -> Tensor:
+    """Return the logits of an encoder-decoder that reads the same tokens on both sides."""
+    with torch.no_grad():
+        final: Tensor = model(input_ids=ids, decoder_input_ids=ids, use_cache=False).logits
+        return final
+
+
+def slowly(*cases: Any) -> list[Any]:
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def in_pieces(model: Any, ids: Tensor, cache: Any = None, ends: tuple[int, ...] = ()) -> Tensor:
+    """Return the logits of a text that is read in pieces with a cache."""
+    parts, start = [], 0
+    with torch.no_grad():
+        for end in (*ends, ids.shape[1]):
+            out = model(ids[:, start:end], past_key_values=cache, use_cache=True)
+            cache, start = out.past_key_values, end
+            parts.append(out.logits)
+    return torch.cat(parts, 1)
+
+
+# ALiBi as an argument
+
+
+@cache
+def scaled(name: str, heads: int = 4, scale: float = 4.0) -> Any:
+    """Return a patched model, which tests share and leave as it is."""
+    return patch_model(build_alibi_model(name, heads), "alibi", scale=scale)
+
+
+@pytest.mark.parametrize("name", ["falcon_eager", *late(["bloom", "mpt", "falcon"])])
+def test_scale_1_is_the_model_itself(name: str) -> None:
+    """Falcon's eager attention adds the biases twice; patched, it is its sdpa attention."""
+    ids = tokens(40, batch=2)
+    stock = logits(build_alibi_model(name.partition("_")[0]), ids)
+    model = patch_model(build_alibi_model(name), "alibi")
+    assert relative_difference(logits(model, ids), stock) < EXACT
+
+
+def test_eager_falcon_adds_its_biases_twice_without_a_patch() -> None:
+    """The reason why the test above compares it with sdpa attention; it may fail after a fix in transformers."""
+    ids = tokens(40)
+    eager, sdpa = (logits(build_alibi_model(name), ids) for name in ("falcon_eager", "falcon"))
+    assert relative_difference(eager, sdpa) > 1e-2
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize(
+    ("heads", "scale"), [(4, 4.0), *late((4, 6), (1.0, 2.5)), *late((6,), (4.0,))]
+)
+def test_a_scale_divides_the_slopes(name: str, heads: int, scale: float) -> None:
+    ids = tokens(90)  # longer than any of them was trained on
+    model = build_alibi_model(name, heads)
+    expected = reference_logits(model, ids, scale)
+    assert relative_difference(expected, reference_logits(model, ids, 2 * scale)) > 1e-3
+    model = scaled(name, heads, scale)
+    assert relative_difference(logits(model, ids), expected) < EXACT
+
+
+@pytest.mark.parametrize(("name", "kind"), covering(BUILDERS, ("dynamic", "static")))
+def test_a_text_in_pieces_is_the_text_at_once(name: str, kind: str) -> None:
+    model, ids = scaled(name), tokens(90, batch=2)
+    cache = StaticCache(config=model.config, max_cache_len=100) if kind == "static" else None
+    pieces = in_pieces(model, ids, cache, ends=(40, 70, 71, 72))
+    assert relative_difference(pieces, logits(model, ids)) < EXACT
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("side", ["left", pytest.param("right", marks=pytest.mark.slow)])
+def test_padding_changes_nothing(name: str, side: str) -> None:
+    model, ids = scaled(name), tokens(30, batch=2)
+    mask = torch.ones_like(ids)
+    shown = slice(9, None) if side == "left" else slice(None, 21)
+    mask[0] = 0
+    mask[0, shown] = 1
+    padded = logits(model, ids, attention_mask=mask)
+    assert relative_difference(padded[:1, shown], logits(model, ids[:1, shown])) < EXACT
+    assert relative_difference(padded[1:], logits(model, ids[1:])) < EXACT
+
+
+@pytest.mark.parametrize("name", ["bloom", *late(["falcon"])])
+def test_tokens_that_a_mask_hides_inside_a_text_are_not_counted(name: str) -> None:
+    """As these models count; an argument without a row for each text cannot tell them apart."""
+    model, ids, mask = build_alibi_model(name), tokens(30), torch.ones(1, 30, dtype=torch.long)
+    mask[0, 8:14] = 0
+    stock = logits(model, ids, attention_mask=mask)
+    patch_model(model, "alibi")
+    shown = mask[0].bool()
+    ours = logits(model, ids, attention_mask=mask)
+    assert relative_difference(ours[:, shown], stock[:, shown]) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILDERS)
+def test_generation_is_the_same_with_a_static_cache(name: str) -> None:
+    model, ids = copy.deepcopy(scaled(name)), tokens(20, batch=2)
+    model.generation_config.eos_token_id = None
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    common: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "use_cache": True}
+    common["attention_mask"] = mask
+    plain = model.generate(ids, **common)
+    static = model.generate(ids, **common, past_key_values=StaticCache(model.config, 90))
+    assert torch.equal(plain, static)
+    again = torch.stack([logits(model, row[None, :-1])[0, -1].argmax() for row in plain[1:]])
+    assert torch.equal(again, plain[1:, -1])
+
+
+@pytest.mark.parametrize("name", ["bloom", "falcon", *late(["mpt", "falcon_eager"])])
+def test_half_precision_gets_biases_that_are_exact_for_far_texts(name: str) -> None:
+    model = copy.deepcopy(scaled(name)).bfloat16()
+    seen: dict[str, Any] = {}
+    block = next(m for path, m in model.named_modules() if path.endswith(("h.1", "blocks.1")))
+    block.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
+    logits(model, tokens(700))
+    place = next(
+        k
+        for k in ("attention_mask", "position_bias")
+        if seen[k].shape[-2:] == (700, 700) and seen[k].dtype != torch.bool
+    )
+    last = seen[place].reshape(-1, 700, 700)[:, -1].double()
+    factor = 16**-0.5 if name.startswith("falcon") else 1.0
+    slopes = torch.tensor(slopes_of(4), dtype=torch.float64) * factor / 4
+    expected = -slopes[:, None] * torch.arange(699, -1, -1)
+    assert seen[place].dtype == torch.float32
+    assert torch.equal(last, expected)  # such slopes are powers of two
+
+
+def test_slopes_that_bfloat16_rounded_are_those_of_the_paper() -> None:
+    """Falcon makes them in bfloat16 in any dtype."""
+    model = patch_model(build_alibi_model("falcon", heads=16), "alibi", scale=2)
+    rows = get_patch(model).places  # type: ignore[union-attr]
+    slopes = [slope / 2 / math.sqrt(16) for slope in slopes_of(16)]
+    assert rows[1][-2:] == (f"{max(slopes):.6g}", f"{min(slopes):.6g}")
+
+
+def test_gradients_and_checkpointing() -> None:
+    model, ids = copy.deepcopy(scaled("bloom")), tokens(12)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    weight = model.get_parameter("transformer.h.0.self_attention.query_key_value.weight")
+    expected = weight.grad.clone()
+    assert expected.abs().max() > 0
+    model.zero_grad()
+    model.train()
+    model.gradient_checkpointing_enable()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    assert relative_difference(weight.grad, expected) < 1e-5
+
+
+# Tables by distance
+
+
+def bucket_of(r: int, buckets: int, longest: int, both: bool) -> int:
+    """Return T5's bucket of a distance, key minus query (Raffel et al. 2020, appendix of the code's docstring)."""
+    first = 0
+    if both:
+        buckets //= 2
+        first = buckets if r > 0 else 0
+        r = abs(r)
+    else:
+        r = max(0, -r)
+    exact = buckets // 2
+    if r < exact:
+        return first + r
+    grown = math.log(r / exact) / math.log(longest / exact) * (buckets - exact)
+    return first + min(buckets - 1, exact + int(grown + 1e-6))
+
+
+class _Reference(nn.Module):
+    """A table by distance that reads the row of each pair by `bucket_of`, for texts without a cache."""
+
+    def __init__(self, table: Tensor, longest: int, both: bool, scale: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(table.double())
+        self.longest, self.both, self.scale = longest, both, scale
+
+    def forward(self, rows: Tensor) -> Tensor:
+        queries, keys = rows.shape
+        index = [[self._row(n - m) for n in range(keys)] for m in range(queries)]
+        return self.weight[torch.tensor(index)]
+
+    def _row(self, r: int) -> int:
+        near = math.floor(abs(r) / self.scale) * (1 if r > 0 else -1)
+        return bucket_of(near, len(self.weight), self.longest, self.both)
+
+
+@pytest.mark.parametrize("name", ["t5", pytest.param("umt5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scale", [4.0, pytest.param(1.5, marks=pytest.mark.slow)])
+def test_distances_are_divided_before_they_are_bucketed(name: str, scale: float) -> None:
+    model, ids = build_table_model(name), tokens(50)
+    reference = copy.deepcopy(model).double()
+    for path, module in list(reference.named_modules()):
+        if path.endswith("relative_attention_bias"):
+            both = path.startswith("encoder")
+            table = _Reference(module.weight.data, 128, both, scale)
+            reference.get_submodule(path.rpartition(".")[0]).relative_attention_bias = table
+    plain = outputs(model, ids)
+    patch_model(model, "t5", scale=scale)
+    patched = outputs(model, ids)
+    assert relative_difference(patched, plain) > 1e-3
+    assert relative_difference(patched, outputs(reference, ids)) < 2e-5
+
+
+@pytest.mark.parametrize("name", ["t5", *late(TABLES[1:])])
+def test_a_raised_max_distance_is_a_native_config(name: str) -> None:
+    model, ids = build_table_model(name), tokens(90)
+    plain = outputs(model, ids)
+    config = copy.deepcopy(model.config)
+    config.relative_attention_max_distance *= 4
+    native = type(model)(config).eval()
+    native.load_state_dict(model.state_dict())
+    patched = outputs(patch_model(model, "t5", scale=4, mode="max_distance"), ids)
+    assert relative_difference(patched, plain) > 1e-3
+    assert torch.equal(patched, outputs(native, ids))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+def test_a_raised_max_distance_is_loaded_by_plain_transformers(name: str, tmp_path: Path) -> None:
+    model, ids = build_table_model(name), tokens(90)
+    plain = outputs(model, ids)
+    patched = outputs(patch_model(model, "t5", scale=4, mode="max_distance"), ids)
+    assert get_patch(model).export == "config"  # type: ignore[union-attr]
+    model.save_pretrained(tmp_path)
+    assert torch.equal(outputs(type(model).from_pretrained(tmp_path), ids), patched)
+    loaded = hf_posenc.from_pretrained(tmp_path, auto_class=type(model))
+    assert torch.equal(outputs(loaded, ids), patched)
+    assert torch.equal(outputs(unpatch_model(loaded), ids), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("mode", ["distance", "max_distance"])
+def test_scale_1_reads_the_same_rows(name: str, mode: str) -> None:
+    model, ids = build_table_model(name), tokens(70)
+    plain = outputs(model, ids)
+    assert torch.equal(outputs(patch_model(model, "t5", mode=mode), ids), plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["distance", "max_distance"])
+def test_a_decoder_in_steps_reads_the_rows_of_one_forward(mode: str) -> None:
+    model, ids = patch_model(build_table_model("t5"), "t5", scale=4, mode=mode), tokens(60)
+    whole = outputs(model, ids)
+    with torch.no_grad():
+        encoded = model.get_encoder()(ids)
+        cache, parts = None, []
+        for start, end in ((0, 40), (40, 41), (41, 60)):
+            out = model(
+                encoder_outputs=encoded, decoder_input_ids=ids[:, start:end], past_key_values=cache
+            )
+            cache = out.past_key_values
+            parts.append(out.logits)
+    assert relative_difference(torch.cat(parts, 1), whole) < EXACT
+
+
+# What every patch keeps
+
+REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: ("alibi", {"scale": 4}) for name in BUILDERS},
+    "t5": ("t5", {"scale": 4}),
+    "umt5": ("t5", {"scale": 4, "mode": "max_distance"}),
+}
+
+
+def build_any(name: str) -> tuple[Any, Tensor]:
+    if name in BUILDERS:
+        return build_alibi_model(name), tokens(40)
+    return build_table_model(name), tokens(40)
+
+
+def run(model: Any, ids: Tensor) -> Tensor:
+    return outputs(model, ids) if model.config.is_encoder_decoder else logits(model, ids)
+
+
+@pytest.mark.parametrize("name", ["mpt", "t5", *late(["bloom", "falcon", "falcon_eager", "umt5"])])
+def test_a_patch_is_undone_bit_for_bit(name: str) -> None:
+    model, ids = build_any(name)
+    method, options = REQUESTS[name]
+    before, config, plain = _state(model), copy.deepcopy(model.config.to_dict()), run(model, ids)
+    patch_model(model, method, **options)
+    patched = run(model, ids)
+    assert not torch.equal(patched, plain)
+    assert _state(patch_model(model, method, **options)) != before  # the same request twice
+    assert torch.equal(run(model, ids), patched)
+    patch_model(model, method, **{**options, "scale": 8}, replace=True)
+    assert not torch.equal(run(model, ids), patched)
+    unpatch_model(model)
+    assert _state(model) == before
+    assert model.config.to_dict() == config
+    assert torch.equal(run(model, ids), plain)
+
+
+def _state(model: nn.Module) -> dict[str, Any]:
+    """Return everything that modules hold: their attributes by identity, their hooks and plain values."""
+    held: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, dict):
+                held |= {f"{path}.{key}.{inner}": id(each) for inner, each in value.items()}
+            elif key != "config":
+                held[f"{path}.{key}"] = value if isinstance(value, int | float) else id(value)
+    return held
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REQUESTS)
+def test_copies_carry_the_patch(name: str) -> None:
+    model, ids = build_any(name)
+    method, options = REQUESTS[name]
+    plain = run(model, ids)
+    patched = run(patch_model(model, method, **options), ids)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(run(other, ids), patched)
+        assert torch.equal(run(unpatch_model(other), ids), plain)
+        assert torch.equal(run(model, ids), patched)
+    half = run(copy.deepcopy(model).to(torch.bfloat16), ids)
+    assert relative_difference(half, patched) < 0.1
+    assert torch.equal(run(copy.deepcopy(model).bfloat16().float().bfloat16(), ids), half)
+
+
+@pytest.mark.parametrize("name", late(["bloom", "t5", "mpt", "falcon"]))
+def test_a_patch_that_plain_transformers_cannot_compute_is_refused_there(
+    name: str, tmp_path: Path
+) -> None:
+    model, ids = build_any(name)
+    patched = run(patch_model(model, REQUESTS[name][0], scale=4), ids)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.save_pretrained(tmp_path)
+    with pytest.raises(Exception, match="needs hf_posenc"):
+        type(model).from_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert torch.equal(run(loaded, ids), patched)
+    assert str(get_patch(loaded)) == str(get_patch(model))
+
+
+@pytest.mark.slow
+def test_what_is_in_force_is_read_back() -> None:
+    model = patch_model(build_alibi_model("mpt"), "alibi", scale=4)
+    patch = get_patch(model)
+    assert patch is not None
+    assert (patch.original_max_position_embeddings, patch.extended_length) == (64, 256)
+    assert patch.places[1] == (
+        "transformer.blocks.*",
+        "position_bias",
+        "4",
+        "0.0625",
+        "0.000976562",
+    )
+    positions = inspect_positions(model)
+    assert [source.kind for source in positions.sources] == [kinds.ALIBI]
+    assert positions.patch == "alibi(scale=4)"
+    model = patch_model(build_table_model("t5"), "t5", scale=2, mode="max_distance")
+    assert get_patch(model).places[1][1:] == ("32", "4", "1", "256")  # type: ignore[union-attr]
+    assert inspect_positions(model).patch == "t5(scale=2, mode='max_distance')"
+
+
+@pytest.mark.parametrize(
+    ("name", "method", "options", "message"),
+    [
+        ("bloom", "yarn", {"scale": 2}, "Methods for ALiBi: alibi"),
+        *slowly(
+            ("falcon", "rerope", {"window": 8}, "Methods for ALiBi: alibi"),
+            ("t5", "alibi", {}, "Methods for a table by distance: t5"),
+            ("bloom", "alibi", {"keep_rope": True}, "no rotation"),
+            ("bloom", "alibi", {"target_length": 4096}, "Give scale="),
+            ("t5", "t5", {"buckets": 64}, "trained tables, to which buckets"),
+            ("t5", "t5", {"mode": "all"}, "distance"),
+            ("mpnet", "t5", {"mode": "max_distance"}, 'mode="distance"'),
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_way_out(
+    name: str, method: str, options: dict[str, Any], message: str
+) -> None:
+    model: Any = build_alibi_model(name) if name in BUILDERS else build_text_model(name)
+    before = _state(model)
+    with pytest.raises(PosencError, match=message):
+        patch_model(model, method, **options)
+    assert _state(model) == before
+
+
+@pytest.mark.slow
+def test_a_model_whose_biases_do_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_alibi_model("bloom")
+    before = _state(model)
+    original = bias_seam.ExactBias.biases
+    monkeypatch.setattr(
+        bias_seam.ExactBias, "biases", lambda self, values: 1.1 * original(self, values)
+    )
+    with pytest.raises(UnsupportedModelError, match="is another one"):
+        patch_model(model, "alibi")
+    assert _state(model) == before
+    monkeypatch.undo()
+    monkeypatch.setattr(distances, "divided", lambda distance, scale: distance)
+    model = build_table_model("t5")
+    monkeypatch.setattr(distances.DividedBuckets, "__call__", lambda self, r, *a, **k: r.abs() % 2)
+    with pytest.raises(VerificationError):
+        patch_model(model, "t5", scale=4)
+
+
+def test_slopes_are_read_off_the_model() -> None:
+    """A model with slopes of its own keeps them, divided by the scale."""
+    model: Any = build_alibi_model("mpt")
+    own = model.transformer.build_mpt_alibi_tensor
+    model.transformer.build_mpt_alibi_tensor = lambda *args, **kwargs: 3 * own(*args, **kwargs)
+    ids = tokens(30)
+    stock = logits(model, ids)
+    patch_model(model, ALiBi(scale=1))
+    assert relative_difference(logits(model, ids), stock) < EXACT
