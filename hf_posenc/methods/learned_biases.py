@@ -39,6 +39,7 @@ class T5(DistanceBias):
     aliases = ("t5_bias",)
     summary = "a learned bias per bucket of distances"
     source = "Raffel et al. 2019, arXiv 1910.10683"
+    needs = "training, or a model that was trained with it"
     trainable = True
 
     scale: float = field(default=1.0, metadata=number(1))
