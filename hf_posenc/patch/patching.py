@@ -95,6 +95,7 @@ def _patch(
     """Patch a model, and return the function that puts back the patch from before; `None` if it is the same patch."""
     inner: Any = unwrap(model)
     earlier = state_of(model)
+    trained = earlier is not None and not temporary and _is_trained(inner, earlier)
     put_back = _suspend(inner, earlier)
     try:
         damage = damaged_weights(inner.named_parameters(), sampled=True)
@@ -109,7 +110,7 @@ def _patch(
                 if _is_same(state, earlier, scaled=any(table.scaled for table in tables)):
                     put_back()
                     return None
-                _check_replaceable(state, earlier, temporary=temporary)
+                _check_replaceable(state, earlier, trained=trained)
             if state.in_attention:
                 _refuse_prompts(model)
             _refuse_damaged(damage, state)
@@ -192,16 +193,23 @@ def _is_same(state: State, earlier: State, *, scaled: bool) -> bool:
     return state.methods == earlier.methods and one == other
 
 
-def _check_replaceable(state: State, earlier: State, *, temporary: bool) -> None:
+def _is_trained(model: nn.Module, state: State) -> bool:
+    """Return whether undoing a patch would lose what was, or could have been, trained."""
+    if state.native is not None:
+        return state.native.trained(model, state, state.methods[0])
+    return any(method.trainable for method in state.methods)
+
+
+def _check_replaceable(state: State, earlier: State, *, trained: bool) -> None:
     """Refuse a second patch without `replace`, and one that would lose trained parameters for good."""
     way = "Pass replace=True to undo that patch first, or call unpatch_model(model)."
     if state.config.compose:
         way = "Call unpatch_model(model) first."
-    own = [] if earlier.native is not None else earlier.methods  # with parameters of the patch
-    if not temporary and any(method.trainable for method in own):
+    if trained:
+        keep = "model.save_pretrained(folder)" if earlier.native else "save_patch(model, folder)"
         way = (
-            "Its parameters would be lost, so replace=True does not undo it: keep them with save_patch(model, folder), "
-            "then call unpatch_model(model)."
+            f"Its parameters would be lost, so replace=True does not undo it: keep them with {keep}, then call "
+            "unpatch_model(model)."
         )
     elif state.config.replace:
         return

@@ -100,6 +100,10 @@ class NativeSeam:
         """
         raise NotImplementedError
 
+    def trained(self, model: nn.Module, state: Undo, method: Method) -> bool:
+        """Return whether tensors of a patch in force were trained, so that undoing it would lose something."""
+        return False
+
     @abstractmethod
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
         """Read the patch back: the cells of a table, its heading first."""

@@ -26,7 +26,7 @@ from hf_posenc.seams import probes
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
 from hf_posenc.seams.native import NativeSeam, Undo
 
-_LENGTH = re.compile(r"position|n_ctx|context_length|seq_len|seq_length|sequence_length")
+_LENGTH = re.compile(r"position|n_ctx|context_length|max_seq")
 _RELATIVE = "relative"  # numbers of distances, not of positions
 _APART = 2  # rows that a class may have beside those that a config names
 _BASE = 10_000.0  # of every sinusoidal table since Vaswani et al. 2017
@@ -378,6 +378,26 @@ class TableSeam(NativeSeam):
         if self.beside or self.rest:
             self._warn(model, method)
 
+    def trained(self, model: nn.Module, state: Undo, method: Method) -> bool:
+        assert isinstance(method, TableMethod)
+        for table in self.tables:
+            place = held(model, table.path)
+            rows = place.tensor()
+            originals = (
+                old
+                for swapped, old in state.tensors
+                if isinstance(swapped, Held) and swapped.places == place.places
+            )
+            if (original := next(originals, None)) is None:
+                continue
+            positions = rows.shape[_axis(rows)] - table.start
+            grown = _grown(original.detach(), table.start, positions, method).to(rows.device)
+            # A cast and back rounds, and is no training.
+            forms = (grown, grown.bfloat16(), grown.half())
+            if not any(torch.equal(rows, form.to(rows.dtype)) for form in forms):
+                return True
+        return False
+
     def _check(self, state: Undo, method: TableMethod) -> None:
         if state.original != self.length:
             listing = ", ".join(f"{table.path}: {table.positions:,}" for table in self.tables)
@@ -500,7 +520,10 @@ def _config_edits(
 def _twin(model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> nn.Module:
     """Build a model of the same class from the longer config: buffers with values, weights on the meta device."""
     from accelerate import init_empty_weights
-    from transformers.initialization import no_init_weights
+
+    no_init: Any = contextlib.nullcontext
+    with contextlib.suppress(ImportError):  # it saves time
+        from transformers.initialization import no_init_weights as no_init
 
     copies: dict[int, Any] = {}
     config: Any = copy.deepcopy(model.config, copies)
@@ -511,7 +534,7 @@ def _twin(model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> nn.M
     try:
         with (
             torch.random.fork_rng(devices=[]),
-            no_init_weights(),
+            no_init(),
             init_empty_weights(include_buffers=False),
         ):
             twin: nn.Module = make(config)

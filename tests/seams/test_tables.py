@@ -358,6 +358,23 @@ def test_requests_are_repeated_replaced_and_temporary() -> None:
         inspect_rope(model)
 
 
+def test_trained_rows_are_not_replaced() -> None:
+    model: Any = build_text_model("gpt2")
+    patch_model(model, "interpolate", scale=2)
+    model.to(torch.bfloat16).float()
+    patch_model(model, "tile", scale=2, replace=True)
+    with torch.no_grad():
+        model.transformer.wpe.weight[3] += 1e-3
+    patch_model(model, "tile", scale=2)  # the same
+    with pytest.raises(PosencError, match=r"would be lost.*save_pretrained"):
+        patch_model(model, "group", scale=2, replace=True)
+    with patched(model, "group", scale=2, replace=True):
+        pass
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.method == "tile"
+
+
 # Refusals
 
 
@@ -400,6 +417,13 @@ def test_a_model_with_more_than_the_table_is_patched_with_a_warning() -> None:
 
 # Every type with a table
 
+# Types with something read by position that is no table of positions, or with other weights of the same length.
+_REFUSED = {
+    "luke": "luke.entity_embeddings.position_embeddings.weight follows the length",
+    "minimax": "diagonal_decay has .* may mean something else",
+    "pegasus_x": "embed_global.weight has .* may mean something else",
+}
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", text_types())
@@ -412,6 +436,10 @@ def test_every_table_grows(model_type: str) -> None:
     if not sources:
         pytest.skip("no table")
     learned = sources[0].kind == LEARNED
+    if model_type in _REFUSED:
+        with pytest.raises(UnsupportedModelError, match=_REFUSED[model_type]):
+            patch_model(model, "tile", scale=4)
+        return
     original = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids = ids_of(model, 40)
     short = outputs(model, ids)
