@@ -28,6 +28,7 @@ REASONS = {
     "not runnable on tokens alone": r"cannot be run on a few tokens alone",
     "unknown rotation": r"is not a rotation in a known layout",
     "encoder beside a decoder": r"in both directions, or another one, in a model that has a decoder",
+    "both directions": r"reads the text in both directions",
     "rotation read elsewhere": r"something besides attention reads the rotation",
     LOCAL: r"Only the layers of type .* rotate|No layer that rotates is among",
 }

@@ -282,8 +282,8 @@ def _chosen(
         )
     if not any(chosen(layer) for layer in eligible):
         raise UnsupportedModelError(
-            f"No layer that rotates is among layers={requested!r}; "
-            'layers="all" includes sliding-window layers.'
+            f"No layer that rotates is among layers={requested!r}: those of this model have a sliding window or "
+            'chunks. layers="all" includes them.'
         )
     return [layer for layer in (*sharing, *scaled) if chosen(layer)]
 

@@ -575,7 +575,7 @@ def test_what_the_page_says_of_methods_that_compute_attention() -> None:
     bands, biases, others = cells("deepseek_v32")
     assert bands == biases == "none: sparse indexer"
     assert others == "not dynamic_ntk update=row: sparse indexer"
-    assert cells("afmoe") == ('all, with layers="all"',) * 3
+    assert cells("afmoe") == cells("llama4_text") == ('all, with layers="all"',) * 3
     assert cells("hunyuan_v1_dense") == ("all",) * 3
     bands, biases, others = cells("ernie4_5_vl_moe_text")
     assert (bands, biases) == ("none: unknown rotation", "all")

@@ -130,8 +130,8 @@ def test_chosen_layers() -> None:
 
 NOPE: dict[str, tuple[tuple[int, ...], ...]] = {
     "smollm3": ((0, 1, 2, 3), (0, 1, 2, 3)),  # layer 3 does not rotate
-    "cohere2": ((1, 3), (0, 1, 2, 3)),  # its full layers do not
-    **dict.fromkeys(("afmoe", "beam", "exaone4"), ((1, 3), (0, 1, 2, 3))),
+    **dict.fromkeys(("afmoe", "cohere2", "exaone4", "llama4_text"), ((3,), (0, 1, 2, 3))),
+    "beam": ((1, 3), (0, 1, 2, 3)),
     "deepseek_v32": ((0, 1, 2, 3), (0, 1, 2, 3)),  # an indexer chooses the keys
 }
 """Types with layers that bands cannot change: the layers with full attention, and all."""

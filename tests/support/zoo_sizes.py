@@ -187,6 +187,7 @@ _QUIRKS: dict[str, dict[str, Any]] = {
         "cross_head_dim": 16,
         "bos_token_id": 3,
     },
+    "zamba": {"layers_block_type": _alternating("mamba", "hybrid")},  # two of the kind that shares weights
     "moonshine": {
         **dict.fromkeys(("encoder_num_attention_heads", "encoder_num_key_value_heads"), 4),
         **dict.fromkeys(("decoder_num_attention_heads", "decoder_num_key_value_heads"), 4),
@@ -227,10 +228,12 @@ _QUIRKS: dict[str, dict[str, Any]] = {
 
 
 def _distinct(kinds: Iterable[Any]) -> list[Any]:
-    """A per-layer list cut to ``LAYERS`` entries that still has every kind, if there is room."""
+    """A per-layer list cut to ``LAYERS`` entries: the first ones, unless others have every kind and these have not."""
     every = list(kinds)
-    seen = list(dict.fromkeys(every))
-    return every[:LAYERS] if len(seen) > LAYERS else (seen + [seen[0], seen[-1]] * LAYERS)[:LAYERS]
+    seen, first = list(dict.fromkeys(every)), every[:LAYERS]
+    if len(seen) > LAYERS or {*first} == {*seen}:
+        return first
+    return (seen + [seen[0], seen[-1]] * LAYERS)[:LAYERS]
 
 
 def _value(config: PretrainedConfig, name: str, fallback: Any) -> Any:
@@ -285,7 +288,7 @@ def shrunken(config_class: type[PretrainedConfig], **overrides: Any) -> Pretrain
         if name in fields and getattr(default, name, None):
             kwargs[name] = _distinct(getattr(default, name))
     if getattr(default, "no_rope_layers", None):
-        kwargs["no_rope_layers"] = [1] * (LAYERS - 1) + [0]
+        kwargs["no_rope_layers"] = default.no_rope_layers[:LAYERS]
     if "qk_rope_head_dim" in fields:  # head_dim follows from the parts of a latent query
         kwargs.pop("head_dim", None)
         kwargs.pop("qk_head_dim", None)
