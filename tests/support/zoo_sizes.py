@@ -187,7 +187,9 @@ _QUIRKS: dict[str, dict[str, Any]] = {
         "cross_head_dim": 16,
         "bos_token_id": 3,
     },
-    "zamba": {"layers_block_type": _alternating("mamba", "hybrid")},  # two of the kind that shares weights
+    "zamba": {
+        "layers_block_type": _alternating("mamba", "hybrid")
+    },  # two of the kind that shares weights
     "moonshine": {
         **dict.fromkeys(("encoder_num_attention_heads", "encoder_num_key_value_heads"), 4),
         **dict.fromkeys(("decoder_num_attention_heads", "decoder_num_key_value_heads"), 4),
