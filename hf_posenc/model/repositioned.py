@@ -61,7 +61,8 @@ class RepositionedRotary(RotaryWrapper):
 class RepositionedTable:
     """A sin-cos table whose rows are those of the positions at which an encoding caches keys.
 
-    It is in place while the module that reads it runs, and has as many rows as the positions need.
+    It is in place while the module that reads it runs, and has as many rows as the positions need. `latest` are the
+    positions of an embedding's last call, for attention modules that get its rows and no positions.
     """
 
     def __init__(self, table: SinCosTable, labels: Collection[str]) -> None:
@@ -69,10 +70,17 @@ class RepositionedTable:
         self.base = table.module
         self.labels = frozenset(labels)
         self.encoding: Encoding | None = None  # as of `RepositionedRotary`
+        self.latest: Tensor | None = None
         self._kept: tuple[Tensor, Encoding | None, Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": None}
+        return {**self.__dict__, "latest": None, "_kept": None}
+
+    def embedded(self, positions: Tensor) -> Tensor:
+        """Return the rows of positions, as an embedding would."""
+        self.latest = positions
+        with self.in_place(positions):
+            return self.table.tensor().detach()[positions]
 
     @contextlib.contextmanager
     def in_place(self, positions: Tensor | None) -> Iterator[None]:

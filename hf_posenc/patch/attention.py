@@ -46,7 +46,7 @@ from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, Repositione
 from hf_posenc.model.rotary import native_rotary
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.state import State, replace_modules
-from hf_posenc.seams.scores import HandedOver, hand_over, search, take_back
+from hf_posenc.seams.scores import give_positions, hand_over, search, take_back
 
 
 def install_attention(
@@ -204,13 +204,13 @@ def _reposition(model: nn.Module, owner: Any, tables: Sequence[RotaryTable]) -> 
         if not own or id(native) in wrappers:
             continue
         if isinstance(own[0], SinCosTable):
-            forward = vars(module).get("forward")
-            if not isinstance(forward, HandedOver):
+            repositioned = give_positions(model, own[0])
+            if repositioned is None:
                 raise UnsupportedModelError(
                     f"{type(owner).__name__} rotates and attends in code of its own, by a table of sines and cosines "
                     f"({own[0].name}) that hf_posenc cannot give other positions. {FREQUENCY_METHODS_WORK}"
                 )
-            forward.table = wrappers[id(native)] = RepositionedTable(own[0], [own[0].label])
+            wrappers[id(native)] = repositioned
         else:
             rotary = RepositionedRotary(module, owner.config, [table.label for table in own])
             wrappers[id(native)], replaced[id(module)] = rotary, rotary

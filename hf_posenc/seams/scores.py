@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_posenc.errors import PosencError
 from hf_posenc.model.attention import LAYER, is_recording, posenc_attention, recording
+from hf_posenc.model.discovery import SinCosTable
 from hf_posenc.model.masks import shared
 from hf_posenc.model.repositioned import RepositionedTable
 
@@ -155,7 +156,7 @@ def _joined(
     for each in visible:
         seen = seen & each
     for each, factor in parts:
-        shown = each > torch.finfo(each.dtype).min / 2
+        shown = _visible(each)
         seen, total = seen & shown, total + each.masked_fill(~shown, 0.0) * factor
     mask = seen
     if parts:
@@ -163,6 +164,10 @@ def _joined(
     while mask.dim() < 4:
         mask = mask[None]
     return mask.expand(*mask.shape[:2], queries, keys)
+
+
+def _visible(mask: Tensor) -> Tensor:
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 class _Lazy(Tensor):
@@ -394,6 +399,10 @@ class _Scope(TorchFunctionMode):
     """Notes products of queries and keys while one module runs."""
 
     bidirectional = False
+    counts_padding = False
+    """True for a module that gets the rows of an embedding, one for all rows of the batch, and no positions."""
+    embedding: RepositionedTable | None = None
+    """The table that this module reads as an embedding."""
 
     def __init__(
         self, module: nn.Module | None, positions: Tensor | None, *, weights: bool
@@ -405,6 +414,8 @@ class _Scope(TorchFunctionMode):
         kwargs = kwargs or {}
         if any(isinstance(each, _Lazy) for each in (*args, *kwargs.values())):
             return _Lazy.__torch_function__(func, kinds, args, kwargs)
+        if func is nn.functional.embedding and self.embedding is not None:
+            return self.embedding.embedded(args[0])
         name = func.__name__.strip("_")
         if name in ("matmul", "bmm") and not kwargs and len(args) == 2:
             scores = self._scores(*args)
@@ -451,6 +462,13 @@ class _Scope(TorchFunctionMode):
 
     def seen(self, module: nn.Module, mask: Tensor) -> Tensor:
         """Receive the mask of a call of the attention function, which is returned."""
+        if self.counts_padding and shared(
+            mask, "padded", lambda: bool((~_visible(mask)[..., 0].any(-1)).any())
+        ):
+            raise PosencError(
+                f"{type(module).__name__} gets no positions, so that padding before a text counts as tokens. Pad after "
+                "the text, or run texts one at a time."
+            )
         return mask
 
     def refuse(self, operation: str) -> None:
@@ -476,8 +494,7 @@ class _Search(_Scope):
         return tuple(self.running)
 
     def seen(self, module: nn.Module, mask: Tensor) -> Tensor:
-        visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-        if bool(visible.triu(1).any()):
+        if bool(_visible(mask).triu(1).any()):
             self.both_directions.append(module)
         return mask
 
@@ -515,27 +532,36 @@ def search(owner: nn.Module, forward: Callable[[], object]) -> Found:
 
 
 class HandedOver:
-    """The forward of a module whose attention is handed to `posenc_attention`.
+    """The forward of a module whose attention is handed to `posenc_attention`, or which reads a table by position.
 
     It is an attribute of the module, so that it survives a copy, and is not traced by `torch.compile`.
+
+    Attributes:
+        bidirectional: True if queries see later keys.
+        table: The sin-cos table that the module holds.
+        embedding: The table of the embedding that rotates the module's queries and keys outside of it.
     """
 
-    def __init__(self, module: nn.Module, *, bidirectional: bool) -> None:
+    def __init__(self, module: nn.Module, *, bidirectional: bool = False) -> None:
         self.module, self.bidirectional = module, bidirectional
         self.earlier = vars(module).get("forward")  # of accelerate, say
-        self.names = tuple(
-            itertools.islice(inspect.signature(type(module).forward).parameters, 1, None)
-        )
+        names = inspect.signature(type(module).forward).parameters
+        self.names = tuple(itertools.islice(names, 1, None))
         self.table: RepositionedTable | None = None
+        self.embedding: RepositionedTable | None = None
 
     @_disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         positions = given.get("position_ids")
+        if positions is None and self.embedding is not None:
+            positions = self.embedding.latest
         scope = _Scope(self.module, positions, weights=bool(given.get("output_attentions")))
-        scope.bidirectional = self.bidirectional
+        scope.bidirectional, scope.counts_padding = self.bidirectional, self.embedding is not None
         with contextlib.ExitStack() as stack:
-            if self.table is not None:
+            if self.table is not None and isinstance(self.module, nn.Embedding):
+                scope.embedding = self.table
+            elif self.table is not None:
                 stack.enter_context(self.table.in_place(positions))
             stack.enter_context(scope)
             if self.earlier is not None:
@@ -543,6 +569,25 @@ class HandedOver:
             else:
                 output = type(self.module).forward(self.module, *args, **kwargs)
         return _settled(output, weights=scope.weights)
+
+
+def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | None:
+    """Return a table that modules which are handed over read from now on; `None` if it is not theirs.
+
+    It is a buffer of one of them, or an embedding whose rows they get.
+    """
+    repositioned, module = RepositionedTable(table, [table.label]), table.module
+    handed = [vars(each).get("forward") for each in model.modules()]
+    forwards = [each for each in handed if isinstance(each, HandedOver)]
+    if isinstance(module, nn.Embedding):
+        for each in forwards:
+            each.embedding = repositioned
+        forwards = [HandedOver(module)]
+        vars(module)["forward"] = forwards[0]
+    own = [each for each in forwards if each.module is module]
+    for each in own:
+        each.table = repositioned
+    return repositioned if own else None
 
 
 def _settled(output: Any, *, weights: bool) -> Any:
