@@ -169,7 +169,6 @@ def reasons(model_type: str, names: Iterable[str]) -> dict[str, str]:
 # Refusals
 
 SPARSE = "chooses the keys of a query by a"
-OWN_CODE = "computes attention in its own code|rotates and attends in code of its own"
 NOT_A_ROTATION = "is not a rotation in a known layout"
 NOT_ALONE = "cannot be run on a few tokens alone"
 ENCODER = "in both directions, or another one, in a model that has a decoder"
