@@ -191,8 +191,15 @@ def inspect_model(
     from hf_posenc.evaluation.grid import Column, Grid, to_rich
     from hf_posenc.methods import RotaryBands
     from hf_posenc.model.discovery import NoRotaryError
-    from hf_posenc.patch.patching import get_patch, inspect_positions, inspect_rope, patch_model
+    from hf_posenc.patch.patching import (
+        SEAMS,
+        get_patch,
+        inspect_positions,
+        inspect_rope,
+        patch_model,
+    )
     from hf_posenc.patch.report import EffectiveTables
+    from hf_posenc.seams.native import advice_on
 
     name = model or embedded_model()
     candidate = None if patch is None else parse_patch(patch)
@@ -230,8 +237,14 @@ def inspect_model(
         for row in rows:
             grid.row(*row)
         console.print(to_rich(grid))
-        for note in positions.notes():
+        for note in (*positions.notes(), *advice_on(SEAMS, positions)):
             console.print(note, markup=False)
+    if in_force is not None and in_force.places:
+        heading, *cells = in_force.places
+        grid = Grid.of("", *heading)
+        for row in cells:
+            grid.row(*row)
+        console.print("\nPatched", to_rich(grid), sep="\n")
     for table in rotary:
         layers, factor = table.layer_type or "all layers", table.attention_factor
         cos_sin = f", cos and sin x {factor:.6g}" if factor != 1 else ""

@@ -119,6 +119,16 @@ def methods_for(seams: Seams, source: str) -> tuple[str, ...]:
     return tuple(m.name for m in METHODS if any(seam.takes(m, source) for seam in own))
 
 
+def advice_on(seams: Seams, positions: Positions) -> list[str]:
+    """Return a sentence on the methods for each kind of a model's sources that a seam patches."""
+    ways = {each.kind: methods_for(seams, each.kind) for each in positions.sources}
+    return [
+        f"Methods for {with_article(kind)}: {', '.join(names)}."
+        for kind, names in ways.items()
+        if names
+    ]
+
+
 def choose(
     seams: Seams, model: nn.Module, positions: Positions, methods: Sequence[Method | type[Method]]
 ) -> NativeSeam:
@@ -147,16 +157,10 @@ def refusal(
 ) -> UnsupportedModelError:
     """Return the error for a method that patches none of a model's sources, naming these and what patches them."""
     found = dict.fromkeys(source.kind for source in positions.sources)
-    ways = {kind: methods_for(seams, kind) for kind in found}
-    advice = " ".join(
-        f"Methods for {with_article(kind)}: {', '.join(names)}."
-        for kind, names in ways.items()
-        if names
-    )
     reasons = dict.fromkeys(
         seam.reason(method, kind) for kind in found for seam in seams if kind in seam.sources
     )
-    advice = " ".join(filter(None, (*reasons, advice)))
+    advice = " ".join(filter(None, (*reasons, *advice_on(seams, positions))))
     if any(source.kind == RECURRENCE for source in positions.rest) and not found:
         advice = "There is nothing to patch: a recurrence has no positions."
     rotates = positions.of_kind(ROTARY, ROTARY_TABLE)

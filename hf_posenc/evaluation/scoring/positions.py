@@ -132,7 +132,7 @@ def _sincos_tables(model: nn.Module) -> list[SinCosTable]:
 
 def too_long(model: nn.Module, tokens: int, limit: int) -> PosencError:
     """Return the error for a text of more tokens than `position_limit`."""
-    way = "No method extends position embeddings: give shorter lengths."
+    way = "Give shorter lengths, or a method that makes its table longer, such as interpolate."
     if _sincos_tables(model):
         way = "Give shorter lengths, or a method that extends its table, such as yarn."
     inner: Any = unwrap(model)
