@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +103,32 @@ def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | No
             )
     positions = (shown.long().cumsum(-1) - 1).clamp(min=0)
     return positions.index_select(1, torch.arange(queries, device=shown.device) + seen)
+
+
+class PositionCounter:
+    """A forward pre-hook of a model without rotation, which counts positions and hands them to its attention modules."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self.modules = list(modules)
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Read the decoder's arguments: `position_ids`, or else the mask and the cache."""
+        if len(args) > 1:  # by their names
+            names = inspect.signature(module.forward).parameters
+            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
+        tokens = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
+        inputs = next((value for value in tokens if isinstance(value, Tensor)), None)
+        if inputs is None:
+            return
+        cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
+        seen, queries = 0 if cache is None else cache.get_seq_length(), inputs.shape[1]
+        if positions is None:
+            positions = _shown_positions(kwargs.get("attention_mask"), seen, queries)
+        if positions is None:
+            positions = (torch.arange(queries, device=inputs.device) + seen)[None]
+        for attention in self.modules:
+            layer: Layer = attention.__dict__[LAYER]
+            layer.positions = positions.to(inputs.device)
 
 
 # The cache, which the attention function does not see.

@@ -131,7 +131,7 @@ def alone(owner: nn.Module) -> Iterator[None]:
 
 
 def calibrate(
-    model: nn.Module,
+    model: Any,
     owner: Any,
     ids: Tensor,
     tables: Sequence[RotaryTable],
@@ -159,7 +159,9 @@ def calibrate(
         if not needs_no_rotation(methods):  # else the model's own attention gets them
             _check_arguments(name, calls)
         if bidirectional:
-            _check_directions(name, model, methods)
+            _check_directions(
+                name, methods, beside_decoder=bool(tables) and model.config.is_encoder_decoder
+            )
         inner = next((m for m in module.modules() if isinstance(m, RepositionedRotary)), None)
         # Tables may hold the same frequencies: the layer's own comes first, or that of its type.
         candidates = sorted(
@@ -180,7 +182,7 @@ def calibrate(
                 index = 0  # it rotates, in a way that need not be known
         if inner is not None:
             inner.inside_attention = True
-        elif first.kwargs.get("position_ids") is None:
+        elif tables and first.kwargs.get("position_ids") is None:
             module.register_forward_pre_hook(catch_positions, with_kwargs=True)
         table = None if index is None else candidates[index]
         if rotation is not None and rotation.norm is None:
@@ -211,15 +213,17 @@ def _is_bidirectional(module: nn.Module, call: Recorded) -> bool:
     return (getattr(module, "is_causal", True) if given is None else given) is False
 
 
-def _check_directions(name: str, model: Any, methods: Sequence[Method]) -> None:
-    if model.config.is_encoder_decoder:
+def _check_directions(name: str, methods: Sequence[Method], *, beside_decoder: bool) -> None:
+    if beside_decoder:
         raise UnsupportedModelError(
             f"{name} reads a text in both directions, or another one, in a model that has a decoder too. "
             f"{FREQUENCY_METHODS_WORK}"
         )
     causal = [method.name for method in methods if not method.bidirectional]
     if causal:
-        others = ", ".join(method.name for method in METHODS if method.bidirectional)
+        defined = [method for method in METHODS if method.bidirectional]
+        like = [method for method in defined if method.seam in {each.seam for each in methods}]
+        others = ", ".join(method.name for method in like or defined)
         raise UnsupportedModelError(
             f"{name} reads the text in both directions, and {', '.join(causal)} is defined for keys that come before "
             f"the query. Defined for both: {others}. {FREQUENCY_METHODS_WORK}"

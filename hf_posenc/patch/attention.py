@@ -19,6 +19,7 @@ from hf_posenc.model.attention import (
     LAYER,
     CacheWatch,
     Layer,
+    PositionCounter,
     catch_positions,
     count_positions,
     register,
@@ -56,17 +57,9 @@ def install_attention(
 
     Frequency methods are in place already. `tables` are those of `every` table that serve the chosen layers.
     """
-    methods = state.in_attention
-    for method in methods:
-        if method.trainable:
-            warnings.warn(
-                f"{method.name} starts untrained: the model must be trained with it before its output means anything. "
-                f"Its parameters are among model.parameters(), named ...{PARAMETERS}.*",
-                UntrainedWarning,
-                stacklevel=5,
-            )
-    owner = owner_of(model, tables[0])
-    _refuse(model, owner, methods)
+    _warn_untrained(state.in_attention)
+    owner = owner_of(model, tables[0].name)
+    _refuse(model, owner, state.in_attention)
     with trial(model):
         ids = trial_tokens(owner)
         subject, expected = _reference(model, owner, ids)
@@ -75,13 +68,50 @@ def install_attention(
         _hand_over(owner, ids, state)
     wrappers = _reposition(model, owner, every)
     with trial(model):
-        layers = calibrate(model, owner, ids, every, wrappers, methods)
+        layers = calibrate(model, owner, ids, every, wrappers, state.in_attention)
         verify(subject, ids, expected, layers, wrappers, engine=native is None)
         _give_encodings(layers, tables, wrappers, state, native)
         count_positions_of(model, owner)
         if native is None:
             _watch_cache(owner, layers, state.original)
         run(subject, ids)  # the patched model runs
+
+
+def install_biases(model: nn.Module, state: State, place: str) -> None:
+    """Give every attention layer of a model without rotation its encoding; `place` is a path in its decoder.
+
+    Positions are counted in front of the decoder and handed to the layers.
+    """
+    _warn_untrained(state.in_attention)
+    owner = owner_of(model, place)
+    _refuse(model, owner, state.in_attention)
+    with trial(model):
+        ids = trial_tokens(owner)
+        subject, expected = _reference(model, owner, ids)
+    _choose_engine(owner, state)
+    if owner.config._attn_implementation != ENGINE:
+        _hand_over(owner, ids, state)
+    base = Encoding.of(state.in_attention, state.original)
+    with trial(model):
+        layers = calibrate(model, owner, ids, (), {}, state.in_attention)
+        counter = PositionCounter([layer.module for layer in layers])
+        owner.register_forward_pre_hook(counter, with_kwargs=True)
+        verify(subject, ids, expected, layers, {}, engine=True)
+        for layer in layers:
+            setattr(layer.module, LAYER, Layer(_encoding(base, layer, state), patched=True))
+        _watch_cache(owner, layers, state.original)
+        run(subject, ids)
+
+
+def _warn_untrained(methods: Sequence[Method]) -> None:
+    for method in methods:
+        if method.trainable:
+            warnings.warn(
+                f"{method.name} starts untrained: the model must be trained with it before its output means anything. "
+                f"Its parameters are among model.parameters(), named ...{PARAMETERS}.*",
+                UntrainedWarning,
+                stacklevel=6,
+            )
 
 
 def remove_attention(model: nn.Module) -> None:
@@ -91,7 +121,8 @@ def remove_attention(model: nn.Module) -> None:
         module.__dict__.pop(LAYER, None)
         module._modules.pop(PARAMETERS, None)
         for number, hook in list(module._forward_pre_hooks.items()):
-            if hook in (catch_positions, count_positions) or isinstance(hook, CacheWatch):
+            known = hook in (catch_positions, count_positions)
+            if known or isinstance(hook, CacheWatch | PositionCounter):
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
         for name, child in list(module._modules.items()):
@@ -110,11 +141,11 @@ def patched_layers(model: nn.Module) -> Iterator[str]:
 # The seam is opened.
 
 
-def owner_of(model: nn.Module, table: RotaryTable) -> Any:
-    """Return the innermost model of transformers around a table: the decoder."""
+def owner_of(model: nn.Module, place: str) -> Any:
+    """Return the innermost model of transformers around a path: the decoder."""
     owner = model
     for name, module in model.named_modules():
-        inside = not name or table.name.startswith(f"{name}.")
+        inside = not name or place.startswith(f"{name}.")
         if inside and hasattr(module, "set_attn_implementation"):
             owner = module
     return owner
@@ -158,7 +189,7 @@ def _choose_engine(owner: Any, state: State) -> str | None:
     register()
     parts = [part for _, part in config_parts(owner.config)]
     before = [vars(part).get(IMPLEMENTATION) for part in parts]
-    state.attention = str(before[0])
+    state.attention = state.attention or str(before[0])  # that of the encoder, before a decoder
     for part, name in zip(parts, before, strict=True):
         state.set(part, {IMPLEMENTATION: name})
     with quiet():
@@ -299,7 +330,6 @@ def _of_queries(methods: Sequence[Method]) -> list[Method]:
 
 def _encoding(base: Encoding, layer: CalibratedLayer, state: State) -> Encoding:
     """The encoding of one layer; its parameters become a child of the attention module."""
-    assert layer.table is not None
     query, key_heads = layer.recorded.query, layer.recorded.key.shape[1]
     heads, head_dim = query.shape[1], query.shape[-1]
     initial: dict[str, Tensor] = {}
@@ -311,6 +341,7 @@ def _encoding(base: Encoding, layer: CalibratedLayer, state: State) -> Encoding:
         layer.module.register_module(PARAMETERS, parameters)
     spec = None
     if isinstance(base.method, LengthDependent):
+        assert layer.table is not None
         spec = read_spec(layer.table, state.original, compose=state.config.compose)
     both = layer.bidirectional
     return replace(

@@ -31,6 +31,7 @@ from hf_posenc.patch.frequencies import install_rotary, install_sincos
 from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
+from hf_posenc.patch.silenced import SilencedTable
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
 from hf_posenc.seams.bias import BiasSeam
 from hf_posenc.seams.distances import DistanceSeam
@@ -137,7 +138,7 @@ def _patch(
     return put_back
 
 
-SEAMS: tuple[type[NativeSeam], ...] = (TableSeam, BiasSeam, DistanceSeam)
+SEAMS: tuple[type[NativeSeam], ...] = (TableSeam, BiasSeam, DistanceSeam, SilencedTable)
 """The seams of models without rotary embedding."""
 
 
@@ -261,7 +262,7 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
     ):  # the length is that of the text alone
         from hf_posenc.patch.attention import count_positions_of, owner_of
 
-        state.hooks += count_positions_of(model, owner_of(model, tables[0]))
+        state.hooks += count_positions_of(model, owner_of(model, tables[0].name))
 
 
 def _undo(model: nn.Module, state: State) -> None:

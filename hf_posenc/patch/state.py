@@ -57,7 +57,7 @@ class State:
     @property
     def in_attention(self) -> list[Method]:
         """The methods that compute attention themselves."""
-        if self.native is not None:
+        if self.native is not None and not self.native.in_attention:
             return []
         return [method for method in self.methods if seam_of(method) != "rotary"]
 

@@ -65,11 +65,13 @@ class NativeSeam:
 
     Class attributes:
         sources: The kinds of `Source` that the seam patches.
+        in_attention: True if its methods compute attention themselves, in the engine.
     """
 
     config: Any
     length: int | None
     sources: ClassVar[tuple[str, ...]] = ()
+    in_attention: ClassVar[bool] = False
 
     @classmethod
     def takes(cls, method: type[Method], source: str) -> bool:

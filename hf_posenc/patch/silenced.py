@@ -1,0 +1,130 @@
+"""A bias, or no position at all, in the place of a table of positions.
+
+The rows of the table are read as their mean, whatever the position. The parameter itself stays, so a saved model has
+the rows that it was trained with, and undoing the patch restores them to the bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from hf_posenc.errors import (
+    FREQUENCY_METHODS_WORK,
+    PosencError,
+    UnsupportedModelError,
+    VerificationError,
+)
+from hf_posenc.methods import Method, NoPE
+from hf_posenc.model.calibration import trial
+from hf_posenc.patch.attention import install_biases, owner_of
+from hf_posenc.patch.state import State
+from hf_posenc.seams import probes
+from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
+from hf_posenc.seams.native import NativeSeam, Undo
+from hf_posenc.seams.tables import Held, held
+
+
+@dataclass(eq=False)
+class Silenced:
+    """Hooks around a forward that show one row, the mean, at every position of a table."""
+
+    table: Held
+    start: int
+    row: Tensor | None = field(default=None, repr=False)
+    version: tuple[Any, ...] = ()
+    shown: Tensor | None = field(default=None, repr=False)  # the table, while a forward runs
+
+    def before(self, model: nn.Module, args: Any) -> None:
+        """Put the mean row in place of the table."""
+        self.shown = tensor = self.table.tensor()
+        version = (id(tensor), tensor._version, tensor.dtype, tensor.device)
+        if self.row is None or self.version != version:
+            self.row, self.version = tensor.detach()[self.start :].mean(0, keepdim=True), version
+        for module, name in self.table.places:
+            vars(module)[name] = self.row.expand_as(
+                tensor
+            )  # in front of the parameter of that name
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Show the table again."""
+        for module, name in self.table.places:
+            vars(module).pop(name, None)
+            if (
+                name in module._buffers
+            ):  # a forward may have moved the row to its device, in the buffer's place
+                module._buffers[name] = self.shown
+        self.shown = None
+
+
+@dataclass(frozen=True, eq=False)
+class SilencedTable(NativeSeam):
+    """Tables that are read by position, silenced for a method that gives positions elsewhere, or nowhere.
+
+    Attributes:
+        tables: The path of each table, and the row of position 0.
+        others: What else gives the model positions, in words; empty if nothing does.
+    """
+
+    tables: tuple[tuple[str, int], ...] = ()
+    others: str = ""
+    sources = (LEARNED, SINUSOIDAL)
+    in_attention = True
+
+    @classmethod
+    def takes(cls, method: type[Method], source: str) -> bool:
+        return source in cls.sources and (method.seam == "bias" or issubclass(method, NoPE))
+
+    @classmethod
+    def of(cls, model: nn.Module, positions: Positions) -> SilencedTable:
+        sources = positions.of_kind(*cls.sources)
+        tables = tuple((path, each.start) for each in sources for path in each.places)
+        for path, _ in tables:
+            if (tensor := held(model, path).tensor()).dim() != 2:
+                raise UnsupportedModelError(
+                    f"{path} of shape {tuple(tensor.shape)} is no table of rows."
+                )
+        lengths = [len(held(model, path).tensor()) - start for path, start in tables]
+        others = [each for each in positions.sources if each.kind not in cls.sources]
+        config: Any = model.config
+        return cls(config, min(lengths), tables, ", ".join(map(str, (*others, *positions.rest))))
+
+    def install(self, model: nn.Module, state: Undo, method: Method) -> None:
+        if getattr(method, "keep_rope", False):
+            raise PosencError(
+                f"{method.name}: keep_rope keeps a rotation, and {type(model).__name__} has none."
+            )
+        for path, start in self.tables:
+            silenced = Silenced(held(model, path), start)
+            owner = owner_of(model, path)
+            state.hooks.append(owner.register_forward_pre_hook(silenced.before))
+            state.hooks.append(owner.register_forward_hook(silenced.after, always_call=True))
+        with trial(model):
+            left = probes.absolute(model)[""]
+        if not self.others and left > probes.tolerance(model):
+            raise VerificationError(
+                f"With its table silenced, {type(model).__name__} still tells positions apart ({left:.1e}); the model "
+                "was restored. Please report it, with the model type."
+            )
+        if self.others:
+            warnings.warn(
+                f"{type(model).__name__} gets positions from more than its table: {self.others}. That stays as it is.",
+                stacklevel=5,
+            )
+        state.write_config(model, [])
+        if not isinstance(method, NoPE):
+            # An encoder and a decoder have a table each; attention from one to the other has no position.
+            paths = {id(owner_of(model, path)): path for path, _ in self.tables}
+            try:
+                for path in paths.values():
+                    install_biases(model, cast(State, state), path)
+            except UnsupportedModelError as error:
+                reason = str(error).removesuffix(FREQUENCY_METHODS_WORK)
+                raise UnsupportedModelError(f"{reason}nope works on this model.") from error
+
+    def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
+        heading = ("table", "positions", "read as")
+        return [heading, *((path, str(self.length), "the mean row") for path, _ in self.tables)]

@@ -1,0 +1,217 @@
+"""A bias, or no position at all, in the place of a table of positions."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import sdpa_mask
+
+from hf_posenc import (
+    PosencError,
+    UnsupportedModelError,
+    from_pretrained,
+    get_patch,
+    patch_model,
+    unpatch_model,
+)
+from hf_posenc.methods import ALiBi
+from hf_posenc.seams.inspection import inspect
+from tests.support.families import build_text_model
+from tests.support.zoo import relative_difference, tokens
+
+LENGTH = 40
+# The tables of a model type, and the row of position 0.
+TABLES = {
+    "gpt2": (("transformer.wpe.weight",), 0),
+    "opt": (("model.decoder.embed_positions.weight",), 2),
+    "bert": (("bert.embeddings.position_embeddings.weight",), 0),
+    "roberta": (("roberta.embeddings.position_embeddings.weight",), 1),
+    "bart": (("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"), 2),
+    "ctrl": (("transformer.pos_encoding",), 0),
+}
+CAUSAL = ("gpt2", "opt")
+
+
+def _run(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> Tensor:
+    if model.config.is_encoder_decoder:
+        arguments["decoder_input_ids"] = ids.flip(1)
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=ids, **arguments).logits
+    return logits.double()
+
+
+def _with_mean_rows(model: PreTrainedModel, model_type: str) -> PreTrainedModel:
+    """A copy of a model whose table has the mean of its rows at every position."""
+    other = copy.deepcopy(model)
+    names, start = TABLES[model_type]
+    for name in names:
+        table = {**dict(other.named_parameters()), **dict(other.named_buffers())}[name]
+        table.data[:] = table.data[start:].mean(0)
+    return other
+
+
+def _reference(model: PreTrainedModel, model_type: str, ids: Tensor) -> Tensor:
+    """Logits in float64 of a model with ALiBi (Press et al. 2022, section 3) in the place of its table."""
+    other = _with_mean_rows(model, model_type).double()
+    causal = {
+        m for n, m in other.named_modules() if model_type in (*CAUSAL, "ctrl") or "decoder" in n
+    }
+    crossing = {m for n, m in other.named_modules() if n.endswith("encoder_attn")}
+
+    def attention(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        heads, count = query.shape[1:3]
+        distance = (torch.arange(count)[:, None] - torch.arange(count)).double()
+        slopes = 2.0 ** (-8 * torch.arange(1, heads + 1).double() / heads)
+        scores = query @ key.mT * scaling
+        if module not in crossing:
+            scores = scores - slopes[:, None, None] * distance.abs()
+        if module in causal and module not in crossing:
+            scores = scores.masked_fill(distance < 0, -torch.inf)
+        return (scores.softmax(-1) @ value).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("alibi_reference", attention)
+    AttentionMaskInterface.register("alibi_reference", lambda **given: sdpa_mask(**given))
+    other.set_attn_implementation("alibi_reference")
+    return _run(other, ids)
+
+
+@pytest.mark.parametrize("model_type", TABLES)
+def test_nope_reads_the_mean_row_everywhere(model_type: str) -> None:
+    model, ids = build_text_model(model_type), tokens(LENGTH)
+    expected = _run(_with_mean_rows(model, model_type), ids)
+    patch_model(model, "nope")
+    assert relative_difference(_run(model, ids), expected) < 1e-6
+    positions = inspect(model)
+    assert not positions.sources
+    assert positions.complete
+
+
+@pytest.mark.parametrize("model_type", TABLES)
+def test_alibi_equals_a_float64_reference(model_type: str) -> None:
+    model, ids = build_text_model(model_type), tokens(LENGTH)
+    expected = _reference(model, model_type, ids)
+    patch_model(model, "alibi")
+    assert relative_difference(_run(model, ids), expected) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", CAUSAL)
+@pytest.mark.parametrize("method", ["alibi", "fire"])
+def test_a_cache_and_left_padding_change_nothing(model_type: str, method: str) -> None:
+    model, ids = build_text_model(model_type), tokens(24, batch=2)
+    torch.manual_seed(0)
+    patch_model(model, method)
+    whole = _run(model, ids)
+    with torch.no_grad():
+        first = model(input_ids=ids[:, :10], use_cache=True)
+        cache, parts = first.past_key_values, [first.logits]
+        for start, stop in ((10, 17), (17, 18), (18, 24)):
+            out = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True)
+            parts.append(out.logits)
+    assert relative_difference(torch.cat(parts, 1).double(), whole) < 1e-5
+    padded = torch.cat((torch.zeros(2, 5, dtype=torch.long), ids), 1)
+    mask = torch.cat((torch.zeros(2, 5, dtype=torch.long), torch.ones_like(ids)), 1)
+    assert relative_difference(_run(model, padded, attention_mask=mask)[:, 5:], whole) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("gpt2", "nope"), ("ctrl", "kerple_log"), ("bart", "alibi")]
+)
+def test_a_patch_survives_copies_and_is_undone_to_the_bit(model_type: str, method: str) -> None:
+    model, ids = build_text_model(model_type), tokens(LENGTH)
+    before, weights = _run(model, ids), copy.deepcopy(model.state_dict())
+    patch_model(model, method)
+    out = _run(model, ids)
+    assert relative_difference(out, before) > 1e-2
+    assert torch.equal(_run(copy.deepcopy(model), ids), out)
+    assert torch.equal(_run(pickle.loads(pickle.dumps(model)), ids), out)
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.method == method
+    assert torch.equal(_run(unpatch_model(model), ids), before)
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_a_saved_model_keeps_its_rows_and_its_patch(tmp_path: Path) -> None:
+    model, ids = build_text_model("opt"), tokens(LENGTH)
+    rows = model.get_parameter(TABLES["opt"][0][0]).detach().clone()
+    out = _run(patch_model(model, "alibi"), ids)
+    model.save_pretrained(tmp_path)
+    loaded = from_pretrained(tmp_path)
+    assert relative_difference(_run(loaded.eval(), ids), out) < 1e-6
+    assert torch.equal(loaded.get_parameter(TABLES["opt"][0][0]), rows)
+
+
+def test_gradients_reach_the_trained_bias_and_the_weights() -> None:
+    model, ids = build_text_model("gpt2"), tokens(LENGTH)
+    torch.manual_seed(0)
+    patch_model(model, "kerple_log")
+    model(input_ids=ids).logits.square().sum().backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    assert all(
+        g is not None and bool(g.any()) for name, g in grads.items() if name.endswith(("r1", "r2"))
+    )
+    assert grads["transformer.wte.weight"] is not None
+    assert grads["transformer.wpe.weight"] is None  # its rows are not read
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["alibi", "kerple_log", "t5", "nope"])
+def test_it_learns_to_copy(method: str) -> None:
+    """Tokens after a separator repeat those before it; chance is ln 16 = 2.8."""
+    torch.manual_seed(0)
+    model = patch_model(build_text_model("gpt2", n_layer=2), method)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(300):
+        text = torch.randint(10, 26, (32, 6))
+        ids = torch.cat((text, torch.full((32, 1), 5), text), 1)
+        logits = model(input_ids=ids).logits[:, 6:-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), text.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss))
+    assert losses[0] > 2.7
+    assert losses[-1] < 1.5
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method", "words"),
+    [
+        (
+            "bert",
+            "t5",
+            "reads the text in both directions, and t5 is defined for keys .* Defined for both: alibi",
+        ),
+        ("gpt2", ALiBi(keep_rope=True), "keep_rope keeps a rotation, and GPT2LMHeadModel has none"),
+        (
+            "gpt2",
+            "rerope",
+            "has no rotary embedding. Positions come from a learned table transformer.wpe.weight",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_and_changes_nothing(
+    model_type: str, method: Any, words: str
+) -> None:
+    model, ids = build_text_model(model_type), tokens(9)
+    before = _run(model, ids)
+    with pytest.raises(PosencError, match=words):
+        patch_model(model, method)
+    assert torch.equal(_run(model, ids), before)
+    assert issubclass(UnsupportedModelError, PosencError)
