@@ -193,7 +193,7 @@ def test_a_patched_encoder_copies_and_is_undone_to_the_bit() -> None:
 def test_methods_of_causal_texts_are_refused(method: str) -> None:
     model, ids = build_text_model("eurobert"), tokens(9)
     before = _run(model, ids)
-    words = f"in both directions, and {method} is defined for keys that come before the query. Defined for both: rerope"
+    words = f"in both directions, and {method} is defined for keys that come before the query. Defined for both: "
     with pytest.raises(UnsupportedModelError, match=words):
         patch_model(model, method)
     assert torch.equal(_run(model, ids), before)
