@@ -106,7 +106,7 @@ def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | No
 
 
 class PositionCounter:
-    """A forward pre-hook of a model without rotation, which counts positions and hands them to its attention modules."""
+    """A forward pre-hook of a model without rotation: counts positions and hands them to its attention modules."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.modules = list(modules)

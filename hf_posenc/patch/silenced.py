@@ -122,8 +122,8 @@ class SilencedTable(NativeSeam):
                 for path in paths.values():
                     install_biases(model, cast(State, state), path)
             except UnsupportedModelError as error:
-                reason = str(error).removesuffix(FREQUENCY_METHODS_WORK)
-                raise UnsupportedModelError(f"{reason}nope works on this model.") from error
+                reason = str(error).removesuffix(FREQUENCY_METHODS_WORK).strip()
+                raise UnsupportedModelError(f"{reason} nope works on this model.") from error
 
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
         heading = ("table", "positions", "read as")

@@ -109,6 +109,21 @@ def test_alibi_equals_a_float64_reference(model_type: str) -> None:
     assert relative_difference(_run(model, ids), expected) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gpt_neo", "rembert", "megatron-bert", "big_bird", "tapas"])
+def test_alibi_in_code_of_its_own_equals_the_same_bias_as_a_mask(model_type: str) -> None:
+    """Such code adds a mask of four axes to its scores, so the unpatched model computes the reference."""
+    model, ids = build_text_model(model_type), tokens(LENGTH)
+    distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).float()
+    slopes = 2.0 ** (-8 * torch.arange(1, 5) / 4)
+    bias = -slopes[None, :, None, None] * distance.abs()
+    if model_type == "gpt_neo":
+        bias = bias.masked_fill(distance < 0, torch.finfo(torch.float32).min)
+    expected = _run(patch_model(model, "nope"), ids, attention_mask=bias)
+    patch_model(model, "alibi", replace=True)
+    assert relative_difference(_run(model, ids), expected) < 1e-5
+
+
 @pytest.mark.parametrize("model_type", CAUSAL)
 @pytest.mark.parametrize("method", ["alibi", "fire"])
 def test_a_cache_and_left_padding_change_nothing(model_type: str, method: str) -> None:
