@@ -118,7 +118,8 @@ Seams = Sequence[type[NativeSeam]]
 def methods_for(seams: Seams, source: str) -> tuple[str, ...]:
     """Return the names of the methods that patch a kind of source."""
     own = [seam for seam in seams if source in seam.sources]
-    return tuple(m.name for m in METHODS if any(seam.takes(m, source) for seam in own))
+    taken = (method.name for seam in own for method in METHODS if seam.takes(method, source))
+    return tuple(dict.fromkeys(taken))
 
 
 def advice_on(seams: Seams, positions: Positions) -> list[str]:
