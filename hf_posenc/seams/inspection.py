@@ -328,7 +328,7 @@ def _tables(model: nn.Module) -> Iterator[_Found]:
         if first.first is None:
             source = Source(BY_DISTANCE, names, f"{rows} buckets, {size} heads")
         else:
-            kind = SINUSOIDAL if _is_formula(tensor, first) else LEARNED
+            kind = SINUSOIDAL if is_formula(tensor, first.axis, first.first) else LEARNED
             facts = f"{rows - first.first} positions of {size} features"
             facts += f", from row {first.first}" if first.first else ""
             source = Source(kind, names, facts, start=first.first)
@@ -336,12 +336,19 @@ def _tables(model: nn.Module) -> Iterator[_Found]:
         yield _Found(source, lambda held=held: _constant(model, held))  # type: ignore[misc]
 
 
-def _is_formula(table: Tensor, reading: Reading) -> bool:
-    """Return whether inner products of rows depend on the distance alone, as those of sines and cosines do."""
-    rows = table.detach().movedim(reading.axis, 0).flatten(1).double()[reading.first or 0 :][:64]
+def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
+    """Return whether inner products of rows depend on the distance alone, as those of sines and cosines do.
+
+    Args:
+        table: At least two axes.
+        axis: The axis of positions.
+        start: The first row that counts.
+    """
+    rows = table.detach().movedim(axis, 0).flatten(1).double()[start:][:64]
     products = rows @ rows.T
     uneven = (products[1:, 1:] - products[:-1, :-1]).abs().max()
-    return len(rows) > 2 and float(uneven) <= _FORMULA * float(products.abs().max())
+    largest = float(products.abs().max())
+    return len(rows) > 2 and largest > 0 and float(uneven) <= _FORMULA * largest
 
 
 @contextlib.contextmanager

@@ -10,20 +10,22 @@ from collections.abc import Collection, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc.errors import PosencError, one_line, unknown
 from hf_posenc.methods import available_methods, get_method
-from hf_posenc.model.discovery import SinCosTable, tables_of
+from hf_posenc.model.discovery import NoRotaryError, SinCosTable, tables_of
 from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.saving import patch_to_save
+from hf_posenc.seams.inspection import is_formula
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+_PADDING = 4  # rows before those of a table of sines, at most
 Trained = Literal["full", "lora", "encoding"]
 
 _ATTENTION = re.compile(r"(Attention|MLA)\d*$")
@@ -99,9 +101,19 @@ def _all_weights(model: nn.Module) -> set[int]:
         raise PosencError(
             "The weights of this model are quantized and cannot be trained. Use train='lora', or load it unquantized."
         )
-    tables = [table for table in tables_of(model) if isinstance(table, SinCosTable)]
-    constant = {id(table.tensor()) for table in tables}  # RoFormer keeps its sines as a weight
+    constant = {id(tensor) for tensor in _formulas(model)}
     return {id(p) for p in model.parameters() if p.is_floating_point() and id(p) not in constant}
+
+
+def _formulas(model: nn.Module) -> list[Tensor]:
+    """Return the sines and cosines that a model keeps among its weights (RoFormer, Marian)."""
+    try:
+        tables = tables_of(model)
+    except NoRotaryError:
+        embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+        # The first rows may be those of padding.
+        return [each.weight for each in embeddings if is_formula(each.weight, start=_PADDING)]
+    return [table.tensor() for table in tables if isinstance(table, SinCosTable)]
 
 
 def _encoding_weights(model: nn.Module) -> set[int]:
@@ -266,7 +278,11 @@ def short_names(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
 
 def _text_decoder(model: nn.Module) -> nn.Module:
     """Return the innermost transformers model around the rotary modules, without a vision tower."""
-    table = tables_of(model)[0]
+    try:
+        table = tables_of(model)[0]
+    except NoRotaryError:
+        base: nn.Module = getattr(model, "base_model", model)
+        return base
     around = [
         module
         for path, module in model.named_modules()

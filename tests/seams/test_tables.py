@@ -31,6 +31,7 @@ from hf_posenc.methods import METHODS, Sinusoidal, TableMethod
 from hf_posenc.model.calibration import trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, inspect
+from hf_posenc.training import choose_parameters
 from tests.support.families import build_text_model, text_types
 from tests.support.selection import late
 
@@ -373,6 +374,22 @@ def test_trained_rows_are_not_replaced() -> None:
     patch = get_patch(model)
     assert patch is not None
     assert patch.method == "tile"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "method"), [("gpt2", "interpolate"), *late(["marian"], ["sinusoidal"])]
+)
+def test_the_trainer_chooses_learned_tables_and_no_sines(model_type: str, method: str) -> None:
+    model: Any = build_text_model(model_type)
+    patch_model(model, method, scale=2)
+    choose_parameters(model, "full")
+    patch = get_patch(model)
+    assert patch is not None
+    frozen = {name for name, each in model.named_parameters() if not each.requires_grad}
+    assert frozen == ({row[0] for row in patch.places[1:]} if method == "sinusoidal" else set())
+    if model_type == "gpt2":
+        adapted: Any = choose_parameters(model, "lora", lora_rank=2)
+        assert adapted(ids_of(model, 100)).logits.shape[1] == 100
 
 
 # Refusals
