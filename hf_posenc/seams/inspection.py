@@ -39,6 +39,7 @@ COUNT = "count of keys"
 UNKNOWN = "unknown source"
 
 _FORMULA = 1e-3  # relative: a table of sines whose inner products depend on the distance alone
+_COARSE = 1e-3  # a rounding that may hide what a source does: that of half precision
 _NO_SINK = -1e3  # a logit whose weight is 0; larger ones would hide what else a parameter does
 _DIGITS = re.compile(r"(?<=\.)\d+(?=[.(]|$)")
 
@@ -220,7 +221,7 @@ def inspect(model: nn.Module) -> Positions:
     found = [*_rotaries(model), *_tables(model)]
     with _silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
-        if _largest(absolute, relative) > limit:
+        if _largest(absolute, relative) > limit or limit > _COARSE:
             found += _arguments(model)
     with _silenced(found):
         absolute = probes.absolute(model)
@@ -247,10 +248,10 @@ def _measured(
     """Return a source with what it does alone; `None` if that is nothing."""
     with _silenced([other for other in found if other is not one]):
         absolute, relative = probes.absolute(model)[""], max(probes.relative(model).values())
-    if max(absolute, relative) <= limit:
-        return None
     source = one.source
     kind = source.kind
+    if max(absolute, relative) <= limit and (limit < _COARSE or kind not in (ALIBI, BY_DISTANCE)):
+        return None
     if kind in (LEARNED, SINUSOIDAL) and absolute <= limit:
         kind = ROTARY_TABLE  # a rotation alone leaves equal values equal
     return Source(kind, source.places, source.facts, absolute, relative, source.start)

@@ -66,6 +66,7 @@ SAVED: list[tuple[str, dict[str, Any]]] = [
     ("attention_sinks", {"sinks": 1, "window": 7}),
     ("alibi", {"scale": 2.0, "keep_rope": True}),
     ("t5", {"buckets": 64, "max_distance": 512}),
+    ("t5", {"scale": 4.0, "mode": "max_distance"}),
     ("sandwich", {"dim": 64}),
     ("fire", {"hidden": 16, "threshold": 64.0, "c": 0.5}),
     ("shaw", {"max_distance": 64}),

@@ -10,6 +10,8 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 from transformers.models.t5.modeling_t5 import T5Attention
 
+from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.kernels.biases import operands_of
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import T5, ALiBi
 from tests.support import attention_references as naive
@@ -87,6 +89,17 @@ def test_t5_buckets_equal_transformers(buckets: int, max_distance: int) -> None:
     method = T5(buckets=buckets, max_distance=max_distance)
     for dtype in (torch.float32, torch.float64, torch.int64):
         assert torch.equal(method.bucket(distance.to(dtype)), want)
+
+
+@pytest.mark.parametrize("mode", ["distance", "max_distance"])
+def test_a_kernel_reads_the_scaled_buckets(mode: str) -> None:
+    """Entries end where all distances are alike."""
+    method = T5(scale=2.5, mode=mode)
+    encoding = Encoding(64, heads=4, bias=method, rotates=False, parameters=method.initial(4, 64))
+    index = operands_of(encoding, 0, 3000, torch.device("cpu")).second  # type: ignore[union-attr]
+    assert index is not None
+    distance = torch.arange(3000)
+    assert torch.equal(index[distance.clamp(max=len(index) - 1)].long(), method.bucket(distance))
 
 
 def test_t5_buckets_by_hand() -> None:

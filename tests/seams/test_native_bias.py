@@ -186,6 +186,22 @@ def test_half_precision_gets_biases_that_are_exact_for_far_texts(name: str) -> N
     assert torch.equal(last, expected)  # such slopes are powers of two
 
 
+@pytest.mark.slow
+def test_a_long_text_in_bfloat16_is_near_that_in_float32() -> None:
+    """Biases that transformers rounds relative to the first key are far off at 2,048 tokens."""
+    ids = tokens(2048)
+    exact = logits(build_alibi_model("bloom"), ids)
+    model = build_alibi_model("bloom").bfloat16()
+    assert relative_difference(logits(model, ids), exact) > 0.3
+    assert relative_difference(logits(patch_model(model, "alibi"), ids), exact) < 0.05
+
+
+def test_a_weak_bias_is_found_in_bfloat16() -> None:
+    """Its effect on this model's outputs is less than their rounding, but it is an argument all the same."""
+    model = patch_model(build_alibi_model("falcon").bfloat16(), "alibi", scale=2)
+    assert get_patch(model).places[1][2:] == ("4", "0.03125", "0.000488281")  # type: ignore[union-attr]
+
+
 def test_slopes_that_bfloat16_rounded_are_those_of_the_paper() -> None:
     """Falcon makes them in bfloat16 in any dtype."""
     model = patch_model(build_alibi_model("falcon", heads=16), "alibi", scale=2)

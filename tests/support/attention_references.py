@@ -195,7 +195,13 @@ def t5(
     table: Sequence[Sequence[float]],
     buckets: int = 32,
     max_distance: int = 128,
+    scale: float = 1.0,
+    mode: str = "distance",
 ) -> list[float]:
+    if mode == "distance":
+        r = math.floor(r / scale)
+    else:
+        max_distance = round(max_distance * scale)
     exact = buckets // 2
     bucket = r
     if r >= exact:
@@ -235,7 +241,12 @@ BIAS: dict[str, Callable[..., list[float]]] = {
 BIAS_KNOBS: dict[str, list[dict[str, Any]]] = {
     "alibi": [{}, {"scale": 4.0}],
     "sandwich": [{}, {"dim": 6}],
-    "t5": [{}, {"buckets": 8, "max_distance": 20}],
+    "t5": [
+        {},
+        {"buckets": 8, "max_distance": 20},
+        {"buckets": 8, "max_distance": 20, "scale": 2.5},
+        {"buckets": 8, "max_distance": 10, "scale": 2.5, "mode": "max_distance"},
+    ],
     "fire": [{"threshold": 5.0}, {"hidden": 3, "c": 0.7}],
 }
 """Knobs to try of a bias; the defaults alone of those that are not here."""
