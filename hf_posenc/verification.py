@@ -150,7 +150,7 @@ def _probes(model: Any) -> list[dict[str, Tensor]]:
     patch = get_patch(model)
     trained = reach = int(getattr(text, "max_position_embeddings", None) or _TOKENS)
     if patch is not None:
-        trained = patch.original_max_position_embeddings
+        trained = patch.original_max_position_embeddings or trained
         reach = patch.extended_length or 2 * trained
     generator = torch.Generator().manual_seed(0)
 
