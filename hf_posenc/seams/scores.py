@@ -381,7 +381,11 @@ def _applied(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             f"{func.__name__} writes into attention scores in a way that hf_posenc cannot follow."
         )
 
+    outline = plain in _OUTLINE and (plain.endswith("like") or not isinstance(first, _Lazy))
+
     def real(value: Any) -> Any:
+        if isinstance(value, _Lazy) and outline:
+            return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
         if isinstance(value, _Lazy):
             return value.computed(func.__name__)
         return type(value)(map(real, value)) if type(value) in (list, tuple) else value
@@ -389,6 +393,10 @@ def _applied(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     return func(*map(real, args), **{key: real(value) for key, value in kwargs.items()})
 
 
+_OUTLINE = frozenset(
+    ("expand_as", "view_as", "type_as", "zeros_like", "ones_like", "full_like", "empty_like")
+)
+"""Operations that read the shape and the dtype of another tensor alone."""
 _IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__"))
 
 

@@ -433,6 +433,13 @@ def _in_place(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return nn.Dropout(0.5).eval()(nn.Softmax(dim=-1)(scores)) @ v
 
 
+def _shaped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As XLM: a mask in the shape of the scores, and weights in their dtype."""
+    scores = torch.matmul(q / 4, k.transpose(2, 3))
+    scores.masked_fill_((mask < 0).expand_as(scores), torch.finfo(scores.dtype).min)
+    return torch.matmul(nn.functional.softmax(scores.float(), dim=-1).type_as(scores), v)
+
+
 def _scaled_after(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """As CodeGen: the mask is divided too."""
     return torch.softmax((q @ k.transpose(-1, -2) + mask) / 4, dim=-1) @ v
@@ -463,7 +470,7 @@ def _returned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return q @ k.transpose(-1, -2)
 
 
-KNOWN = (_batched, _biased, _filled, _chosen, _in_place, _scaled_after, _scaled_bias)
+KNOWN = (_batched, _biased, _filled, _chosen, _in_place, _shaped, _scaled_after, _scaled_bias)
 UNKNOWN = (_capped, _permuted, _returned)
 
 
