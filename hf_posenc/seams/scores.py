@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import itertools
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,12 +88,14 @@ class _Product:
         parts = [(self._wide(each), own) for each, own in self.added]
         visible = [~self._wide(each) for each in self.hidden]
         if len(parts) == 1 and not visible:
-            (mask, factor), wide = parts[0], parts[0][0].shape[-2:] == (queries, keys)
-            if wide and factor == 1.0:
+            mask, factor = parts[0]
+            whole = factor == 1.0 and mask.shape[-2:] == (queries, keys)
+            if id(mask) not in self.scope.arguments:  # a parameter, say, whose numbers may change
+                return mask.view_as(mask) if whole else _joined(parts, [], queries, keys)
+            if whole:
                 return mask  # the very tensor that other layers add
-            return shared(
-                mask, ("scaled", factor, queries), lambda: _joined(parts, [], queries, keys)
-            )
+            question = ("scaled", factor, queries)
+            return shared(mask, question, lambda: _joined(parts, [], queries, keys))
         return _joined(parts, visible, queries, keys)
 
     def _wide(self, noted: Tensor) -> Tensor:
@@ -111,6 +113,7 @@ class _Product:
         if key.shape[1] != own.shape[1]:
             key, own = (each.expand(-1, heads, -1, -1) for each in (key, own))
         module = self.scope.common(self.path)
+        self.scope.attended = True
         out, found = posenc_attention(
             module,
             query.expand(batch, heads, -1, -1).to(value.dtype),
@@ -226,7 +229,7 @@ class _Lazy(Tensor):
         dtypes = {"float": torch.float32, "double": torch.float64}
         target = args[0] if args else kwargs.get("dtype", dtypes.get(name, self.dtype))
         target = target.dtype if isinstance(target, Tensor) else target
-        if not isinstance(target, torch.dtype):
+        if not isinstance(target, torch.dtype) or (name == "type" and not args):
             return NotImplemented
         return self.like(self.product, dtype=target)
 
@@ -254,7 +257,7 @@ class Scores(_Lazy):
             return self.like(self.product.times(factor if name == "mul" else 1 / factor))
         if name in ("add", "sub") and not kwargs:
             return self._plus(args[0], 1.0 if name == "add" else -1.0)
-        if name == "masked_fill":
+        if name == "masked_fill" and args:
             return self._hiding(args[0], args[1] if len(args) > 1 else kwargs.get("value"))
         if name == "where" and len(args) == 2:
             return self._hiding(~args[0], args[1])
@@ -407,6 +410,9 @@ class _Scope(TorchFunctionMode):
     """Notes products of queries and keys while one module runs."""
 
     bidirectional = False
+    attended = False
+    arguments: Collection[int] = ()
+    """The `id` of the tensors that the module was given, which other layers are given too."""
     counts_padding = False
     """True for a module that gets the rows of an embedding, one for all rows of the batch, and no positions."""
     embedding: RepositionedTable | None = None
@@ -566,6 +572,7 @@ class HandedOver:
             positions = self.embedding.latest
         scope = _Scope(self.module, positions, weights=bool(given.get("output_attentions")))
         scope.bidirectional, scope.counts_padding = self.bidirectional, self.embedding is not None
+        scope.arguments = {id(each) for each in given.values() if isinstance(each, Tensor)}
         with contextlib.ExitStack() as stack:
             if self.table is not None and isinstance(self.module, nn.Embedding):
                 scope.embedding = self.table
@@ -576,7 +583,10 @@ class HandedOver:
                 output = self.earlier(*args, **kwargs)
             else:
                 output = type(self.module).forward(self.module, *args, **kwargs)
-        return _settled(output, weights=scope.weights)
+        output = _settled(output, weights=scope.weights)
+        if not scope.attended:
+            scope.refuse("operations that are unknown")
+        return output
 
 
 def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | None:

@@ -24,8 +24,10 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
+from hf_posenc.attention.encoding import Encoding
 from hf_posenc.evaluation.scoring.positions import position_limit
-from hf_posenc.methods import ReRoPE, YaRN
+from hf_posenc.methods import LogN, ReRoPE, YaRN
+from hf_posenc.model.attention import LAYER, Layer
 from hf_posenc.seams.scores import hand_over, search, take_back
 from tests.support import attention_references as naive
 from tests.support import zoo
@@ -547,6 +549,43 @@ def test_scores_that_are_changed_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(UnsupportedModelError, match=r"own code, .* follow \(it applies tanh"):
         patch_model(model, "alibi")
     assert torch.equal(zoo.logits(model, ids), before)
+
+
+def test_attention_that_is_not_found_is_no_silent_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A forward in which no product of queries and keys is seen, by a module that was tried."""
+    model, ids = patch(zoo.build("gptj"), "alibi"), zoo.tokens(LENGTH)
+    kind: Any = type(attention_modules(model)[0])
+
+    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
+        return nn.functional.scaled_dot_product_attention(query, key, value, mask), None
+
+    monkeypatch.setattr(kind, "_attn", attend)
+    with pytest.raises(PosencError, match="GPTJAttention applies operations that are unknown"):
+        zoo.logits(model, ids)
+
+
+def test_a_parameter_that_is_added_may_change() -> None:
+    """Masks are read once for all layers; what is no argument of the module is read in every forward."""
+    bias = nn.Parameter(torch.zeros(1, 3, 6, 6))
+
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return torch.softmax(q @ k.transpose(-1, -2) + bias, dim=-1) @ v
+
+    module, given = Written(function), arguments()
+    hand_over(search(module, lambda: module(*given)))
+    vars(module)[LAYER] = Layer(
+        Encoding(original=8, heads=3, method=None, query=LogN()),
+        patched=True,
+        positions=torch.arange(6)[None],
+    )
+    outputs = []
+    for _ in range(2):
+        outputs.append(module(*given).detach())
+        with torch.no_grad():
+            bias[..., 0] = 50.0
+    assert not torch.allclose(*outputs)
 
 
 @pytest.mark.slow
