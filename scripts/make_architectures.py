@@ -16,6 +16,7 @@ from typing import Any
 import transformers
 import typer
 from rich.progress import track
+from transformers import PreTrainedModel
 
 from hf_posenc import (
     PosencError,
@@ -27,9 +28,9 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.evaluation.grid import markdown_table
-from scripts import attention_coverage
+from scripts import attention_coverage, positions_coverage
 from tests.support import zoo
-from tests.support.zoo_registry import causal_lm_types
+from tests.support.families import build_text_model
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 
@@ -45,6 +46,9 @@ for every architecture.
 
 - **rotary**: the class and the path of the rotary module (`x4`: there are four).
 - **tables**: the number of rotated features in a head of 16, for each layer type with a rotary table of its own.
+- **certificate**: *complete* if `inspect_positions` finds every place where positions enter the model, which it proves
+  by silencing them ([how](patching.md#where-positions-enter-a-model)). Otherwise what else reads order; `-` where the
+  model does not run on a few tokens.
 - **methods**: the supported frequency methods; dynamic ones have `update="sequence"`.
 - **rotary bands**, **biases**, **{last}**: the supported methods inside attention. Tested were
   {tried}.
@@ -58,7 +62,16 @@ for every architecture.
 REFUSED = f"""Each heading is the short reason in the tables. Model types and the message of `patch_model` follow.
 `{attention_coverage.ANY_NAME}` stands for the name of a method or a module."""
 
-COLUMNS = ("model type", "rotary", "tables", "methods", *attention_coverage.GROUPS, "saved as")
+WITHOUT = """Causal, masked and sequence-to-sequence models. Each was patched with one method for each kind of source:
+`interpolate` for the methods of learned tables, `sinusoidal`, `alibi` (with the model's own biases, or in the place of
+a table), `t5` (with the model's own table by distance, or in the place of a table by position) and `nope`. The numbers
+are verified in `tests/seams`: tables against natively longer models, formulas and biases against float64 references.
+*weights* and *rope_parameters* load in plain transformers; *hf_posenc* needs `hf_posenc.from_pretrained`."""
+
+COLUMNS = (
+    *("model type", "rotary", "tables", "certificate", "methods"),
+    *(*attention_coverage.GROUPS, "saved as"),
+)
 
 
 def options_for(method: str, pairs: int) -> dict[str, Any]:
@@ -70,15 +83,20 @@ def options_for(method: str, pairs: int) -> dict[str, Any]:
     return zoo.frequency_options(method, pairs=pairs) | own.get(method, {})
 
 
-def row(model_type: str, refusals: attention_coverage.Refusals | None = None) -> tuple[str, ...]:
+def row(
+    model_type: str,
+    refusals: attention_coverage.Refusals | None = None,
+    model: PreTrainedModel | None = None,
+) -> tuple[str, ...]:
     """Return the cells of `COLUMNS` for one architecture with a rotation.
 
     Args:
         model_type: The type.
         refusals: Collects the full refusals of methods that compute attention.
+        model: Its tiny model; that of the zoo by default.
     """
     refusals = attention_coverage.Refusals() if refusals is None else refusals
-    model = zoo.build(model_type)
+    model = zoo.build(model_type) if model is None else model
     try:
         tables = inspect_rope(model)
     except UnsupportedModelError as error:
@@ -115,6 +133,7 @@ def row(model_type: str, refusals: attention_coverage.Refusals | None = None) ->
         model_type,
         f"{kind} {where}",
         widths(model, tables),
+        positions_coverage.certificate(model),
         coverage(works, fails),
         *attention_coverage.cells(model_type, model, original, refusals),
         exports(works),
@@ -148,27 +167,8 @@ def exports(works: dict[str, str]) -> str:
 
 
 def first_sentence(error: Exception) -> str:
-    """Return the reason of a refusal without the advice: where positions come from, if it says so."""
-    sentences = str(error).split(". ")
-    reason = next(
-        (each for each in sentences if each.startswith("Positions come from")), sentences[0]
-    )
-    return reason.rstrip(".").replace("|", "\\|")
-
-
-def refusal(model_type: str) -> tuple[str, str]:
-    """Return the refusal of `patch_model` for a causal language model without a rotation."""
-    try:
-        model = zoo.build(model_type)
-    except Exception as error:  # whatever a configuration class raises for unsupported sizes
-        return model_type, f"not tried: no tiny model could be built ({type(error).__name__})"
-    try:
-        patch_model(model, "yarn", scale=4.0)
-    except PosencError as error:
-        return model_type, first_sentence(error)
-    raise SystemExit(
-        f"{model_type} does not rotate, as tests/support/zoo.py has it, but could be patched."
-    )
+    """Return the reason of a refusal without the advice."""
+    return str(error).split(". ")[0].rstrip(".").replace("|", "\\|")
 
 
 def page() -> str:
@@ -182,11 +182,11 @@ def page() -> str:
     towers = markdown_table(COLUMNS, rows("text towers", zoo.text_tower_types()))
     composites = markdown_table(COLUMNS, rows("multimodal", zoo.composite_types()))
     pairs = markdown_table(COLUMNS, rows("encoder-decoder", zoo.seq2seq_types()))
-    others = sorted(set(causal_lm_types()) - set(zoo.decoder_types()) - set(zoo.NOT_BUILT))
-    refused = markdown_table(
-        ("model type", "reason"), [refusal(t) for t in track(others, "without RoPE")]
-    )
-    untried = markdown_table(("model type", "reason"), sorted(zoo.NOT_BUILT.items()))
+    names = positions_coverage.rotary_encoders()
+    encoders = [row(t, refusals, build_text_model(t)) for t in track(names, "encoders")]
+    others, not_built = positions_coverage.rows()
+    reasons = zoo.NOT_BUILT | {t: why for t, why in not_built if t not in zoo.NOT_BUILT}
+    untried = markdown_table(("model type", "reason"), sorted(reasons.items()))
     return (
         "\n\n".join(
             (
@@ -204,12 +204,15 @@ def page() -> str:
                 composites,
                 f"## Encoder-decoder models ({len(zoo.seq2seq_types())})",
                 pairs,
+                f"## Encoders ({len(encoders)})",
+                markdown_table(COLUMNS, encoders),
                 "## Models refused by methods inside attention",
                 REFUSED,
                 refusals.section(),
-                f"## Causal language models without RoPE: refused ({len(others)})",
-                refused,
-                f"## Rotary models that were not tested ({len(zoo.NOT_BUILT)})",
+                f"## Text models without RoPE ({len(others)})",
+                WITHOUT,
+                markdown_table(positions_coverage.COLUMNS, others),
+                f"## Models that were not tested ({len(reasons)})",
                 untried,
             )
         )

@@ -22,8 +22,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import hf_posenc
 from hf_posenc import UnsupportedModelError, get_patch, patch_model, unpatch_model
-from scripts import attention_coverage, make_architectures
+from scripts import attention_coverage, make_architectures, positions_coverage
 from tests.support import references, zoo
+from tests.support.families import build_text_model, text_types
 from tests.support.selection import covering, late
 
 LENGTH = 96
@@ -582,5 +583,8 @@ def test_what_the_page_says_of_methods_that_compute_attention() -> None:
     assert others == "not dynamic_ntk update=row: unknown rotation"
 
 
-def test_the_page_of_architectures_lists_refusals() -> None:
-    assert f"| {' | '.join(make_architectures.refusal('gpt2'))} |\n" in PAGE
+@pytest.mark.parametrize("model_type", ["gpt2", "bloom", "mamba"])
+def test_the_page_of_architectures_has_models_without_rope(model_type: str) -> None:
+    name = text_types()[model_type]
+    cells = positions_coverage.row(model_type, name, build_text_model(model_type))
+    assert f"| {' | '.join(cells)} |\n" in PAGE
