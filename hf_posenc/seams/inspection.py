@@ -113,6 +113,12 @@ class Positions:
         return self.certificate <= self.tolerance
 
     @property
+    def hidden(self) -> tuple[Source, ...]:
+        """What still reads order and is neither a recurrence, a convolution, nor a function of `position_ids`."""
+        named = (RECURRENCE, CONVOLUTION, SCALING)
+        return tuple(source for source in self.rest if source.kind not in named)
+
+    @property
     def verdict(self) -> str:
         """The certificate in a sentence."""
         left = (

@@ -151,6 +151,12 @@ def choose(
                 raise PosencError(
                     f"{type(model).__name__} has no rotary embedding and takes one method at a time, not {names}."
                 )
+            if hidden := positions.hidden:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} gets positions from a place that hf_posenc does not know: "
+                    f"{', '.join(map(str, hidden))} still reads order when {positions.sources[0]} is silenced. A patch "
+                    "would change one of the two and not the other. The model was not changed."
+                )
             return seam.of(model, positions)
     raise refusal(seams, model, positions, kinds[0])
 

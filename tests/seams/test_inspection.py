@@ -139,6 +139,18 @@ def test_a_hidden_source_leaves_the_certificate_open(source: str) -> None:
     assert positions.of_kind(kinds.LEARNED)  # the one that is not hidden
 
 
+@pytest.mark.parametrize("source", ["table", "bias"])
+@pytest.mark.parametrize("method", ["interpolate", "nope"])
+def test_a_model_with_a_hidden_source_is_refused(method: str, source: str) -> None:
+    model = _with_hidden(source)
+    before = logits(model, tokens(9))
+    with pytest.raises(
+        UnsupportedModelError, match="gets positions from a place that hf_posenc does not know"
+    ):
+        patch_model(model, method, scale=2 if method == "interpolate" else None)
+    assert torch.equal(logits(model, tokens(9)), before)
+
+
 # A model is as before
 
 
@@ -237,13 +249,14 @@ def test_a_refusal_names_what_the_model_has(model_type: str, words: str) -> None
 # Every text type
 
 # Types with something that no source accounts for, and why that is so.
-_LEFT = (
-    "recurrence",
-    "convolution or short window",
-    "count of keys",
-    "function of position_ids",
-    "unknown source",
-)
+_LEFT = {
+    kinds.RECURRENCE,
+    kinds.ENCODING,
+    kinds.CONVOLUTION,
+    kinds.COUNT,
+    kinds.SCALING,
+    kinds.UNKNOWN,
+}
 
 
 @pytest.mark.slow
@@ -258,5 +271,5 @@ def test_every_text_type_is_certified_or_says_what_is_left(model_type: str) -> N
     except UnsupportedModelError as error:
         pytest.skip(str(error))
     assert positions.complete != bool(positions.rest)
-    assert {each.kind for each in positions.rest} <= {*_LEFT}
+    assert {each.kind for each in positions.rest} <= _LEFT
     assert TOKENS < 8  # shorter than the windows of tiny models
