@@ -103,7 +103,7 @@ def test_pairs_are_those_of_the_mask(length: int, window: int | None, chunked: b
         ("mistral", [8] * 4),
         ("gemma3_text", [8, None, 8, None]),
         ("qwen2", [None] * 4),
-        ("olmo3", [8, None, 8, None]),
+        ("olmo3", [8, 8, 8, None]),
     ],
 )
 def test_windows_are_read_off(model_type: str, windows: list[int | None]) -> None:
