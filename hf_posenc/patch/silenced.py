@@ -7,10 +7,10 @@ the rows that it was trained with, and undoing the patch restores them to the bi
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_posenc.errors import (
     FREQUENCY_METHODS_WORK,
@@ -25,39 +25,17 @@ from hf_posenc.patch.state import State
 from hf_posenc.seams import probes
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
 from hf_posenc.seams.native import NativeSeam, Undo
-from hf_posenc.seams.tables import Held, held
+from hf_posenc.seams.tables import InPlace, held
 
 
-@dataclass(eq=False)
-class Silenced:
-    """Hooks around a forward that show one row, the mean, at every position of a table."""
+class Silenced(InPlace):
+    """One row, the mean, in place of every row of a table."""
 
-    table: Held
-    start: int
-    row: Tensor | None = field(default=None, repr=False)
-    version: tuple[Any, ...] = ()
-    shown: Tensor | None = field(default=None, repr=False)  # the table, while a forward runs
-
-    def before(self, model: nn.Module, args: Any) -> None:
-        """Put the mean row in place of the table."""
-        self.shown = tensor = self.table.tensor()
-        version = (id(tensor), tensor._version, tensor.dtype, tensor.device)
-        if self.row is None or self.version != version:
-            self.row, self.version = tensor.detach()[self.start :].mean(0, keepdim=True), version
-        for module, name in self.table.places:
-            vars(module)[name] = self.row.expand_as(
-                tensor
-            )  # in front of the parameter of that name
-
-    def after(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Show the table again."""
-        for module, name in self.table.places:
-            vars(module).pop(name, None)
-            if (
-                name in module._buffers
-            ):  # a forward may have moved the row to its device, in the buffer's place
-                module._buffers[name] = self.shown
-        self.shown = None
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Put the mean row in place."""
+        self.after(model, args, None)  # a forward that was interrupted may have left it
+        row = self.made(lambda table: table[self.start :].mean(0, keepdim=True))
+        self.show(row.expand_as(self.table.tensor()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +77,7 @@ class SilencedTable(NativeSeam):
             )
         for path, start in self.tables:
             silenced = Silenced(held(model, path), start)
-            owner = owner_of(model, path)
-            state.hooks.append(owner.register_forward_pre_hook(silenced.before))
-            state.hooks.append(owner.register_forward_hook(silenced.after, always_call=True))
+            state.hooks += silenced.around(owner_of(model, path))
         with trial(model):
             left = probes.absolute(model)[""]
         if not self.others and left > probes.tolerance(model):

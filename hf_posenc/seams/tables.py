@@ -11,7 +11,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -128,19 +128,68 @@ def _rows_of(mask: Any) -> list[int] | None:
 
 
 @dataclass(eq=False)
-class ByRequest:
-    """Hooks around a forward that put a longer table in place of a learned one, for texts that need it.
+class InPlace:
+    """Hooks around a forward that show another tensor in place of a table, which itself stays.
 
-    The parameter is the original one, so gradients reach it through the rows of a longer text too.
+    Attributes:
+        table: The table.
+        start: Its row of position 0.
     """
 
     table: Held
     start: int
+    _made: Tensor | None = field(default=None, init=False, repr=False)
+    _version: tuple[Any, ...] = field(default=(), init=False, repr=False)
+    _original: Tensor | None = field(
+        default=None, init=False, repr=False
+    )  # while another one is shown
+
+    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call `show`, if the forward is to read another tensor."""
+        raise NotImplementedError
+
+    def after(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Show the original table again."""
+        for module, name in self.table.places:
+            vars(module).pop(name, None)
+            if self._original is not None and name in module._buffers:
+                module._buffers[name] = (
+                    self._original
+                )  # the forward may have put a copy of the other one there
+        self._original = None
+
+    def around(self, owner: nn.Module) -> list[RemovableHandle]:
+        """Register the hooks around a module's forward."""
+        return [
+            owner.register_forward_pre_hook(self.before, with_kwargs=True),
+            owner.register_forward_hook(self.after, always_call=True),
+        ]
+
+    def show(self, tensor: Tensor) -> None:
+        """Put a tensor in front of the parameter or buffer, until the end of the forward."""
+        self._original = self.table.tensor()
+        for module, name in self.table.places:
+            vars(module)[name] = tensor
+
+    def made(self, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return what is made of the table; the last one if the table has not changed."""
+        table = self.table.tensor()
+        version = (id(table), table._version, table.dtype, table.device)
+        if self._made is None or self._version != version:
+            self._made, self._version = make(table.detach()), version
+        return self._made
+
+
+@dataclass(eq=False)
+class ByRequest(InPlace):
+    """A longer table in place of a learned one, for texts that need it.
+
+    The parameter is the original one, so gradients reach it through the rows of a longer text too.
+    """
+
     trained: int
     positions: int
     method: TableMethod
-    rows: Tensor | None = field(default=None, repr=False)
-    version: tuple[Any, ...] = ()
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put the longer table in place; raise for texts on both sides of the trained length."""
@@ -162,32 +211,16 @@ class ByRequest:
                 f"update='request': its texts have {min(rows):,} to {max(rows):,} tokens. Batch texts by length, or "
                 "patch with update='static'."
             )
-        longer = self.longer()
-        for module, name in self.table.places:
-            vars(module)[name] = longer  # in front of the parameter of that name
-
-    def around(self, owner: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks around a module's forward."""
-        return [
-            owner.register_forward_pre_hook(self.before, with_kwargs=True),
-            owner.register_forward_hook(self.after, always_call=True),
-        ]
-
-    def after(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Show the original table again."""
-        for module, name in self.table.places:
-            vars(module).pop(name, None)
+        self.show(self.longer())
 
     def longer(self) -> Tensor:
         """Return the longer table; the last one if the original has not changed and needs no gradient."""
-        table = self.table.tensor()
-        if torch.is_grad_enabled() and table.requires_grad:
+
+        def grown(table: Tensor) -> Tensor:
             return _grown(table, self.start, self.positions, self.method)
-        version = (id(table), table._version, table.dtype, table.device)
-        if self.rows is None or self.version != version:
-            self.rows = _grown(table.detach(), self.start, self.positions, self.method)
-            self.version = version
-        return self.rows
+
+        table = self.table.tensor()
+        return grown(table) if torch.is_grad_enabled() and table.requires_grad else self.made(grown)
 
 
 # Rows
