@@ -233,7 +233,10 @@ def inspect_model(
         console.print("\n".join(str(in_force).splitlines()[:2]), markup=False)
     if positions is not None:
         heading, *rows = positions.rows()
-        grid = Grid.of("", *heading)
+        paths = max((len(row[1]) for row in rows), default=0)  # a broken path could not be copied
+        columns = [Column(head, head in ("absolute", "relative")) for head in heading]
+        columns[1:3] = Column(heading[1], least=paths), Column(heading[2], least=20)
+        grid = Grid("", columns)
         for row in rows:
             grid.row(*row)
         console.print(to_rich(grid))

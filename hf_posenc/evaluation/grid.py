@@ -261,12 +261,14 @@ def _table(grid: Grid) -> Table:
         pad_edge=False,
         collapse_padding=headed,
     )
-    for column in grid.columns:
+    for index, column in enumerate(grid.columns):
+        texts = (row.fields[index].text for row in grid.rows if index < len(row.fields))
+        whole = column.least is not None and all(cell_len(text) <= column.least for text in texts)
         table.add_column(
             Text(column.head),
             Text(column.footer),
             justify="right" if column.numeric else "left",
-            no_wrap=column.numeric,
+            no_wrap=column.numeric or whole,
             overflow="ellipsis" if column.numeric else "fold",
             min_width=column.least,
         )

@@ -161,7 +161,7 @@ def tables_of(model: nn.Module) -> tuple[RotaryTable, ...]:
         )
     raise NoRotaryError(
         f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. "
-        "inspect_positions(model) finds where its positions come from."
+        "inspect_positions(model), or hf-posenc inspect, finds where its positions come from."
     )
 
 

@@ -57,7 +57,6 @@ def install_attention(
 
     Frequency methods are in place already. `tables` are those of `every` table that serve the chosen layers.
     """
-    _warn_untrained(state.in_attention)
     owner = owner_of(model, tables[0].name)
     _refuse(model, owner, state.in_attention)
     with trial(model):
@@ -75,6 +74,7 @@ def install_attention(
         if native is None:
             _watch_cache(owner, layers, state.original)
         run(subject, ids)  # the patched model runs
+    _warn_untrained(state.in_attention)
 
 
 def install_biases(model: nn.Module, state: State, place: str) -> None:
@@ -82,7 +82,6 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
 
     Positions are counted in front of the decoder and handed to the layers.
     """
-    _warn_untrained(state.in_attention)
     owner = owner_of(model, place)
     _refuse(model, owner, state.in_attention)
     with trial(model):
@@ -101,6 +100,7 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
             setattr(layer.module, LAYER, Layer(_encoding(base, layer, state), patched=True))
         _watch_cache(owner, layers, state.original)
         run(subject, ids)
+    _warn_untrained(state.in_attention)
 
 
 def _warn_untrained(methods: Sequence[Method]) -> None:

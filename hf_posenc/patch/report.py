@@ -129,7 +129,9 @@ class Patch:
             "config": "saves in the config, that plain transformers loads",
             None: "saves for hf_posenc.from_pretrained only",
         }[self.export]
-        notes = f"{self.original_max_position_embeddings or 'any length'} -> {reach}; {saved}"
+        original = self.original_max_position_embeddings
+        lengths = f"{original} -> {reach}" if original else "texts of any length"
+        notes = f"{lengths}; {saved}"
         if self.attention is None:
             return notes
         layers = f"attention of {len(self.layers)} layers"

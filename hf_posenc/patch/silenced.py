@@ -51,6 +51,7 @@ class SilencedTable(NativeSeam):
     others: str = ""
     sources = (LEARNED, SINUSOIDAL)
     in_attention = True
+    purpose = "Methods that replace {} and need training"
 
     @classmethod
     def takes(cls, method: type[Method], source: str) -> bool:
@@ -90,6 +91,14 @@ class SilencedTable(NativeSeam):
                 f"{type(model).__name__} gets positions from more than its table: {self.others}. That stays as it is.",
                 stacklevel=5,
             )
+        if (state.extended or 0) > (self.length or 0):
+            warnings.warn(
+                f"{method.name} with a longer target: {type(model).__name__} still reads no more than the "
+                f"{self.length} tokens of its table. For more, lengthen the table first (interpolate, ...), save the "
+                "model, load it and patch it then.",
+                stacklevel=5,
+            )
+        state.extended = self.length
         state.write_config(model, [])
         if not isinstance(method, NoPE):
             # An encoder and a decoder have a table each; attention from one to the other has no position.

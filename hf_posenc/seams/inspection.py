@@ -40,6 +40,11 @@ UNKNOWN = "unknown source"
 
 _FORMULA = 1e-3  # relative: a table of sines whose inner products depend on the distance alone
 _COARSE = 1e-3  # a rounding that may hide what a source does: that of half precision
+_LEGEND = (
+    "absolute: how far outputs for one repeated token differ by position. relative: how far a block's last output "
+    "moves if the tokens before it change places. Both with all other sources silenced, as a share of the largest "
+    "output (0: rounding)."
+)
 _NO_SINK = -1e3  # a logit whose weight is 0; larger ones would hide what else a parameter does
 _DIGITS = re.compile(r"(?<=\.)\d+(?=[.(]|$)")
 
@@ -98,6 +103,7 @@ class Positions:
         certificate: How far outputs still depend on order then, relative to the largest entry.
         tolerance: The rounding of the model's dtype; a certificate below it means that every source is known.
         patch: The patch in force, in short, which was suspended meanwhile; `None` without one.
+        bidirectional: True if the first token reads later ones, as in an encoder.
     """
 
     model: str
@@ -106,6 +112,7 @@ class Positions:
     certificate: float
     tolerance: float
     patch: str | None = None
+    bidirectional: bool = False
 
     @property
     def complete(self) -> bool:
@@ -121,21 +128,26 @@ class Positions:
     @property
     def verdict(self) -> str:
         """The certificate in a sentence."""
-        left = (
-            f"{self.certificate:.1e} of the output still depends on order with all sources silenced"
-        )
+        rounding = f"{self.tolerance:.0e}"
         if self.complete:
-            return f"Certificate: {left}, which is rounding (up to {self.tolerance:.0e}). Every source is known."
-        return f"Certificate: {left}, more than rounding ({self.tolerance:.0e}). Not every source can be silenced."
+            return (
+                "Certificate: with all sources silenced, the order of tokens moves the output by "
+                f"{self.certificate:.1e}. That is rounding (below {rounding}): no source is missing."
+            )
+        left = ", ".join(dict.fromkeys(with_article(each.kind) for each in self.rest))
+        return (
+            "Certificate: with all sources silenced that can be, the order of tokens still moves the output by "
+            f"{self.certificate:.2g} (rounding: below {rounding}). It enters through {left or 'an unknown source'}."
+        )
 
     def of_kind(self, *kinds: str) -> tuple[Source, ...]:
         """Return the sources of some kinds."""
         return tuple(source for source in self.sources if source.kind in kinds)
 
     def notes(self) -> list[str]:
-        """Return the lines below the table: the verdict, and the patch that was suspended."""
+        """Return the lines below the table: its columns, the verdict, and the patch that was suspended."""
         patch = f"Patched with {self.patch}; these are the sources of the model without the patch."
-        return [self.verdict, *([patch] if self.patch else [])]
+        return [_LEGEND, self.verdict, *([patch] if self.patch else [])]
 
     def describe(self) -> str:
         """Return the sources in a sentence, as the reason of a refusal."""
@@ -148,7 +160,7 @@ class Positions:
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table, its heading first."""
-        heading = ("positions come from", "where", "facts", "absolute", "relative")
+        heading = ("source", "where", "details", "absolute", "relative")
         cells = [
             (
                 each.kind,
@@ -174,6 +186,7 @@ class Positions:
             "tolerance": self.tolerance,
             "complete": self.complete,
             "patch": self.patch,
+            "bidirectional": self.bidirectional,
         }
 
     def __repr__(self) -> str:
@@ -241,7 +254,14 @@ def inspect(model: nn.Module) -> Positions:
             rest.append(Source(SCALING, ("position_ids",), "beside the encodings", beyond))
     certificate = max(_largest(absolute, relative), beyond)
     sources = [source for each in found if (source := _measured(model, each, found, limit))]
-    return Positions(type(model).__name__, tuple(sources), tuple(rest), certificate, limit)
+    return Positions(
+        type(model).__name__,
+        tuple(sources),
+        tuple(rest),
+        certificate,
+        limit,
+        bidirectional=probes.bidirectional(model),
+    )
 
 
 def _largest(*moved: Mapping[str, float]) -> float:
@@ -432,7 +452,7 @@ def _sinks(model: nn.Module, culprits: Sequence[str]) -> _Found | None:
     with silence():
         if max(probes.absolute(model).values()) > probes.tolerance(model):
             return None
-    return _Found(Source(SINKS, tuple(sinks), "they count the keys"), silence)
+    return _Found(Source(SINKS, tuple(sinks), "let attention count keys"), silence)
 
 
 def _rest(

@@ -66,12 +66,14 @@ class NativeSeam:
     Class attributes:
         sources: The kinds of `Source` that the seam patches.
         in_attention: True if its methods compute attention themselves, in the engine.
+        purpose: The use of its methods; `{}` stands for a source.
     """
 
     config: Any
     length: int | None
     sources: ClassVar[tuple[str, ...]] = ()
     in_attention: ClassVar[bool] = False
+    purpose: ClassVar[str] = "Methods for {}"
 
     @classmethod
     def takes(cls, method: type[Method], source: str) -> bool:
@@ -115,21 +117,35 @@ class NativeSeam:
 Seams = Sequence[type[NativeSeam]]
 
 
-def methods_for(seams: Seams, source: str) -> tuple[str, ...]:
-    """Return the names of the methods that patch a kind of source."""
-    own = [seam for seam in seams if source in seam.sources]
-    taken = (method.name for seam in own for method in METHODS if seam.takes(method, source))
-    return tuple(dict.fromkeys(taken))
-
-
 def advice_on(seams: Seams, positions: Positions) -> list[str]:
-    """Return a sentence on the methods for each kind of a model's sources that a seam patches."""
-    ways = {each.kind: methods_for(seams, each.kind) for each in positions.sources}
-    return [
-        f"Methods for {with_article(kind)}: {', '.join(names)}."
-        for kind, names in ways.items()
-        if names
-    ]
+    """Return a sentence on the methods for each kind of a model's sources, by the seam that they patch."""
+    if not positions.sources and any(source.kind == RECURRENCE for source in positions.rest):
+        return ["There is nothing to patch: a recurrence has no positions."]
+    advice: dict[str, None] = {}
+    for kind in dict.fromkeys(source.kind for source in positions.sources):
+        if kind in (ROTARY, ROTARY_TABLE):
+            advice[f"Methods for {with_article(kind)}: {_ROTARY_METHODS}"] = None
+        for seam in seams:
+            if kind not in seam.sources:
+                continue
+            names = [
+                method.name
+                for method in METHODS
+                if seam.takes(method, kind)
+                and (
+                    method.bidirectional
+                    or method.seam != "bias"
+                    or not (positions.bidirectional and seam.in_attention)
+                )
+            ]
+            advice[f"{seam.purpose.format(with_article(kind))}: {', '.join(names)}."] = None
+    return list(advice)
+
+
+_ROTARY_METHODS = (
+    "frequency methods (yarn, ntk_by_parts, ...); in most models also those that compute attention (rerope, "
+    "self_extend, ...). `hf-posenc methods` lists them; `hf-posenc recommend` ranks them."
+)
 
 
 def choose(
@@ -170,8 +186,6 @@ def refusal(
         seam.reason(method, kind) for kind in found for seam in seams if kind in seam.sources
     )
     advice = " ".join(filter(None, (*reasons, *advice_on(seams, positions))))
-    if any(source.kind == RECURRENCE for source in positions.rest) and not found:
-        advice = "There is nothing to patch: a recurrence has no positions."
     rotates = positions.of_kind(ROTARY, ROTARY_TABLE)
     lacks = f"nothing that {method.name} changes" if rotates else "no rotary embedding"
     return UnsupportedModelError(

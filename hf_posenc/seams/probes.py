@@ -190,6 +190,16 @@ def shifted(model: Any) -> float:
     return max(_share((a - b).abs().max(), a) for a, b in zip(far, near, strict=True))
 
 
+def bidirectional(model: nn.Module) -> bool:
+    """Return whether the output of the first token depends on later tokens, as in an encoder."""
+    ids = ordinary_tokens(model, TOKENS)
+    other = torch.cat((ids[:, :-1], ids[:, :1]), 1)
+    with trial(model):
+        pairs = zip(forward(model, ids), forward(model, other), strict=True)
+        moved = max(_share((a[0, 0] - b[0, 0]).abs().max(), a) for a, b in pairs)
+    return moved > tolerance(model)
+
+
 def innermost(moved: Mapping[str, float], limit: float) -> list[str]:
     """Return the modules that move by more than a limit while nothing inside them does."""
     paths = [path for path, value in moved.items() if path and value > limit]

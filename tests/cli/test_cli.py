@@ -461,7 +461,7 @@ def test_inspect_names_every_source_of_positions(model: Path, tmp_path: Path) ->
     folder = tiny_checkpoint(tmp_path / "gpt2", "gpt2")
     text = invoke("inspect", folder).stdout
     assert "learned table" in text
-    assert "Every source is known. Methods for a learned table: interp" in " ".join(text.split())
+    assert "no source is missing. Methods for a learned table: interp" in " ".join(text.split())
     longer = invoke("inspect", folder, "--patch", "tile:scale=4").stdout
     assert re.search(r"transformer.wpe.weight +learned table +256 ", longer)
     found = json.loads(invoke("inspect", folder, "--json").stdout)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import UnsupportedModelError, get_patch, inspect_positions, patch_model
+from hf_posenc.patch.patching import SEAMS
 from hf_posenc.seams import inspection as kinds
+from hf_posenc.seams.native import advice_on
 from hf_posenc.seams.probes import TOKENS, absolute, relative
 from tests.support.families import build_text_model, text_types
 from tests.support.zoo import logits, tokens
@@ -219,7 +221,8 @@ def test_the_table_prints_in_a_terminal_and_a_notebook() -> None:
         "learned table",
         "model.decoder.embed_positions.weight",
         "from row 2",
-        "Every source is known.",
+        "no source is missing.",
+        "absolute: how far",
     ):
         assert words in text
         assert words in page
@@ -244,6 +247,29 @@ def test_a_refusal_names_what_the_model_has(model_type: str, words: str) -> None
     with pytest.raises(UnsupportedModelError) as error:
         patch_model(build_text_model(model_type), "yarn", scale=4)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("llama", "Methods for a rotary embedding: frequency methods (yarn"),
+        ("gptj", "Methods for a rotary table: frequency methods (yarn"),
+    ],
+)
+def test_a_model_that_rotates_is_told_its_methods(model_type: str, words: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        patch_model(build_text_model(model_type), "interpolate", scale=4)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("model_type", "reads_both"), [("gpt2", False), ("bert", True)])
+def test_an_encoder_is_advised_no_causal_bias(model_type: str, reads_both: bool) -> None:
+    positions = inspect_positions(build_text_model(model_type))
+    assert positions.bidirectional == reads_both
+    longer, replaced = advice_on(SEAMS, positions)
+    assert longer == "Methods for a learned table: interpolate, hierarchical, group, tile, stretch."
+    assert "need training: nope, alibi" in replaced
+    assert ("fire" in replaced) != reads_both
 
 
 # Every text type

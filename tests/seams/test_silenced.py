@@ -230,3 +230,18 @@ def test_what_cannot_be_is_refused_and_changes_nothing(
         patch_model(model, method)
     assert torch.equal(_run(model, ids), before)
     assert issubclass(UnsupportedModelError, PosencError)
+
+
+@pytest.mark.filterwarnings("error::hf_posenc.errors.UntrainedWarning")
+def test_a_refused_method_warns_of_nothing() -> None:
+    with pytest.raises(UnsupportedModelError, match="in both directions"):
+        patch_model(build_text_model("bert"), "fire")
+
+
+def test_a_model_reads_no_more_tokens_than_its_silenced_table_has_rows() -> None:
+    patch = get_patch(patch_model(build_text_model("gpt2"), "nope"))
+    assert patch is not None
+    assert patch.extended_length == 64
+    with pytest.warns(UserWarning, match="no more than the 64 tokens of its table"):
+        model = patch_model(build_text_model("gpt2"), "alibi", scale=2)
+    assert get_patch(model).extended_length == 64  # type: ignore[union-attr]
