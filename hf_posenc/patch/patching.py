@@ -159,7 +159,8 @@ def _source(model: nn.Module, method: MethodLike) -> tuple[RotaryTable, ...] | N
     try:
         positions = inspect(model)
     except UnsupportedModelError:
-        if lack is None or not all(one.for_rotary for one in methods):
+        without_weights = any(each.is_meta for each in model.parameters())
+        if lack is None or without_weights or not all(one.for_rotary for one in methods):
             raise
         raise lack from None
     return choose(SEAMS, model, positions, methods)

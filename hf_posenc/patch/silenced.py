@@ -25,7 +25,7 @@ from hf_posenc.patch.state import State
 from hf_posenc.seams import probes
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
 from hf_posenc.seams.native import NativeSeam, Undo
-from hf_posenc.seams.tables import InPlace, held
+from hf_posenc.seams.tables import InPlace, TableEnd, held
 
 
 class Silenced(InPlace):
@@ -77,8 +77,10 @@ class SilencedTable(NativeSeam):
                 f"{method.name}: keep_rope keeps a rotation, and {type(model).__name__} has none."
             )
         for path, start in self.tables:
-            silenced = Silenced(held(model, path), start)
-            state.hooks += silenced.around(owner_of(model, path))
+            table, owner = held(model, path), owner_of(model, path)
+            end = TableEnd(len(table.tensor()) - start, silenced=True)
+            state.hooks.append(owner.register_forward_pre_hook(end, with_kwargs=True))
+            state.hooks += Silenced(table, start).around(owner)
         with trial(model):
             left = probes.absolute(model)[""]
         if not self.others and left > probes.tolerance(model):

@@ -102,15 +102,22 @@ class TableEnd:
     """A hook in front of a forward that refuses more tokens than its tables have positions for."""
 
     positions: int
+    silenced: bool = False
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or (length := _length(args, kwargs)) is None:
             return
         tokens = _longest(sum(length), kwargs.get("attention_mask"))
         if tokens > self.positions:
+            way = f"Patch it with a target_length of at least {tokens:,}."
+            if self.silenced:
+                way = (
+                    "They are silenced, and still as long as they were: shorten the text, or lengthen the table first "
+                    "(interpolate, ...), save the model, load it and patch it then."
+                )
             raise PosencError(
                 f"{tokens:,} tokens: the patched tables of {type(model).__name__} have {self.positions:,} positions. "
-                f"Patch it with a target_length of at least {tokens:,}."
+                f"{way}"
             )
 
 
@@ -400,7 +407,9 @@ class TableSeam(NativeSeam):
                     raise VerificationError(
                         f"{table.path} does not hold the patched rows after the patch; the model was restored."
                     )
-        stored = places.keys() <= model.state_dict().keys()
+        # A class may leave a table out of the weights that it saves, and compute it when it is built.
+        unsaved: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+        stored = places.keys() <= model.state_dict().keys() - {*unsaved}
         if stored and not method.by_request and _shapes(model) == _shapes(twin):
             state.export = "weights"
             for config, values in edits:
@@ -610,8 +619,16 @@ def _follow(
             longer = other._buffers.get(name)
             if buffer is None or longer is None or f"{path}.{name}".lstrip(".") in tables:
                 continue
-            if buffer.shape != longer.shape and not longer.is_meta:
-                _swap(state, Held(((module, name),)), longer)
+            if buffer.shape == longer.shape:
+                continue
+            if longer.is_meta and bool(buffer.any()):
+                raise UnsupportedModelError(
+                    f"The size of {path}.{name} follows the length of {type(model).__name__}, and its values are not "
+                    "those of a new model: there is no longer one."
+                )
+            # One without values on the meta device is made from weights, later; until then it is zero.
+            new = torch.zeros(longer.shape) if longer.is_meta else longer
+            _swap(state, Held(((module, name),)), new)
         numbers = {
             key: vars(other).get(key)
             for key, value in vars(module).items()

@@ -457,6 +457,13 @@ def test_what_cannot_be_done_is_refused_with_the_way_out(
     assert _state(model) == before
 
 
+@pytest.mark.parametrize(("name", "method"), [("bloom", "alibi"), ("t5", "t5")])
+def test_a_model_without_weights_is_refused_for_that_reason(name: str, method: str) -> None:
+    model: Any = build_text_model(name)
+    with pytest.raises(UnsupportedModelError, match=r"on the meta device.*Load the model first"):
+        patch_model(model.to("meta"), method)
+
+
 @pytest.mark.slow
 def test_a_model_whose_biases_do_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_alibi_model("bloom")

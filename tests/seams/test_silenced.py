@@ -205,6 +205,14 @@ def test_it_learns_to_copy(method: str) -> None:
     assert losses[-1] < 1.5
 
 
+@pytest.mark.parametrize("model_type", ["gpt2", "bart"])
+def test_a_text_longer_than_the_silenced_table_is_refused(model_type: str) -> None:
+    model = patch_model(build_text_model(model_type), "nope")
+    assert torch.isfinite(_run(model, tokens(64))).all()
+    with pytest.raises(PosencError, match=r"65 tokens: .* still as long as they were"):
+        _run(model, tokens(65))
+
+
 @pytest.mark.parametrize(
     ("model_type", "method", "words"),
     [

@@ -208,6 +208,7 @@ def test_plain_transformers_loads_what_was_saved(tmp_path: Path) -> None:
     [
         ("gpt2", "interpolate", {"update": "request"}),
         pytest.param("xglm", "sinusoidal", {}, marks=pytest.mark.slow),
+        ("marian", "sinusoidal", {}),  # a parameter that its class does not save
     ],
 )
 def test_what_plain_transformers_cannot_have_is_loaded_with_its_patch(
@@ -217,7 +218,7 @@ def test_what_plain_transformers_cannot_have_is_loaded_with_its_patch(
     with pytest.warns(UserWarning, match="Plain transformers cannot compute"):
         model.save_pretrained(tmp_path)
     with pytest.raises((ValueError, KeyError)):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        type(model).from_pretrained(tmp_path)
     loaded = hf_posenc.from_pretrained(tmp_path).eval()
     patch = get_patch(loaded)
     assert patch is not None
@@ -232,6 +233,19 @@ def test_a_patch_in_a_file(tmp_path: Path) -> None:
     save_patch(patch_model(model, "stretch", scale=2, keep=4), tmp_path)
     load_patch(other, tmp_path)
     assert torch.equal(table_of(model), table_of(other))
+
+
+def test_a_buffer_that_is_made_from_the_table_follows_it(tmp_path: Path) -> None:
+    """I-BERT has one in its weights, of the table's shape, that is zero until the model is quantised."""
+    model = patch_model(build_text_model("ibert"), "tile", scale=2)
+    model.save_pretrained(tmp_path)
+    table = "ibert.embeddings.position_embeddings.weight"
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert torch.equal(loaded.get_parameter(table), model.get_parameter(table))
+    unpatch_model(model)
+    model.get_buffer("ibert.embeddings.position_embeddings.weight_integer").fill_(1)
+    with pytest.raises(UnsupportedModelError, match="weight_integer follows the length"):
+        patch_model(model, "tile", scale=2)
 
 
 # Texts within the trained length keep their rows
