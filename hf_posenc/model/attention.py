@@ -280,11 +280,19 @@ def catch_positions(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """The query and key, (1, heads or key heads, tokens, head_dim), and further arguments of one call of attention."""
+    """One call of attention.
+
+    Attributes:
+        query: Shape (1, heads, tokens, head_dim).
+        key: Shape (1, key heads, tokens, head_dim).
+        kwargs: Further arguments.
+        sees_later: True if the mask shows a query a later key; `None` without a mask that says so.
+    """
 
     query: Tensor
     key: Tensor
     kwargs: Mapping[str, Any]
+    sees_later: bool | None
 
 
 _calls: dict[nn.Module, list[Recorded]] | None = None
@@ -323,7 +331,7 @@ def posenc_attention(
     additive, or a handle of `posenc_mask`.
     """
     if _calls is not None:
-        return _recorded(module, query, key, value, kwargs)
+        return _recorded(module, query, key, value, attention_mask, kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
     untouched = layer is not None and layer.encoding.bidirectional and layer.encoding.plain
     if (
@@ -422,7 +430,7 @@ def scaled_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Scale queries and call the attention implementation `native`; arguments and mask are that one's."""
     if _calls is not None:
-        return _recorded(module, query, key, value, kwargs)
+        return _recorded(module, query, key, value, attention_mask, kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is not None and layer.patched:
         query = layer.encoding.scaled(query, _query_position(module, layer, kwargs, query.shape[2]))
@@ -456,10 +464,18 @@ class _Named:
 
 
 def _recorded(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: Mapping[str, Any]
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    kwargs: Mapping[str, Any],
 ) -> tuple[Tensor, None]:
     assert _calls is not None
-    _calls.setdefault(module, []).append(Recorded(query.clone(), key.clone(), kwargs))
+    later = None
+    if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype != HANDLE:
+        later = bool(WrittenMask.read(mask).visible.triu(1).any())
+    _calls.setdefault(module, []).append(Recorded(query.clone(), key.clone(), kwargs, later))
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 

@@ -210,7 +210,8 @@ def _refuse_dynamic(tables: Sequence[RotaryTable], wrappers: Wrappers) -> None:
 
 def _is_bidirectional(module: nn.Module, call: Recorded) -> bool:
     given = call.kwargs.get("is_causal")
-    return (getattr(module, "is_causal", True) if given is None else given) is False
+    causal = getattr(module, "is_causal", True) if given is None else given
+    return causal is False or bool(call.sees_later)
 
 
 def _check_directions(name: str, methods: Sequence[Method], *, beside_decoder: bool) -> None:

@@ -105,6 +105,11 @@ class SilencedTable(NativeSeam):
         if not isinstance(method, NoPE):
             # An encoder and a decoder have a table each; attention from one to the other has no position.
             paths = {id(owner_of(model, path)): path for path, _ in self.tables}
+            if getattr(model.config, "is_encoder_decoder", False) and len(paths) < 2:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} has an encoder and a decoder that cannot be run alone, so {method.name} "
+                    "cannot be tried on both. nope works on this model."
+                )
             try:
                 for path in paths.values():
                     install_biases(model, cast(State, state), path)

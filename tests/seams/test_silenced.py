@@ -221,6 +221,8 @@ def test_a_text_longer_than_the_silenced_table_is_refused(model_type: str) -> No
             "t5",
             "reads the text in both directions, and t5 is defined for keys .* Defined for both: alibi",
         ),
+        ("layoutlm", "t5", "reads the text in both directions"),  # which its mask alone tells
+        ("fsmt", "alibi", "cannot be run alone, so alibi cannot be tried on both"),
         ("gpt2", ALiBi(keep_rope=True), "keep_rope keeps a rotation, and GPT2LMHeadModel has none"),
         (
             "gpt2",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -46,6 +46,9 @@ def build_text_model(
         known = set(vars(config_class())) if not overrides else set(overrides)
         wide = {key: value for key, value in _WIDE.items() if key in known}
         config = shrunken(config_class, **{**wide, **overrides})
+        for part in vars(config).values():  # of a text tower
+            if isinstance(part, PretrainedConfig):
+                vars(part).update({k: v for k, v in _WIDE.items() if vars(part).get(k) is not None})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return _ready(getattr(transformers, name or text_types()[model_type])(config))
