@@ -115,7 +115,9 @@ class SilencedTable(NativeSeam):
                     install_biases(model, cast(State, state), path)
             except UnsupportedModelError as error:
                 reason = str(error).removesuffix(FREQUENCY_METHODS_WORK).strip()
-                raise UnsupportedModelError(f"{reason} nope works on this model.") from error
+                raise UnsupportedModelError(
+                    f"{reason} nope, and methods that make the table longer, work on this model."
+                ) from error
 
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
         heading = ("table", "positions", "read as")
