@@ -276,9 +276,11 @@ def _measured(
         absolute, relative = probes.absolute(model)[""], max(probes.relative(model).values())
     source = one.source
     kind = source.kind
-    if max(absolute, relative) <= limit and (limit < _COARSE or kind not in (ALIBI, BY_DISTANCE)):
+    weak = kind in (ALIBI, BY_DISTANCE) or (kind == SINUSOIDAL and absolute > relative)
+    weak &= limit >= _COARSE  # what it does may be less than half precision rounds
+    if max(absolute, relative) <= limit and not weak:
         return None
-    if kind in (LEARNED, SINUSOIDAL) and absolute <= limit:
+    if kind in (LEARNED, SINUSOIDAL) and absolute <= limit and not weak:
         kind = ROTARY_TABLE  # a rotation alone leaves equal values equal
     return Source(kind, source.places, source.facts, absolute, relative, source.start)
 

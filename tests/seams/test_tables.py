@@ -235,6 +235,14 @@ def test_a_patch_in_a_file(tmp_path: Path) -> None:
     assert torch.equal(table_of(model), table_of(other))
 
 
+@pytest.mark.parametrize("model_type", ["marian", *late(["fsmt"])])
+def test_weak_sines_are_found_in_bfloat16(model_type: str) -> None:
+    model = patch_model(build_text_model(model_type).bfloat16(), "sinusoidal", scale=2)
+    patch = get_patch(model)
+    assert patch is not None
+    assert len(patch.places) == 3  # a heading, the encoder's and the decoder's
+
+
 def test_a_buffer_that_is_made_from_the_table_follows_it(tmp_path: Path) -> None:
     """I-BERT has one in its weights, of the table's shape, that is zero until the model is quantised."""
     model = patch_model(build_text_model("ibert"), "tile", scale=2)
