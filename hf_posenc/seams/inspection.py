@@ -276,8 +276,9 @@ def _measured(
         absolute, relative = probes.absolute(model)[""], max(probes.relative(model).values())
     source = one.source
     kind = source.kind
-    weak = kind in (ALIBI, BY_DISTANCE) or (kind == SINUSOIDAL and absolute > relative)
-    weak &= limit >= _COARSE  # what it does may be less than half precision rounds
+    # Half precision may round by more than a source does; a rotation does less to equal tokens than a quarter of that.
+    added = kind in (LEARNED, SINUSOIDAL) and absolute > max(relative, limit / 4)
+    weak = limit >= _COARSE and (added or kind in (ALIBI, BY_DISTANCE))
     if max(absolute, relative) <= limit and not weak:
         return None
     if kind in (LEARNED, SINUSOIDAL) and absolute <= limit and not weak:

@@ -235,12 +235,20 @@ def test_a_patch_in_a_file(tmp_path: Path) -> None:
     assert torch.equal(table_of(model), table_of(other))
 
 
-@pytest.mark.parametrize("model_type", ["marian", *late(["fsmt"])])
-def test_weak_sines_are_found_in_bfloat16(model_type: str) -> None:
-    model = patch_model(build_text_model(model_type).bfloat16(), "sinusoidal", scale=2)
-    patch = get_patch(model)
+@pytest.mark.parametrize(
+    ("model_type", "method", "tables"),
+    [("bert", "tile", 1), ("marian", "sinusoidal", 2)],
+)
+def test_weak_tables_are_found_in_bfloat16(model_type: str, method: str, tables: int) -> None:
+    model: Any = build_text_model(model_type)
+    patch = get_patch(patch_model(model.bfloat16(), method, scale=2))
     assert patch is not None
-    assert len(patch.places) == 3  # a heading, the encoder's and the decoder's
+    assert len(patch.places) == tables + 1  # and a heading
+
+
+def test_a_weak_rotation_is_no_learned_table() -> None:
+    model: Any = build_text_model("roformer")
+    assert not inspect(model.bfloat16()).of_kind(LEARNED, SINUSOIDAL)
 
 
 def test_a_buffer_that_is_made_from_the_table_follows_it(tmp_path: Path) -> None:
