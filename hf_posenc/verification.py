@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, VerificationError
-from hf_posenc.model.calibration import trial
-from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.unwrapping import trial, unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.saving import from_pretrained
 

@@ -6,10 +6,11 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_posenc.attention.encoding import Branch
 
@@ -228,3 +229,29 @@ def by_origin(
 def _version(tensor: Tensor | None) -> float:
     """The number of writes in place; a number that equals none where PyTorch does not count them."""
     return math.nan if tensor is None or tensor.is_inference() else tensor._version
+
+
+# A mask answers questions once for all layers of a forward, so the layers must share it: by the tensor that every
+# layer is given, a mask or the positions.
+_shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+Made = TypeVar("Made")
+
+
+def shared(tensor: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
+    """Return what belongs to a tensor of a forward and a key, such as a mask and its size; made once for all layers.
+
+    What is made must not hold the tensor or a view of it, since neither would then ever be freed.
+    """
+    if torch.compiler.is_compiling():
+        return make()
+    of_tensor: dict[Hashable, Made] = _shared.setdefault(tensor, {})
+    if key not in of_tensor:
+        of_tensor[key] = make()
+    return of_tensor[key]
+
+
+def forget(*given: Any) -> None:
+    """Forget what belongs to tensors, before a forward: they may have been written in place since the last one."""
+    for value in given:
+        if isinstance(value, Tensor):
+            _shared.pop(value, None)

@@ -192,10 +192,10 @@ def inspect_model(
     from hf_posenc.methods import RotaryBands
     from hf_posenc.model.discovery import NoRotaryError
     from hf_posenc.patch.patching import (
-        SEAMS,
         get_patch,
         inspect_positions,
         inspect_rope,
+        native_seams,
         patch_model,
     )
     from hf_posenc.patch.report import EffectiveTables
@@ -240,7 +240,7 @@ def inspect_model(
         for row in rows:
             grid.row(*row)
         console.print(to_rich(grid))
-        for note in (*positions.notes(), *advice_on(SEAMS, positions)):
+        for note in (*positions.notes(), *advice_on(native_seams(), positions)):
             console.print(note, markup=False)
     if in_force is not None and in_force.places:
         heading, *cells = in_force.places

@@ -18,20 +18,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc.attention.call import Call, Mask, RotatedKeys
+from hf_posenc.attention.call import Call, Mask, RotatedKeys, forget, shared
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent
-from hf_posenc.model.masks import (
-    HANDLE,
-    CausalMask,
-    WrittenMask,
-    described,
-    forget,
-    posenc_mask,
-    shared,
-)
+from hf_posenc.model.masks import HANDLE, CausalMask, WrittenMask, described, posenc_mask
 from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.repositioned import (
     ENGINE,

@@ -26,6 +26,7 @@ from hf_posenc.model.attention import KNOWN, LAYER, Layer, Recorded, catch_posit
 from hf_posenc.model.discovery import RotaryTable, layer_type
 from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary
+from hf_posenc.model.unwrapping import trial
 
 # Relative tolerances of a layer's queries and keys, and of the whole model's output.
 _TOLERANCES = {torch.float64: (1e-4, 5e-3), torch.float32: (1e-3, 5e-3)}
@@ -55,19 +56,6 @@ def _inputs(owner: Any, ids: Tensor) -> dict[str, Tensor]:
     """Return the tokens as arguments of a forward; a decoder behind an encoder gets them too."""
     both = {"input_ids": ids, "decoder_input_ids": ids}
     return both if getattr(owner.config, "is_encoder_decoder", False) else {"input_ids": ids}
-
-
-@contextlib.contextmanager
-def trial(model: nn.Module) -> Iterator[None]:
-    """Run in evaluation mode without gradients; every module's mode is restored."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def trial_tokens(model: Any) -> Tensor:

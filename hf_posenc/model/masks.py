@@ -10,13 +10,12 @@ import contextlib
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import masking_utils
 from transformers.masking_utils import (
     causal_mask_function,
@@ -247,32 +246,6 @@ class CausalMask(Mask):
 
     def runs(self, positions: Tensor) -> tuple[Run, ...] | None:
         return _unpadded(None, self.queries, self.keys)
-
-
-# A mask answers questions once for all layers of a forward, so the layers must share it: by the tensor that every
-# layer is given, a mask or the positions.
-_shared: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-Made = TypeVar("Made")
-
-
-def shared(tensor: Tensor, key: Hashable, make: Callable[[], Made]) -> Made:
-    """Return what belongs to a tensor of a forward and a key, such as a mask and its size; made once for all layers.
-
-    What is made must not hold the tensor or a view of it, since neither would then ever be freed.
-    """
-    if torch.compiler.is_compiling():
-        return make()
-    of_tensor: dict[Hashable, Made] = _shared.setdefault(tensor, {})
-    if key not in of_tensor:
-        of_tensor[key] = make()
-    return of_tensor[key]
-
-
-def forget(*given: Any) -> None:
-    """Forget what belongs to tensors, before a forward: they may have been written in place since the last one."""
-    for value in given:
-        if isinstance(value, Tensor):
-            _shared.pop(value, None)
 
 
 def _unpadded(padding: Tensor | None, queries: int, keys: int) -> tuple[Run, ...] | None:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.attention.call import shared
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import PosencError
 from hf_posenc.model.discovery import SinCosTable
-from hf_posenc.model.masks import shared
 from hf_posenc.model.rotary import RotaryWrapper
 
 ENGINE = "hf_posenc"

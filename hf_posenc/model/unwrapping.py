@@ -1,7 +1,11 @@
-"""The transformers model inside the wrappers that other libraries put around it."""
+"""The transformers model inside the wrappers that other libraries put around it, and its mode for a trial."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
+import torch
 from torch import nn
 
 from hf_posenc.errors import UnsupportedModelError
@@ -37,3 +41,16 @@ def unwrap(model: nn.Module, *, adapters: bool = True, sharding: bool = False) -
         if not isinstance(inner, nn.Module) or inner is model:
             return model
         model = inner
+
+
+@contextlib.contextmanager
+def trial(model: nn.Module) -> Iterator[None]:
+    """Run in evaluation mode without gradients; every module's mode is restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

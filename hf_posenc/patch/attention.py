@@ -31,7 +31,6 @@ from hf_posenc.model.calibration import (
     alone,
     calibrate,
     run,
-    trial,
     trial_tokens,
     verify,
 )
@@ -45,6 +44,7 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.parameters import PARAMETERS, MethodParameters
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import native_rotary
+from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.state import State, replace_modules
 from hf_posenc.seams.scores import give_positions, hand_over, search, take_back

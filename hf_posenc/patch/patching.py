@@ -31,14 +31,9 @@ from hf_posenc.patch.frequencies import install_rotary, install_sincos
 from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
-from hf_posenc.patch.silenced import SilencedTable
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
-from hf_posenc.seams.bias import BiasSeam
-from hf_posenc.seams.distances import DistanceSeam
 from hf_posenc.seams.inspection import Positions, inspect
 from hf_posenc.seams.native import NativeSeam, choose
-from hf_posenc.seams.scores import tables_in_place
-from hf_posenc.seams.tables import TableSeam
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
@@ -138,8 +133,15 @@ def _patch(
     return put_back
 
 
-SEAMS: tuple[type[NativeSeam], ...] = (TableSeam, BiasSeam, DistanceSeam, SilencedTable)
-"""The seams of models without rotary embedding."""
+def native_seams() -> tuple[type[NativeSeam], ...]:
+    """Return the seams of models without rotary embedding, in the order in which they are tried."""
+    # They import transformers.
+    from hf_posenc.patch.silenced import SilencedTable
+    from hf_posenc.seams.bias import BiasSeam
+    from hf_posenc.seams.distances import DistanceSeam
+    from hf_posenc.seams.tables import TableSeam
+
+    return TableSeam, BiasSeam, DistanceSeam, SilencedTable
 
 
 def _source(model: nn.Module, method: MethodLike) -> tuple[RotaryTable, ...] | NativeSeam:
@@ -163,7 +165,7 @@ def _source(model: nn.Module, method: MethodLike) -> tuple[RotaryTable, ...] | N
         if lack is None or without_weights or not all(one.for_rotary for one in methods):
             raise
         raise lack from None
-    return choose(SEAMS, model, positions, methods)
+    return choose(native_seams(), model, positions, methods)
 
 
 def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
@@ -383,6 +385,8 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
     Raises:
         UnsupportedModelError: A model without rotary embedding.
     """
+    from hf_posenc.seams.scores import tables_in_place  # imports transformers
+
     inner, state = unwrap(model), state_of(model)
     wrappers = {id(m.base): m for m in inner.modules() if isinstance(m, PosencRotary)}
     dropped = {

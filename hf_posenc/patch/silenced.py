@@ -19,7 +19,7 @@ from hf_posenc.errors import (
     VerificationError,
 )
 from hf_posenc.methods import Method, NoPE
-from hf_posenc.model.calibration import trial
+from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.attention import install_biases, owner_of
 from hf_posenc.patch.state import State
 from hf_posenc.seams import probes

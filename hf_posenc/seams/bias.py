@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from hf_posenc.attention.call import shared
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import ALiBi, Method
 from hf_posenc.methods.base import real
-from hf_posenc.model.calibration import TOKENS, run, trial, trial_tokens
+from hf_posenc.model.calibration import TOKENS, run, trial_tokens
 from hf_posenc.model.discovery import layer_index
-from hf_posenc.model.masks import shared
+from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.inspection import ALIBI, Positions, summary
 from hf_posenc.seams.native import NativeSeam, Undo

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import UnsupportedModelError, one_line
-from hf_posenc.model.calibration import trial
+from hf_posenc.model.unwrapping import trial
 
 TOKENS = 7
 """Length of the texts that a model is tried on: shorter than the windows of models built for tests."""

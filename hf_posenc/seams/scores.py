@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
+from hf_posenc.attention.call import shared
 from hf_posenc.errors import PosencError
 from hf_posenc.model.attention import LAYER, is_recording, posenc_attention, recording
 from hf_posenc.model.discovery import SinCosTable
-from hf_posenc.model.masks import shared
 from hf_posenc.model.repositioned import RepositionedTable
 
 _HIDDEN = -1e3

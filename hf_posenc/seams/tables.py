@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError, one_line
 from hf_posenc.methods import Method, Sinusoidal, TableMethod
-from hf_posenc.model.calibration import trial
+from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
 from hf_posenc.seams.native import NativeSeam, Undo

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_posenc.model.calibration import trial
+from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams.probes import TOKENS, forward, ordinary_tokens
 
 _aten = torch.ops.aten

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_posenc import UnsupportedModelError, get_patch, inspect_positions, patch_model
-from hf_posenc.patch.patching import SEAMS
+from hf_posenc.patch.patching import native_seams
 from hf_posenc.seams import inspection as kinds
 from hf_posenc.seams.native import advice_on
 from hf_posenc.seams.probes import TOKENS, absolute, relative
@@ -266,7 +266,7 @@ def test_a_model_that_rotates_is_told_its_methods(model_type: str, words: str) -
 def test_an_encoder_is_advised_no_causal_bias(model_type: str, reads_both: bool) -> None:
     positions = inspect_positions(build_text_model(model_type))
     assert positions.bidirectional == reads_both
-    longer, replaced = advice_on(SEAMS, positions)
+    longer, replaced = advice_on(native_seams(), positions)
     assert longer == "Methods for a learned table: interpolate, hierarchical, group, tile, stretch."
     assert "need training: nope, alibi" in replaced
     assert ("fire" in replaced) != reads_both

@@ -28,7 +28,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.methods import METHODS, Sinusoidal, TableMethod
-from hf_posenc.model.calibration import trial
+from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, inspect
 from hf_posenc.training import choose_parameters
