@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_posenc import PosencError, patch_model, unpatch_model
+from hf_posenc.attention import call as calls
 from hf_posenc.attention import engine, prefill
 from hf_posenc.model import masks
 from tests.support import zoo
@@ -343,7 +344,7 @@ def test_nothing_of_a_forward_stays(
     padding = torch.ones_like(ids)
     padding[:, :5] = 0
     written = torch.ones(1, 1, 70, 70, dtype=torch.bool).tril()
-    before = len(masks._shared)
+    before = len(calls._shared)
     for mask in (None, padding, written, torch.zeros(written.shape).masked_fill(~written, -1e30)):
         cache = callee(input_ids=ids, attention_mask=mask).past_key_values
         if mask is None:
@@ -351,5 +352,5 @@ def test_nothing_of_a_forward_stays(
     monkeypatch.setattr(masks, "DENSE", 0)
     callee(input_ids=ids, attention_mask=padding, use_cache=False)
     del mask, written  # which the model passes on
-    assert len(masks._shared) == before
+    assert len(calls._shared) == before
     assert not [mask for mask in masks._latest.values() if "_answers" in vars(mask)]
