@@ -87,9 +87,8 @@ class Source:
         return summary(self.places)
 
     def __str__(self) -> str:
-        return f"{with_article(self.kind)} {self.where}" + (
-            f" ({self.facts})" if self.facts else ""
-        )
+        facts = f"({self.facts})" if self.facts and self.where else self.facts
+        return " ".join(filter(None, (with_article(self.kind), self.where, facts)))
 
 
 @dataclass(frozen=True)
