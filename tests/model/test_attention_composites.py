@@ -83,7 +83,6 @@ def test_composite_models_are_as_before_with_a_window_longer_than_the_text(model
 
 REFUSED_COMPOSITES = {
     "ernie4_5_vl_moe": NOT_A_ROTATION,
-    "hunyuan_vl": NOT_A_ROTATION,
     "mistral_large4": SPARSE,
     "diffusion_gemma": "besides attention",
 }

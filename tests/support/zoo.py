@@ -278,7 +278,8 @@ def _required_inputs(config: Any, input_ids: Tensor) -> dict[str, Tensor]:
     if config.model_type == "dia":  # a token of every channel
         spoken = input_ids[..., None].expand(-1, -1, config.decoder_config.num_channels)
         return {"input_ids": input_ids, "decoder_input_ids": spoken}
-    if config.model_type in modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES:
+    speech = config.model_type in modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    if speech and config.is_encoder_decoder:
         sound = torch.randn(1, 4000, generator=torch.Generator().manual_seed(0))
         return {"input_values": sound.expand(batch, -1), "decoder_input_ids": input_ids}
     if config.is_encoder_decoder and config.model_type not in causal_lm_types():
