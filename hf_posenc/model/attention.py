@@ -23,7 +23,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent
-from hf_posenc.model.masks import HANDLE, CausalMask, WrittenMask, described, posenc_mask
+from hf_posenc.model.masks import HANDLE, CausalMask, WrittenMask, described, posenc_mask, visible
 from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.repositioned import (
     ENGINE,
@@ -83,7 +83,7 @@ def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | No
         mask, by_type = described(mask).arguments.get("attention_mask"), True
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
         return None
-    shown = mask != 0 if mask.dim() == 2 else WrittenMask.read(mask).visible.any(1).any(-2)
+    shown = mask != 0 if mask.dim() == 2 else visible(mask).any(1).any(-2)
     if not torch.compiler.is_compiling():
         present = int(seen) + queries
         if shown.shape[1] < present or bool(shown[:, :present].all()):
@@ -466,7 +466,7 @@ def _recorded(
     assert _calls is not None
     later = None
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype != HANDLE:
-        later = bool(WrittenMask.read(mask).visible.triu(1).any())
+        later = bool(visible(mask).triu(1).any())
     _calls.setdefault(module, []).append(Recorded(query.clone(), key.clone(), kwargs, later))
     groups = query.shape[1] // value.shape[1]
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None

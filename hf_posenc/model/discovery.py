@@ -24,10 +24,11 @@ from hf_posenc.rope import RopeSpec
 
 # Values of rope_type whose table is plain `theta ** (-2i/d)`, `proportional` with zeros at its end.
 UNSCALED = ("default", "proportional")
-_LENGTH_KEYS = (
+LENGTH_KEYS = (
     *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"),
     "seq_length",
 )
+"""Names that configs have for the context length, in tokens."""
 _EXACT = 2e-6  # two ways of evaluating theta ** (-2i/d) in float32
 _ROUNDED = 1e-2  # a table that was cast to bfloat16
 _TEXT = "text"  # among the modalities of a model
@@ -326,7 +327,7 @@ def original_length(table: RotaryTable, *, compose: bool) -> int:
     `max_position_embeddings`.
     """
     config = table.config
-    candidates = [getattr(config, key, None) for key in _LENGTH_KEYS]
+    candidates = [getattr(config, key, None) for key in LENGTH_KEYS]
     if not compose:
         key = "original_max_position_embeddings"
         candidates = [getattr(config, key, None), table.parameters.get(key), *candidates]
@@ -334,7 +335,7 @@ def original_length(table: RotaryTable, *, compose: bool) -> int:
         if isinstance(candidate, int) and candidate > 0:
             return candidate
     raise PosencError(
-        f"The config of {table.name} names no context length ({', '.join(_LENGTH_KEYS)}). "
+        f"The config of {table.name} names no context length ({', '.join(LENGTH_KEYS)}). "
         "Give original_max_position_embeddings=, the number of tokens that the model was trained on."
     )
 

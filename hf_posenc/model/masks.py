@@ -199,6 +199,11 @@ def _enclosed(function: Any, name: str) -> Any:
 # The masks of one attention call: from nothing, a tensor, or a handle.
 
 
+def visible(mask: Tensor) -> Tensor:
+    """Return the pairs that a mask shows, bool; those of an additive one are above half the least finite number."""
+    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
 @dataclass(frozen=True, eq=False)
 class WrittenMask(Mask):
     """A mask as a bool tensor, (batch or 1, heads or 1, queries, keys), and what it adds to visible scores (Doge)."""
@@ -211,8 +216,8 @@ class WrittenMask(Mask):
         """Read a bool mask, or an additive one, whose hidden pairs are the least finite number or less."""
         if mask.dtype == torch.bool:
             return cls(mask)
-        visible = mask > torch.finfo(mask.dtype).min / 2
-        return cls(visible, mask.masked_fill(~visible, 0.0))
+        shown = visible(mask)
+        return cls(shown, mask.masked_fill(~shown, 0.0))
 
     @classmethod
     def copied(cls, mask: Tensor) -> WrittenMask:

@@ -47,7 +47,7 @@ from hf_posenc.model.rotary import native_rotary
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.state import State, replace_modules
-from hf_posenc.seams.scores import give_positions, hand_over, search, take_back
+from hf_posenc.seams.handover import give_positions, hand_over, search, take_back
 
 
 def install_attention(

@@ -23,7 +23,7 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.rotary import PosencRotary, is_half_split
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, replace_modules
-from hf_posenc.seams.tables import TableEnd
+from hf_posenc.seams.held import TableEnd
 
 
 def install_rotary(model: nn.Module, state: State, tables: Tables, method: RopeScaling) -> None:

@@ -385,7 +385,7 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
     Raises:
         UnsupportedModelError: A model without rotary embedding.
     """
-    from hf_posenc.seams.scores import tables_in_place  # imports transformers
+    from hf_posenc.seams.handover import tables_in_place  # imports transformers
 
     inner, state = unwrap(model), state_of(model)
     wrappers = {id(m.base): m for m in inner.modules() if isinstance(m, PosencRotary)}

@@ -23,9 +23,9 @@ from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.attention import install_biases, owner_of
 from hf_posenc.patch.state import State
 from hf_posenc.seams import probes
+from hf_posenc.seams.held import InPlace, TableEnd, held
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
 from hf_posenc.seams.native import NativeSeam, Undo
-from hf_posenc.seams.tables import InPlace, TableEnd, held
 
 
 class Silenced(InPlace):

@@ -21,7 +21,8 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationErr
 from hf_posenc.methods import ALiBi, Method
 from hf_posenc.methods.base import real
 from hf_posenc.model.calibration import TOKENS, run, trial_tokens
-from hf_posenc.model.discovery import layer_index
+from hf_posenc.model.discovery import LENGTH_KEYS, layer_index
+from hf_posenc.model.masks import visible
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.inspection import ALIBI, Positions, summary
@@ -30,7 +31,6 @@ from hf_posenc.seams.traces import Argument, flattened, read_arguments
 
 Key = int | str
 _ROUNDED = 2**-7  # relative: a slope that was rounded to bfloat16 once or twice
-_LENGTHS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
 _OF_EFFECT = 0.02  # how far outputs may differ by the rounding of a model's own biases, as a share of their effect
 
 
@@ -90,7 +90,7 @@ class ExactBias:
             bias = bias[0]
             texts = value.shape[0] // len(self.slopes)  # in one axis with the heads
             return (bias.repeat(texts, 1, 1) if texts > 1 else bias).to(dtype)
-        shown = value > torch.finfo(value.dtype).min / 2
+        shown = visible(value)
         if self.place.adds:
             bias = bias + value
         return bias.to(dtype).where(shown, torch.finfo(dtype).min)
@@ -112,7 +112,7 @@ class ExactBias:
         place = torch.arange(keys, device=device)[None]
         if self.place.visible:
             value = values[self.place.key]
-            shown = value > torch.finfo(value.dtype).min / 2
+            shown = visible(value)
             place = shown.any(1).any(-2).long().cumsum(-1)
         distance = place.index_select(1, rows)[:, :, None] - place[:, None, :]
         slopes = real(torch.tensor(self.slopes, dtype=torch.float64)).to(device)
@@ -140,21 +140,17 @@ class WholeMask:
         elif mask.dim() == 2:
             seen = nn.functional.pad(mask, (0, max(0, keys - mask.shape[1]))).bool()
         elif mask.dim() == 4 and _is_causal(mask, rows):
-            seen = _shown(mask).any(1).any(-2)
+            seen = visible(mask).any(1).any(-2)
         else:
             return None
         return (), {**values, "attention_mask": seen.long()}
-
-
-def _shown(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _is_causal(mask: Tensor, rows: Tensor) -> bool:
     """Return whether queries see all tokens before them, so that the tokens alone give the mask."""
     if torch.compiler.is_compiling():
         return True
-    shown = _shown(mask)
+    shown = visible(mask)
     causal = torch.arange(mask.shape[-1], device=mask.device) <= rows[:, None]
     return bool((shown == shown.any(1, True).any(-2, True) & causal).all())
 
@@ -282,7 +278,7 @@ def _length(config: Any, width: int) -> int | None:
     """Return the trained length: the width of biases that are made for all texts at once, or what the config names."""
     if width > 2 * TOKENS:
         return width
-    named = (getattr(config, key, None) for key in _LENGTHS)
+    named = (getattr(config, key, None) for key in LENGTH_KEYS)
     return next((value for value in named if isinstance(value, int)), None)
 
 

@@ -1,4 +1,4 @@
-"""Where a live model gets positions from, found by experiment, and the certificate that no place is missing.
+"""The places where positions enter a live model, found by experiment, and the certificate that none is missing.
 
 Every place that is found is silenced, which leaves it without positions, and the experiments of `probes` are run again.
 The certificate is what is left: zero, up to rounding, means that all places are known.
@@ -120,7 +120,7 @@ class Positions:
 
     @property
     def hidden(self) -> tuple[Source, ...]:
-        """What still reads order and is neither a recurrence, a convolution, nor a function of `position_ids`."""
+        """The unnamed part of `rest`: no recurrence, no convolution and no function of `position_ids`."""
         named = (RECURRENCE, CONVOLUTION, SCALING)
         return tuple(source for source in self.rest if source.kind not in named)
 

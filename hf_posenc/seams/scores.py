@@ -9,23 +9,18 @@ An operation that is not known here gets real scores or weights: slower, and as 
 
 from __future__ import annotations
 
-import contextlib
-import inspect
-import itertools
-import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.overrides import TorchFunctionMode
 
 from hf_posenc.attention.call import shared
 from hf_posenc.errors import PosencError
-from hf_posenc.model.attention import LAYER, is_recording, posenc_attention, recording
-from hf_posenc.model.discovery import SinCosTable
+from hf_posenc.model.attention import LAYER, is_recording, posenc_attention
+from hf_posenc.model.masks import visible
 from hf_posenc.model.repositioned import RepositionedTable
 
 _HIDDEN = -1e3
@@ -55,7 +50,7 @@ class _Product:
         dropout: Probability of leaving out a weight.
     """
 
-    scope: _Scope
+    scope: Scope
     path: tuple[nn.Module, ...]
     query: Tensor
     key: Tensor
@@ -86,8 +81,8 @@ class _Product:
         """Return all that was added or hidden as one mask of four dimensions: bool, or additive."""
         queries, keys = self.size[-2:]
         parts = [(self._wide(each), own) for each, own in self.added]
-        visible = [~self._wide(each) for each in self.hidden]
-        if len(parts) == 1 and not visible:
+        masks = [~self._wide(each) for each in self.hidden]
+        if len(parts) == 1 and not masks:
             mask, factor = parts[0]
             whole = factor == 1.0 and mask.shape[-2:] == (queries, keys)
             if id(mask) not in self.scope.arguments:  # a parameter, say, whose numbers may change
@@ -96,7 +91,7 @@ class _Product:
                 return mask  # the very tensor that other layers add
             question = ("scaled", factor, queries)
             return shared(mask, question, lambda: _joined(parts, [], queries, keys))
-        return _joined(parts, visible, queries, keys)
+        return _joined(parts, masks, queries, keys)
 
     def _wide(self, noted: Tensor) -> Tensor:
         if noted.dim() == 4:
@@ -150,16 +145,16 @@ def _reshaped(noted: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
 
 
 def _joined(
-    parts: Sequence[tuple[Tensor, float]], visible: Sequence[Tensor], queries: int, keys: int
+    parts: Sequence[tuple[Tensor, float]], masks: Sequence[Tensor], queries: int, keys: int
 ) -> Tensor:
     """Return one mask of several that are added, each with a factor, and of bool ones."""
     seen, total = torch.ones((), dtype=torch.bool), torch.zeros(())
-    if some := [*(each for each, _ in parts), *visible]:
+    if some := [*(each for each, _ in parts), *masks]:
         seen, total = seen.to(some[0].device), total.to(some[0].device)
-    for each in visible:
+    for each in masks:
         seen = seen & each
     for each, factor in parts:
-        shown = _visible(each)
+        shown = visible(each)
         seen, total = seen & shown, total + each.masked_fill(~shown, 0.0) * factor
     mask = seen
     if parts:
@@ -169,11 +164,7 @@ def _joined(
     return mask.expand(*mask.shape[:2], queries, keys)
 
 
-def _visible(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
-class _Lazy(Tensor):
+class LazyTensor(Tensor):
     """A tensor that is computed when an operation needs its numbers."""
 
     product: _Product
@@ -234,7 +225,7 @@ class _Lazy(Tensor):
         return self.like(self.product, dtype=target)
 
 
-class Scores(_Lazy):
+class Scores(LazyTensor):
     """Scores that are not computed: shape (batch, heads, queries, keys) or (batch * heads, queries, keys)."""
 
     def computed(self, reason: str) -> Tensor:
@@ -280,7 +271,7 @@ class Scores(_Lazy):
             return self
         if (
             not isinstance(other, Tensor)
-            or isinstance(other, _Lazy)
+            or isinstance(other, LazyTensor)
             or not other.is_floating_point()
         ):
             return NotImplemented
@@ -300,7 +291,7 @@ class Scores(_Lazy):
         return self.like(replace(self.product, hidden=every))
 
 
-class Weights(_Lazy):
+class Weights(LazyTensor):
     """The softmax of scores, which is not computed."""
 
     found: Tensor | None = None
@@ -334,7 +325,7 @@ class Weights(_Lazy):
             value, (batch, heads) = args[0], self.product.lead or (0, 0)
             fits = {(batch, heads), (batch, 1)} if value.dim() == 4 else {(batch * heads,)}
             if (
-                isinstance(value, _Lazy)
+                isinstance(value, LazyTensor)
                 or value.dim() != self.dim()
                 or value.shape[:-2] not in fits
             ):
@@ -356,7 +347,7 @@ def _number(value: Any) -> float | None:
     """Return a number, also that of a tensor with one element that is not trained; `None` for anything else."""
     if isinstance(value, int | float):
         return float(value)
-    single = isinstance(value, Tensor) and not isinstance(value, _Lazy) and value.numel() == 1
+    single = isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.numel() == 1
     return float(value) if single and not value.requires_grad else None
 
 
@@ -364,18 +355,20 @@ def _applied(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Apply an operation to scores or weights: by its rule, or to their numbers."""
     plain = func.__name__.strip("_")
     name, given = _NAMES.get(plain, plain), list(args)
-    if name == "where" and not isinstance(args[0], _Lazy):  # torch.where(condition, scores, other)
+    if name == "where" and not isinstance(
+        args[0], LazyTensor
+    ):  # torch.where(condition, scores, other)
         given[:2] = args[1::-1]
-    elif name in ("add", "mul") and not isinstance(args[0], _Lazy):
+    elif name in ("add", "mul") and not isinstance(args[0], LazyTensor):
         given.reverse()
     first = given[0] if given else kwargs.get("input")
     result = NotImplemented
-    if isinstance(first, _Lazy):
+    if isinstance(first, LazyTensor):
         options = {key: value for key, value in kwargs.items() if key != "input"}
         result = first.rule(name, given[1:], options)
     writes = func.__name__ in _IN_PLACE or (func.__name__[-1] == "_" and func.__name__[0] != "_")
     if result is not NotImplemented:
-        if writes and isinstance(first, _Lazy):
+        if writes and isinstance(first, LazyTensor):
             first.product = result.product
             return first
         return result
@@ -384,12 +377,12 @@ def _applied(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             f"{func.__name__} writes into attention scores in a way that hf_posenc cannot follow."
         )
 
-    outline = plain in _OUTLINE and (plain.endswith("like") or not isinstance(first, _Lazy))
+    outline = plain in _OUTLINE and (plain.endswith("like") or not isinstance(first, LazyTensor))
 
     def real(value: Any) -> Any:
-        if isinstance(value, _Lazy) and outline:
+        if isinstance(value, LazyTensor) and outline:
             return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
-        if isinstance(value, _Lazy):
+        if isinstance(value, LazyTensor):
             return value.computed(func.__name__)
         return type(value)(map(real, value)) if type(value) in (list, tuple) else value
 
@@ -406,7 +399,7 @@ _IN_PLACE = frozenset(("__iadd__", "__isub__", "__imul__", "__idiv__", "__itrued
 # The forward of a module, while its products are noted
 
 
-class _Scope(TorchFunctionMode):
+class Scope(TorchFunctionMode):
     """Notes products of queries and keys while one module runs."""
 
     bidirectional = False
@@ -426,8 +419,8 @@ class _Scope(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(each, _Lazy) for each in (*args, *kwargs.values())):
-            return _Lazy.__torch_function__(func, kinds, args, kwargs)
+        if any(isinstance(each, LazyTensor) for each in (*args, *kwargs.values())):
+            return LazyTensor.__torch_function__(func, kinds, args, kwargs)
         if func is nn.functional.embedding and self.embedding is not None:
             return self.embedding.embedded(args[0])
         name = func.__name__.strip("_")
@@ -477,7 +470,7 @@ class _Scope(TorchFunctionMode):
     def seen(self, module: nn.Module, mask: Tensor) -> Tensor:
         """Receive the mask of a call of the attention function, which is returned."""
         if self.counts_padding and shared(
-            mask, "padded", lambda: bool((~_visible(mask)[..., 0].any(-1)).any())
+            mask, "padded", lambda: bool((~visible(mask)[..., 0].any(-1)).any())
         ):
             raise PosencError(
                 f"{type(module).__name__} gets no positions, so that padding before a text counts as tokens. Pad after "
@@ -493,157 +486,3 @@ class _Scope(TorchFunctionMode):
                 f"{type(self.module).__name__} applies {operation} to its attention scores, which hf_posenc cannot "
                 "follow while a method that computes attention itself is in force."
             )
-
-
-class _Search(_Scope):
-    """Finds the modules of a model that hand attention over, and those that show later keys to a query."""
-
-    def __init__(self) -> None:
-        super().__init__(None, None, weights=False)
-        self.running: list[nn.Module] = []
-        self.operations: dict[str, None] = {}
-        self.both_directions: list[nn.Module] = []
-
-    def path(self) -> tuple[nn.Module, ...]:
-        return tuple(self.running)
-
-    def seen(self, module: nn.Module, mask: Tensor) -> Tensor:
-        if bool(_visible(mask).triu(1).any()):
-            self.both_directions.append(module)
-        return mask
-
-    def refuse(self, operation: str) -> None:
-        self.operations[operation] = None
-
-
-@dataclass(frozen=True)
-class Found:
-    """The attention modules that `search` found, those of them that are not causal, and operations that are unknown."""
-
-    modules: tuple[nn.Module, ...]
-    both_directions: tuple[nn.Module, ...]
-    operations: tuple[str, ...]
-
-
-def search(owner: nn.Module, forward: Callable[[], object]) -> Found:
-    """Run a forward over a few tokens, and return the modules that compute attention in code of their own."""
-    scope = _Search()
-
-    def enter(module: nn.Module, args: Any) -> None:
-        scope.running.append(module)
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        scope.running.pop()
-
-    with contextlib.ExitStack() as stack:
-        for module in owner.modules():
-            stack.callback(module.register_forward_pre_hook(enter).remove)
-            stack.callback(module.register_forward_hook(leave).remove)
-        calls = stack.enter_context(recording())
-        stack.enter_context(scope)
-        forward()
-    return Found(tuple(calls), tuple(scope.both_directions), tuple(scope.operations))
-
-
-class HandedOver:
-    """The forward of a module whose attention is handed to `posenc_attention`, or which reads a table by position.
-
-    It is an attribute of the module, so that it survives a copy, and is not traced by `torch.compile`.
-
-    Attributes:
-        bidirectional: True if queries see later keys.
-        table: The sin-cos table that the module holds.
-        embedding: The table of the embedding that rotates the module's queries and keys outside of it.
-    """
-
-    def __init__(self, module: nn.Module, *, bidirectional: bool = False) -> None:
-        self.module, self.bidirectional = module, bidirectional
-        self.earlier = vars(module).get("forward")  # of accelerate, say
-        names = inspect.signature(type(module).forward).parameters
-        self.names = tuple(itertools.islice(names, 1, None))
-        self.table: RepositionedTable | None = None
-        self.embedding: RepositionedTable | None = None
-
-    @_disable_dynamo
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        positions = given.get("position_ids")
-        if positions is None and self.embedding is not None:
-            positions = self.embedding.latest
-        scope = _Scope(self.module, positions, weights=bool(given.get("output_attentions")))
-        scope.bidirectional, scope.counts_padding = self.bidirectional, self.embedding is not None
-        scope.arguments = {id(each) for each in given.values() if isinstance(each, Tensor)}
-        with contextlib.ExitStack() as stack:
-            if self.table is not None and isinstance(self.module, nn.Embedding):
-                scope.embedding = self.table
-            elif self.table is not None:
-                stack.enter_context(self.table.in_place(positions))
-            stack.enter_context(scope)
-            if self.earlier is not None:
-                output = self.earlier(*args, **kwargs)
-            else:
-                output = type(self.module).forward(self.module, *args, **kwargs)
-        output = _settled(output, weights=scope.weights)
-        if not scope.attended:
-            scope.refuse("operations that are unknown")
-        return output
-
-
-def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | None:
-    """Return a table that modules which are handed over read from now on; `None` if it is not theirs.
-
-    It is a buffer of one of them, or an embedding whose rows they get.
-    """
-    repositioned, module = RepositionedTable(table, [table.label]), table.module
-    handed = [vars(each).get("forward") for each in model.modules()]
-    forwards = [each for each in handed if isinstance(each, HandedOver)]
-    if isinstance(module, nn.Embedding):
-        for each in forwards:
-            each.embedding = repositioned
-        forwards = [HandedOver(module)]
-        vars(module)["forward"] = forwards[0]
-    own = [each for each in forwards if each.module is module]
-    for each in own:
-        each.table = repositioned
-    return repositioned if own else None
-
-
-def _settled(output: Any, *, weights: bool) -> Any:
-    """Return the output of a module with real tensors, and `None` for weights that are not requested."""
-    if isinstance(output, Weights) and not weights:
-        return None
-    if isinstance(output, _Lazy):
-        return output.computed("a return of them")
-    if type(output) in (list, tuple):
-        return type(output)(_settled(each, weights=weights) for each in output)
-    return output
-
-
-def hand_over(found: Found) -> None:
-    """Replace the forward of attention modules, until `take_back`."""
-    for module in found.modules:
-        both = module in found.both_directions
-        vars(module)["forward"] = HandedOver(module, bidirectional=both)
-
-
-def take_back(model: nn.Module) -> None:
-    """Restore the forward of every module."""
-    for module in model.modules():
-        for name in ("forward", "_old_forward"):  # accelerate's hooks hold the one from before
-            forward = vars(module).get(name)
-            if isinstance(forward, HandedOver):
-                del vars(module)[name]
-                if forward.earlier is not None:
-                    vars(module)[name] = forward.earlier
-                elif name != "forward":
-                    vars(module)[name] = types.MethodType(type(module).forward, module)
-
-
-def tables_in_place(model: nn.Module) -> dict[int, RepositionedTable]:
-    """Return the sin-cos tables that are given other positions, by `id` of the module that holds them."""
-    forwards = {id(module): vars(module).get("forward") for module in model.modules()}
-    return {
-        key: forward.table
-        for key, forward in forwards.items()
-        if isinstance(forward, HandedOver) and forward.table is not None
-    }

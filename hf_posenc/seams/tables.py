@@ -11,18 +11,18 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError, one_line
 from hf_posenc.methods import Method, Sinusoidal, TableMethod
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
+from hf_posenc.seams.held import Held, InPlace, TableEnd, held, length_of, tokens_of_rows
 from hf_posenc.seams.inspection import LEARNED, SINUSOIDAL, Positions
 from hf_posenc.seams.native import NativeSeam, Undo
 
@@ -34,46 +34,6 @@ _FORMULA = 1e-3  # a table of sines in float32, whose angles were float32 too; 1
 _ROUNDED = 2e-2
 
 
-# Tensors at the places that hold them
-
-
-@dataclass(eq=False)
-class Held:
-    """A tensor at every module that holds it, by the very same object."""
-
-    places: tuple[tuple[nn.Module, str], ...]
-
-    def tensor(self) -> Tensor:
-        """Return the tensor in force."""
-        module, name = self.places[0]
-        tensor: Tensor = getattr(module, name)
-        return tensor
-
-    def swap(self, tensor: Tensor) -> None:
-        """Replace the tensor; device and dtype stay, and so does whether it is a parameter."""
-        old = self.tensor()
-        new = tensor.to(old.device, old.dtype)
-        if isinstance(old, nn.Parameter) and not isinstance(new, nn.Parameter):
-            new = nn.Parameter(new, requires_grad=old.requires_grad)
-        for module, name in self.places:
-            setattr(module, name, new)
-
-
-def held(model: nn.Module, path: str) -> Held:
-    """Return a tensor of a model, by its path, at every module that holds it."""
-    outer, _, name = path.rpartition(".")
-    tensor = getattr(model.get_submodule(outer), name)
-    return Held(
-        tuple(
-            (module, key)
-            for module in model.modules()
-            for own in (module._parameters, module._buffers)
-            for key, value in own.items()
-            if value is tensor
-        )
-    )
-
-
 @dataclass(frozen=True)
 class Table:
     """A table of positions: the path of its tensor, the row of position 0, and whether rows are a formula."""
@@ -82,109 +42,6 @@ class Table:
     start: int
     positions: int
     formula: bool
-
-
-# Texts
-
-
-def _length(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the tokens of a forward, padding included, and those in its cache; `None` if it gets no text."""
-    values = (kwargs.get("input_ids"), *args[:1], kwargs.get("inputs_embeds"))
-    given = next((value for value in values if isinstance(value, Tensor)), None)
-    if given is None or given.dim() < 2:
-        return None
-    count = getattr(kwargs.get("past_key_values"), "get_seq_length", None)
-    return given.shape[1], int(count()) if count is not None else 0
-
-
-@dataclass(frozen=True)
-class TableEnd:
-    """A hook in front of a forward that refuses more tokens than its tables have positions for."""
-
-    positions: int
-    silenced: bool = False
-
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or (length := _length(args, kwargs)) is None:
-            return
-        tokens = _longest(sum(length), kwargs.get("attention_mask"))
-        if tokens > self.positions:
-            way = f"Patch it with a target_length of at least {tokens:,}."
-            if self.silenced:
-                way = (
-                    "They are silenced, and still as long as they were: shorten the text, or lengthen the table first "
-                    "(interpolate, ...), save the model, load it and patch it then."
-                )
-            raise PosencError(
-                f"{tokens:,} tokens: the patched tables of {type(model).__name__} have {self.positions:,} positions. "
-                f"{way}"
-            )
-
-
-def _longest(tokens: int, mask: Any) -> int:
-    """Return the tokens of the longest text of a padded batch, at most `tokens`."""
-    rows = _rows_of(mask)
-    return tokens if rows is None else min(tokens, max(rows))
-
-
-def _rows_of(mask: Any) -> list[int] | None:
-    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.is_floating_point():
-        return None
-    rows: list[int] = mask.ne(0).sum(1).tolist()
-    return rows or None
-
-
-@dataclass(eq=False)
-class InPlace:
-    """Hooks around a forward that show another tensor in place of a table, which itself stays.
-
-    Attributes:
-        table: The table.
-        start: Its row of position 0.
-    """
-
-    table: Held
-    start: int
-    _made: Tensor | None = field(default=None, init=False, repr=False)
-    _version: tuple[Any, ...] = field(default=(), init=False, repr=False)
-    _original: Tensor | None = field(
-        default=None, init=False, repr=False
-    )  # while another one is shown
-
-    def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Call `show`, if the forward is to read another tensor."""
-        raise NotImplementedError
-
-    def after(self, model: nn.Module, args: Any, output: Any) -> None:
-        """Show the original table again."""
-        for module, name in self.table.places:
-            vars(module).pop(name, None)
-            if self._original is not None and name in module._buffers:
-                module._buffers[name] = (
-                    self._original
-                )  # the forward may have put a copy of the other one there
-        self._original = None
-
-    def around(self, owner: nn.Module) -> list[RemovableHandle]:
-        """Register the hooks around a module's forward."""
-        return [
-            owner.register_forward_pre_hook(self.before, with_kwargs=True),
-            owner.register_forward_hook(self.after, always_call=True),
-        ]
-
-    def show(self, tensor: Tensor) -> None:
-        """Put a tensor in front of the parameter or buffer, until the end of the forward."""
-        self._original = self.table.tensor()
-        for module, name in self.table.places:
-            vars(module)[name] = tensor
-
-    def made(self, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what is made of the table; the last one if the table has not changed."""
-        table = self.table.tensor()
-        version = (id(table), table._version, table.dtype, table.device)
-        if self._made is None or self._version != version:
-            self._made, self._version = make(table.detach()), version
-        return self._made
 
 
 @dataclass(eq=False)
@@ -201,7 +58,7 @@ class ByRequest(InPlace):
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Put the longer table in place; raise for texts on both sides of the trained length."""
         self.after(model, args, None)  # a forward that was interrupted may have left it
-        length = _length(args, kwargs)
+        length = length_of(args, kwargs)
         if length is None or sum(length) <= self.trained:
             return
         (new, past), trained = length, self.trained
@@ -211,7 +68,7 @@ class ByRequest(InPlace):
                 f"the original table: {past:,} tokens are in the cache and {new:,} follow. Run it again without the "
                 "cache, or patch with update='static'."
             )
-        rows = _rows_of(kwargs.get("attention_mask"))
+        rows = tokens_of_rows(kwargs.get("attention_mask"))
         if rows is not None and min(rows) <= trained:
             raise PosencError(
                 f"A batch with texts on both sides of {trained:,} tokens, or padded past it, has no table with "

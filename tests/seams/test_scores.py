@@ -28,7 +28,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.evaluation.scoring.positions import position_limit
 from hf_posenc.methods import LogN, ReRoPE, YaRN
 from hf_posenc.model.attention import LAYER, Layer
-from hf_posenc.seams.scores import hand_over, search, take_back
+from hf_posenc.seams.handover import hand_over, search, take_back
 from tests.support import attention_references as naive
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, randomise

@@ -202,7 +202,7 @@ def bench(
 ) -> BenchResult:
     """Measure methods against each other: perplexity, retrieval, speed and memory.
 
-    The model is patched and unpatched for every method, and unchanged at the end.
+    Each method is patched in and undone, so the model is unchanged at the end.
 
     Args:
         model: A causal language model of transformers.

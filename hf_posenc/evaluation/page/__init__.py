@@ -369,7 +369,10 @@ def _percent(share: float, mark: str = "aside") -> Span:
 def _heats(
     methods: Sequence[tuple[Source, str]], names: Sequence[str], task: str
 ) -> tuple[str, list[Grid]]:
-    """The quantity that is drawn, and a map for every method of a task with depths: ranks, if no answer is right."""
+    """Return the quantity of the heat maps, and one map for each method of a task with depths.
+
+    The quantity is the rank of the answer if no answer is right.
+    """
     cells = {
         (name, cell["depth"], cell["length"]): cell
         for name, (source, label) in zip(names, methods, strict=True)

@@ -316,7 +316,7 @@ def measure_perplexity(
 ) -> PerplexityResult:
     """Measure methods against each other on the same tokens.
 
-    The model is patched and unpatched for every method, and unchanged at the end.
+    Each method is patched in and undone, so the model is unchanged at the end.
 
     Args:
         model: A causal language model of transformers.

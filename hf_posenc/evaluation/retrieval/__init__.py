@@ -186,7 +186,7 @@ def measure_retrieval(
 ) -> RetrievalResult:
     """Measure what methods find in long prompts, all in the same ones.
 
-    The model is patched and unpatched for every method, and unchanged at the end.
+    Each method is patched in and undone, so the model is unchanged at the end.
 
     Args:
         model: A causal language model of transformers.

@@ -15,7 +15,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_device, input_embeddings
 from hf_posenc.model.discovery import SinCosTable, tables_of
 from hf_posenc.model.unwrapping import unwrap
-from hf_posenc.seams.scores import tables_in_place
+from hf_posenc.seams.handover import tables_in_place
 
 _TOKENS = 4  # of the forward that shows which embeddings are read by position
 

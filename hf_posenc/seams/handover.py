@@ -1,0 +1,174 @@
+"""Modules that compute attention in code of their own: found by trial, and handed to the attention function."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from hf_posenc.model.attention import recording
+from hf_posenc.model.discovery import SinCosTable
+from hf_posenc.model.masks import visible
+from hf_posenc.model.repositioned import RepositionedTable
+from hf_posenc.seams.scores import LazyTensor, Scope, Weights
+
+
+class _Search(Scope):
+    """Finds the modules of a model that hand attention over, and those that show later keys to a query."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, weights=False)
+        self.running: list[nn.Module] = []
+        self.operations: dict[str, None] = {}
+        self.both_directions: list[nn.Module] = []
+
+    def path(self) -> tuple[nn.Module, ...]:
+        return tuple(self.running)
+
+    def seen(self, module: nn.Module, mask: Tensor) -> Tensor:
+        if bool(visible(mask).triu(1).any()):
+            self.both_directions.append(module)
+        return mask
+
+    def refuse(self, operation: str) -> None:
+        self.operations[operation] = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """The attention modules that `search` found, those of them that are not causal, and operations that are unknown."""
+
+    modules: tuple[nn.Module, ...]
+    both_directions: tuple[nn.Module, ...]
+    operations: tuple[str, ...]
+
+
+def search(owner: nn.Module, forward: Callable[[], object]) -> Found:
+    """Run a forward over a few tokens, and return the modules that compute attention in code of their own."""
+    scope = _Search()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        scope.running.append(module)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        scope.running.pop()
+
+    with contextlib.ExitStack() as stack:
+        for module in owner.modules():
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
+        calls = stack.enter_context(recording())
+        stack.enter_context(scope)
+        forward()
+    return Found(tuple(calls), tuple(scope.both_directions), tuple(scope.operations))
+
+
+class HandedOver:
+    """The forward of a module whose attention is handed to `posenc_attention`, or which reads a table by position.
+
+    It is an attribute of the module, so that it survives a copy, and is not traced by `torch.compile`.
+
+    Attributes:
+        bidirectional: True if queries see later keys.
+        table: The sin-cos table that the module holds.
+        embedding: The table of the embedding that rotates the module's queries and keys outside of it.
+    """
+
+    def __init__(self, module: nn.Module, *, bidirectional: bool = False) -> None:
+        self.module, self.bidirectional = module, bidirectional
+        self.earlier = vars(module).get("forward")  # of accelerate, say
+        names = inspect.signature(type(module).forward).parameters
+        self.names = tuple(itertools.islice(names, 1, None))
+        self.table: RepositionedTable | None = None
+        self.embedding: RepositionedTable | None = None
+
+    @_disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        positions = given.get("position_ids")
+        if positions is None and self.embedding is not None:
+            positions = self.embedding.latest
+        scope = Scope(self.module, positions, weights=bool(given.get("output_attentions")))
+        scope.bidirectional, scope.counts_padding = self.bidirectional, self.embedding is not None
+        scope.arguments = {id(each) for each in given.values() if isinstance(each, Tensor)}
+        with contextlib.ExitStack() as stack:
+            if self.table is not None and isinstance(self.module, nn.Embedding):
+                scope.embedding = self.table
+            elif self.table is not None:
+                stack.enter_context(self.table.in_place(positions))
+            stack.enter_context(scope)
+            if self.earlier is not None:
+                output = self.earlier(*args, **kwargs)
+            else:
+                output = type(self.module).forward(self.module, *args, **kwargs)
+        output = _settled(output, weights=scope.weights)
+        if not scope.attended:
+            scope.refuse("operations that are unknown")
+        return output
+
+
+def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | None:
+    """Return a table that modules which are handed over read from now on; `None` if it is not theirs.
+
+    It is a buffer of one of them, or an embedding whose rows they get.
+    """
+    repositioned, module = RepositionedTable(table, [table.label]), table.module
+    handed = [vars(each).get("forward") for each in model.modules()]
+    forwards = [each for each in handed if isinstance(each, HandedOver)]
+    if isinstance(module, nn.Embedding):
+        for each in forwards:
+            each.embedding = repositioned
+        forwards = [HandedOver(module)]
+        vars(module)["forward"] = forwards[0]
+    own = [each for each in forwards if each.module is module]
+    for each in own:
+        each.table = repositioned
+    return repositioned if own else None
+
+
+def _settled(output: Any, *, weights: bool) -> Any:
+    """Return the output of a module with real tensors, and `None` for weights that are not requested."""
+    if isinstance(output, Weights) and not weights:
+        return None
+    if isinstance(output, LazyTensor):
+        return output.computed("a return of them")
+    if type(output) in (list, tuple):
+        return type(output)(_settled(each, weights=weights) for each in output)
+    return output
+
+
+def hand_over(found: Found) -> None:
+    """Replace the forward of attention modules, until `take_back`."""
+    for module in found.modules:
+        both = module in found.both_directions
+        vars(module)["forward"] = HandedOver(module, bidirectional=both)
+
+
+def take_back(model: nn.Module) -> None:
+    """Restore the forward of every module."""
+    for module in model.modules():
+        for name in ("forward", "_old_forward"):  # accelerate's hooks hold the one from before
+            forward = vars(module).get(name)
+            if isinstance(forward, HandedOver):
+                del vars(module)[name]
+                if forward.earlier is not None:
+                    vars(module)[name] = forward.earlier
+                elif name != "forward":
+                    vars(module)[name] = types.MethodType(type(module).forward, module)
+
+
+def tables_in_place(model: nn.Module) -> dict[int, RepositionedTable]:
+    """Return the sin-cos tables that are given other positions, by `id` of the module that holds them."""
+    forwards = {id(module): vars(module).get("forward") for module in model.modules()}
+    return {
+        key: forward.table
+        for key, forward in forwards.items()
+        if isinstance(forward, HandedOver) and forward.table is not None
+    }
