@@ -25,6 +25,7 @@ LOCAL = "only sliding layers rotate"
 REASONS = {
     "sparse indexer": r"chooses the keys of a query by a",
     "attention in its own code": r"(rotates and attends|computes attention) in (its own code|code of its own)",
+    "a factor on the queries": r"scales its queries already",
     "not runnable on tokens alone": r"cannot be run on a few tokens alone",
     "unknown rotation": r"is not a rotation in a known layout",
     "encoder beside a decoder": r"in both directions, or another one, in a model that has a decoder",

@@ -38,11 +38,13 @@ from hf_posenc.methods import (
     RopeScaling,
     RotaryBands,
     Shaw,
+    Temperature,
     TransformerXL,
     XPos,
     YaRN,
     get_method,
 )
+from hf_posenc.methods.temperature import LAWS
 from hf_posenc.rope import RopeSpec
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "methods"
@@ -216,6 +218,21 @@ def log_n(figure: Figure) -> None:
     panel.legend(frameon=False, fontsize=7.5)
 
 
+def temperature(figure: Figure) -> None:
+    """Plot the factor of every law for an original context of 4,096; `constant` is a horizontal line."""
+    m = torch.arange(0, 65_536, 64)
+    panel = figure.subplots()
+    for index, law in enumerate(law for law in LAWS if law not in ("constant", "llama4")):
+        method = Temperature(law=law)
+        factor = method.query_factor(m, 4096)
+        for start in method.parameters_for(1, 1, 64, 4096).values():
+            factor = factor * start[0]
+        label = "llama4, ministral" if law == "ministral" else law
+        panel.plot(m, factor, color=COLOURS[index], label=label)
+    panel.set(xlabel="query m", ylabel="factor on the query")
+    panel.legend(frameon=False, fontsize=7.5)
+
+
 def frequencies(figure: Figure) -> None:
     """Plot the divisor of each pair's frequency at a scale of 8, by static method; equal lines once."""
     rope, panel = RopeSpec(128, 1e4, 4096), figure.subplots()
@@ -350,7 +367,9 @@ PICTURES: dict[str, Draw] = {
     "frequencies": frequencies,
     **{name: partial(bands, name=name) for name in MAPS},
     **{m.name: partial(biases, name=m.name) for m in METHODS if issubclass(m, DistanceBias)},
-    **{f.__name__: f for f in (log_n, t5, fire, shaw, transformer_xl, xpos, rope_bias)},
+    **{
+        f.__name__: f for f in (log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
+    },
     **{f.__name__: f for f in (layouts, wavelengths, dials)},
 }
 SIZES = {

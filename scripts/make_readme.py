@@ -110,15 +110,20 @@ def _tuned(kind: type[TuningResult]) -> str:
 
 
 def methods() -> str:
-    """A row per method, by kind: what it computes, what it needs, where it was published."""
+    """A row per kind: what it changes, and its methods, those apart that need training."""
     rows = []
     for title, group in kinds().items():
         kind, _, meaning = title.partition(": ")
-        rows.append([f"**{kind}**", f"*{meaning}*", "", ""])
-        for m in group:
-            names = ", ".join(f"`{name}`" for name in (m.name, *m.aliases))
-            rows.append([names, m.summary, m.needs, m.source])
-    return markdown_table(["method", "what it does", "needs", "source"], rows)
+        untrained, trained = (
+            ", ".join(
+                f"[`{m.name}`](docs/methods.md#{m.name})"
+                for m in group
+                if m.needs.startswith("nothing") is untrained
+            )
+            for untrained in (True, False)
+        )
+        rows.append([f"**{kind}**: {meaning}", untrained, trained])
+    return markdown_table(["kind", "usable as they are", "after training"], rows)
 
 
 def index() -> str:

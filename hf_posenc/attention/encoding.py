@@ -42,6 +42,7 @@ class Encoding:
         method: The method that moves queries and keys: bands, moving frequencies, factors or offsets.
         bias: The method that adds to the scores.
         query: The method that multiplies the queries.
+        own_factor: The factor of the model's own that `query` replaces, as a function of positions.
         spec: The table that frequencies that move with the length start from.
         parameters: The trained parameters, of `method` and `bias`.
         rotates: False if a bias drops the layer's own rotation.
@@ -57,6 +58,7 @@ class Encoding:
     method: Method | None = None
     bias: DistanceBias | RelativeKeys | None = None
     query: Method | None = None
+    own_factor: Callable[[Tensor], Tensor] | None = None
     spec: RopeSpec | None = None
     parameters: Mapping[str, Tensor] | None = None
     rotates: bool = True
@@ -107,8 +109,14 @@ class Encoding:
         factor = None if method is None else method.query_factor(m, self.original)
         if factor is None:
             return query
+        if self.own_factor is not None:
+            factor = factor / self.own_factor(m)
         exact = torch.promote_types(query.dtype, torch.float32)
-        return (query * factor[:, None, :, None].to(exact)).to(query.dtype)
+        factor = factor[:, None, :, None].to(exact)
+        if self.query is not None and self.query.trainable:
+            assert self.parameters is not None
+            factor = factor * self.parameters["query_scale"][:, None, None]
+        return (query * factor).to(query.dtype)
 
     @property
     def kind(self) -> str:

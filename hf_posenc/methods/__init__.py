@@ -40,7 +40,7 @@ from hf_posenc.methods.interpolation import (
 from hf_posenc.methods.learned_biases import FIRE, T5
 from hf_posenc.methods.longrope import LongRoPE
 from hf_posenc.methods.penalties import ALiBi, KerpleLog, KerplePower, Sandwich
-from hf_posenc.methods.queries_keys import LogN, RopeBias, XPos
+from hf_posenc.methods.queries_keys import RopeBias, XPos
 from hf_posenc.methods.relative_keys import Shaw, TransformerXL
 from hf_posenc.methods.rerope import LeakyReRoPE, ReRoPE, SelfExtend
 from hf_posenc.methods.tables import (
@@ -52,6 +52,7 @@ from hf_posenc.methods.tables import (
     TableMethod,
     Tile,
 )
+from hf_posenc.methods.temperature import LogN, Temperature
 from hf_posenc.methods.windows import AttentionSinks, LMInfinite, SlidingWindow
 from hf_posenc.methods.yarn import (
     DynamicPartialNTK,
@@ -78,7 +79,7 @@ __all__ += ["PositionInterpolation", "NTKAware", "DynamicPI", "DynamicNTK", "Par
 __all__ += ["NTKByParts", "YaRN", "DynamicPartialNTK", "DynamicYaRN"]
 __all__ += ["NTKMixed", "Llama3", "LongRoPE", "ABF", "NoPE"]
 __all__ += ["ReRoPE", "LeakyReRoPE", "SelfExtend", "DualChunk", "STRING"]
-__all__ += ["LMInfinite", "AttentionSinks", "SlidingWindow", "LogN"]
+__all__ += ["LMInfinite", "AttentionSinks", "SlidingWindow", "LogN", "Temperature"]
 __all__ += ["ALiBi", "KerpleLog", "KerplePower", "Sandwich", "T5", "FIRE", "Shaw", "TransformerXL"]
 __all__ += ["XPos", "RopeBias"]
 __all__ += ["TableMethod", "Interpolate", "Hierarchical", "Group", "Tile", "Stretch", "Sinusoidal"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods.base import Method, count, switch
-from hf_posenc.methods.queries_keys import log_n_factor
+from hf_posenc.methods.temperature import log_n_factor
 
 PositionMap = Callable[[Tensor], Tensor]
 

@@ -143,6 +143,8 @@ class Method:
     def query_factor(self, m: Tensor, original: int) -> Tensor | None:
         """Return the factor on the query at m, of m's shape; `None`: no factor.
 
+        A trained parameter `query_scale` of `parameters_for`, shape (heads,), multiplies it.
+
         Args:
             m: Positions, an integer tensor of any shape.
             original: The original context length L, in tokens.

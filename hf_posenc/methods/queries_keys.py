@@ -1,45 +1,13 @@
-"""Methods that change queries and keys themselves: log n scaling, xPos, and RoPE with a bias."""
+"""Methods that change queries and keys themselves: xPos, and RoPE with a bias."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hf_posenc.methods.base import Method, count, real
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogN(Method):
-    """log n scaling (Su 2021, kexue.fm 8823): the query at m times `max(1, ln(m+1) / ln L)`.
-
-    Softmax over n keys flattens as n grows; scores that grow with ln n keep the entropy of training.
-    Nothing changes up to the original length L. The method has a seam of its own and composes with any
-    other; `log_n=True` of the rotary bands is the same.
-    """
-
-    name = "log_n"
-    aliases = ("logn",)
-    summary = "the query times max(1, ln(m+1) / ln L)"
-    source = "Su 2021, kexue.fm 8823"
-    needs = "nothing"
-    seam = "query"
-    follows_text = True
-
-    @property
-    def reads_rotation(self) -> bool:
-        return False
-
-    def query_factor(self, m: Tensor, original: int) -> Tensor:
-        return log_n_factor(m, original)
-
-
-def log_n_factor(m: Tensor, original: int) -> Tensor:
-    """Return `max(1, ln(m+1) / ln L)` for positions m, of their shape, float64 (float32 on MPS)."""
-    # A trained length of one token would divide by zero and has no meaning.
-    return ((real(m) + 1).log() / math.log(max(original, 2))).clamp(min=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -227,6 +227,12 @@ class Layer:
     # Of the current call, where the module does not pass them to attention itself.
     positions: Tensor | None = field(default=None, repr=False)
 
+    def follow_adapter(self, module: nn.Module) -> None:
+        """Read the trained parameters in force: another adapter of PEFT's may be active by now, or merged."""
+        trained: Any = parameters_in_force(module)
+        if trained is not self.encoding.parameters:
+            self.encoding = self.encoding.with_parameters(trained)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "positions": None}
 
@@ -332,10 +338,7 @@ def posenc_attention(
         rest = {"scaling": scaling, "dropout": dropout, **kwargs}
         return _unpatched(module, query, key, value, attention_mask, **rest)
     query_position = _query_position(module, layer, kwargs, query.shape[2])
-    trained: Any = parameters_in_force(module)
-    # Another adapter of PEFT's may be active by now, or merged.
-    if trained is not layer.encoding.parameters:
-        layer.encoding = layer.encoding.with_parameters(trained)
+    layer.follow_adapter(module)
     if kwargs.get("cache") is not None:
         raise PosencError(
             "Continuous batching keeps keys in pages of its own, in an order from which positions cannot be derived. "
@@ -425,6 +428,7 @@ def scaled_attention(
         return _recorded(module, query, key, value, attention_mask, kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is not None and layer.patched:
+        layer.follow_adapter(module)
         query = layer.encoding.scaled(query, _query_position(module, layer, kwargs, query.shape[2]))
     if native == "eager":  # the one in the file of the module
         function = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,6 +44,7 @@ from hf_posenc.model.discovery import (
 from hf_posenc.model.parameters import PARAMETERS, MethodParameters
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import native_rotary
+from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.state import State, replace_modules
@@ -69,7 +70,8 @@ def install_attention(
     with trial(model):
         layers = calibrate(model, owner, ids, every, wrappers, state.in_attention)
         verify(subject, ids, expected, layers, wrappers, engine=native is None)
-        _give_encodings(layers, tables, wrappers, state, native)
+        own = own_temperatures(owner, ids) if _of_queries(state.in_attention) else {}
+        _give_encodings(layers, tables, wrappers, state, native, own)
         count_positions_of(model, owner)
         if native is None:
             _watch_cache(owner, layers, state.original)
@@ -97,7 +99,8 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
         owner.register_forward_pre_hook(counter, with_kwargs=True)
         verify(subject, ids, expected, layers, {}, engine=True)
         for layer in layers:
-            setattr(layer.module, LAYER, Layer(_encoding(base, layer, state), patched=True))
+            encoding = _encoding(base, layer, state, state.in_attention)
+            setattr(layer.module, LAYER, Layer(encoding, patched=True))
         _watch_cache(owner, layers, state.original)
         run(subject, ids)
     _warn_untrained(state.in_attention)
@@ -258,22 +261,31 @@ def _give_encodings(
     wrappers: Wrappers,
     state: State,
     native: str | None,
+    own: Mapping[nn.Module, OwnTemperature | None],
 ) -> None:
-    """Give every attention layer its encoding, and the rotary modules the positions at which keys are cached."""
+    """Give every attention layer its encoding, and the rotary modules the positions at which keys are cached.
+
+    `own` has the modules that scale their queries themselves.
+    """
     base = Encoding.of(state.in_attention, state.original)
-    unrotated = Encoding.of(_of_queries(state.in_attention), state.original)
+    of_queries = _of_queries(state.in_attention)
+    unrotated = Encoding.of(of_queries, state.original)
     # Layers whose table is a chosen one; not all of them need be chosen themselves.
     sharing = [layer for layer in layers if layer.table in tables]
     chosen = _chosen(layers, sharing, tables[0].config, state)
+    scaled = {layer.name: own[layer.module] for layer in chosen if layer.module in own}
+    refuse_own(scaled, replace=state.config.replace)
     for layer in layers:
         heads, both = layer.recorded.query.shape[1], layer.bidirectional
         encoding = Encoding(state.original, heads, layer.rotation, bidirectional=both)
         if layer in chosen and layer.table is None:
-            encoding = replace(unrotated, heads=encoding.heads)
+            encoding = _encoding(unrotated, layer, state, of_queries)
         elif layer in chosen:
-            encoding = _encoding(base, layer, state)
+            encoding = _encoding(base, layer, state, state.in_attention)
         elif layer in sharing:
             encoding = replace(encoding, cached_by=base)
+        if (before := scaled.get(layer.name)) is not None:
+            encoding = replace(encoding, own_factor=before.factor)
         seam = Layer(encoding, layer in chosen, rotary=layer.rotary, native=native)
         setattr(layer.module, LAYER, seam)
     for module, wrapper in wrappers.items():
@@ -328,12 +340,14 @@ def _of_queries(methods: Sequence[Method]) -> list[Method]:
     ]
 
 
-def _encoding(base: Encoding, layer: CalibratedLayer, state: State) -> Encoding:
+def _encoding(
+    base: Encoding, layer: CalibratedLayer, state: State, methods: Sequence[Method]
+) -> Encoding:
     """The encoding of one layer; its parameters become a child of the attention module."""
     query, key_heads = layer.recorded.query, layer.recorded.key.shape[1]
     heads, head_dim = query.shape[1], query.shape[-1]
     initial: dict[str, Tensor] = {}
-    for method in state.in_attention:
+    for method in methods:
         initial |= method.parameters_for(heads, key_heads, head_dim, state.original)
     parameters: Any = None  # a mapping too, which the type of a module does not express
     if initial:

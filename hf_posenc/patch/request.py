@@ -115,7 +115,10 @@ def _rotary(
     if whole:
         _check_scaled(tables, compose=compose, replace=replace)
         return tables, compose
-    if replace and any(table.scaled for table in tables):
+    multiplied = any(
+        part.seam == "query" for part in parts
+    )  # replace= is of the model's own factor
+    if replace and any(table.scaled for table in tables) and not multiplied:
         raise PosencError(
             "replace=True drops a checkpoint's own scaling for a frequency method, and none is named. Name "
             "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out; unpatch_model(model) undoes a patch."

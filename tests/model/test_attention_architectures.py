@@ -197,14 +197,24 @@ UNKNOWN_ROTATION = ("ernie4_5_vl_moe_text",)  # the axes of M-RoPE in turns
 WITHOUT_ROTATION = {
     name
     for name, case in CASES.items()
-    if name in ("log_n", "shaw", "transformer_xl") or case.bias is not None
+    if case.method in ("log_n", "temperature", "shaw", "transformer_xl") or case.bias is not None
 }
+SCALES_QUERIES = ("beam", "llama4", "llama4_text", "ministral3", "mistral4")
+"""Types that multiply their queries by a factor of their own."""
 
 
 def expected_reason(model_type: str, name: str) -> str:
+    law = name in CASES and CASES[name].law
+    if law and model_type in SCALES_QUERIES:
+        return "scales its queries already"
     if model_type in UNKNOWN_ROTATION and name not in WITHOUT_ROTATION:
         return NOT_A_ROTATION
-    if name == "log_n" and REFUSED.get(model_type) == SPARSE and model_type not in COMPRESSED:
+    if (
+        name in CASES
+        and CASES[name].method in ("log_n", "temperature")
+        and REFUSED.get(model_type) == SPARSE
+        and model_type not in COMPRESSED
+    ):
         return "^$"  # it leaves the choice of keys alone
     return REFUSED.get(model_type, "^$")
 

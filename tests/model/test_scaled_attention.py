@@ -17,7 +17,7 @@ from transformers.masking_utils import sdpa_mask
 
 from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
 from hf_posenc.attention import engine
-from hf_posenc.methods import LogN, ReRoPE, YaRN
+from hf_posenc.methods import LogN, ReRoPE, Temperature, YaRN
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, reference
@@ -130,8 +130,7 @@ def test_chosen_layers() -> None:
 
 NOPE: dict[str, tuple[tuple[int, ...], ...]] = {
     "smollm3": ((0, 1, 2, 3), (0, 1, 2, 3)),  # layer 3 does not rotate
-    **dict.fromkeys(("afmoe", "cohere2", "exaone4", "llama4_text"), ((3,), (0, 1, 2, 3))),
-    "beam": ((1, 3), (0, 1, 2, 3)),
+    **dict.fromkeys(("afmoe", "cohere2", "exaone4"), ((3,), (0, 1, 2, 3))),
     "deepseek_v32": ((0, 1, 2, 3), (0, 1, 2, 3)),  # an indexer chooses the keys
 }
 """Types with layers that bands cannot change: the layers with full attention, and all."""
@@ -193,6 +192,88 @@ def test_layers_in_which_a_method_has_nothing_to_change(
     with pytest.raises(PosencError, match=message):
         patch_model(model, method, layers=layers)
     assert get_patch(model) is None
+
+
+OWN: dict[str, tuple[int, dict[str, Any]]] = {
+    "ministral3": (64, {"law": "ministral", "beta": 0.1}),
+    "mistral4": (64, {"law": "ministral", "beta": 0.1}),
+    "llama4_text": (8192, {"law": "llama4", "beta": 0.1}),
+    "beam": (2048, {"law": "power", "beta": 0.1}),
+}
+"""Types that scale their queries: L, and the law in `temperature`'s words."""
+
+
+@pytest.mark.parametrize("model_type", OWN)
+def test_a_model_that_scales_its_queries_keeps_one_factor(model_type: str) -> None:
+    original, law = OWN[model_type]
+    model, ids = zoo.build(model_type), zoo.tokens(150)
+    before = zoo.logits(model, ids)
+    knobs: dict[str, Any] = {"original_max_position_embeddings": original}
+    with pytest.raises(
+        PosencError, match=rf"already, by temperature\(law={law['law']}, .*L={original}"
+    ):
+        patch_model(model, "log_n", **knobs)
+    assert get_patch(model) is None
+    patch_model(model, "temperature", **law, replace=True, **knobs)
+    assert zoo.relative_difference(zoo.logits(model, ids), before) < 1e-6  # the same in its place
+    unpatch_model(model)
+    patch_model(model, "temperature", law="constant", factor=1.5, replace=True, **knobs)
+    half = zoo.logits(model, ids)
+    assert zoo.relative_difference(half, before) > 1e-2
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, ids), before)
+
+
+def test_the_factor_of_ministral_can_be_put_in_and_taken_out() -> None:
+    """Without its own, the model is as it was with the law's; with the constant 1 in its place, as without."""
+    model, ids = zoo.build("ministral3"), zoo.tokens(200)
+    before = zoo.logits(model, ids)
+    bare = copy.deepcopy(model)
+    bare.config.rope_parameters["llama_4_scaling_beta"] = 0.0
+    without = zoo.logits(bare, ids)
+    for methods in ([YaRN(scale=2), LogN()], ReRoPE(log_n=True)):
+        with pytest.raises(PosencError, match="scales its queries already"):
+            patch_model(model, methods, compose=True)
+    assert zoo.relative_difference(without, before) > 1e-2
+    patch_model(model, "temperature", law="constant", factor=1.0, replace=True)
+    assert zoo.relative_difference(zoo.logits(model, ids), without) < 1e-5
+    patch_model(bare, "temperature", law="ministral", beta=0.1, original_max_position_embeddings=64)
+    assert zoo.relative_difference(zoo.logits(bare, ids), before) < 1e-5
+
+
+@pytest.mark.parametrize("model_type", ["llama", "hunyuan_v1_dense", "gemma3"])
+def test_models_that_do_not_scale_their_queries_are_not_taken_for_such(model_type: str) -> None:
+    patch_model(zoo.build(model_type), "log_n", original_max_position_embeddings=ORIGINAL)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"law": "lamma4"}, "llama4"),
+        ({"law": "constant"}, "needs factor="),
+        ({"law": "log_n", "beta": 0.1}, "the law log_n reads no beta. It has no knob"),
+        ({"law": "llama4", "scale": 4}, "the law llama4 reads no scale. Its knob is beta"),
+        ({"law": "yarn", "scale": 0.5}, "scale is a number of at least 1"),
+    ],
+)
+def test_options_of_a_law(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PosencError, match=message):
+        Temperature(**options)
+
+
+def test_a_scale_alone_chooses_yarn() -> None:
+    assert Temperature().law_in_force == "log_n"
+    assert Temperature(scale=4).law_in_force == "yarn"
+    factor = Temperature(scale=4).query_factor(torch.arange(3), 16)
+    assert factor.tolist() == pytest.approx([0.1 * math.log(4) + 1] * 3)
+
+
+def test_ssmax_starts_at_a_mean_factor_of_one() -> None:
+    """As in the paper, whose 1,024 tokens give 0.168."""
+    start = Temperature(law="ssmax").parameters_for(2, 2, 8, 1024)["query_scale"]
+    mean = sum(math.log(n) for n in range(1, 1025)) / 1024
+    assert start.tolist() == pytest.approx([1 / mean] * 2)
+    assert round(float(start[0]), 3) == 0.168
 
 
 def test_a_layer_with_a_rotary_of_its_own_is_chosen_by_it() -> None:

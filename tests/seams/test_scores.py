@@ -179,8 +179,12 @@ def _attended(own: Own, module: Any, name: str, trained: dict[str, Tensor], x: T
         scores = turned.real.sum(-1) + rest
     else:
         scores = query @ key.transpose(1, 2)
-    if case.log_n:
-        scores = scores * ((position + 1).log() / math.log(ORIGINAL)).clamp(min=1.0)[:, None]
+    if case.law:
+        law = naive.TEMPERATURES[case.law]
+        factor = [law(m, ORIGINAL, **case.law_knobs) for m in range(length)]
+        scores = scores * torch.tensor(factor, dtype=torch.float64)[:, None]
+    if "query_scale" in trained:
+        scores = scores * trained["query_scale"][:, None, None]
     scores = scores / math.sqrt(width)
     if case.bias is not None:
         values = {**case.bias, **naive.as_numbers(trained)}

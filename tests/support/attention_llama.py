@@ -34,7 +34,8 @@ class Case:
         relative: The knobs of `naive.RELATIVE`, all of them.
         bias: The knobs of `naive.BIAS`; parameters join them.
         table: A frequency method beside it, and its options.
-        log_n: Whether queries are scaled.
+        law: The law of `naive.TEMPERATURES` by which queries are scaled.
+        law_knobs: Its knobs.
         bias_of: Whose bias, of a method beside this one that keeps the rotation.
     """
 
@@ -43,7 +44,8 @@ class Case:
     relative: Mapping[str, Any] | None = None
     bias: Mapping[str, Any] | None = None
     table: tuple[str, Mapping[str, Any]] = ("default", {})
-    log_n: bool = False
+    law: str = ""
+    law_knobs: Mapping[str, Any] = field(default_factory=dict)
     bias_of: str = ""
 
     @property
@@ -64,7 +66,7 @@ CASES: dict[str, Case] = {
     **{name: _bands(name, **bands.short) for name, bands in naive.BANDS.items()},
     **{name: Case(name, bias={}) for name in naive.BIAS},
     "rerope_log_n": Case(
-        "rerope", {"window": 8, "log_n": True}, relative={"window": 8}, log_n=True
+        "rerope", {"window": 8, "log_n": True}, relative={"window": 8}, law="log_n"
     ),
     "alibi_keep_rope": Case("alibi", {"keep_rope": True, "scale": 2.0}, bias={"scale": 2.0}),
     "sandwich": Case("sandwich", {"dim": 16}, bias={"dim": 16}),
@@ -77,7 +79,11 @@ CASES: dict[str, Case] = {
     "transformer_xl_keep_rope": Case("transformer_xl", {"keep_rope": True}),
     "xpos": Case("xpos", {"scale_base": 12}),
     "rope_bias": Case("rope_bias"),
-    "log_n": Case("log_n", log_n=True),
+    "log_n": Case("log_n", law="log_n"),
+    **{
+        f"temperature_{law}": Case("temperature", {"law": law, **knobs}, law=law, law_knobs=knobs)
+        for law, knobs in naive.LAW_KNOBS.items()
+    },
     "dynamic_ntk_row": Case(
         "dynamic_ntk", {"scale": 2.0, **_ROW}, table=("dynamic_ntk", {"scale": 2.0})
     ),
@@ -87,7 +93,9 @@ CASES: dict[str, Case] = {
     ),
 }
 
-TRAINABLE = tuple(name for name, case in CASES.items() if get_method(case.method).trainable)
+TRAINABLE = tuple(
+    name for name, case in CASES.items() if get_method(case.method)(**case.options).trainable
+)
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -186,8 +194,12 @@ def _scores(
         sinusoid = torch.cat((angles.sin(), angles.cos()), -1)
         embedded = torch.einsum("hde,mne->hmnd", trained["weight"], sinusoid)
         scores = scores + torch.einsum("hmd,hmnd->hmn", query + trained["v"][:, None], embedded)
-    if case.log_n:
-        scores = scores * ((position + 1).log() / math.log(ORIGINAL)).clamp(min=1.0)[:, None]
+    if case.law:
+        law, knobs = naive.TEMPERATURES[case.law], case.law_knobs
+        factor = [law(m, ORIGINAL, **knobs) for m in range(length)]
+        scores = scores * torch.tensor(factor, dtype=torch.float64)[:, None]
+    if "query_scale" in trained:
+        scores = scores * trained["query_scale"][:, None, None]
     scores = scores / math.sqrt(width)
     if case.bias is not None:
         scores = scores + _bias(case, trained, heads, length)

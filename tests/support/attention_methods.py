@@ -16,7 +16,7 @@ BIASES = tuple(m.name for m in METHODS if issubclass(m, DistanceBias))
 SEAMS = {
     "attention": {*BANDS, "xpos", "rope_bias"},
     "bias": {*BIASES, *(m.name for m in METHODS if issubclass(m, RelativeKeys))},
-    "query": {"log_n"},
+    "query": {"log_n", "temperature"},
 }
 OTHERS = tuple(m.name for m in METHODS if m.seam != "rotary" and m.for_rotary)
 

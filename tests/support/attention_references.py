@@ -255,6 +255,48 @@ LEARNS = {"kerple_log": 0, "kerple_power": 0}
 """The distance that a trained bias can single out, where it is not 2: a falling one singles out the token itself."""
 
 
+def _log_n(m: int, trained: int) -> float:
+    return max(1.0, math.log(m + 1) / math.log(trained))
+
+
+def _llama4(m: int, trained: int, beta: float = 0.1) -> float:
+    """Llama 4 counts tokens from 1."""
+    return 1 + beta * math.log(1 + (m + 1) // trained)
+
+
+def _ministral(m: int, trained: int, beta: float = 0.1) -> float:
+    return 1 + beta * math.log(1 + m // trained)
+
+
+def _power(m: int, trained: int, beta: float = 0.1) -> float:
+    return float((1 + (m + 1) / trained) ** beta)
+
+
+def _yarn(m: int, trained: int, scale: float | None = None) -> float:
+    ratio = (m + 1) / trained if scale is None else scale
+    return max(1.0, 0.1 * math.log(ratio) + 1)
+
+
+TEMPERATURES: dict[str, Callable[..., float]] = {
+    "log_n": _log_n,
+    "llama4": _llama4,
+    "ministral": _ministral,
+    "power": _power,
+    "yarn": _yarn,
+    "ssmax": lambda m, trained: math.log(m + 1),  # times a trained number for each head
+    "constant": lambda m, trained, factor: factor,
+}
+LAW_KNOBS: dict[str, dict[str, float]] = {
+    "llama4": {"beta": 0.7},
+    "ministral": {},
+    "power": {"beta": 0.5},
+    "yarn": {},
+    "ssmax": {},
+    "constant": {"factor": 1.4},
+}
+"""Knobs in the tests; `log_n` is a method of its own too."""
+
+
 def bias_matrix(name: str, length: int, heads: int, **values: Any) -> Tensor:
     """Shape (heads, length, length), float64, `-inf` above the diagonal."""
     matrix = torch.full((heads, length, length), -math.inf, dtype=torch.float64)

@@ -1,0 +1,162 @@
+"""The factor that a model itself puts on its queries, found by trial and named by its law.
+
+While attention is recorded, hidden states depend on no position, and a rotation keeps norms. So the norm of a query
+far into a text, over its norm at the start, is the factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.methods import Temperature
+from hf_posenc.model.attention import recording
+
+_FAR = 1 << 22  # tokens: past the trained length of any model whose factor could still be 1
+_PAST = (0, 1000, 1 << 13, 1 << 16, 1 << 19)
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
+_HALF = 0.02
+
+
+@dataclass(frozen=True)
+class OwnTemperature:
+    """The factor of a model's own on its queries.
+
+    Attributes:
+        method: Its law.
+        original: The length L of the law, in tokens.
+    """
+
+    method: Temperature
+    original: int
+
+    def factor(self, m: Tensor) -> Tensor:
+        """Return the factor on the query at m, of m's shape, float64."""
+        return self.method.query_factor(m, self.original)
+
+    def __str__(self) -> str:
+        options = {**self.method.options(), "L": self.original}
+        return f"temperature({', '.join(f'{knob}={value}' for knob, value in options.items())})"
+
+
+class _Past(DynamicCache):
+    """A cache that counts tokens which it does not hold."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self.tokens
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, self.tokens
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return key, value
+
+
+def own_temperatures(owner: Any, ids: Tensor) -> dict[nn.Module, OwnTemperature | None]:
+    """Return the attention modules that scale their queries by position, and their law; `None`: an unknown one.
+
+    Modules are not among them where the decoder cannot be run after tokens that are not there.
+
+    Args:
+        owner: The decoder, whose attention is recorded.
+        ids: A few tokens, shape (1, tokens).
+    """
+    tolerance = _TOLERANCE.get(next(owner.parameters()).dtype, _HALF)
+    with recording() as start:
+        owner(input_ids=ids, use_cache=False)
+    norms = {module: calls[0].query.float().norm(dim=-1) for module, calls in start.items()}
+
+    def factors(past: int) -> dict[nn.Module, Tensor]:
+        """The factor of every module at each token after so many, shape (tokens,)."""
+        with recording() as far:
+            owner(input_ids=ids, past_key_values=_Past(past))
+        result = {}
+        for module, calls in far.items():
+            ratio = (calls[0].query.float().norm(dim=-1) / norms[module])[0].cpu()
+            # Where heads disagree it is no factor: the queries depend on the position in another way.
+            if bool((ratio.amax(0) - ratio.amin(0) <= tolerance * ratio.amax(0)).all()):
+                result[module] = ratio.mean(0)
+        return result
+
+    try:
+        found = factors(_FAR)
+    except Exception:  # a recurrent state, a convolution's past
+        return {}
+    changed = {
+        m: ratio for m, ratio in found.items() if bool(((ratio - 1).abs() > tolerance).any())
+    }
+    if not changed:
+        return {}
+    measured = {past: factors(past) for past in _PAST} | {_FAR: found}
+
+    def follows(law: OwnTemperature, past: int, module: nn.Module) -> bool:
+        ratio, positions = measured[past].get(module), torch.arange(ids.shape[1])
+        expected = law.factor(positions + past) / law.factor(positions)
+        return ratio is not None and bool(((ratio - expected).abs() <= tolerance * expected).all())
+
+    laws: dict[nn.Module, OwnTemperature | None] = dict.fromkeys(changed)
+    for module, ratio in changed.items():
+        known = [law for law in laws.values() if law is not None]
+        for law in (*known, *_candidates(owner.config, float(ratio[0]))):
+            if not all(follows(law, past, module) for past in measured):
+                continue
+            edge = law.original - ids.shape[1] // 2  # tokens on both sides of the first step
+            if edge not in measured:
+                measured[edge] = factors(edge)
+            if follows(law, edge, module):
+                laws[module] = law
+                break
+    return laws
+
+
+def _candidates(config: Any, ratio: float) -> Iterator[OwnTemperature]:
+    """Yield laws that may explain the factor of the token at `_FAR`; their lengths stand in a config, or are round."""
+    named = (int(value) for value in _numbers(config.to_dict()) if value > 1)
+    for length in dict.fromkeys((*named, *(1 << power for power in range(8, 21)))):
+        for law in ("llama4", "ministral", "power"):
+            unit = OwnTemperature(Temperature(law=law, beta=1.0), length)
+            growth = float(unit.factor(torch.tensor(_FAR)))
+            beta = (
+                math.log(ratio) / math.log(growth) if law == "power" else (ratio - 1) / (growth - 1)
+            )
+            if beta > 0:
+                yield OwnTemperature(Temperature(law=law, beta=float(f"{beta:.3g}")), length)
+        yield OwnTemperature(Temperature(law="log_n"), length)
+        yield OwnTemperature(Temperature(law="yarn"), length)
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, Mapping):
+        for each in value.values():
+            yield from _numbers(each)
+    elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1 << 31:
+        yield value
+
+
+def refuse_own(own: Mapping[str, OwnTemperature | None], *, replace: bool) -> None:
+    """Raise for layers, by name, whose queries the model scales itself, unless that factor can be replaced."""
+    if not own:
+        return
+    names = ", ".join([*own][:3]) + (", ..." if len(own) > 3 else "")
+    if None in own.values():
+        raise UnsupportedModelError(
+            f"{names}: the model scales its queries by their position already, by no law that hf_posenc knows, and a "
+            "second factor would multiply the first. Choose other layers with layers=, or leave this method out."
+        )
+    if not replace:
+        laws = ", ".join(dict.fromkeys(str(law) for law in own.values()))
+        raise UnsupportedModelError(
+            f"{names}: the model scales its queries already, by {laws}, and a second factor would multiply the first. "
+            "Pass replace=True to put this method in its place, or leave it out."
+        )
