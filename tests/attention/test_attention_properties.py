@@ -49,7 +49,9 @@ def model(heads: tuple[int, int]) -> PreTrainedModel:
 def case_of(drawn: dict[str, Any]) -> Case:
     knobs = {name: value for name, value in drawn.items() if name != "method"}
     relative = {name: value for name, value in knobs.items() if name != "log_n"}
-    return Case(drawn["method"], knobs, relative=relative, law="log_n" if knobs.get("log_n") else "")
+    return Case(
+        drawn["method"], knobs, relative=relative, law="log_n" if knobs.get("log_n") else ""
+    )
 
 
 CASE = st.one_of(BANDS.map(case_of), st.sampled_from(sorted(CASES)).map(CASES.__getitem__))
