@@ -160,6 +160,7 @@ def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False
         return patch_model(
             model,
             config.build(),
+            target_length=config.target_length,
             original_max_position_embeddings=config.original_max_position_embeddings,
             layers=config.layers,
             compose=config.compose,
@@ -237,6 +238,9 @@ def _load(
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with _loading_report(path_or_id), _same_random_weights(allow_missing_weights):
         model, info = auto_class.from_pretrained(path_or_id, config=config, **kwargs)
+    if patch is not None:  # its buffers may follow the new length, and get their values with it
+        buffers = {name for name, _ in model.named_buffers()}
+        info["mismatched_keys"] = [row for row in info["mismatched_keys"] if row[0] not in buffers]
     _check_weights(path_or_id, info, allow_missing_weights, any_shape)
     _check_stored(path_or_id, model)
     if patch is not None:

@@ -64,7 +64,7 @@ REFUSED = f"""Each heading is the short reason in the tables. Model types and th
 
 WITHOUT = """Causal, masked and sequence-to-sequence models. Each was patched with one method for each kind of source:
 `interpolate` for the methods of learned tables, `sinusoidal`, `alibi` (with the model's own biases, or in the place of
-a table), `t5` (with the model's own table by distance, or in the place of a table by position) and `nope`. The numbers
+a table), `t5` (with the model's own relative position bias, or in the place of a table) and `nope`. The numbers
 are verified in `tests/seams`: tables against natively longer models, formulas and biases against float64 references.
 *weights* and *rope_parameters* load in plain transformers; *hf_posenc* needs `hf_posenc.from_pretrained`."""
 

@@ -247,7 +247,7 @@ def exit_on(problems: Iterable[str]) -> None:
 def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
     """Print tokens, operations and peak memory of every method, and the free memory."""
     from hf_posenc.evaluation.grid import Grid, to_rich
-    from hf_posenc.evaluation.scoring.memory import free_memory
+    from hf_posenc.model.memory import free_memory
 
     rows: list[tuple[Any, ...]] = []
     jobs = cast("list[Any]", run.items)

@@ -15,7 +15,7 @@ from hf_posenc.methods.base import count, number, real
 from hf_posenc.methods.bias import DistanceBias, Weights
 
 T5_MODES = ("distance", "max_distance")
-"""The ways to reach farther with a trained table by distance; see `T5`."""
+"""The ways to reach farther with a trained relative position bias; see `T5`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,9 @@ class TableMethod(Method):
         """True if texts of at most L tokens keep the original table."""
         return False
 
+    def check(self, trained: int, length: int) -> None:
+        """Raise for a length that the method does not reach from the trained one, both in tokens."""
+
     def rows(self, table: Tensor, length: int) -> Tensor:
         """Return the rows of positions 0 to length - 1, shape (length, d), float64.
 
@@ -134,13 +137,16 @@ class Hierarchical(TableMethod):
                 f"{self.name}: alpha is above 0 and below 1, and not 0.5, not {self.alpha}."
             )
 
-    def rows(self, table: Tensor, length: int) -> Tensor:
-        trained = len(table)
+    def check(self, trained: int, length: int) -> None:
         if length > trained**2:
             raise PosencError(
                 f"{self.name} writes positions as two digits of base {trained}, which reach {trained**2:,} tokens, not "
                 f"{length:,}. Give a scale of at most {trained}."
             )
+
+    def rows(self, table: Tensor, length: int) -> Tensor:
+        trained = len(table)
+        self.check(trained, length)
         digits = (table - self.alpha * table[:1]) / (1 - self.alpha)
         m = torch.arange(length, device=table.device)
         new = self.alpha * digits[m // trained] + (1 - self.alpha) * digits[m % trained]

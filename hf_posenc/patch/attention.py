@@ -76,7 +76,7 @@ def install_attention(
         if native is None:
             _watch_cache(owner, layers, state.original)
         run(subject, ids)  # the patched model runs
-    _warn_untrained(state.in_attention)
+    warn_untrained(state.in_attention, stacklevel=5)
 
 
 def install_biases(model: nn.Module, state: State, place: str) -> None:
@@ -103,17 +103,17 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
             setattr(layer.module, LAYER, Layer(encoding, patched=True))
         _watch_cache(owner, layers, state.original)
         run(subject, ids)
-    _warn_untrained(state.in_attention)
 
 
-def _warn_untrained(methods: Sequence[Method]) -> None:
+def warn_untrained(methods: Sequence[Method], *, stacklevel: int) -> None:
+    """Warn of methods with parameters to train."""
     for method in methods:
         if method.trainable:
             warnings.warn(
                 f"{method.name} starts untrained: the model must be trained with it before its output means anything. "
                 f"Its parameters are among model.parameters(), named ...{PARAMETERS}.*",
                 UntrainedWarning,
-                stacklevel=6,
+                stacklevel=stacklevel + 1,
             )
 
 

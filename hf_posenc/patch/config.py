@@ -45,6 +45,7 @@ class PatchConfig:
         method: The method's canonical name.
         options: Its knobs other than the scale, where they differ from the defaults.
         scale: Target context as a multiple of the original one; `None` for methods without a scale.
+        target_length: The target context in tokens, where it is not the original length times the scale; else `None`.
         original_max_position_embeddings: The original context length, in tokens; `None`: read from the model.
         layers: The patched layers.
         compose: On an already scaled checkpoint, start from its scaled table.
@@ -55,6 +56,7 @@ class PatchConfig:
     method: str
     options: Mapping[str, Any] = field(default_factory=dict)
     scale: float | None = None
+    target_length: int | None = None
     original_max_position_embeddings: int | None = None
     layers: Layers = "full"
     compose: bool = False
@@ -68,9 +70,11 @@ class PatchConfig:
         return ((self.method, {**scale, **self.options}), *self.others)
 
     def __str__(self) -> str:
+        (first, options), *others = self.parts
+        target = {"target_length": self.target_length} if self.target_length else {}
         return " + ".join(
-            f"{name}({', '.join(f'{key}={_short(value)}' for key, value in options.items())})"
-            for name, options in self.parts
+            f"{name}({', '.join(f'{key}={_short(value)}' for key, value in given.items())})"
+            for name, given in ((first, {**options, **target}), *others)
         )
 
     def build(self) -> tuple[Method, ...]:
@@ -82,6 +86,8 @@ class PatchConfig:
         values["others"] = [{"method": name, "options": options} for name, options in self.others]
         if not self.others:
             del values["others"]
+        if self.target_length is None:
+            del values["target_length"]
         return dict(finite(values))
 
     @classmethod

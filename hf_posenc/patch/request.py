@@ -67,6 +67,8 @@ def resolve_request(
         tables, compose = _rotary(source, parts, layers, compose=compose, replace=replace)
         optional = target is None and not any(part.reads_length for part in parts)
         original = given or _common_length(tables, compose=compose, optional=optional)
+    native = source if isinstance(source, NativeSeam) else None
+    has_length = native is not None and native.has_length
     methods: list[Method] = []
     extended: int | None = None
     for part in parts:
@@ -74,23 +76,25 @@ def resolve_request(
         takes_scale = len(parts) == 1 or part.takes_scale()
         takes_target = len(parts) == 1 or (part.takes_scale() and not part.follows_text)
         numbers = scale if takes_scale else None, target if takes_target else None
-        built, reach = _build(part, *numbers, original, options)
+        built, reach = _build(part, *numbers, original, options, has_length=has_length)
         methods.append(built)
         extended = reach if extended is None else extended
     for built in methods:
         built.check_beside([other for other in methods if other is not built])
     first, *others = methods
+    own_scale = getattr(first, "scale", None)
+    implied = math.ceil(original * (own_scale or 1))
     config = PatchConfig(
         method=first.name,
         options={knob: value for knob, value in first.options().items() if knob != "scale"},
-        scale=getattr(first, "scale", None),
+        scale=own_scale,
+        target_length=extended if has_length and extended not in (None, implied) else None,
         original_max_position_embeddings=original or None,
         layers=layers if isinstance(layers, str) else tuple(layers),
         compose=compose,
         replace=replace,
         others=tuple((other.name, other.options()) for other in others),
     )
-    native = source if isinstance(source, NativeSeam) else None
     return State(config, original, extended, tuple(methods), native)
 
 
@@ -242,20 +246,28 @@ def _build(
     target: int | None,
     original: int,
     options: Mapping[str, Any],
+    *,
+    has_length: bool,
 ) -> tuple[Method, int | None]:
-    """Return a method object, and the context length in tokens that it reaches by its scale or target, if any."""
+    """Return a method object, and the context length in tokens that it reaches by its scale or target, if any.
+
+    Where the seam has a length (`has_length`), every method takes a target, also one that its own scale does not give.
+    """
     if target is not None and target < original:
         raise PosencError(
             f"target_length={target} is below the original {original}: nothing to extend."
         )
-    if target is not None and part.follows_text:
+    follows_text = part.follows_text and not has_length
+    if target is not None and follows_text:
         raise PosencError(f"{part.name} follows the length of the text: no target_length.")
     if isinstance(part, Method):
         if scale is not None or options:
             raise PosencError(f"Give the knobs to {type(part).__name__}(...), not beside it.")
         scale = getattr(part, "scale", None)
-    implied = target / original if target is not None and part.takes_scale() else None
-    if scale is not None and implied is not None and not math.isclose(scale, implied):
+    implied = None
+    if target is not None and part.takes_scale() and not part.follows_text:
+        implied = target / original
+    if implied and scale is not None and not has_length and not math.isclose(scale, implied):
         raise PosencError(
             f"scale={scale:g} and target_length={target} disagree: {original} tokens times "
             f"{scale:g} is {original * scale:g}. Give one of them."
@@ -272,6 +284,6 @@ def _build(
         raise PosencError(
             f"scale={scale:g} extends {original} tokens to {original * scale:g}: give a smaller one."
         )
-    if target is None and scale is not None and original and not part.follows_text:
+    if target is None and scale is not None and original and not follows_text:
         target = math.ceil(original * scale)
     return part, target

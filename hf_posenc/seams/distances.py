@@ -1,4 +1,4 @@
-"""The seam of models with trained tables by distance: distances are divided, or fewer of them share the last row.
+"""The seam of models with trained relative position biases: distances are divided, or fewer of them share the last row.
 
 The module that holds such a table has a function from distances of query and key to rows of the table. It is found by a
 trial: the one function of the module that returns the rows at which the table is read.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import T5, Method
 from hf_posenc.model.calibration import trial_tokens
-from hf_posenc.seams.inspection import BY_DISTANCE, Positions, summary
+from hf_posenc.seams.inspection import BY_DISTANCE, Positions
 from hf_posenc.seams.native import NativeSeam, Undo
 from hf_posenc.seams.traces import read_tables, rows_read
 
@@ -51,7 +51,7 @@ def divided(distance: Tensor, scale: float) -> Tensor:
 
 @dataclass(frozen=True)
 class Table:
-    """A table by distance.
+    """A relative position bias.
 
     Attributes:
         path: The module with the function from distances to rows.
@@ -69,7 +69,7 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class DistanceSeam(NativeSeam):
-    """The trained tables by distance of a model.
+    """The trained relative position biases of a model.
 
     Attributes:
         tables: All of them: those of the encoder, of the decoder, of every layer.
@@ -113,8 +113,8 @@ class DistanceSeam(NativeSeam):
         equal = map(torch.equal, self._far_rows(model, 1.0), expected)
         if not all(same == (dividing or method.scale == 1) for same in equal):
             raise VerificationError(
-                f"The tables by distance of {type(model).__name__} are not read at the rows of the requested patch. "
-                "The model was restored. Please report it, with the model type."
+                f"The relative position biases of {type(model).__name__} are not read at the rows of the requested "
+                "patch. The model was restored. Please report it, with the model type."
             )
 
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
@@ -127,9 +127,14 @@ class DistanceSeam(NativeSeam):
             scale = function.scale if isinstance(function, DividedBuckets) else 1
             limit = "" if table.limit is None else str(getattr(module, table.limit))
             cells = str(size), str(heads), f"{scale:g}", limit
-            found.setdefault(cells, []).append(table.weight)
-        heading = ("table", "rows", "heads", "distances divided by", "all in one row from")
-        return [heading, *((summary(paths), *cells) for cells, paths in found.items())]
+            found.setdefault(cells, []).append(table.weight.split(".")[-2])
+        heading = ("tables", "buckets", "heads", "divided by", "max distance")
+        named = (
+            (f"{name} x{names.count(name)}", cells)
+            for cells, names in found.items()
+            for name in {*names}
+        )
+        return [heading, *((name, *cells) for name, cells in named)]
 
     def _raise_limits(
         self, model: nn.Module, state: Undo, method: T5
@@ -213,7 +218,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _tables(model: nn.Module) -> Iterator[Table]:
-    """Yield the tables by distance, with the functions that return the rows at which they are read.
+    """Yield the relative position biases, with the functions that return the rows at which they are read.
 
     Raises:
         UnsupportedModelError: A table whose rows no function of a module around it returns.

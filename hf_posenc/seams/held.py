@@ -65,22 +65,15 @@ class TableEnd:
     """A hook in front of a forward that refuses more tokens than its tables have positions for."""
 
     positions: int
-    silenced: bool = False
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or (length := length_of(args, kwargs)) is None:
             return
         tokens = _longest(sum(length), kwargs.get("attention_mask"))
         if tokens > self.positions:
-            way = f"Patch it with a target_length of at least {tokens:,}."
-            if self.silenced:
-                way = (
-                    "They are silenced, and still as long as they were: shorten the text, or lengthen the table first "
-                    "(interpolate, ...), save the model, load it and patch it then."
-                )
             raise PosencError(
                 f"{tokens:,} tokens: the patched tables of {type(model).__name__} have {self.positions:,} positions. "
-                f"{way}"
+                f"Patch it with a target_length of at least {tokens:,}."
             )
 
 

@@ -66,6 +66,7 @@ class NativeSeam:
     Class attributes:
         sources: The kinds of `Source` that the seam patches.
         in_attention: True if its methods compute attention themselves, in the engine.
+        has_length: True if the length that the model reads is a matter of the seam, with every method.
         purpose: The use of its methods; `{}` stands for a source.
     """
 
@@ -73,6 +74,7 @@ class NativeSeam:
     length: int | None
     sources: ClassVar[tuple[str, ...]] = ()
     in_attention: ClassVar[bool] = False
+    has_length: ClassVar[bool] = False
     purpose: ClassVar[str] = "Methods for {}"
 
     @classmethod
@@ -164,8 +166,13 @@ def choose(
                 continue
             if len(kinds) > 1:
                 names = ", ".join(kind.name for kind in kinds)
+                others = [kind.name for kind in kinds if kind.seam != "table"]
+                way = (
+                    f" For longer texts, give {others[0]} alone a target_length=." if others else ""
+                )
                 raise PosencError(
                     f"{type(model).__name__} has no rotary embedding and takes one method at a time, not {names}."
+                    f"{way if len(others) < len(kinds) else ''}"
                 )
             if hidden := positions.hidden:
                 raise UnsupportedModelError(

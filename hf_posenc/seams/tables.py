@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError, one_line
 from hf_posenc.methods import Method, Sinusoidal, TableMethod
+from hf_posenc.model.memory import free_memory
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
 from hf_posenc.seams.held import Held, InPlace, TableEnd, held, length_of, tokens_of_rows
@@ -226,25 +227,14 @@ class TableSeam(NativeSeam):
     def install(self, model: nn.Module, state: Undo, method: Method) -> None:
         assert isinstance(method, TableMethod)
         self._check(state, method)
-        lengths = {table.path: self._new_length(table, state, method) for table in self.tables}
-        growth = self._growth(lengths)
+        target = state.extended or math.ceil((self.length or 0) * method.scale - 1e-6)
+        lengths = new_lengths(self.tables, target, method.scale)
+        for table in self.tables:
+            method.check(table.positions, lengths[table.path])
         ids = probes.ordinary_tokens(model, min(probes.TOKENS, self.length or 1))
         before = _outputs(model, ids)
         places = {table.path: held(model, table.path) for table in self.tables}
-        edits = list(_config_edits(model, growth))
-        weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-        twin = _twin(model, edits)
-        _check_other_weights(model, twin, weights - places.keys())
-        for table in self.tables:
-            rows = table.start + lengths[table.path]
-            longer = held(twin, table.path).tensor()
-            if longer.shape[_axis(longer)] != rows:
-                raise UnsupportedModelError(
-                    f"{table.path} has {rows - table.start:,} positions in no {type(model).__name__} that its config "
-                    f"can describe ({longer.shape[_axis(longer)]:,} rows where the length is that): its rows may mean "
-                    "something else."
-                )
-        _follow(model, twin, state, growth, set(places))
+        edits, twin = take_over_lengths(model, state, self.tables, lengths)
         for table in self.tables:
             place, positions = places[table.path], lengths[table.path]
             grown = _grown(place.tensor().detach(), table.start, positions, method)
@@ -310,22 +300,6 @@ class TableSeam(NativeSeam):
                 "takes no table method."
             )
 
-    def _new_length(self, table: Table, state: Undo, method: TableMethod) -> int:
-        if table.positions == self.length and state.extended is not None:
-            return state.extended
-        return math.ceil(table.positions * method.scale - 1e-6)
-
-    def _growth(self, lengths: Mapping[str, int]) -> dict[int, int]:
-        """Return old lengths and numbers of rows with the new ones; configs may count a few rows less or more."""
-        growth: dict[int, int] = {}
-        for table in sorted(self.tables, key=lambda one: one.positions):
-            more = lengths[table.path] - table.positions
-            near = range(table.positions - _APART, table.positions + table.start + 1)
-            growth |= {number: number + more for number in near}
-        for table in self.tables:  # its very length comes before that of a near one
-            growth[table.positions] = lengths[table.path]
-        return growth
-
     def _verify(
         self,
         model: nn.Module,
@@ -342,10 +316,7 @@ class TableSeam(NativeSeam):
                     f"{method.name} changes the outputs of a short text of {type(model).__name__}, whose rows it "
                     "keeps; the model was restored. Please report it, with the model type."
                 )
-        longest = min(lengths.values())
-        if longest > (self.length or 0):
-            tokens = min(longest, max(table.positions for table in self.tables) + 1)
-            _run_past(model, ids, tokens)
+        run_past(model, ids, self.tables, lengths)
 
     def _warn(self, model: nn.Module, method: TableMethod) -> None:
         stays = f"{self.beside} stays as it is. " if self.beside else ""
@@ -381,6 +352,59 @@ def _owners(model: nn.Module, place: Held) -> list[nn.Module]:
 
 
 # What hangs on the length
+
+
+def new_lengths(tables: Sequence[Table], target: int, scale: float) -> dict[str, int]:
+    """Return the new positions of each table by path: the target in the shortest, `scale` times as many in others."""
+    length = min(table.positions for table in tables)
+    return {
+        table.path: target
+        if table.positions == length
+        else math.ceil(table.positions * scale - 1e-6)
+        for table in tables
+    }
+
+
+def take_over_lengths(
+    model: nn.Module, state: Undo, tables: Sequence[Table], lengths: Mapping[str, int]
+) -> tuple[list[tuple[Any, dict[str, Any]]], nn.Module]:
+    """Give a model the buffers and numbers of its class for tables of new lengths; the tables themselves stay.
+
+    Returns:
+        The edits of configs, which are yet to be written, and the model that was built from them, without weights.
+
+    Raises:
+        UnsupportedModelError: Something hangs on the length in an unknown way, or memory is too small for it.
+    """
+    growth = _growth(tables, lengths)
+    edits = list(_config_edits(model, growth))
+    places = {table.path for table in tables}
+    weights = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    _check_memory(model, edits, tables, lengths)
+    twin = _twin(model, edits)
+    _check_other_weights(model, twin, weights - places)
+    for table in tables:
+        longer = held(twin, table.path).tensor()
+        if longer.shape[_axis(longer)] != table.start + lengths[table.path]:
+            raise UnsupportedModelError(
+                f"{table.path} has {lengths[table.path]:,} positions in no {type(model).__name__} that its config "
+                f"can describe ({longer.shape[_axis(longer)]:,} rows where the length is that): its rows may mean "
+                "something else."
+            )
+    _follow(model, twin, state, growth, places)
+    return edits, twin
+
+
+def _growth(tables: Sequence[Table], lengths: Mapping[str, int]) -> dict[int, int]:
+    """Return old lengths and numbers of rows with the new ones; configs may count a few rows less or more."""
+    growth: dict[int, int] = {}
+    for table in sorted(tables, key=lambda one: one.positions):
+        more = lengths[table.path] - table.positions
+        near = range(table.positions - _APART, table.positions + table.start + 1)
+        growth |= {number: number + more for number in near}
+    for table in tables:  # its very length comes before that of a near one
+        growth[table.positions] = lengths[table.path]
+    return growth
 
 
 def _configs(model: nn.Module) -> list[Any]:
@@ -443,6 +467,32 @@ def _twin(model: nn.Module, edits: Sequence[tuple[Any, dict[str, Any]]]) -> nn.M
             f"{make.__name__} cannot be built from its config with a longer length ({one_line(error)}), so it is "
             "unknown what depends on that."
         ) from error
+
+
+def _check_memory(
+    model: nn.Module,
+    edits: Sequence[tuple[Any, dict[str, Any]]],
+    tables: Sequence[Table],
+    lengths: Mapping[str, int],
+) -> None:
+    """Raise for tables, masks and the like that do not fit into memory, before they are allocated."""
+    more = 0
+    for table in tables:
+        tensor = held(model, table.path).tensor()
+        row = tensor.nbytes // tensor.shape[_axis(tensor)]
+        more += (lengths[table.path] - table.positions) * row
+    with contextlib.suppress(Exception), torch.device("meta"):  # of some classes, the tables alone
+        own, longer = (
+            sum(each.nbytes for each in (*one.parameters(), *one.buffers()))
+            for one in (model, _twin(model, edits))
+        )
+        more = max(more, longer - own)
+    free = free_memory("cpu")
+    if free is not None and more > free:
+        raise PosencError(
+            f"{max(lengths.values()):,} positions: the tables of {type(model).__name__}, and what depends on their "
+            f"length, would take {more:,} bytes more, and {free:,} are free. Give a smaller target_length."
+        )
 
 
 def _shapes(model: nn.Module) -> dict[str, torch.Size]:
@@ -512,12 +562,16 @@ class _ReachedError(Exception):
     """Ends a forward that has run far enough."""
 
 
-def _run_past(model: Any, ids: Tensor, tokens: int) -> None:
-    """Run a text of some tokens up to the end of the first block that sees it, on each side of an encoder-decoder.
+def run_past(model: Any, ids: Tensor, tables: Sequence[Table], lengths: Mapping[str, int]) -> None:
+    """Run a text past the old length up to the end of the first block, on each side of an encoder-decoder.
 
     Raises:
         VerificationError: It does not run.
     """
+    longest = min(lengths.values())
+    if longest <= min(table.positions for table in tables):
+        return
+    tokens = min(longest, max(table.positions for table in tables) + 1)
     long = ids.repeat(1, -(-tokens // ids.shape[1]))[:, :tokens]
     sides: list[dict[str, Any]] = [{"input_ids": long}]
     if model.config.is_encoder_decoder:

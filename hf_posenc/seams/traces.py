@@ -1,8 +1,8 @@
 """What a live model reads by position: rows of tables, and arguments that are handed from module to module.
 
 A table of positions is read at rows that do not depend on the tokens, one after the other, as many as there are tokens.
-A table by distance is read at the same row along each diagonal of queries and keys. A bias is an argument that does not
-depend on the tokens and varies along the keys.
+A relative position bias is read at the same row along each diagonal of queries and keys. Other biases are arguments
+that do not depend on the tokens and vary along the keys.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Reading:
     Attributes:
         name: The tensor's path in the model.
         axis: The axis of the tensor that rows are counted along.
-        first: The row of position 0; `None` for a table by distance.
+        first: The row of position 0; `None` for a relative position bias.
     """
 
     name: str

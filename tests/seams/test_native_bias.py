@@ -39,7 +39,7 @@ TABLES = ("t5", "mt5", "umt5", "switch_transformers", "longt5", "pop2piano")
 
 
 def build_table_model(name: str) -> Any:
-    """Build a tiny model with tables by distance that matter."""
+    """Build a tiny model with relative position biases that matter."""
     if name != "pop2piano":
         layers = dict.fromkeys(("num_layers", "num_decoder_layers"), 2)
         model: Any = build_text_model(name, **layers)  # type: ignore[arg-type]
@@ -223,7 +223,7 @@ def test_gradients_and_checkpointing() -> None:
     assert relative_difference(weight.grad, expected) < 1e-5
 
 
-# Tables by distance
+# Relative position biases
 
 
 def bucket_of(r: int, buckets: int, longest: int, both: bool) -> int:
@@ -243,7 +243,7 @@ def bucket_of(r: int, buckets: int, longest: int, both: bool) -> int:
 
 
 class _Reference(nn.Module):
-    """A table by distance that reads the row of each pair by `bucket_of`, for texts without a cache."""
+    """A relative position bias that reads the row of each pair by `bucket_of`, for texts without a cache."""
 
     def __init__(self, table: Tensor, longest: int, both: bool, scale: float) -> None:
         super().__init__()
@@ -428,7 +428,10 @@ def test_what_is_in_force_is_read_back() -> None:
     assert [source.kind for source in positions.sources] == [kinds.ALIBI]
     assert positions.patch == "alibi(scale=4)"
     model = patch_model(build_table_model("t5"), "t5", scale=2, mode="max_distance")
-    assert get_patch(model).places[1][1:] == ("32", "4", "1", "256")  # type: ignore[union-attr]
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.places[1:] == (("relative_attention_bias x2", "32", "4", "1", "256"),)
+    assert max(map(len, repr(patch).splitlines())) <= 80
     assert inspect_positions(model).patch == "t5(scale=2, mode='max_distance')"
 
 
@@ -438,7 +441,7 @@ def test_what_is_in_force_is_read_back() -> None:
         ("bloom", "yarn", {"scale": 2}, "Methods for ALiBi: alibi"),
         *slowly(
             ("falcon", "rerope", {"window": 8}, "Methods for ALiBi: alibi"),
-            ("t5", "alibi", {}, "Methods for a table by distance: t5"),
+            ("t5", "alibi", {}, "Methods for a relative position bias: t5"),
             ("bloom", "alibi", {"keep_rope": True}, "no rotation"),
             ("bloom", "alibi", {"target_length": 4096}, "Give scale="),
             ("t5", "t5", {"buckets": 64}, "trained tables, to which buckets"),

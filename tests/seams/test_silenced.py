@@ -21,12 +21,13 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
+from hf_posenc.errors import UntrainedWarning
 from hf_posenc.methods import ALiBi
 from hf_posenc.seams.inspection import inspect
 from tests.support.families import build_text_model
 from tests.support.zoo import relative_difference, tokens
 
-LENGTH = 40
+LENGTH, LONG = 40, 150  # the tables have about 64 rows
 # The tables of a model type, and the row of position 0.
 TABLES = {
     "gpt2": (("transformer.wpe.weight",), 0),
@@ -35,8 +36,10 @@ TABLES = {
     "roberta": (("roberta.embeddings.position_embeddings.weight",), 1),
     "bart": (("model.encoder.embed_positions.weight", "model.decoder.embed_positions.weight"), 2),
     "ctrl": (("transformer.pos_encoding",), 0),
+    "gpt_neo": (("transformer.wpe.weight",), 0),
 }
 CAUSAL = ("gpt2", "opt")
+REGISTERED = [kind for kind in TABLES if kind != "gpt_neo"]  # which computes attention itself
 
 
 def _run(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> Tensor:
@@ -47,19 +50,33 @@ def _run(model: PreTrainedModel, ids: Tensor, **arguments: Any) -> Tensor:
     return logits.double()
 
 
-def _with_mean_rows(model: PreTrainedModel, model_type: str) -> PreTrainedModel:
-    """A copy of a model whose table has the mean of its rows at every position."""
-    other = copy.deepcopy(model)
+def _with_mean_rows(model: PreTrainedModel, model_type: str, length: int) -> PreTrainedModel:
+    """A model, natively of that length, whose table has the mean of the rows of another one at every position."""
+    config = copy.deepcopy(model.config)
+    config.max_position_embeddings = length  # in GPT-2 and CTRL another name of `n_positions`
     names, start = TABLES[model_type]
-    for name in names:
+    if model_type == "roberta":
+        config.max_position_embeddings += start
+    kind: Any = type(model)
+    other: Any = kind(config).eval()
+    weights = model.state_dict()
+    means = {
+        name: {**dict(model.named_parameters()), **dict(model.named_buffers())}[name][start:].mean(
+            0
+        )
+        for name in names
+    }
+    other.load_state_dict({k: v for k, v in weights.items() if k not in names}, strict=False)
+    for name, row in means.items():
         table = {**dict(other.named_parameters()), **dict(other.named_buffers())}[name]
-        table.data[:] = table.data[start:].mean(0)
+        assert len(table) == length + start
+        table.data[:] = row
     return other
 
 
-def _reference(model: PreTrainedModel, model_type: str, ids: Tensor) -> Tensor:
+def _reference(model: PreTrainedModel, model_type: str, ids: Tensor, scale: float = 1.0) -> Tensor:
     """Logits in float64 of a model with ALiBi (Press et al. 2022, section 3) in the place of its table."""
-    other = _with_mean_rows(model, model_type).double()
+    other = _with_mean_rows(model, model_type, ids.shape[1]).double()
     causal = {
         m for n, m in other.named_modules() if model_type in (*CAUSAL, "ctrl") or "decoder" in n
     }
@@ -76,7 +93,7 @@ def _reference(model: PreTrainedModel, model_type: str, ids: Tensor) -> Tensor:
     ) -> tuple[Tensor, None]:
         heads, count = query.shape[1:3]
         distance = (torch.arange(count)[:, None] - torch.arange(count)).double()
-        slopes = 2.0 ** (-8 * torch.arange(1, heads + 1).double() / heads)
+        slopes = 2.0 ** (-8 * torch.arange(1, heads + 1).double() / heads) / scale
         scores = query @ key.mT * scaling
         if module not in crossing:
             scores = scores - slopes[:, None, None] * distance.abs()
@@ -90,51 +107,66 @@ def _reference(model: PreTrainedModel, model_type: str, ids: Tensor) -> Tensor:
     return _run(other, ids)
 
 
+@pytest.mark.parametrize("length", [LENGTH, LONG])
 @pytest.mark.parametrize("model_type", TABLES)
-def test_nope_reads_the_mean_row_everywhere(model_type: str) -> None:
-    model, ids = build_text_model(model_type), tokens(LENGTH)
-    expected = _run(_with_mean_rows(model, model_type), ids)
-    patch_model(model, "nope")
+def test_nope_reads_the_mean_row_everywhere(model_type: str, length: int) -> None:
+    model, ids = build_text_model(model_type), tokens(length)
+    expected = _run(_with_mean_rows(model, model_type, length), ids)
+    patch_model(model, "nope", target_length=max(length, 64))
     assert relative_difference(_run(model, ids), expected) < 1e-6
     positions = inspect(model)
     assert not positions.sources
     assert positions.complete
 
 
-@pytest.mark.parametrize("model_type", TABLES)
+@pytest.mark.parametrize("model_type", REGISTERED)
 def test_alibi_equals_a_float64_reference(model_type: str) -> None:
-    model, ids = build_text_model(model_type), tokens(LENGTH)
-    expected = _reference(model, model_type, ids)
-    patch_model(model, "alibi")
-    assert relative_difference(_run(model, ids), expected) < 1e-5
+    """Also past the rows of the table, with the slopes of the paper, or divided by the scale."""
+    model = build_text_model(model_type)
+    cases: tuple[tuple[int, Any, dict[str, Any], float], ...] = (
+        (LENGTH, "alibi", {}, 1.0),
+        (LONG, ALiBi(), {"target_length": LONG}, 1.0),
+        (LONG, "alibi", {"scale": 3}, 3.0),
+    )
+    for length, method, options, scale in cases:
+        ids = tokens(length)
+        expected = _reference(model, model_type, ids, scale)
+        patch_model(model, method, **options)
+        assert relative_difference(_run(model, ids), expected) < 1e-5
+        unpatch_model(model)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("length", [LENGTH, LONG])
 @pytest.mark.parametrize("model_type", ["gpt_neo", "rembert", "megatron-bert", "big_bird", "tapas"])
-def test_alibi_in_code_of_its_own_equals_the_same_bias_as_a_mask(model_type: str) -> None:
+def test_alibi_in_code_of_its_own_equals_the_same_bias_as_a_mask(
+    model_type: str, length: int
+) -> None:
     """Such code adds a mask of four axes to its scores, so the unpatched model computes the reference."""
-    model, ids = build_text_model(model_type), tokens(LENGTH)
-    distance = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).float()
+    model, ids = build_text_model(model_type), tokens(length)
+    distance = (torch.arange(length)[:, None] - torch.arange(length)).float()
     slopes = 2.0 ** (-8 * torch.arange(1, 5) / 4)
     bias = -slopes[None, :, None, None] * distance.abs()
     if model_type == "gpt_neo":
         bias = bias.masked_fill(distance < 0, torch.finfo(torch.float32).min)
-    expected = _run(patch_model(model, "nope"), ids, attention_mask=bias)
-    patch_model(model, "alibi", replace=True)
+    target = max(length, 64)
+    expected = _run(patch_model(model, "nope", target_length=target), ids, attention_mask=bias)
+    patch_model(model, ALiBi(), target_length=target, replace=True)
     assert relative_difference(_run(model, ids), expected) < 1e-5
 
 
 @pytest.mark.parametrize("model_type", CAUSAL)
 @pytest.mark.parametrize("method", ["alibi", "fire"])
 def test_a_cache_and_left_padding_change_nothing(model_type: str, method: str) -> None:
-    model, ids = build_text_model(model_type), tokens(24, batch=2)
+    """Also where the text grows past the rows of the table."""
+    model, ids = build_text_model(model_type), tokens(84, batch=2)
     torch.manual_seed(0)
-    patch_model(model, method)
+    patch_model(model, method, target_length=100)
     whole = _run(model, ids)
     with torch.no_grad():
         first = model(input_ids=ids[:, :10], use_cache=True)
         cache, parts = first.past_key_values, [first.logits]
-        for start, stop in ((10, 17), (17, 18), (18, 24)):
+        for start, stop in ((10, 60), (60, 67), (67, 68), (68, 84)):
             out = model(input_ids=ids[:, start:stop], past_key_values=cache, use_cache=True)
             parts.append(out.logits)
     assert relative_difference(torch.cat(parts, 1).double(), whole) < 1e-5
@@ -149,7 +181,8 @@ def test_a_cache_and_left_padding_change_nothing(model_type: str, method: str) -
 def test_a_patch_survives_copies_and_is_undone_to_the_bit(model_type: str, method: str) -> None:
     model, ids = build_text_model(model_type), tokens(LENGTH)
     before, weights = _run(model, ids), copy.deepcopy(model.state_dict())
-    patch_model(model, method)
+    buffers = {name: each.clone() for name, each in model.named_buffers()}
+    patch_model(model, method, target_length=100)
     out = _run(model, ids)
     assert relative_difference(out, before) > 1e-2
     assert torch.equal(_run(copy.deepcopy(model), ids), out)
@@ -159,16 +192,26 @@ def test_a_patch_survives_copies_and_is_undone_to_the_bit(model_type: str, metho
     assert patch.method == method
     assert torch.equal(_run(unpatch_model(model), ids), before)
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert all(torch.equal(each, buffers[name]) for name, each in model.named_buffers())
 
 
-def test_a_saved_model_keeps_its_rows_and_its_patch(tmp_path: Path) -> None:
-    model, ids = build_text_model("opt"), tokens(LENGTH)
-    rows = model.get_parameter(TABLES["opt"][0][0]).detach().clone()
-    out = _run(patch_model(model, "alibi"), ids)
+# MRA has `position_ids` among its weights.
+@pytest.mark.parametrize(("model_type", "method"), [("opt", "kerple_log"), ("mra", "nope")])
+def test_a_saved_model_keeps_its_rows_and_its_patch(
+    model_type: str, method: str, tmp_path: Path
+) -> None:
+    model, ids = build_text_model(model_type), tokens(100)
+    (name,) = (name for name, _ in model.named_parameters() if "position" in name)
+    rows = model.get_parameter(name).detach().clone()
+    out = _run(patch_model(model, method, target_length=128), ids)
     model.save_pretrained(tmp_path)
     loaded = from_pretrained(tmp_path)
     assert relative_difference(_run(loaded.eval(), ids), out) < 1e-6
-    assert torch.equal(loaded.get_parameter(TABLES["opt"][0][0]), rows)
+    assert torch.equal(loaded.get_parameter(name), rows)
+    patch = get_patch(loaded)
+    assert patch is not None
+    assert patch.extended_length == 128
+    assert str(patch.config) == f"{method}(target_length=128)"
 
 
 def test_gradients_reach_the_trained_bias_and_the_weights() -> None:
@@ -209,7 +252,7 @@ def test_it_learns_to_copy(method: str) -> None:
 def test_a_text_longer_than_the_silenced_table_is_refused(model_type: str) -> None:
     model = patch_model(build_text_model(model_type), "nope")
     assert torch.isfinite(_run(model, tokens(64))).all()
-    with pytest.raises(PosencError, match=r"65 tokens: .* still as long as they were"):
+    with pytest.raises(PosencError, match=r"65 tokens: .* target_length of at least 65"):
         _run(model, tokens(65))
 
 
@@ -247,10 +290,31 @@ def test_a_refused_method_warns_of_nothing() -> None:
         patch_model(build_text_model("bert"), "fire")
 
 
-def test_a_model_reads_no_more_tokens_than_its_silenced_table_has_rows() -> None:
-    patch = get_patch(patch_model(build_text_model("gpt2"), "nope"))
+@pytest.mark.parametrize(
+    ("method", "options", "length"),
+    [
+        ("nope", {}, 64),
+        ("nope", {"target_length": 100}, 100),
+        ("fire", {"target_length": 100}, 100),
+        ("alibi", {"scale": 2}, 128),
+        ("alibi", {"scale": 2, "target_length": 100}, 100),
+        ("t5", {"scale": 2}, 128),
+    ],
+)
+def test_the_length_is_that_of_the_target_or_the_scale(
+    method: str, options: dict[str, Any], length: int
+) -> None:
+    model = patch_model(build_text_model("gpt2", n_layer=1), method, **options)
+    patch = get_patch(model)
     assert patch is not None
-    assert patch.extended_length == 64
-    with pytest.warns(UserWarning, match="no more than the 64 tokens of its table"):
-        model = patch_model(build_text_model("gpt2"), "alibi", scale=2)
-    assert get_patch(model).extended_length == 64  # type: ignore[union-attr]
+    assert patch.extended_length == length
+    assert torch.isfinite(_run(model, tokens(length))).all()
+    with pytest.raises(PosencError, match=f"{length + 1} tokens: the patched tables"):
+        _run(model, tokens(length + 1))
+
+
+@pytest.mark.parametrize("method", ["alibi", "nope", "kerple_log"])
+def test_a_method_in_the_place_of_a_table_warns_that_it_needs_training(method: str) -> None:
+    with pytest.warns(UntrainedWarning, match="before its output means anything") as warned:
+        patch_model(build_text_model("gpt2", n_layer=1), method)
+    assert [each.filename for each in warned] == [__file__]

@@ -125,7 +125,12 @@ class Candidate:
         """Return the candidate of the patch that a model carries."""
         scale = {} if config.scale is None else {"scale": config.scale}
         named = [(config.method, {**scale, **config.options}), *config.others]
-        beside = {"layers": config.layers, "compose": config.compose, "replace": config.replace}
+        beside: dict[str, Any] = {
+            "layers": config.layers,
+            "compose": config.compose,
+            "replace": config.replace,
+            "target_length": config.target_length or False,
+        }
         return cls.of(
             [Part(name, dict(options)) for name, options in named],
             {name: value for name, value in beside.items() if value not in (False, "full")},

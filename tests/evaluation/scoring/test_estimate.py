@@ -16,7 +16,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.scoring import memory as free_memory
 from hf_posenc.evaluation.scoring.estimate import (
     Attention,
     Cost,
@@ -24,6 +23,7 @@ from hf_posenc.evaluation.scoring.estimate import (
     run_cost,
     visible_pairs,
 )
+from hf_posenc.model import memory
 from tests.support import zoo
 from tests.support.live_bytes import attentions, build, forward_cost
 from tests.support.zoo_registry import quiet as quietly
@@ -213,20 +213,20 @@ def test_what_cannot_be_estimated() -> None:
 
 
 def test_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert free_memory.free_memory("meta") is None
+    assert memory.free_memory("meta") is None
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal:  900 kB\nMemAvailable:   100 kB\n", encoding="ascii")
-    monkeypatch.setattr(free_memory, "_MEMINFO", meminfo)
-    monkeypatch.setattr(free_memory, "_CGROUP", tmp_path)
-    assert free_memory.free_memory("cpu") == 102_400
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    assert memory.free_memory("cpu") == 102_400
     for name, text in (("max", "max"), ("current", "5000"), ("stat", "anon 9\ninactive_file 70\n")):
         (tmp_path / f"memory.{name}").write_text(text, encoding="ascii")
-    assert free_memory.free_memory(torch.device("cpu")) == 102_400  # no limit
+    assert memory.free_memory(torch.device("cpu")) == 102_400  # no limit
     (tmp_path / "memory.max").write_text("9000\n", encoding="ascii")
-    assert free_memory.free_memory("cpu") == 4070
+    assert memory.free_memory("cpu") == 4070
     meminfo.unlink()
     (tmp_path / "memory.max").unlink()
-    assert free_memory.free_memory("cpu") is None
+    assert memory.free_memory("cpu") is None
 
 
 @pytest.fixture(autouse=True)
