@@ -334,7 +334,7 @@ class MovingPlan(Plan):
         self, length: int | Tensor, device: torch.device
     ) -> tuple[Tensor | None, float | Tensor]:
         factor = (self.method.cos_sin_factor(self.spec, length) / self.rotation.factor) ** 2
-        inv_freq = self.method.inv_freq(self.spec, length).float()
+        inv_freq = self.method.frequencies(self.spec, length).float()
         if self.spec.order is not None:
             inv_freq = inv_freq[self.spec.order.to(inv_freq.device)]
         moved = inv_freq - self.rotation.on(inv_freq.device)

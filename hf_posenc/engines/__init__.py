@@ -24,7 +24,7 @@ from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5
 from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.files import disk_errors
-from hf_posenc.methods import METHODS, LengthDependent, Method, seam_of
+from hf_posenc.methods import METHODS, Clip, LengthDependent, Method, seam_of
 from hf_posenc.patch.export import config_parts, reloaded
 from hf_posenc.patch.export import write as write_values
 from hf_posenc.patch.request import MethodLike
@@ -223,10 +223,13 @@ def _options(kind: type[Method], pairs: int) -> dict[str, Any]:
     short = [1.0 + step / pairs for step in range(pairs)]
     long = [2 * value for value in short]
     values = {"rope_theta": 1e6, "short_factor": short, "long_factor": long}
+    values |= {"power": 0.5, "wavelength": 64.0}
     required = [k for k, default in kind.knobs().items() if default is dataclasses.MISSING]
     options: dict[str, Any] = {knob: values[knob] for knob in required if knob in values}
     if kind.takes_scale():
         options["scale"] = 4.0
+    if kind is Clip:
+        options["share"] = 0.5
     if issubclass(kind, LengthDependent):
         options["update"] = "sequence"
     return options

@@ -22,12 +22,14 @@ from hf_posenc.methods.base import (
     Method,
     RopeScaling,
     Scaled,
+    TableFilter,
     bucket_length,
     needs_no_rotation,
     seam_of,
 )
 from hf_posenc.methods.bias import DistanceBias, RelativeKeys
 from hf_posenc.methods.dual_chunk import STRING, DualChunk
+from hf_posenc.methods.filters import Clip, PowerBasis, ResonanceRoPE, TruncatedBasis
 from hf_posenc.methods.interpolation import (
     ABF,
     DynamicNTK,
@@ -72,12 +74,13 @@ __all__ = [
     "needs_no_rotation",
     "seam_of",
 ]
-__all__ += ["Length", "RopeScaling", "Scaled", "LengthDependent", "Dynamic"]
+__all__ += ["Length", "RopeScaling", "Scaled", "LengthDependent", "Dynamic", "TableFilter"]
 __all__ += ["Band", "RotaryBands", "DistanceBias", "RelativeKeys"]
 # Methods stand in the order of the documentation, which decides that of `METHODS`.
 __all__ += ["PositionInterpolation", "NTKAware", "DynamicPI", "DynamicNTK", "PartialNTK"]
 __all__ += ["NTKByParts", "YaRN", "DynamicPartialNTK", "DynamicYaRN"]
 __all__ += ["NTKMixed", "Llama3", "LongRoPE", "ABF", "NoPE"]
+__all__ += ["Clip", "ResonanceRoPE", "PowerBasis", "TruncatedBasis"]
 __all__ += ["ReRoPE", "LeakyReRoPE", "SelfExtend", "DualChunk", "STRING"]
 __all__ += ["LMInfinite", "AttentionSinks", "SlidingWindow", "LogN", "Temperature"]
 __all__ += ["ALiBi", "KerpleLog", "KerplePower", "Sandwich", "T5", "FIRE", "Shaw", "TransformerXL"]

@@ -25,6 +25,8 @@ REGISTRY: dict[str, type[Method]] = {}
 """The methods of this package by class name."""
 
 
+FILTERS = "filters"
+"""The field of a frequency method that is no option of its own, but the methods after it in a list."""
 LARGEST = 2**31 - 1
 """The largest whole number of a field: positions are compared with it."""
 
@@ -155,7 +157,7 @@ class Method:
     def knobs(cls) -> dict[str, Any]:
         """Return the options with their defaults, `scale` first; `dataclasses.MISSING`: required."""
         fields = sorted(dataclasses.fields(cls), key=lambda option: option.name != "scale")
-        return {option.name: option.default for option in fields}
+        return {option.name: option.default for option in fields if option.name != FILTERS}
 
     @classmethod
     def takes_scale(cls) -> bool:
@@ -197,6 +199,9 @@ class RopeScaling(Method):
 
     Attention, cache and backend stay the model's own, so the method costs nothing.
 
+    Args:
+        filters: What changes the finished table, in order. `patch_model` sets it from a list.
+
     Class attributes:
         identity_at_scale_one: True if no bit of the table changes with `scale=1`, or, for a method
             that follows the text, up to the original length. The tests hold a method to it.
@@ -209,14 +214,28 @@ class RopeScaling(Method):
     identity_at_scale_one: ClassVar[bool] = True
     only_lowers_frequencies: ClassVar[bool] = True
 
+    filters: tuple[TableFilter, ...] = field(default=(), repr=False)
+
+    @property
+    def label(self) -> str:
+        """The name of the method, and of its filters."""
+        return " + ".join(method.name for method in (self, *self.filters))
+
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
-        """Return the frequencies in force, shape (d/2,), float64, radians per token.
+        """Return the method's own frequencies, shape (d/2,), float64, radians per token.
 
         Args:
             rope: The table to change.
             length: Current number of tokens, for length-dependent methods.
         """
         raise NotImplementedError
+
+    def frequencies(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        """Return the frequencies in force: `inv_freq` after every filter."""
+        frequencies = self.inv_freq(rope, length)
+        for each in self.filters:
+            frequencies = each.filtered(frequencies, rope)
+        return frequencies
 
     def scale_at(self, rope: RopeSpec, length: Length) -> float | Tensor:
         """Return the scale `s` in force; 1 for a method without one."""
@@ -232,6 +251,26 @@ class RopeScaling(Method):
         `None` where transformers has no such method.
         """
         return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableFilter(RopeScaling):
+    """A change of a finished table: alone, of the model's own; in a list, of the method's before it."""
+
+    identity_at_scale_one: ClassVar[bool] = False
+    only_lowers_frequencies: ClassVar[bool] = False
+
+    def filtered(self, frequencies: Tensor, rope: RopeSpec) -> Tensor:
+        """Return the frequencies after the filter, of the same shape, radians per token.
+
+        Args:
+            frequencies: Shape (d/2,), float64, the fastest first.
+            rope: The table that the method before the filter started from.
+        """
+        raise NotImplementedError
+
+    def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
+        return self.filtered(rope.default_inv_freq(), rope)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -112,7 +112,7 @@ class PosencRotary(RotaryWrapper):
         """
         spec = self.specs[label]
         factor = self.method.cos_sin_factor(spec, length) * self.base_factors.get(label, 1.0)
-        inv_freq = self.method.inv_freq(spec, length)
+        inv_freq = self.method.frequencies(spec, length)
         if spec.order is not None:
             inv_freq = inv_freq[spec.order.to(inv_freq.device)]
         return inv_freq.to(torch.float32), factor
@@ -141,7 +141,7 @@ class PosencRotary(RotaryWrapper):
     def extra_repr(self) -> str:
         knobs = ", ".join(f"{knob}={value!r}" for knob, value in self.method.options().items())
         layers = "" if "" in self.specs else f" in {', '.join(self.specs)}"
-        return f"{self.method.name}({knobs}){layers}"
+        return f"{self.method.label}({knobs}){layers}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> PosencRotary:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -113,6 +113,8 @@ def plan_edit(
         *((form, rope, legacy.values(rope)) for form, rope in forms if legacy.expresses(rope)),
         *((form, rope, old) for form, rope in forms for old in legacy.variants(rope)),
     ]
+    if (method.rope_parameters(tables[0].spec) or {}).get("rope_type") == "proportional":
+        trials.sort(key=lambda trial: trial[0] == "longrope")  # engines read the native type
     for form, rope_parameters, old in trials:
         for head_dim in ({}, _readable_head_dim(config)):
             values = {**lengths, "rope_parameters": rope_parameters, **head_dim, **old}
@@ -188,7 +190,8 @@ def rope_forms(
 def _native(patched: PatchedTable, method: RopeScaling) -> dict[str, Any] | None:
     """The method by transformers' own `rope_type`, for a table that starts from `rope_theta`."""
     spec = patched.spec
-    entry = None if patched.wrapper.base_factors else method.rope_parameters(spec)
+    scaled = patched.wrapper.base_factors or method.filters
+    entry = None if scaled else method.rope_parameters(spec)
     if entry is None:
         return None
     if patched.table.rope_type == "proportional" and entry["rope_type"] in ("default", "linear"):

@@ -128,10 +128,10 @@ def install_sincos(
         )
     spec = read_spec(tables[0], state.original, compose=False)
     positions = max(state.extended or 0, tables[0].tensor().shape[0])
-    angles = torch.arange(positions, dtype=torch.float64)[:, None] * method.inv_freq(spec)
+    angles = torch.arange(positions, dtype=torch.float64)[:, None] * method.frequencies(spec)
     scaled = torch.cat((angles.sin(), angles.cos()), dim=-1) * method.cos_sin_factor(spec)
     scaled = scaled.float()  # shape (positions, d)
-    inv_freq, factor = method.inv_freq(spec).float(), float(method.cos_sin_factor(spec))
+    inv_freq, factor = method.frequencies(spec).float(), float(method.cos_sin_factor(spec))
     if torch.equal(inv_freq, tables[0].live()[0].cpu()) and factor == 1.0:
         scaled[: tables[0].tensor().shape[0]] = tables[0].tensor()  # the very bits of the model
     for table in tables:

@@ -411,11 +411,15 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
             inv_freq, live_factor = wrapper.table(table.label)
             factor, kind = float(live_factor), "default"
             if state is not None and wrapper.method in state.methods:
-                kind = wrapper.method.name
+                kind = wrapper.method.label
             theta = wrapper.specs[table.label].theta
         elif state is not None and isinstance(table, SinCosTable):
-            scalings = [each for each in state.methods if each not in state.in_attention]
-            kind = scalings[0].name if scalings else kind
+            scalings = [
+                each
+                for each in state.methods
+                if isinstance(each, RopeScaling) and each not in state.in_attention
+            ]
+            kind = scalings[0].label if scalings else kind
         if (id(table.module), table.label) in dropped:
             inv_freq, kind = torch.zeros_like(inv_freq), "dropped"
         label, inv_freq = table.label or None, inv_freq.detach()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.lengths import plain, read_length
-from hf_posenc.methods import Method, needs_no_rotation, seam_of
+from hf_posenc.methods import Method, RopeScaling, TableFilter, needs_no_rotation, seam_of
 from hf_posenc.model.discovery import RotaryTable, original_length, select
 from hf_posenc.patch.config import Layers, PatchConfig, check_option, named_method
 from hf_posenc.patch.state import State
@@ -16,7 +18,7 @@ from hf_posenc.seams.native import NativeSeam
 
 _LONGEST = 1e15  # tokens
 MethodLike = str | Method | Sequence["str | Method"]
-"""A name or alias, a Method object, or a list of them on different seams."""
+"""A name or alias, a Method object, or a list of them on different seams, filters after the table that they change."""
 
 
 def resolve_request(
@@ -95,7 +97,7 @@ def resolve_request(
         replace=replace,
         others=tuple((other.name, other.options()) for other in others),
     )
-    return State(config, original, extended, tuple(methods), native)
+    return State(config, original, extended, tuple(_filtered(methods)), native)
 
 
 def _rotary(
@@ -207,9 +209,17 @@ def _check_list(
         raise PosencError(
             f"Options ({', '.join(options)}) belong to one method: list method objects, as in [YaRN(scale=4), LogN()]."
         )
-    seams = [seam_of(part) if isinstance(part, Method) else part.seam for part in parts]
+    frequencies = [part for part in parts if _of_kind(part, RopeScaling)]
+    filters = [part for part in frequencies[1:] if _of_kind(part, TableFilter)]
+    for part, later in itertools.pairwise(frequencies):
+        if _of_kind(part, TableFilter) and not _of_kind(later, TableFilter):
+            raise PosencError(
+                f"{part.name} changes the table of the method before it in a list: name {later.name} first."
+            )
+    alone = [part for part in parts if id(part) not in map(id, filters)]
+    seams = [seam_of(part) if isinstance(part, Method) else part.seam for part in alone]
     for seam in seams:
-        names = [part.name for part, own in zip(parts, seams, strict=True) if own == seam]
+        names = [part.name for part, own in zip(alone, seams, strict=True) if own == seam]
         if len(names) > 1:
             raise PosencError(
                 f"Two methods on one seam exclude each other: {', '.join(names)} ({seam}). Pick one of them."
@@ -219,6 +229,21 @@ def _check_list(
         raise PosencError(
             f"scale= could be that of {' or '.join(scaled)}: give method objects, as in [YaRN(scale=4), LogN()]."
         )
+
+
+def _of_kind(part: Method | type[Method], kind: type[Method]) -> bool:
+    return issubclass(part if isinstance(part, type) else type(part), kind)
+
+
+def _filtered(methods: Sequence[Method]) -> list[Method]:
+    """Return the methods, the first of the frequencies with all later ones as its filters."""
+    scaling = next((method for method in methods if isinstance(method, RopeScaling)), None)
+    if scaling is None:
+        return [*methods]
+    others = [method for method in methods if method is not scaling]
+    filters = tuple(method for method in others if isinstance(method, TableFilter))
+    rest = [method for method in others if not isinstance(method, TableFilter)]
+    return [dataclasses.replace(scaling, filters=filters), *rest]
 
 
 def _check_scaled(tables: Sequence[RotaryTable], *, compose: bool, replace: bool) -> None:

@@ -56,6 +56,12 @@ def assert_close(got: Tensor, want: list[float]) -> None:
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=0)
 
 
+CLIPS: tuple[dict[str, Any], ...] = (
+    *({"soft": soft} for soft in (1, 2, 20, 99)),
+    *({"pairs": pairs} for pairs in (1, 3, 99)),
+    *({"share": share} for share in (0.0, 0.25, 0.29, 1.0)),
+    *({"turns": turns} for turns in (0.5, 1.0, 8.0)),
+)
 thetas = st.floats(1e3, 1e7)
 dims = st.integers(2, 64).map(lambda pairs: 2 * pairs)
 trained_lengths = st.integers(64, 1 << 17)
@@ -78,6 +84,8 @@ def test_equals_the_published_formula(name: str, data: st.DataObject) -> None:
         knobs["scale"] = data.draw(scales)
     if name == "abf":
         knobs["rope_theta"] = data.draw(thetas)
+    if name == "clip":
+        knobs = data.draw(st.sampled_from(CLIPS))
     if name == "longrope":
         divisors = st.lists(st.floats(0.5, 80.0), min_size=dim // 2, max_size=dim // 2)
         knobs |= {"short_factor": data.draw(divisors), "long_factor": data.draw(divisors)}

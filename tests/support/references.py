@@ -254,17 +254,57 @@ def longrope(
     return table, math.sqrt(1 + math.log(scale) / math.log(trained)) if scale > 1 else 1.0
 
 
-def resonance(d: int, b: float, trained: int, length: int | None = None) -> Table:
-    """Wang 2024 (arXiv 2403.00071): the wavelength ``2 pi b^(2i/d)`` becomes the nearest integer."""
-    return [2 * math.pi / round(2 * math.pi * b ** (2 * i / d)) for i in range(d // 2)], 1.0
+def clip_of(
+    table: list[float],
+    trained: int,
+    *,
+    soft: int | None = None,
+    pairs: int | None = None,
+    share: float | None = None,
+    turns: float | None = None,
+) -> list[float]:
+    """CoPE (arXiv 2602.05258), its HardClip, p-RoPE (arXiv 2410.06205), and a floor on the turns over L."""
+    result, count = list(table), len(table)
+    for i, frequency in enumerate(table):
+        j = i - (count - min(soft or 0, count))  # place among the softly clipped
+        if soft is not None and j > 0:
+            result[i] = frequency * (1 + math.cos(math.pi * j / (min(soft, count) - 1))) / 2
+        hard = pairs is not None and i >= count - pairs
+        outside = share is not None and i >= math.floor(share * count)
+        slow = turns is not None and frequency * trained < 2 * math.pi * turns
+        if hard or outside or slow:
+            result[i] = 0.0
+    return result
 
 
-def resonance_yarn(
-    d: int, b: float, trained: int, length: int | None = None, **knobs: Any
-) -> Table:
-    """Wang 2024 (arXiv 2403.00071): the wavelengths of YaRN's table become the nearest integers."""
-    table, factor = yarn(d, b, trained, length, **knobs)
-    return [2 * math.pi / round(2 * math.pi / frequency) for frequency in table], factor
+def resonance_of(table: list[float], trained: int) -> list[float]:
+    """Wang 2024 (arXiv 2403.00071): wavelengths become the nearest integers."""
+    return [2 * math.pi / max(1, round(2 * math.pi / f)) if f else 0.0 for f in table]
+
+
+def power_basis_of(table: list[float], trained: int, *, power: float) -> list[float]:
+    """Pal 2023 (arXiv 2308.10882)."""
+    return [f * (1 - i / len(table)) ** power for i, f in enumerate(table)]
+
+
+def truncated_basis_of(table: list[float], trained: int, *, wavelength: float) -> list[float]:
+    """Pal 2023 (arXiv 2308.10882), with the numbers of abacusai/Long-Context."""
+    cutoff = 2 * math.pi / wavelength
+    return [f if f >= cutoff else cutoff / 16 if f >= cutoff / 8 else 0.0 for f in table]
+
+
+FILTERS: dict[str, Callable[..., list[float]]] = {
+    reference.__name__.removesuffix("_of"): reference
+    for reference in (clip_of, resonance_of, power_basis_of, truncated_basis_of)
+}
+"""By the filter's canonical name: a table and L, in tokens, to a table."""
+
+
+def _of_the_default_table(name: str) -> Callable[..., Table]:
+    def table(d: int, b: float, trained: int, length: int | None = None, **knobs: Any) -> Table:
+        return FILTERS[name](default(d, b, trained)[0], trained, **knobs), 1.0
+
+    return table
 
 
 REFERENCES: dict[str, Callable[..., Table]] = {
@@ -272,9 +312,8 @@ REFERENCES: dict[str, Callable[..., Table]] = {
     for reference in (
         *(pi, ntk, dynamic_pi, dynamic_ntk, partial_ntk, ntk_by_parts, yarn),
         *(dynamic_partial_ntk, dynamic_yarn, ntk_mixed, llama3, longrope, abf, nope),
-        *(resonance, resonance_yarn),
     )
-}
+} | {name: _of_the_default_table(name) for name in FILTERS}
 """By the method's canonical name."""
 
 
@@ -301,10 +340,12 @@ KNOBS["yarn"] = KNOBS["ntk_by_parts"] | {
     "mscale": [None, 0.707, 1.0],
     "mscale_all_dim": [None, 0.707],
 }
-KNOBS["resonance_yarn"] = KNOBS["yarn"]
 """Values to try of the knobs besides the scale, by the method's name."""
 
 REQUIRED: dict[str, Callable[[int], dict[str, Any]]] = {
+    "clip": lambda pairs: {"pairs": 1},
+    "power_basis": lambda pairs: {"power": 0.5},
+    "truncated_basis": lambda pairs: {"wavelength": 40.0},
     "abf": lambda pairs: {"rope_theta": 500_000.0},
     "longrope": lambda pairs: {
         "short_factor": [1.0 + 0.01 * i for i in range(pairs)],

@@ -292,7 +292,8 @@ def _automatic(named: list[tuple[str, dict[str, Any]]]) -> set[str]:
     if required:
         return required & set(without)
     automatic = set()
-    for name in (name for name in without if default[name] is None):
+    scalable = (name for name in without if default[name] is None)
+    for name in (name for name in scalable if get_method(name).seam != "query"):
         with contextlib.suppress(PosencError):
             get_method(name).from_options(scale=2.0, **without[name])
             automatic.add(name)

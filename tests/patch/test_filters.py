@@ -1,0 +1,163 @@
+"""Filters in a list: a table changed by several methods in order, under caches and padding, saved and read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import hf_posenc
+from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
+from hf_posenc.methods import (
+    Clip,
+    DynamicNTK,
+    DynamicYaRN,
+    LogN,
+    Method,
+    NTKAware,
+    PositionInterpolation,
+    PowerBasis,
+    ReRoPE,
+    ResonanceRoPE,
+    TruncatedBasis,
+    YaRN,
+)
+from tests.attention.test_attention import build
+from tests.support import references, zoo
+from tests.support.attention_llama import ORIGINAL
+from tests.support.attention_ways import WAYS
+
+IDS = zoo.tokens(50)
+LISTS: dict[str, list[Method]] = {
+    "yarn, soft clip": [YaRN(scale=4), Clip(soft=3)],
+    "pi, power, clip": [PositionInterpolation(scale=2), PowerBasis(power=0.5), Clip(pairs=2)],
+    "yarn, resonance": [YaRN(scale=4), ResonanceRoPE()],
+    "ntk, floor": [NTKAware(scale=2), Clip(turns=0.5)],
+    "two filters": [TruncatedBasis(wavelength=60), ResonanceRoPE()],
+}
+
+
+def table_of(methods: list[Method], dim: int, theta: float) -> tuple[list[float], float]:
+    """The table of a list by the references."""
+    first, *filters = methods
+    table, factor = references.REFERENCES[first.name](dim, theta, ORIGINAL, **first.options())
+    for each in filters:
+        table = references.FILTERS[each.name](table, ORIGINAL, **each.options())
+    return table, factor
+
+
+@pytest.mark.parametrize("which", LISTS)
+def test_filters_change_the_finished_table_in_order(which: str, tmp_path: Path) -> None:
+    methods, model = LISTS[which], build()
+    before = zoo.logits(model, IDS)
+    patch_model(model, methods, original_max_position_embeddings=ORIGINAL)
+    patch = get_patch(model)
+    assert patch is not None
+    (table,) = patch.tables
+    want, factor = table_of(methods, table.dim, model.config.rope_parameters["rope_theta"])
+    torch.testing.assert_close(table.inv_freq, torch.tensor(want), rtol=1e-6, atol=0)
+    assert table.attention_factor == pytest.approx(factor)
+    assert table.rope_type == " + ".join(method.name for method in methods)
+    assert patch.methods == tuple(method.name for method in methods)
+    assert patch.export == "longrope"
+    got = zoo.logits(model, IDS)
+    assert zoo.relative_difference(got, before) > 1e-3
+    model.save_pretrained(tmp_path)
+    assert torch.equal(zoo.logits(hf_posenc.from_pretrained(tmp_path), IDS), got)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert zoo.relative_difference(zoo.logits(plain, IDS), got) < 1e-4
+    patch_model(model, methods, original_max_position_embeddings=ORIGINAL)  # the same once more
+    with pytest.raises(PosencError, match="already patched with"):
+        patch_model(model, methods[:1], original_max_position_embeddings=ORIGINAL)
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, IDS), before)
+
+
+def test_the_order_matters() -> None:
+    tables = []
+    for filters in ([ResonanceRoPE(), Clip(soft=4)], [Clip(soft=4), ResonanceRoPE()]):
+        model = patch_model(build(), [YaRN(scale=4), *filters])
+        patch = get_patch(model)
+        assert patch is not None
+        tables.append(patch.tables[0].inv_freq)
+    assert not torch.equal(*tables)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(
+    "methods",
+    [
+        [YaRN(scale=4), Clip(pairs=3), ReRoPE(window=8), LogN()],
+        [DynamicNTK(scale=2, update="row", bucket=8), Clip(pairs=3)],
+    ],
+    ids=["bands", "by row"],
+)
+def test_filters_beside_attention_hold_in_every_way_to_run(way: Any, methods: Any) -> None:
+    model = patch_model(build(), methods, original_max_position_embeddings=ORIGINAL)
+    full = zoo.logits(model, IDS)
+    assert zoo.relative_difference(way(model, IDS), full) < 1e-4
+    unpatch_model(model)
+    patch_model(
+        model,
+        [method for method in methods if not isinstance(method, Clip)],
+        original_max_position_embeddings=ORIGINAL,
+    )
+    assert zoo.relative_difference(zoo.logits(model, IDS), full) > 1e-3  # the filter was in force
+
+
+def test_a_filter_follows_a_dynamic_method_through_its_lengths() -> None:
+    model = build()
+    methods = [DynamicYaRN(update="sequence"), Clip(pairs=3)]
+    patch_model(model, methods, original_max_position_embeddings=ORIGINAL)
+    want, _ = references.dynamic_yarn(16, 10_000.0, ORIGINAL, 50)
+    want = references.clip_of(want, ORIGINAL, pairs=3)
+    (rotary,) = (m for m in model.modules() if hasattr(m, "specs"))
+    got = rotary.table("", 50)[0]  # type: ignore[operator]
+    torch.testing.assert_close(got, torch.tensor(want), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
+def test_p_rope_saves_natively(model_type: str, tmp_path: Path) -> None:
+    model = zoo.build(model_type)
+    patch_model(model, "p_rope", share=0.5)
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.export == "rope_parameters"
+    parameters = model.config.rope_parameters
+    own = parameters.get("full_attention", parameters)
+    assert (own["rope_type"], own["partial_rotary_factor"]) == ("proportional", 0.5)
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(zoo.logits(plain, IDS), zoo.logits(model, IDS))
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (
+            [Clip(pairs=2), YaRN(scale=2)],
+            "clip changes the table of the method before it.*yarn first",
+        ),
+        ([YaRN(scale=2), Clip(pairs=2), NTKAware(scale=2)], "clip changes the table"),
+        ([YaRN(scale=2), NTKAware(scale=2)], "Two methods on one seam exclude each other"),
+    ],
+)
+def test_lists_without_an_order_are_refused(methods: list[Method], message: str) -> None:
+    with pytest.raises(PosencError, match=message):
+        patch_model(build(), methods)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "takes one of soft, pairs, share and turns, not none"),
+        ({"soft": 2, "pairs": 1}, "not soft, pairs"),
+        ({"share": 1.5}, "share is a part of the pairs"),
+    ],
+)
+def test_clip_takes_one_option(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PosencError, match=message):
+        Clip(**options)
