@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+import transformers
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hf_posenc import (
     available_recipes,
@@ -25,6 +26,8 @@ from hf_posenc import (
     save_patch,
     unpatch_model,
 )
+from hf_posenc.methods import RotaryBands
+from hf_posenc.patch.config import PatchConfig
 
 FOLDER = Path(__file__).parents[2] / "patches" / "recipes"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -44,6 +47,7 @@ class Published:
         None  # max_position_embeddings of the base model, where not the original length
     )
     more: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, Any] = field(default_factory=dict)  # rope parameters with and without scaling
 
 
 def _linear(factor: float) -> dict[str, Any]:
@@ -72,7 +76,15 @@ def _phi_factors() -> dict[str, Any]:
 _DEEPSEEK_YARN = {"beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 _GPT_OSS_YARN = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 
+_QWEN3_5_ROPE = {
+    "mrope_interleaved": True,
+    "mrope_section": [11, 11, 10],
+    "partial_rotary_factor": 0.25,
+}
+_QWEN3_VL_ROPE = {"mrope_interleaved": True, "mrope_section": [24, 20, 20]}
+
 PUBLISHED = {
+    "apertus-64k": Published("apertus", 128, 12e6, 65536, _llama3(8.0)),
     "codellama": Published("llama", 128, 1e6, 16384, base_theta=1e4),
     "deepseek-v3": Published("deepseek_v3", 64, 1e4, 163840, _yarn(40, 4096, **_DEEPSEEK_YARN)),
     "gemma-3-128k": Published(
@@ -80,24 +92,60 @@ PUBLISHED = {
     ),
     "giraffe-32k": Published("llama", 128, 1e4, 32768, _linear(8.0)),
     "gpt-oss-128k": Published("gpt_oss", 64, 150e3, 131072, _yarn(32.0, 4096, **_GPT_OSS_YARN)),
+    "gradient-1048k": Published("llama", 128, 3580165449.0, 1048576, base_theta=5e5),
+    "gradient-262k": Published("llama", 128, 283461213.0, 262144, base_theta=5e5),
+    "hunyuan-ntk-alpha": Published(
+        "hunyuan_v1_moe", 128, 1e4, 32768, {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
+    ),
+    "kimi-k2.5-256k": Published("deepseek_v3", 64, 5e4, 262144, _yarn(64, 4096, **_DEEPSEEK_YARN)),
     "llama-2-yarn-128k": Published("llama", 128, 1e4, 131072, _yarn(32.0, 4096)),
     "llama-2-yarn-64k": Published("llama", 128, 1e4, 65536, _yarn(16.0, 4096)),
     "llama-3.1-128k": Published("llama", 128, 5e5, 131072, _llama3(8.0)),
     "llama-3.2-128k": Published("llama", 64, 5e5, 131072, _llama3(32.0)),
     "longchat-16k": Published("llama", 128, 1e4, 2048, _linear(8.0)),
     "longlora-100k": Published("llama", 128, 1e4, 4096, _linear(25.0)),
+    "ministral-3-256k": Published(
+        "ministral3",
+        128,
+        1e6,
+        262144,
+        _yarn(16.0, 16384, **_DEEPSEEK_YARN),
+        rope={"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384},
+    ),
+    "mistral-small-4-1m": Published(
+        "mistral4",
+        64,
+        1e4,
+        1048576,
+        _yarn(128.0, 8192, **_DEEPSEEK_YARN),
+        rope={"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 8192},
+    ),
     "mistral-yarn-128k": Published("mistral", 128, 1e4, 32768, _yarn(16.0, 8192)),
     "mistral-yarn-64k": Published("mistral", 128, 1e4, 32768, _yarn(8.0, 8192)),
+    "olmo-3-64k": Published(
+        "olmo3", 128, 5e5, 65536, _yarn(8.0, 8192, attention_factor=1.2079441541679836)
+    ),
     "phi-3.5-mini-128k": Published(
         "phi3", 96, 1e4, 131072, _phi_factors(), more={"original_max_position_embeddings": 4096}
     ),
     "prolong-512k": Published("llama", 128, 128e6, 524288, base_theta=5e5),
     "qwen2.5-yarn-128k": Published("qwen2", 128, 1e6, 32768, _yarn(4.0, 32768)),
     "qwen3-yarn-128k": Published("qwen3", 128, 1e6, 40960, _yarn(4.0, 32768), base_length=40960),
+    "qwen3-vl-yarn-1m": Published(
+        "qwen3_vl_text", 128, 5e6, 262144, _yarn(3.0, 262144), rope=_QWEN3_VL_ROPE
+    ),
+    "qwen3.5-yarn-1m": Published(
+        "qwen3_5_text", 256, 1e7, 262144, _yarn(4.0, 262144), rope=_QWEN3_5_ROPE
+    ),
+    "smollm3-yarn-128k": Published("smollm3", 128, 5e6, 65536, _yarn(2.0, 65536)),
+    "smollm3-yarn-256k": Published("smollm3", 128, 5e6, 65536, _yarn(4.0, 65536)),
     "superhot-8k": Published("llama", 128, 1e4, 8192, _linear(4.0)),
     "together-32k": Published("llama", 128, 1e4, 32768, _linear(8.0)),
     "vicuna-16k": Published("llama", 128, 1e4, 4096, _linear(4.0)),
 }
+
+OF_ENGINES = ("qwen2.5-1m",)
+"""Recipes that no class of transformers computes; each has a test of its own."""
 
 # Everything that is not about positions, small; the rotary dimension stays the published one.
 _SMALL = {
@@ -129,8 +177,34 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {"num_hidden_layers": 6, "hidden_size": 64},  # five sliding layers, one full
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1, "hidden_size": 64},
+    "hunyuan_v1_moe": {"num_experts": 2, "moe_topk": 1},
     "mistral": {"sliding_window": None},
+    "mistral4": {
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "head_dim": 128,  # rotated and not rotated
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 16,
+        "kv_lora_rank": 16,
+        "q_lora_rank": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
+    "olmo3": {"num_hidden_layers": 4, "sliding_window": 16},  # three sliding layers, one full
+    "qwen3_5_text": {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "smollm3": {"num_hidden_layers": 4},  # the fourth does not rotate
 }
+# The classes that AutoModelForCausalLM does not know; the text part of Qwen3-VL has no head of its own.
+_CLASSES = {"mistral4": "Mistral4ForCausalLM", "qwen3_vl_text": "Qwen3VLTextModel"}
 
 
 def _recipe(name: str) -> dict[str, Any]:
@@ -143,7 +217,14 @@ def _config(
 ) -> PretrainedConfig:
     sizes = {"hidden_size": 2 * published.head_dim, "head_dim": published.head_dim}
     sizes |= _SMALL | _SMALL_OF_TYPE.get(published.model_type, {}) | published.more
-    rope = {"rope_theta": theta, **(scaling or {"rope_type": "default"})}
+    rope = {"rope_theta": theta, **published.rope, **(scaling or {"rope_type": "default"})}
+    if published.model_type == "mistral4" and scaling is None:
+        sizes["head_dim"] = published.head_dim  # transformers' unscaled table covers head_dim
+    if published.model_type == "olmo3":
+        rope = {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+        }
     if published.model_type == "gemma3_text":  # its rope_parameters are kept by layer type
         rope = {
             "full_attention": rope,
@@ -157,6 +238,15 @@ def _config(
     )
 
 
+def _model(config: PretrainedConfig) -> PreTrainedModel:
+    name = _CLASSES.get(config.model_type)
+    if name is None:
+        model: PreTrainedModel = transformers.AutoModelForCausalLM.from_config(config)
+        return model
+    model = getattr(transformers, name)(config)
+    return model
+
+
 def _native(name: str) -> PreTrainedModel:
     """The checkpoint's architecture and published scaling, as transformers reads them; tiny random weights."""
     published = PUBLISHED[name]
@@ -164,8 +254,7 @@ def _native(name: str) -> PreTrainedModel:
     config = _config(
         published, published.theta, published.max_position_embeddings, published.scaling
     )
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model.eval()
+    return _model(config).eval()
 
 
 def _base(name: str, weights: PreTrainedModel) -> PreTrainedModel:
@@ -173,9 +262,7 @@ def _base(name: str, weights: PreTrainedModel) -> PreTrainedModel:
     published = PUBLISHED[name]
     theta = published.base_theta or published.theta
     length = published.base_length or _recipe(name)["original_max_position_embeddings"]
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(
-        _config(published, theta, length, None)
-    )
+    model = _model(_config(published, theta, length, None))
     model.load_state_dict(weights.state_dict())
     return model.eval()
 
@@ -185,13 +272,15 @@ def _logits(model: torch.nn.Module, positions: torch.Tensor) -> torch.Tensor:
     ids = torch.arange(positions.numel())[None] % 61 + 3
     # With a mask transformers does not take the jump in the positions for the start of another document.
     output = model(input_ids=ids, position_ids=positions[None], attention_mask=torch.ones_like(ids))
-    logits: torch.Tensor = output.logits
+    logits: torch.Tensor | None = getattr(output, "logits", None)
+    if logits is None:
+        return torch.as_tensor(output.last_hidden_state)
     return logits
 
 
 def test_every_recipe_has_a_published_configuration_to_hold_it_against() -> None:
     assert len(NAMES) >= 10
-    assert sorted(PUBLISHED) == NAMES
+    assert sorted([*PUBLISHED, *OF_ENGINES]) == NAMES
     assert sorted(available_recipes()) == NAMES
 
 
@@ -200,9 +289,18 @@ def test_a_recipe_is_complete(name: str) -> None:
     recipe = _recipe(name)
     about = recipe.pop("recipe")
     assert about.pop("name") == name
-    assert PUBLISHED[name].model_type in about.pop("model_types")
+    model_types = about.pop("model_types")
+    if name in PUBLISHED:
+        assert PUBLISHED[name].model_type in model_types
+    unscaled = about.pop("unscaled", None)
+    if unscaled is not None and name in PUBLISHED:
+        published = PUBLISHED[name]
+        length = published.base_length or published.max_position_embeddings
+        assert unscaled == {"max_position_embeddings": length, "rope_theta": published.theta}
     assert set(about) == {"checkpoint", "source", "description"}
     assert all(isinstance(value, str) and value for value in about.values())
+    others = recipe.pop("others", [])
+    assert all(get_method(other["method"]).name == other["method"] for other in others)
     assert set(recipe) == {
         "format",
         "method",
@@ -218,7 +316,7 @@ def test_a_recipe_is_complete(name: str) -> None:
     assert (recipe["scale"] is not None) == method.takes_scale()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_recipe_gives_the_published_checkpoints_logits(name: str) -> None:
     native = _native(name)
     base = _base(name, native)
@@ -238,7 +336,7 @@ def test_a_recipe_gives_the_published_checkpoints_logits(name: str) -> None:
     assert torch.equal(_logits(base, positions), unscaled)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_recipe_gives_the_published_table(name: str) -> None:
     native = _native(name)
     patched = load_patch(_base(name, native), name)
@@ -276,3 +374,36 @@ def test_a_recipe_equals_the_call_that_its_numbers_describe() -> None:
     by_hand = patch_model(_base(name, native), "yarn", scale=16)
     positions = torch.arange(48)
     assert torch.equal(_logits(by_name, positions), _logits(by_hand, positions))
+
+
+def test_dual_chunk_is_that_of_vllm() -> None:
+    """`DualChunkRotaryEmbedding` of vLLM with the config of Qwen2.5-1M, from reading it, at the real lengths."""
+    chunk_size, local_size, trained = 262144, 8192, 262144
+    name = "qwen2.5-1m"
+    recipe = PatchConfig.from_dict(_recipe(name))
+    dual_chunk, temperature = recipe.build()
+    assert isinstance(dual_chunk, RotaryBands)
+    chunk = chunk_size - local_size
+    length = recipe.original_max_position_embeddings
+    assert length == trained
+    queries = torch.tensor([0, chunk - 1, chunk, chunk + local_size - 1, 2 * chunk - 1, 1_000_000])
+    keys = torch.tensor([0, 1, chunk - 1, chunk, chunk + 77, 2 * chunk - 2, 999_999])
+    same = queries % chunk
+    bridged = (queries % chunk + chunk).clamp(max=chunk_size)
+    far = torch.full_like(queries, chunk_size)
+    for query, *positions in zip(queries, same, bridged, far, strict=True):
+        for key in keys[keys <= query]:
+            expected = positions[min(int(query // chunk - key // chunk), 2)] - key % chunk
+            band = next(b for b in dual_chunk.bands(length) if bool(b.contains(query, key)))
+            ours = band.query_position(query) - band.key_position(key)
+            # Its distant queries lie at chunk_size, the first position that was never trained.
+            assert ours == expected - int(positions[2] in (expected + key % chunk,))
+    factors = temperature.query_factor(queries, length)
+    expected_factors = (0.1 * ((queries + 1) / trained).double().log() + 1).clamp(min=1)
+    assert factors is not None
+    torch.testing.assert_close(factors.double(), expected_factors, atol=0, rtol=1e-6)
+
+
+def test_hunyuans_alpha_is_a_base() -> None:
+    """The base is computed and not a published number."""
+    assert _recipe("hunyuan-ntk-alpha")["options"]["rope_theta"] == 1e4 * 1000 ** (128 / 126)
