@@ -23,10 +23,20 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent
-from hf_posenc.model.masks import HANDLE, CausalMask, WrittenMask, described, posenc_mask, visible
+from hf_posenc.model.masks import (
+    HANDLE,
+    CausalMask,
+    WrittenMask,
+    described,
+    posenc_mask,
+    scores_mask,
+    seen_keys,
+    visible,
+)
 from hf_posenc.model.parameters import parameters_in_force
 from hf_posenc.model.repositioned import (
     ENGINE,
+    SCORES,
     RepositionedRotary,
     carried_positions,
     text_positions,
@@ -226,6 +236,8 @@ class Layer:
     native: str | None = None  # the implementation that computes attention with scaled queries
     # Of the current call, where the module does not pass them to attention itself.
     positions: Tensor | None = field(default=None, repr=False)
+    # Of the queries and the keys of the current call, where a seam has counted them.
+    counted: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
 
     def follow_adapter(self, module: nn.Module) -> None:
         """Read the trained parameters in force: another adapter of PEFT's may be active by now, or merged."""
@@ -234,7 +246,7 @@ class Layer:
             self.encoding = self.encoding.with_parameters(trained)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "positions": None}
+        return {**self.__dict__, "positions": None, "counted": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -250,6 +262,7 @@ def register() -> None:
     """Register the attention function in transformers; models that do not choose it are as before."""
     AttentionInterface.register(ENGINE, posenc_attention)
     AttentionMaskInterface.register(ENGINE, posenc_mask)
+    AttentionMaskInterface.register(SCORES, scores_mask)
 
 
 def register_scaled(native: str) -> str:
@@ -358,7 +371,9 @@ def posenc_attention(
     else:
         mask = shared(given, size, lambda: WrittenMask.copied(given[..., :keys]))
     key_position = query_position  # without a past, the keys are the queries
-    if keys != queries:
+    if layer.counted is not None:
+        key_position = layer.counted[1][:, :keys]
+    elif keys != queries:
         key_position = mask.decided("keys", lambda: _key_position(query_position, mask, keys))
     call = Call(
         query=query,
@@ -479,6 +494,8 @@ def _recorded(
 def _query_position(
     module: nn.Module, layer: Layer, kwargs: Mapping[str, Any], queries: int
 ) -> Tensor:
+    if layer.counted is not None:
+        return layer.counted[0]
     positions = kwargs.get("position_ids")
     if positions is None:
         positions = layer.positions if layer.rotary is None else layer.rotary.latest

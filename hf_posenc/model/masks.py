@@ -25,6 +25,7 @@ from transformers.masking_utils import (
 
 from hf_posenc.attention.call import Mask, Run
 from hf_posenc.errors import PosencError
+from hf_posenc.model.lazy import UnwrittenMask
 
 DENSE = 1 << 18
 """Up to so many pairs of a query and a key, a mask is written as a tensor."""
@@ -183,6 +184,27 @@ def described(handle: Tensor) -> LazyMask:
     return mask
 
 
+def scores_mask(**kwargs: Any) -> Tensor | None:
+    """Return a mask for attention in code of a model's own: what transformers' `eager_mask` returns, written or not.
+
+    A long one is written where that code does something to it that is not known.
+    """
+    skips = bool(kwargs.get("allow_is_bidirectional_skip"))
+    positions = kwargs.get("cache_position")  # transformers before 5.4
+    queries = len(positions) if positions is not None else kwargs["q_length"]
+    short = queries * kwargs["kv_length"] <= DENSE
+    if short or kwargs.get("use_vmap") or torch.compiler.is_compiling():
+        return masking_utils.eager_mask(**kwargs)
+    if isinstance(offset := kwargs.get("q_offset"), Tensor):  # as in `posenc_mask`
+        kwargs["q_offset"] = int(offset)
+    handle = posenc_mask(**kwargs)
+    if handle is None and skips:
+        return None
+    size = kwargs["batch_size"], 1, queries, kwargs["kv_length"]
+    like = torch.Size(size), kwargs.get("dtype", torch.float32), torch.device(kwargs["device"])
+    return UnwrittenMask.of(handle, lambda: masking_utils.eager_mask(**kwargs), like)
+
+
 class _NeedsMaskError(Exception):
     """transformers has no shortcut and evaluates the mask function."""
 
@@ -197,6 +219,17 @@ def _enclosed(function: Any, name: str) -> Any:
 
 
 # The masks of one attention call: from nothing, a tensor, or a handle.
+
+
+def seen_keys(mask: Tensor | None) -> Tensor | None:
+    """Return the keys that some query sees, bool, (batch, keys), by a mask of any form; `None`: all."""
+    if isinstance(mask, UnwrittenMask) and mask.written is None:
+        mask = mask.handle
+    if mask is None:
+        return None
+    if mask.dtype == HANDLE:
+        return described(mask).seen()
+    return visible(mask).any(1).any(-2)
 
 
 def visible(mask: Tensor) -> Tensor:

@@ -17,6 +17,8 @@ from hf_posenc.model.rotary import RotaryWrapper
 
 ENGINE = "hf_posenc"
 """The name under which the attention and the mask function are registered."""
+SCORES = f"{ENGINE}-scores"
+"""The name of the mask function for attention in code of a model's own, while that runs."""
 _POSITIONS = "_hf_posenc_positions"
 
 
@@ -41,7 +43,7 @@ class RepositionedRotary(RotaryWrapper):
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the base's output for the positions at which keys are cached; arguments as in `PosencRotary`."""
         chosen = self.seam_config._attn_implementation
-        if chosen not in (self.implementation, ENGINE):  # the engine computes scaled queries too
+        if chosen not in (self.implementation, ENGINE, SCORES):  # the engine computes scaled queries too
             raise PosencError(
                 f"This model is patched with a method that computes attention itself, but its attention implementation "
                 f"was set to {chosen!r} afterwards. Call unpatch_model(model), choose it, and patch again."

@@ -48,7 +48,7 @@ from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.state import State, replace_modules
-from hf_posenc.seams.handover import give_positions, hand_over, search, take_back
+from hf_posenc.seams.handover import UnwrittenMasks, give_positions, hand_over, search, take_back
 
 
 def install_attention(
@@ -226,6 +226,7 @@ def _hand_over(owner: Any, ids: Tensor, state: State) -> None:
             f"{FREQUENCY_METHODS_WORK}"
         )
     hand_over(found)
+    state.hooks += UnwrittenMasks().around(owner)
 
 
 def _reposition(model: nn.Module, owner: Any, tables: Sequence[RotaryTable]) -> Wrappers:

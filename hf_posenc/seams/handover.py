@@ -10,14 +10,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
+from torch.utils.hooks import RemovableHandle
 
-from hf_posenc.model.attention import recording
+from hf_posenc.model.attention import IMPLEMENTATION, recording
 from hf_posenc.model.discovery import SinCosTable
-from hf_posenc.model.masks import visible
-from hf_posenc.model.repositioned import RepositionedTable
-from hf_posenc.seams.scores import LazyTensor, Scope, Weights
+from hf_posenc.model.masks import HANDLE, described, visible
+from hf_posenc.model.repositioned import SCORES, RepositionedTable
+from hf_posenc.seams.scores import Pending, Scope, Weights
 
 
 class _Search(Scope):
@@ -32,8 +34,10 @@ class _Search(Scope):
     def path(self) -> tuple[nn.Module, ...]:
         return tuple(self.running)
 
-    def seen(self, module: nn.Module, mask: Tensor) -> Tensor:
-        if bool(visible(mask).triu(1).any()):
+    def seen(self, module: nn.Module, mask: Tensor | None) -> Tensor | None:
+        if mask is not None and mask.dtype == HANDLE:
+            mask = described(mask).rows(0, mask.shape[-2])
+        if mask is not None and bool(visible(mask).triu(1).any()):
             self.both_directions.append(module)
         return mask
 
@@ -114,6 +118,27 @@ class HandedOver:
         return output
 
 
+class UnwrittenMasks:
+    """Hooks around a decoder whose attention is handed over: the masks that it makes are `scores_mask`'s."""
+
+    def before(self, owner: Any, args: Any) -> None:
+        """Choose the mask function, unless another implementation was chosen since the patch."""
+        if not torch.compiler.is_compiling() and vars(owner.config).get(IMPLEMENTATION) == "eager":
+            vars(owner.config)[IMPLEMENTATION] = SCORES
+
+    def after(self, owner: Any, args: Any, output: Any) -> None:
+        """Restore the implementation."""
+        if vars(owner.config).get(IMPLEMENTATION) == SCORES:
+            vars(owner.config)[IMPLEMENTATION] = "eager"
+
+    def around(self, owner: nn.Module) -> list[RemovableHandle]:
+        """Register the hooks."""
+        return [
+            owner.register_forward_pre_hook(self.before),
+            owner.register_forward_hook(self.after, always_call=True),
+        ]
+
+
 def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | None:
     """Return a table that modules which are handed over read from now on; `None` if it is not theirs.
 
@@ -137,7 +162,7 @@ def _settled(output: Any, *, weights: bool) -> Any:
     """Return the output of a module with real tensors, and `None` for weights that are not requested."""
     if isinstance(output, Weights) and not weights:
         return None
-    if isinstance(output, LazyTensor):
+    if isinstance(output, Pending):
         return output.computed("a return of them")
     if type(output) in (list, tuple):
         return type(output)(_settled(each, weights=weights) for each in output)

@@ -20,19 +20,9 @@ from torch.overrides import TorchFunctionMode
 from hf_posenc.attention.call import shared
 from hf_posenc.errors import PosencError
 from hf_posenc.model.attention import LAYER, is_recording, posenc_attention
-from hf_posenc.model.masks import visible
+from hf_posenc.model.lazy import HIDDEN, LazyTensor, UnwrittenMask, UnwrittenZeros, is_nothing
+from hf_posenc.model.masks import seen_keys, visible
 from hf_posenc.model.repositioned import RepositionedTable
-
-_HIDDEN = -1e3
-"""Scores that are set to less have no weight."""
-_ZEROS = "_hf_posenc_zeros"
-_METADATA = frozenset(
-    (
-        *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
-        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.__len__),
-    )
-)
-
 
 @dataclass(frozen=True, eq=False)
 class _Product:
@@ -70,18 +60,23 @@ class _Product:
         added = tuple((each, own * factor) for each, own in self.added)
         return replace(self, factor=self.factor * factor, added=added)
 
-    def viewed(self, old: torch.Size, new: torch.Size) -> _Product:
-        """Return the product with what was noted in another shape, of which the last two axes are the same."""
-        added = tuple((_reshaped(each, old, new), own) for each, own in self.added)
-        hidden = tuple(_reshaped(each, old, new) for each in self.hidden)
-        lead = (new[0], new[1]) if len(new) == 4 else self.lead
-        return replace(self, added=added, hidden=hidden, lead=lead)
+    def viewed(self, size: torch.Size) -> _Product:
+        """Return the product in another shape, of which the last two axes are the same."""
+        return replace(self, lead=(size[0], size[1])) if len(size) == 4 else self
 
-    def mask(self) -> Tensor:
-        """Return all that was added or hidden as one mask of four dimensions: bool, or additive."""
+    def mask(self) -> Tensor | None:
+        """Return all that was added or hidden as one mask of four dimensions: bool, additive or a handle.
+
+        `None`: all is causal, as in `posenc_attention`.
+        """
         queries, keys = self.size[-2:]
-        parts = [(self._wide(each), own) for each, own in self.added]
-        masks = [~self._wide(each) for each in self.hidden]
+        noted = [*(each for each, factor in self.added if factor > 0), *self.hidden]
+        if len(noted) == len(self.added) + len(self.hidden) == 1:
+            only = noted[0]
+            if isinstance(only, UnwrittenMask) and only.written is None and only.bias is None:
+                return only.handle
+        parts = [(self.wide(each), own) for each, own in self.added]
+        masks = [~self.wide(each) for each in self.hidden]
         if len(parts) == 1 and not masks:
             mask, factor = parts[0]
             whole = factor == 1.0 and mask.shape[-2:] == (queries, keys)
@@ -93,10 +88,10 @@ class _Product:
             return shared(mask, question, lambda: _joined(parts, [], queries, keys))
         return _joined(parts, masks, queries, keys)
 
-    def _wide(self, noted: Tensor) -> Tensor:
-        if noted.dim() == 4:
+    def wide(self, noted: Tensor) -> Tensor:
+        """Return what was added or hidden with four dimensions, if batch and heads are known."""
+        if noted.dim() == 4 or self.lead is None:
             return noted
-        assert self.lead is not None
         wide: Tensor = noted.unflatten(0, (1, 1) if len(noted) == 1 else self.lead)
         return wide
 
@@ -137,13 +132,6 @@ def _filled(noted: Tensor, dims: int) -> Tensor:
     return noted if noted.dim() == dims else noted.view((1,) * (dims - noted.dim()) + noted.shape)
 
 
-def _reshaped(noted: Tensor, old: torch.Size, new: torch.Size) -> Tensor:
-    full = _filled(noted, len(old))
-    if all(size == 1 for size in full.shape[:-2]):
-        return full.view((1,) * (len(new) - 2) + full.shape[-2:])
-    return full.expand(*old[:-2], *full.shape[-2:]).reshape(*new[:-2], *full.shape[-2:])
-
-
 def _joined(
     parts: Sequence[tuple[Tensor, float]], masks: Sequence[Tensor], queries: int, keys: int
 ) -> Tensor:
@@ -164,34 +152,24 @@ def _joined(
     return mask.expand(*mask.shape[:2], queries, keys)
 
 
-class LazyTensor(Tensor):
-    """A tensor that is computed when an operation needs its numbers."""
+class Pending(LazyTensor):
+    """Scores or weights that are not computed."""
 
     product: _Product
 
     @staticmethod
     def __new__(cls: Any, product: _Product, size: Sequence[int], dtype: torch.dtype) -> Any:
-        made: Any = Tensor._make_wrapper_subclass
-        lazy = made(cls, torch.Size(size), dtype=dtype, device=product.query.device)
-        lazy.product = product
-        return lazy
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__()
+        pending = LazyTensor.outline(cls, size, dtype, product.query.device)
+        pending.product = product
+        return pending
 
     def computed(self, reason: str) -> Tensor:
-        raise NotImplementedError
-
-    def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of an operation by name; `NotImplemented` for one that needs numbers."""
+        """Return the tensor with its numbers, which an operation needs."""
         raise NotImplementedError
 
     @classmethod
-    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _METADATA:
-            with torch._C.DisableTorchFunction():
-                return func(*args, **(kwargs or {}))
-        return _applied(func, args, kwargs or {})
+    def applied(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return _applied(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -213,7 +191,7 @@ class LazyTensor(Tensor):
             return NotImplemented
         if len(size) == 4 and self.product.lead not in (None, tuple(size[:2])):
             return NotImplemented
-        return self.like(self.product.viewed(self.shape, size), size)
+        return self.like(self.product.viewed(size), size)
 
     def cast_of(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the result of a cast or a copy."""
@@ -225,20 +203,20 @@ class LazyTensor(Tensor):
         return self.like(self.product, dtype=target)
 
 
-class Scores(LazyTensor):
+class Scores(Pending):
     """Scores that are not computed: shape (batch, heads, queries, keys) or (batch * heads, queries, keys)."""
 
     def computed(self, reason: str) -> Tensor:
         """Return the scores as the module computes them."""
         product = self.product
         product.scope.refuse(reason)
-        size = self.shape
+        size = self.shape if product.lead is None else (*product.lead, *self.shape[-2:])
         scores = (product.query @ product.key.transpose(-1, -2)).reshape(size) * product.factor
         for each, factor in product.added:
-            scores = scores + each * factor
+            scores = scores + product.wide(each) * factor
         for each in product.hidden:
-            scores = scores.masked_fill(each, torch.finfo(scores.dtype).min)
-        return scores.to(self.dtype)
+            scores = scores.masked_fill(product.wide(each), torch.finfo(scores.dtype).min)
+        return scores.reshape(self.shape).to(self.dtype)
 
     def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if name in ("mul", "div") and not kwargs:
@@ -254,7 +232,7 @@ class Scores(LazyTensor):
             return self._hiding(~args[0], args[1])
         if name in ("max", "maximum", "clamp") and len(args) + len(kwargs) == 1:
             least = _number(args[0] if args else kwargs.get("min"))
-            return self if least is not None and least < _HIDDEN else NotImplemented
+            return self if least is not None and least < HIDDEN else NotImplemented
         if name in ("view", "reshape") and not kwargs:
             return self.view_of(args)
         if name in _CASTS:
@@ -269,9 +247,12 @@ class Scores(LazyTensor):
     def _plus(self, other: Any, sign: float) -> Any:
         if _number(other) == 0:
             return self
+        if isinstance(other, Tensor) and is_nothing(other):
+            dtype = torch.promote_types(self.dtype, other.dtype)
+            return self.like(self.product, dtype=dtype)
         if (
             not isinstance(other, Tensor)
-            or isinstance(other, LazyTensor)
+            or isinstance(other, Pending)
             or not other.is_floating_point()
         ):
             return NotImplemented
@@ -283,7 +264,7 @@ class Scores(LazyTensor):
 
     def _hiding(self, hidden: Any, value: Any) -> Any:
         least = _number(value)
-        if least is None or least > _HIDDEN or hidden.dtype != torch.bool:
+        if least is None or least > HIDDEN or hidden.dtype != torch.bool:
             return NotImplemented
         if torch.broadcast_shapes(hidden.shape, self.shape) != self.shape:
             return NotImplemented
@@ -291,7 +272,7 @@ class Scores(LazyTensor):
         return self.like(replace(self.product, hidden=every))
 
 
-class Weights(LazyTensor):
+class Weights(Pending):
     """The softmax of scores, which is not computed."""
 
     found: Tensor | None = None
@@ -325,7 +306,7 @@ class Weights(LazyTensor):
             value, (batch, heads) = args[0], self.product.lead or (0, 0)
             fits = {(batch, heads), (batch, 1)} if value.dim() == 4 else {(batch * heads,)}
             if (
-                isinstance(value, LazyTensor)
+                isinstance(value, Pending)
                 or value.dim() != self.dim()
                 or value.shape[:-2] not in fits
             ):
@@ -347,7 +328,7 @@ def _number(value: Any) -> float | None:
     """Return a number, also that of a tensor with one element that is not trained; `None` for anything else."""
     if isinstance(value, int | float):
         return float(value)
-    single = isinstance(value, Tensor) and not isinstance(value, LazyTensor) and value.numel() == 1
+    single = isinstance(value, Tensor) and not isinstance(value, Pending) and value.numel() == 1
     return float(value) if single and not value.requires_grad else None
 
 
@@ -356,19 +337,19 @@ def _applied(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     plain = func.__name__.strip("_")
     name, given = _NAMES.get(plain, plain), list(args)
     if name == "where" and not isinstance(
-        args[0], LazyTensor
+        args[0], Pending
     ):  # torch.where(condition, scores, other)
         given[:2] = args[1::-1]
-    elif name in ("add", "mul") and not isinstance(args[0], LazyTensor):
+    elif name in ("add", "mul") and not isinstance(args[0], Pending):
         given.reverse()
     first = given[0] if given else kwargs.get("input")
     result = NotImplemented
-    if isinstance(first, LazyTensor):
+    if isinstance(first, Pending):
         options = {key: value for key, value in kwargs.items() if key != "input"}
         result = first.rule(name, given[1:], options)
     writes = func.__name__ in _IN_PLACE or (func.__name__[-1] == "_" and func.__name__[0] != "_")
     if result is not NotImplemented:
-        if writes and isinstance(first, LazyTensor):
+        if writes and isinstance(first, Pending):
             first.product = result.product
             return first
         return result
@@ -377,12 +358,12 @@ def _applied(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             f"{func.__name__} writes into attention scores in a way that hf_posenc cannot follow."
         )
 
-    outline = plain in _OUTLINE and (plain.endswith("like") or not isinstance(first, LazyTensor))
+    outline = plain in _OUTLINE and (plain.endswith("like") or not isinstance(first, Pending))
 
     def real(value: Any) -> Any:
-        if isinstance(value, LazyTensor) and outline:
+        if isinstance(value, Pending) and outline:
             return torch.empty((), dtype=value.dtype, device=value.device).expand(value.shape)
-        if isinstance(value, LazyTensor):
+        if isinstance(value, Pending):
             return value.computed(func.__name__)
         return type(value)(map(real, value)) if type(value) in (list, tuple) else value
 
@@ -419,8 +400,8 @@ class Scope(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(each, LazyTensor) for each in (*args, *kwargs.values())):
-            return LazyTensor.__torch_function__(func, kinds, args, kwargs)
+        if any(isinstance(each, Pending) for each in (*args, *kwargs.values())):
+            return Pending.__torch_function__(func, kinds, args, kwargs)
         if func is nn.functional.embedding and self.embedding is not None:
             return self.embedding.embedded(args[0])
         name = func.__name__.strip("_")
@@ -430,10 +411,12 @@ class Scope(TorchFunctionMode):
         if name == "baddbmm":
             scores = self._biased(*args, **kwargs)
             return func(*args, **kwargs) if scores is None else scores
-        result = func(*args, **kwargs)
-        if func is torch.zeros and not result.is_inference():
-            setattr(result, _ZEROS, result._version)
-        return result
+        if func is torch.zeros and not kwargs.get("requires_grad") and "out" not in kwargs:
+            like = func(*args, **{**kwargs, "device": "meta"})
+            if like.dim() == 3 and like.is_floating_point():  # scores may be added to it
+                device = torch.device(kwargs.get("device") or torch.get_default_device())
+                return UnwrittenZeros(lambda: func(*args, **kwargs), like.shape, like.dtype, device)
+        return func(*args, **kwargs)
 
     def _scores(self, query: Tensor, key: Tensor) -> Any:
         if not query.dim() == key.dim() in (3, 4) or isinstance(key, nn.Parameter):
@@ -455,8 +438,7 @@ class Scope(TorchFunctionMode):
         if scores is None:
             return None
         scores = scores * alpha
-        untouched = not bias.is_inference() and getattr(bias, _ZEROS, None) == bias._version
-        return scores if beta == 0 or untouched else scores + bias * beta
+        return scores if beta == 0 or is_nothing(bias) else scores + bias * beta
 
     def path(self) -> tuple[nn.Module, ...]:
         """Return the running modules, the innermost last."""
@@ -467,11 +449,9 @@ class Scope(TorchFunctionMode):
         """Return the innermost of the running modules that ran then, too."""
         return [one for one, other in zip(path, self.path(), strict=False) if one is other][-1]
 
-    def seen(self, module: nn.Module, mask: Tensor) -> Tensor:
+    def seen(self, module: nn.Module, mask: Tensor | None) -> Tensor | None:
         """Receive the mask of a call of the attention function, which is returned."""
-        if self.counts_padding and shared(
-            mask, "padded", lambda: bool((~visible(mask)[..., 0].any(-1)).any())
-        ):
+        if self.counts_padding and mask is not None and shared(mask, "padded", lambda: _starts_late(mask)):
             raise PosencError(
                 f"{type(module).__name__} gets no positions, so that padding before a text counts as tokens. Pad after "
                 "the text, or run texts one at a time."
@@ -486,3 +466,9 @@ class Scope(TorchFunctionMode):
                 f"{type(self.module).__name__} applies {operation} to its attention scores, which hf_posenc cannot "
                 "follow while a method that computes attention itself is in force."
             )
+
+
+def _starts_late(mask: Tensor) -> bool:
+    """Return whether a mask hides the first key of some text."""
+    seen = seen_keys(mask)
+    return seen is not None and not bool(seen[:, 0].all())

@@ -1,0 +1,226 @@
+"""Tensors that are computed when an operation needs their numbers: masks and zeros that attention code is handed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+METADATA = frozenset(
+    (
+        *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
+        *(Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__),  # type: ignore[attr-defined]
+        *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
+    )
+)
+"""Functions of a tensor that read none of its numbers."""
+HIDDEN = -1e3
+"""Scores that are set to less have no weight."""
+
+
+class LazyTensor(Tensor):
+    """A tensor without memory of its own, of which the shape, the dtype and the device are known."""
+
+    @staticmethod
+    def outline(cls: Any, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Any:
+        """Return a tensor of a subclass with this shape, dtype and device."""
+        made: Any = Tensor._make_wrapper_subclass
+        return made(cls, torch.Size(size), dtype=dtype, device=device)
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__()
+
+    def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of an operation by name; `NotImplemented` for one that needs numbers."""
+        raise NotImplementedError
+
+    @classmethod
+    def applied(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Apply an operation to tensors of which one is lazy."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA:
+            with torch._C.DisableTorchFunction():
+                return func(*args, **(kwargs or {}))
+        return cls.applied(func, args, kwargs or {})
+
+
+class Unwritten(LazyTensor):
+    """A tensor that `write` makes, once: its numbers are then those of that tensor, which may be written in place."""
+
+    write: Callable[[], Tensor]
+    written: Tensor | None = None
+
+    @staticmethod
+    def __new__(
+        cls: Any, write: Callable[[], Tensor], size: Any, dtype: Any, device: Any, *_: Any
+    ) -> Any:
+        made = LazyTensor.outline(cls, size, dtype, device)
+        made.write = write
+        return made
+
+    def computed(self) -> Tensor:
+        """Return the tensor with its numbers."""
+        if self.written is None:
+            self.written = self.write()
+        return self.written
+
+    def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        return NotImplemented
+
+    @classmethod
+    def applied(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        first = args[0] if args else None
+        if isinstance(first, Unwritten) and first.written is None:
+            result = first.rule(func.__name__.strip("_"), args[1:], kwargs)
+            if result is not NotImplemented:
+                return result
+        return func(*map(_real, args), **{key: _real(value) for key, value in kwargs.items()})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = {key: _real(value) for key, value in (kwargs or {}).items()}
+        return func(*map(_real, args), **kwargs)
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, Unwritten):
+        return value.computed()
+    return type(value)(map(_real, value)) if type(value) in (list, tuple) else value
+
+
+class UnwrittenMask(Unwritten):
+    """A mask of attention in code of a model's own: additive, or bool and True for hidden pairs.
+
+    Attributes:
+        handle: The same mask as `posenc_mask` returns it.
+        bias: What an additive one holds for visible pairs, of a shape that broadcasts; `None`: zeros.
+    """
+
+    handle: Tensor | None
+    bias: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls, handle: Tensor | None, write: Callable[[], Tensor], like: Any, bias: Tensor | None = None
+    ) -> UnwrittenMask:
+        """Return a mask with the shape, dtype and device of `like`: a tensor, or these three."""
+        size, dtype, device = like if isinstance(like, tuple) else (like.shape, like.dtype, like.device)
+        made: UnwrittenMask = cls(write, size, dtype, device)
+        made.handle, made.bias = handle, bias
+        return made
+
+    def without_bias(self) -> UnwrittenMask:
+        """Return an additive mask that hides the same pairs, and adds nothing to the others."""
+        least = torch.finfo(self.dtype).min
+
+        def write() -> Tensor:
+            return torch.zeros_like(made := self.computed()).masked_fill(made <= least / 2, least)
+
+        return self.of(self.handle, write, self)
+
+    def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if name in ("detach", "contiguous") and not args:
+            return self
+        if name == "getitem":
+            index = args[0] if isinstance(args[0], tuple) else (args[0],)
+            whole = all(
+                each is Ellipsis or (isinstance(each, slice) and _is_whole(each, size))
+                for each, size in zip(index, self.shape, strict=False)
+            )
+            return self if whole and index.count(Ellipsis) == 0 else NotImplemented
+        if name in ("to", "type", "bool", "float", "clone", "type_as"):
+            return self._cast(name, args, kwargs)
+        if name == "lt" and len(args) == 1 and not kwargs and self.bias is None:
+            # Zero is not below it, and what stands for a hidden pair is.
+            if isinstance(args[0], int | float) and HIDDEN <= args[0] <= 0 and self.dtype != torch.bool:
+                return self._as(torch.bool, lambda: self.computed() < args[0])
+        return NotImplemented
+
+    def _as(self, dtype: torch.dtype, write: Callable[[], Tensor]) -> UnwrittenMask:
+        return self.of(self.handle, write, (self.shape, dtype, self.device), self.bias)
+
+    def _cast(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        dtypes = {"bool": torch.bool, "float": torch.float32}
+        given = (*args, *kwargs.values())
+        target = given[0] if given else dtypes.get(name, self.dtype)
+        if len(given) == 2 and target == self.device:
+            target, given = given[1], given[1:]
+        target = target.dtype if isinstance(target, Tensor) and target.device == self.device else target
+        if len(given) == 1 and isinstance(target, str | torch.device) and name == "to":
+            same = torch.device(target) == self.device
+            return self if same else NotImplemented
+        if not isinstance(target, torch.dtype) or len(given) > 1:
+            return NotImplemented
+        if target == self.dtype:
+            return self if name != "clone" else self._as(target, lambda: self.computed().clone())
+        biased = self.bias is not None or self.dtype == torch.bool
+        if biased or not (target == torch.bool or target.is_floating_point):
+            return NotImplemented
+        return self._as(target, lambda: self.computed().to(target))
+
+    @classmethod
+    def applied(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if func in (torch.masked_fill, Tensor.masked_fill) and len(args) == 3 and not kwargs:
+            result = _filled(*args)
+            if result is not NotImplemented:
+                return result
+        return super().applied(func, args, kwargs)
+
+
+def _is_whole(part: slice, size: int) -> bool:
+    return part.indices(size) == (0, size, 1)
+
+
+def _filled(values: Any, hidden: Any, number: Any) -> Any:
+    """Return the mask that holds values where no pair is hidden, and a number of no weight elsewhere."""
+    plain = isinstance(values, Tensor) and not isinstance(values, LazyTensor) and values.is_floating_point()
+    if not plain or values.requires_grad or not isinstance(hidden, UnwrittenMask):
+        return NotImplemented
+    if hidden.written is not None or not isinstance(number, int | float):
+        return NotImplemented
+    if number > torch.finfo(values.dtype).min / 2:
+        return NotImplemented
+    size = torch.broadcast_shapes(values.shape, hidden.shape)
+    like = size, values.dtype, values.device
+    return UnwrittenMask.of(
+        hidden.handle, lambda: values.masked_fill(hidden.computed(), number), like, values
+    )
+
+
+# Zeros in place of a bias that the engine computes.
+
+_scalars: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+
+
+def nothing(size: Sequence[int], like: Tensor) -> Tensor:
+    """Return zeros of a shape, with the memory of one number; `is_nothing` knows them and their views."""
+    return _scalar(like).expand(*size)
+
+
+def is_nothing(value: Tensor) -> bool:
+    """Return whether a tensor holds zeros of `nothing`, or ones that were not written yet."""
+    if isinstance(value, UnwrittenZeros):
+        return value.written is None
+    if isinstance(value, LazyTensor) or value.device.type == "meta":
+        return False
+    scalar = _scalars.get((value.device, value.dtype))
+    return scalar is not None and scalar.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+
+
+def _scalar(like: Tensor) -> Tensor:
+    key = like.device, like.dtype
+    if key not in _scalars:
+        with torch.inference_mode(False):
+            _scalars[key] = torch.zeros((), device=like.device, dtype=like.dtype)
+    return _scalars[key]
+
+
+class UnwrittenZeros(Unwritten):
+    """Zeros that a module makes and adds a product to."""
