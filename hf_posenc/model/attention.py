@@ -30,7 +30,6 @@ from hf_posenc.model.masks import (
     described,
     posenc_mask,
     scores_mask,
-    seen_keys,
     visible,
 )
 from hf_posenc.model.parameters import parameters_in_force

@@ -11,7 +11,7 @@ from torch import Tensor
 METADATA = frozenset(
     (
         *(Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__),  # type: ignore[attr-defined]
-        *(Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__),  # type: ignore[attr-defined]
+        *(Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.is_leaf.__get__),  # type: ignore[attr-defined, union-attr]
         *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.__len__, Tensor.is_floating_point),
     )
 )
@@ -57,7 +57,7 @@ class Unwritten(LazyTensor):
 
     @staticmethod
     def __new__(
-        cls: Any, write: Callable[[], Tensor], size: Any, dtype: Any, device: Any, *_: Any
+        cls: Any, write: Callable[[], Tensor], size: Sequence[int], dtype: Any, device: Any
     ) -> Any:
         made = LazyTensor.outline(cls, size, dtype, device)
         made.write = write
@@ -108,11 +108,14 @@ class UnwrittenMask(Unwritten):
 
     @classmethod
     def of(
-        cls, handle: Tensor | None, write: Callable[[], Tensor], like: Any, bias: Tensor | None = None
+        cls,
+        handle: Tensor | None,
+        write: Callable[[], Tensor],
+        like: tuple[Sequence[int], torch.dtype, torch.device],
+        bias: Tensor | None = None,
     ) -> UnwrittenMask:
-        """Return a mask with the shape, dtype and device of `like`: a tensor, or these three."""
-        size, dtype, device = like if isinstance(like, tuple) else (like.shape, like.dtype, like.device)
-        made: UnwrittenMask = cls(write, size, dtype, device)
+        """Return a mask with the shape, the dtype and the device of `like`."""
+        made: UnwrittenMask = cls(write, *like)
         made.handle, made.bias = handle, bias
         return made
 
@@ -123,47 +126,49 @@ class UnwrittenMask(Unwritten):
         def write() -> Tensor:
             return torch.zeros_like(made := self.computed()).masked_fill(made <= least / 2, least)
 
-        return self.of(self.handle, write, self)
+        return self.of(self.handle, write, (self.shape, self.dtype, self.device))
 
     def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if name in ("detach", "contiguous") and not args:
+        if name == "to":
+            return self._cast(args, kwargs)
+        if kwargs or len(args) > 1:
+            return NotImplemented
+        if name == "bool":
+            return self._cast((torch.bool,), {})
+        if name in ("detach", "contiguous"):
             return self
         if name == "getitem":
-            index = args[0] if isinstance(args[0], tuple) else (args[0],)
-            whole = all(
-                each is Ellipsis or (isinstance(each, slice) and _is_whole(each, size))
-                for each, size in zip(index, self.shape, strict=False)
-            )
-            return self if whole and index.count(Ellipsis) == 0 else NotImplemented
-        if name in ("to", "type", "bool", "float", "clone", "type_as"):
-            return self._cast(name, args, kwargs)
-        if name == "lt" and len(args) == 1 and not kwargs and self.bias is None:
-            # Zero is not below it, and what stands for a hidden pair is.
-            if isinstance(args[0], int | float) and HIDDEN <= args[0] <= 0 and self.dtype != torch.bool:
-                return self._as(torch.bool, lambda: self.computed() < args[0])
+            parts = args[0] if isinstance(args[0], tuple) else args
+            sizes = zip(parts, self.shape, strict=False)
+            whole = all(type(part) is slice and part.indices(n) == (0, n, 1) for part, n in sizes)
+            return self if whole and len(parts) <= self.dim() else NotImplemented
+        limit: Any = args[0] if args else None
+        # Zero is not below it, and what stands for a hidden pair is.
+        below = isinstance(limit, int | float) and HIDDEN <= limit <= 0
+        if name == "lt" and below and self._is_additive:
+            return self._as(torch.bool, lambda: self.computed() < limit)
         return NotImplemented
+
+    @property
+    def _is_additive(self) -> bool:
+        return self.bias is None and self.dtype != torch.bool
 
     def _as(self, dtype: torch.dtype, write: Callable[[], Tensor]) -> UnwrittenMask:
         return self.of(self.handle, write, (self.shape, dtype, self.device), self.bias)
 
-    def _cast(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        dtypes = {"bool": torch.bool, "float": torch.float32}
-        given = (*args, *kwargs.values())
-        target = given[0] if given else dtypes.get(name, self.dtype)
-        if len(given) == 2 and target == self.device:
-            target, given = given[1], given[1:]
-        target = target.dtype if isinstance(target, Tensor) and target.device == self.device else target
-        if len(given) == 1 and isinstance(target, str | torch.device) and name == "to":
-            same = torch.device(target) == self.device
-            return self if same else NotImplemented
-        if not isinstance(target, torch.dtype) or len(given) > 1:
+    def _cast(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        given = {"dtype" if isinstance(each, torch.dtype) else "device": each for each in args}
+        given |= kwargs
+        given.pop("non_blocking", None)
+        device, dtype = given.pop("device", self.device), given.pop("dtype", self.dtype)
+        known = not given and isinstance(device, str | torch.device)
+        if not known or torch.device(device) != self.device:
             return NotImplemented
-        if target == self.dtype:
-            return self if name != "clone" else self._as(target, lambda: self.computed().clone())
-        biased = self.bias is not None or self.dtype == torch.bool
-        if biased or not (target == torch.bool or target.is_floating_point):
-            return NotImplemented
-        return self._as(target, lambda: self.computed().to(target))
+        if dtype == self.dtype:
+            return self
+        if self._is_additive and (dtype == torch.bool or dtype.is_floating_point):
+            return self._as(dtype, lambda: self.computed().to(dtype))
+        return NotImplemented
 
     @classmethod
     def applied(cls, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -174,18 +179,14 @@ class UnwrittenMask(Unwritten):
         return super().applied(func, args, kwargs)
 
 
-def _is_whole(part: slice, size: int) -> bool:
-    return part.indices(size) == (0, size, 1)
-
-
 def _filled(values: Any, hidden: Any, number: Any) -> Any:
     """Return the mask that holds values where no pair is hidden, and a number of no weight elsewhere."""
-    plain = isinstance(values, Tensor) and not isinstance(values, LazyTensor) and values.is_floating_point()
-    if not plain or values.requires_grad or not isinstance(hidden, UnwrittenMask):
+    plain = isinstance(values, Tensor) and not isinstance(values, LazyTensor)
+    if not plain or not values.is_floating_point() or values.requires_grad:
         return NotImplemented
-    if hidden.written is not None or not isinstance(number, int | float):
+    if not isinstance(hidden, UnwrittenMask) or hidden.written is not None:
         return NotImplemented
-    if number > torch.finfo(values.dtype).min / 2:
+    if not isinstance(number, int | float) or number > torch.finfo(values.dtype).min / 2:
         return NotImplemented
     size = torch.broadcast_shapes(values.shape, hidden.shape)
     like = size, values.dtype, values.device
@@ -211,7 +212,10 @@ def is_nothing(value: Tensor) -> bool:
     if isinstance(value, LazyTensor) or value.device.type == "meta":
         return False
     scalar = _scalars.get((value.device, value.dtype))
-    return scalar is not None and scalar.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    return (
+        scalar is not None
+        and scalar.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
+    )
 
 
 def _scalar(like: Tensor) -> Tensor:

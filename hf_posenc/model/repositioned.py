@@ -43,7 +43,11 @@ class RepositionedRotary(RotaryWrapper):
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the base's output for the positions at which keys are cached; arguments as in `PosencRotary`."""
         chosen = self.seam_config._attn_implementation
-        if chosen not in (self.implementation, ENGINE, SCORES):  # the engine computes scaled queries too
+        if chosen not in (
+            self.implementation,
+            ENGINE,
+            SCORES,
+        ):  # the engine computes scaled queries too
             raise PosencError(
                 f"This model is patched with a method that computes attention itself, but its attention implementation "
                 f"was set to {chosen!r} afterwards. Call unpatch_model(model), choose it, and patch again."

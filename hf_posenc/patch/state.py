@@ -8,14 +8,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.methods import Method, seam_of
 from hf_posenc.model.discovery import RotaryTable
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.seams.native import NativeSeam, Swappable
+from hf_posenc.seams.native import NativeSeam, Removable, Swappable
 
 STATE = "_hf_posenc"
 """The attribute of a patched model that holds its `State`."""
@@ -50,7 +49,7 @@ class State:
     attention: str | None = None
     changes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     tensors: list[tuple[Swappable, Tensor]] = field(default_factory=list)
-    hooks: list[RemovableHandle] = field(default_factory=list)
+    hooks: list[Removable] = field(default_factory=list)
     warned: bool = False
     adapters: list[Any] = field(default_factory=list)
 

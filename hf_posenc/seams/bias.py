@@ -1,8 +1,11 @@
 """The seam of models that hand ALiBi to their blocks as an argument: the argument is replaced by exact biases.
 
 Transformers makes such biases in the model's dtype and relative to the first key. In bfloat16, the nearest keys of a
-long text then share one bias. Here they are products in float64 of a slope and the distance of query and key, rounded
-once. Which modules receive them, by which name and in which shape, is read off the live model.
+long text then share one bias. Here they are products of a slope and the distance of query and key. Which modules
+receive them, by which name and in which shape, is read off the live model.
+
+Attention that can be handed over is computed by the engine, which gets the slopes; its argument becomes zeros, and no
+tensor holds a number for each query and key. Elsewhere the argument holds the biases themselves.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,14 +21,19 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.attention.call import shared
+from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import ALiBi, Method
 from hf_posenc.methods.base import real
+from hf_posenc.model.attention import IMPLEMENTATION, LAYER, Layer, register
 from hf_posenc.model.calibration import TOKENS, run, trial_tokens
 from hf_posenc.model.discovery import LENGTH_KEYS, layer_index
-from hf_posenc.model.masks import visible
+from hf_posenc.model.lazy import UnwrittenMask, nothing
+from hf_posenc.model.masks import seen_keys, visible
+from hf_posenc.model.repositioned import SCORES
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes
+from hf_posenc.seams.handover import UnwrittenMasks, hand_over, handed_over, search, take_back
 from hf_posenc.seams.inspection import ALIBI, Positions, summary
 from hf_posenc.seams.native import NativeSeam, Undo
 from hf_posenc.seams.traces import Argument, flattened, read_arguments
@@ -69,15 +78,44 @@ class ExactBias:
     layer: int
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the block's arguments with exact biases."""
+        """Return the block's arguments with exact biases, or without any where the engine computes them."""
         values = {**dict(enumerate(args)), **kwargs}
         # All blocks of a forward get the same tensor of the model's biases, and share what replaces it.
         own = values[self.place.others[0] if self.place.adds else self.place.key]
-        made = shared(own, (ExactBias, self.place, self.slopes), lambda: self._made(values))
-        values[self.place.key] = made
-        for key in self.place.others:
-            values[key] = torch.zeros_like(values[key])
+        if not self._by_engine(module, own, values):
+            question = (ExactBias, self.place, self.slopes)
+            values[self.place.key] = shared(own, question, lambda: self._made(values))
+            for key in self.place.others:
+                values[key] = torch.zeros_like(values[key])
         return tuple(values.pop(index) for index in range(len(args))), values
+
+    def _by_engine(self, module: nn.Module, own: Tensor, values: dict[Key, Any]) -> bool:
+        """Let the engine compute the biases, and return whether it does."""
+        if torch.compiler.is_compiling() or not (forwards := handed_over(module)):
+            return False
+        used = all(_follows(forward.module) for forward in forwards)
+        for forward in forwards:
+            forward.used, forward.weights = used, bool(values.get("output_attentions"))
+        if used:
+            question = (ExactBias, self.place.visible)
+            counted = shared(own, question, lambda: self.positions(values))
+            for forward in forwards:
+                vars(forward.module)[LAYER].counted = counted
+            self._remove_biases(values, counted[1].shape[1])
+        return used
+
+    def _remove_biases(self, values: dict[Key, Any], keys: int) -> None:
+        """Leave a mask that hides pairs, and zeros as wide as the keys."""
+        value: Tensor = values[self.place.key]
+        removed = self.place.others
+        if not self.place.visible:
+            removed = (self.place.key, *removed)
+        elif not self.place.adds and isinstance(value, UnwrittenMask) and value.written is None:
+            values[self.place.key] = value.without_bias()
+        elif not self.place.adds:
+            values[self.place.key] = shared(value, "hides", lambda: _hiding(value))
+        for key in removed:
+            values[key] = nothing((*values[key].shape[:-1], keys), values[key])
 
     def _made(self, values: Mapping[Key, Any]) -> Tensor:
         """Return the argument that replaces the model's own."""
@@ -96,9 +134,16 @@ class ExactBias:
         return bias.to(dtype).where(shown, torch.finfo(dtype).min)
 
     def biases(self, values: Mapping[Key, Any]) -> Tensor:
-        """Return the biases of a call, float32, shape (batch or 1, heads, queries, keys).
+        """Return the biases of a call, float32, shape (batch or 1, heads, queries, keys)."""
+        m, n = self.positions(values)
+        slopes = real(torch.tensor(self.slopes, dtype=torch.float64)).to(n.device)
+        table = (-slopes[:, None] * real(torch.arange(n.shape[1], device=n.device))).float()
+        distance = m[:, :, None] - n[:, None, :]
+        return table[:, distance.clamp(min=0)].movedim(0, 1)
 
-        This is the one place that needs memory of O(queries x keys); attention that is taken over has no use for it.
+    def positions(self, values: Mapping[Key, Any]) -> tuple[Tensor, Tensor]:
+        """Return the positions of a call's queries and keys, (batch or 1, queries) and (batch or 1, keys).
+
         A mask with a row for each text tells which tokens are there, and the others count nothing. A text that is
         padded on one side has the same biases without a mask, but for a constant in each row.
         """
@@ -110,14 +155,56 @@ class ExactBias:
         mask = next((value for value in values.values() if _is_mask(value, queries)), None)
         keys = int(seen) + queries if mask is None else mask.shape[-1]
         place = torch.arange(keys, device=device)[None]
-        if self.place.visible:
-            value = values[self.place.key]
-            shown = visible(value)
-            place = shown.any(1).any(-2).long().cumsum(-1)
-        distance = place.index_select(1, rows)[:, :, None] - place[:, None, :]
-        slopes = real(torch.tensor(self.slopes, dtype=torch.float64)).to(device)
-        table = (-slopes[:, None] * real(torch.arange(keys, device=device))).float()
-        return table[:, distance.clamp(min=0)].movedim(0, 1)
+        if self.place.visible and (shown := seen_keys(values[self.place.key])) is not None:
+            place = (shown.long().cumsum(-1) - 1).clamp(min=0)
+        return place.index_select(1, rows), place
+
+
+def _follows(module: Any) -> bool:
+    """Return whether attention code still runs as it did when it was handed over."""
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", SCORES) in ("eager", SCORES)
+
+
+def _hiding(mask: Tensor) -> Tensor:
+    """Return an additive mask that hides the pairs that another one hides, in all heads alike."""
+    hidden = ~visible(mask).any(1, keepdim=True)
+    return hidden.new_zeros(hidden.shape, dtype=mask.dtype).masked_fill(
+        hidden, torch.finfo(mask.dtype).min
+    )
+
+
+@lru_cache(maxsize=64)
+def _on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return real(torch.tensor(slopes, dtype=torch.float64)).to(device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelALiBi(ALiBi):
+    """ALiBi with the slopes of a model, already divided by the scale.
+
+    Args:
+        own: The slope of each head.
+    """
+
+    own: tuple[float, ...] = ()
+
+    def slopes(self, heads: int, device: torch.device | None = None) -> Tensor:
+        return _on(self.own, torch.device("cpu") if device is None else device)
+
+
+@dataclass(eq=False)
+class Handed:
+    """The attention of a model that was handed over for its biases; `remove` takes it back."""
+
+    owner: nn.Module
+
+    def remove(self) -> None:
+        """Restore the modules."""
+        for forward in handed_over(self.owner):
+            vars(forward.module).pop(LAYER, None)
+        take_back(self.owner)
 
 
 class WholeMask:
@@ -208,8 +295,47 @@ class BiasSeam(NativeSeam):
             state.hooks.append(owner.register_forward_pre_hook(WholeMask(), with_kwargs=True))
         with trial(model):
             _verify(_arguments_of(model, self.blocks[-1])[place.key], scaled)
+            self._hand_over(model, state, scaled)
         state.export = None
         state.write_config(model, [])
+
+    def _hand_over(self, model: nn.Module, state: Undo, slopes: tuple[float, ...]) -> None:
+        """Let the engine compute attention, if that gives what biases in their place give."""
+        register()
+        owner = _around(model, self.blocks[0])
+        expected, settings = run(model, trial_tokens(model)), vars(owner.config)
+        before = settings.get(IMPLEMENTATION)
+        settings[IMPLEMENTATION] = "eager"  # code that may call sdpa itself must not
+        try:
+            output = self._by_engine(model, owner, slopes)
+        except (PosencError, RuntimeError, ValueError, TypeError):
+            output = None
+        finally:
+            settings[IMPLEMENTATION] = before
+        limit = probes.tolerance(model) * float(expected.abs().max())
+        if output is None or float((output - expected).abs().max()) > limit:
+            Handed(owner).remove()
+            return
+        state.set(owner.config, {IMPLEMENTATION: "eager"})
+        state.hooks += [Handed(owner), *UnwrittenMasks().around(owner)]
+
+    def _by_engine(
+        self, model: nn.Module, owner: nn.Module, slopes: tuple[float, ...]
+    ) -> Tensor | None:
+        """Return the output of a model whose attention is handed over; `None` where it is not found."""
+        ids = trial_tokens(model)
+        found = search(owner, lambda: run(model, ids))
+        inside = [{*model.get_submodule(path).modules()} for path in self.blocks]
+        every = all(each.intersection(found.modules) for each in inside)
+        if found.both_directions or not every or {*found.modules} - set().union(*inside):
+            return None
+        hand_over(found)
+        bias = ModelALiBi(own=slopes)
+        encoding = Encoding(self.length or 1, len(slopes), bias=bias, rotates=False)
+        for forward in handed_over(owner):
+            forward.optional = True
+            vars(forward.module)[LAYER] = Layer(encoding, patched=True)
+        return run(model, ids)
 
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
         """Return the slopes in force, read from the hooks; blocks with the same ones in a row."""

@@ -81,6 +81,9 @@ class HandedOver:
 
     Attributes:
         bidirectional: True if queries see later keys.
+        optional: True if the module's own code computes the same where this is not used.
+        used: False where the next call is to run that code.
+        weights: True where the next call returns attention weights, which it may not be asked for by name.
         table: The sin-cos table that the module holds.
         embedding: The table of the embedding that rotates the module's queries and keys outside of it.
     """
@@ -92,14 +95,28 @@ class HandedOver:
         self.names = tuple(itertools.islice(names, 1, None))
         self.table: RepositionedTable | None = None
         self.embedding: RepositionedTable | None = None
+        self.optional, self.used, self.weights = False, True, False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.optional and (torch.compiler.is_compiling() or not self.used):
+            return self._own(*args, **kwargs)
+        return self._handed(*args, **kwargs)
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own code."""
+        if self.earlier is not None:
+            return self.earlier(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     @_disable_dynamo
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _handed(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own code, and compute its attention in the engine."""
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         positions = given.get("position_ids")
         if positions is None and self.embedding is not None:
             positions = self.embedding.latest
-        scope = Scope(self.module, positions, weights=bool(given.get("output_attentions")))
+        weights = self.weights or bool(given.get("output_attentions"))
+        scope = Scope(self.module, positions, weights=weights)
         scope.bidirectional, scope.counts_padding = self.bidirectional, self.embedding is not None
         scope.arguments = {id(each) for each in given.values() if isinstance(each, Tensor)}
         with contextlib.ExitStack() as stack:
@@ -108,10 +125,7 @@ class HandedOver:
             elif self.table is not None:
                 stack.enter_context(self.table.in_place(positions))
             stack.enter_context(scope)
-            if self.earlier is not None:
-                output = self.earlier(*args, **kwargs)
-            else:
-                output = type(self.module).forward(self.module, *args, **kwargs)
+            output = self._own(*args, **kwargs)
         output = _settled(output, weights=scope.weights)
         if not scope.attended:
             scope.refuse("operations that are unknown")
@@ -145,8 +159,7 @@ def give_positions(model: nn.Module, table: SinCosTable) -> RepositionedTable | 
     It is a buffer of one of them, or an embedding whose rows they get.
     """
     repositioned, module = RepositionedTable(table, [table.label]), table.module
-    handed = [vars(each).get("forward") for each in model.modules()]
-    forwards = [each for each in handed if isinstance(each, HandedOver)]
+    forwards = handed_over(model)
     if isinstance(module, nn.Embedding):
         for each in forwards:
             each.embedding = repositioned
@@ -176,10 +189,17 @@ def hand_over(found: Found) -> None:
         vars(module)["forward"] = HandedOver(module, bidirectional=both)
 
 
+def handed_over(owner: nn.Module) -> list[HandedOver]:
+    """Return the forwards of the modules whose attention is handed over, or which read a table by position."""
+    names = "forward", "_old_forward"  # accelerate's hooks hold the one from before
+    held = (vars(module).get(name) for module in owner.modules() for name in names)
+    return [forward for forward in held if isinstance(forward, HandedOver)]
+
+
 def take_back(model: nn.Module) -> None:
     """Restore the forward of every module."""
     for module in model.modules():
-        for name in ("forward", "_old_forward"):  # accelerate's hooks hold the one from before
+        for name in ("forward", "_old_forward"):  # as in `handed_over`
             forward = vars(module).get(name)
             if isinstance(forward, HandedOver):
                 del vars(module)[name]

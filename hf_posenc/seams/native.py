@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import METHODS, Method
@@ -28,6 +27,13 @@ class Swappable(Protocol):
         """Replace the tensor; device and dtype stay."""
 
 
+class Removable(Protocol):
+    """A part of a patch that can be taken out again: the handle of a hook, for one."""
+
+    def remove(self) -> None:
+        """Take it out."""
+
+
 class Undo(Protocol):
     """The record of a patch (`hf_posenc.patch.state.State`), to which a seam reports all that it changes.
 
@@ -36,14 +42,14 @@ class Undo(Protocol):
         extended: The length that the patch reaches; `None` where it has no end.
         export: The form in which plain transformers computes the patch, as in `Patch`.
         tensors: Places whose tensor was swapped, and their tensors from before.
-        hooks: Hooks of the patch.
+        hooks: Hooks of the patch, and what else it takes out by itself.
     """
 
     original: int
     extended: int | None
     export: str | None
     tensors: list[tuple[Swappable, Tensor]]
-    hooks: list[RemovableHandle]
+    hooks: list[Removable]
 
     def set(self, target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
         """Set attributes of a config or module, and return their values from before."""

@@ -24,6 +24,7 @@ from hf_posenc.model.lazy import HIDDEN, LazyTensor, UnwrittenMask, UnwrittenZer
 from hf_posenc.model.masks import seen_keys, visible
 from hf_posenc.model.repositioned import RepositionedTable
 
+
 @dataclass(frozen=True, eq=False)
 class _Product:
     """Queries (..., queries, d) and keys (..., keys, d) of a running module, and what was done to their products.
@@ -451,7 +452,11 @@ class Scope(TorchFunctionMode):
 
     def seen(self, module: nn.Module, mask: Tensor | None) -> Tensor | None:
         """Receive the mask of a call of the attention function, which is returned."""
-        if self.counts_padding and mask is not None and shared(mask, "padded", lambda: _starts_late(mask)):
+        if (
+            self.counts_padding
+            and mask is not None
+            and shared(mask, "padded", lambda: _starts_late(mask))
+        ):
             raise PosencError(
                 f"{type(module).__name__} gets no positions, so that padding before a text counts as tokens. Pad after "
                 "the text, or run texts one at a time."

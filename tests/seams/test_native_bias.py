@@ -25,10 +25,14 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
+from hf_posenc.attention import engine
+from hf_posenc.attention.exact import score_bias
 from hf_posenc.methods import ALiBi
+from hf_posenc.model import attention
 from hf_posenc.seams import bias as bias_seam
 from hf_posenc.seams import distances
 from hf_posenc.seams import inspection as kinds
+from hf_posenc.seams.handover import handed_over
 from tests.support.alibi_models import BUILDERS, build_alibi_model, reference_logits, slopes_of
 from tests.support.families import build_text_model
 from tests.support.selection import covering, late
@@ -166,9 +170,57 @@ def test_generation_is_the_same_with_a_static_cache(name: str) -> None:
     assert torch.equal(again, plain[1:, -1])
 
 
-@pytest.mark.parametrize("name", ["bloom", "falcon", *late(["mpt", "falcon_eager"])])
-def test_half_precision_gets_biases_that_are_exact_for_far_texts(name: str) -> None:
+def far_biases(name: str) -> Tensor:
+    """Return the biases of the last of 700 tokens at scale 4, in float64; with four heads they are exact in float32."""
+    factor = 16**-0.5 if name.startswith("falcon") else 1.0
+    slopes = torch.tensor(slopes_of(4), dtype=torch.float64) * factor / 4
+    return -slopes[:, None] * torch.arange(699, -1, -1)
+
+
+@pytest.mark.parametrize("name", ["bloom", *late(["falcon", "mpt", "falcon_eager"])])
+def test_half_precision_gets_biases_that_are_exact_for_far_texts(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = copy.deepcopy(scaled(name)).bfloat16()
+    calls: list[tuple[Any, Any]] = []
+    original = engine.attend
+
+    def attend(call: Any, encoding: Any) -> Any:
+        calls.append((call, encoding))
+        return original(call, encoding)
+
+    monkeypatch.setattr(attention, "attend", attend)
+    logits(model, tokens(700))
+    assert len(calls) in (2, 4)  # layers
+    for call, encoding in calls:
+        bias = score_bias(call, encoding, call.query[:, :, 699:], 699)
+        assert bias.dtype == torch.float32
+        assert torch.equal(bias[0, :, 0].double(), far_biases(name))
+
+
+@pytest.fixture
+def not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the search for attention that can be handed over end in an error."""
+
+    def search(*_: Any) -> None:
+        raise UnsupportedModelError("nothing is found")
+
+    monkeypatch.setattr(bias_seam, "search", search)
+
+
+@pytest.mark.usefixtures("not_handed_over")
+@pytest.mark.parametrize("name", ["falcon", *late(["bloom", "mpt", "falcon_eager"])])
+def test_attention_that_is_not_handed_over_gets_exact_biases_as_an_argument(name: str) -> None:
+    model, ids = build_alibi_model(name), tokens(90)
+    implementation = model.config._attn_implementation
+    want = reference_logits(model, ids, 4)
+    patch_model(model, "alibi", scale=4)
+    assert model.config._attn_implementation == implementation
+    assert not handed_over(model)
+    assert relative_difference(logits(model, ids), want) < EXACT
+    pieces = in_pieces(model, ids, StaticCache(model.config, 100), ends=(40, 70, 71))
+    assert relative_difference(pieces, want) < EXACT
+    model.bfloat16()
     seen: dict[str, Any] = {}
     block = next(m for path, m in model.named_modules() if path.endswith(("h.1", "blocks.1")))
     block.register_forward_pre_hook(lambda _, args, kwargs: seen.update(kwargs), with_kwargs=True)
@@ -179,11 +231,47 @@ def test_half_precision_gets_biases_that_are_exact_for_far_texts(name: str) -> N
         if seen[k].shape[-2:] == (700, 700) and seen[k].dtype != torch.bool
     )
     last = seen[place].reshape(-1, 700, 700)[:, -1].double()
-    factor = 16**-0.5 if name.startswith("falcon") else 1.0
-    slopes = torch.tensor(slopes_of(4), dtype=torch.float64) * factor / 4
-    expected = -slopes[:, None] * torch.arange(699, -1, -1)
     assert seen[place].dtype == torch.float32
-    assert torch.equal(last, expected)  # such slopes are powers of two
+    assert torch.equal(last, far_biases(name))
+
+
+def test_another_implementation_is_followed() -> None:
+    """One that is chosen after the patch; its code then gets the biases as an argument."""
+    model, ids = copy.deepcopy(scaled("falcon")), tokens(60)
+    full = logits(model, ids)
+    for module in model.modules():
+        if hasattr(module, "config"):
+            module.config._attn_implementation = "sdpa"
+    assert relative_difference(logits(model, ids), full) < EXACT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILDERS)
+def test_weights_are_returned_where_they_are_requested(name: str) -> None:
+    model, ids = scaled(name), tokens(30)
+    with torch.no_grad():
+        found = model(ids, output_attentions=True).attentions
+        plain = model(ids)
+    assert plain.attentions is None
+    assert len(found) == model.config.num_hidden_layers
+    distance = (torch.arange(30)[:, None] - torch.arange(30)).double()
+    for weights in found:
+        assert weights.shape == (1, 4, 30, 30)
+        assert torch.allclose(weights.sum(-1), torch.ones(1, 4, 30))
+        assert not weights[..., distance < 0].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BUILDERS)
+def test_a_compiled_graph_holds_the_biases_as_an_argument(name: str) -> None:
+    model, ids = scaled(name), tokens(30)
+    full = logits(model, ids)
+    torch._dynamo.reset()
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        out = compiled(ids, use_cache=False).logits
+    assert relative_difference(out, full) < EXACT
+    assert relative_difference(logits(model, ids), full) == 0.0
 
 
 @pytest.mark.slow

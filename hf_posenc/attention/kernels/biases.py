@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -50,7 +50,7 @@ def operands_of(
     method, heads, parameters = encoding.bias, encoding.heads, encoding.parameters or {}
     if method is None:
         return Operands()
-    if type(method) is ALiBi:
+    if _is_line(method):
         slopes = _kept(encoding, device, 1, lambda _: method.slopes(heads).float())
         return Operands("alibi", slopes)
     if type(method) in (KerpleLog, KerplePower):
@@ -74,8 +74,14 @@ def operands_of(
 
 def has_table(encoding: Encoding) -> bool:
     """True if a bias is read from a table by distance."""
-    method, closed = encoding.bias, (ALiBi, KerpleLog, KerplePower, T5)
-    return isinstance(method, DistanceBias) and not method.of_query and type(method) not in closed
+    method, closed = encoding.bias, (KerpleLog, KerplePower, T5)
+    closed_form = _is_line(method) or type(method) in closed
+    return isinstance(method, DistanceBias) and not method.of_query and not closed_form
+
+
+def _is_line(method: object) -> TypeGuard[ALiBi]:
+    """Return whether a bias is ALiBi's, also with slopes of a class of its own."""
+    return isinstance(method, ALiBi) and type(method).bias is ALiBi.bias
 
 
 def _kept(
