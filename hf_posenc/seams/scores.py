@@ -187,7 +187,7 @@ class Pending(LazyTensor):
     def view_of(self, args: Sequence[Any]) -> Any:
         """Return another view, which keeps the last two axes; `NotImplemented` for others."""
         wanted = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
-        size = torch.empty(tuple(self.shape), device="meta").view(*wanted).shape
+        size = torch.empty((), device="meta").expand(self.shape).view(*wanted).shape
         if size[-2:] != self.shape[-2:] or len(size) not in (3, 4):
             return NotImplemented
         if len(size) == 4 and self.product.lead not in (None, tuple(size[:2])):
@@ -412,11 +412,8 @@ class Scope(TorchFunctionMode):
         if name == "baddbmm":
             scores = self._biased(*args, **kwargs)
             return func(*args, **kwargs) if scores is None else scores
-        if func is torch.zeros and not kwargs.get("requires_grad") and "out" not in kwargs:
-            like = func(*args, **{**kwargs, "device": "meta"})
-            if like.dim() == 3 and like.is_floating_point():  # scores may be added to it
-                device = torch.device(kwargs.get("device") or torch.get_default_device())
-                return UnwrittenZeros(lambda: func(*args, **kwargs), like.shape, like.dtype, device)
+        if func is torch.zeros and (zeros := _unwritten_zeros(args, **kwargs)) is not None:
+            return zeros
         return func(*args, **kwargs)
 
     def _scores(self, query: Tensor, key: Tensor) -> Any:
@@ -471,6 +468,24 @@ class Scope(TorchFunctionMode):
                 f"{type(self.module).__name__} applies {operation} to its attention scores, which hf_posenc cannot "
                 "follow while a method that computes attention itself is in force."
             )
+
+
+def _unwritten_zeros(
+    size: Sequence[Any], *, dtype: Any = None, device: Any = None, **kwargs: Any
+) -> Tensor | None:
+    """Return zeros to which scores may be added; `None` for others."""
+    size, dtype = size[0] if len(size) == 1 else size, dtype or torch.get_default_dtype()
+    if (
+        kwargs
+        or not isinstance(size, tuple | list)
+        or len(size) != 3
+        or not dtype.is_floating_point
+    ):
+        return None
+    device = torch.device(device or torch.get_default_device())
+    return UnwrittenZeros(
+        lambda: torch.zeros(size, dtype=dtype, device=device), size, dtype, device
+    )
 
 
 def _starts_late(mask: Tensor) -> bool:
