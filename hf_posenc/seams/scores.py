@@ -475,17 +475,14 @@ def _unwritten_zeros(
 ) -> Tensor | None:
     """Return zeros to which scores may be added; `None` for others."""
     size, dtype = size[0] if len(size) == 1 else size, dtype or torch.get_default_dtype()
-    if (
-        kwargs
-        or not isinstance(size, tuple | list)
-        or len(size) != 3
-        or not dtype.is_floating_point
-    ):
+    known = not kwargs and isinstance(size, tuple | list) and len(size) == 3
+    if not known or not dtype.is_floating_point:
         return None
     device = torch.device(device or torch.get_default_device())
-    return UnwrittenZeros(
+    zeros: Tensor = UnwrittenZeros(
         lambda: torch.zeros(size, dtype=dtype, device=device), size, dtype, device
     )
+    return zeros
 
 
 def _starts_late(mask: Tensor) -> bool:
