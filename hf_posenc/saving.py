@@ -157,15 +157,7 @@ def apply_config(model: nn.Module, config: PatchConfig, *, trained: bool = False
     with warnings.catch_warnings():
         if trained:
             warnings.simplefilter("ignore", UntrainedWarning)
-        return patch_model(
-            model,
-            config.build(),
-            target_length=config.target_length,
-            original_max_position_embeddings=config.original_max_position_embeddings,
-            layers=config.layers,
-            compose=config.compose,
-            replace=config.replace,
-        )
+        return patch_model(model, **config.request())
 
 
 def from_pretrained(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -233,6 +233,8 @@ class Layer:
     watch: CacheWatch | None = None  # where frequencies move with the length
     rotated: RotatedKeys | None = None
     native: str | None = None  # the implementation that computes attention with scaled queries
+    turn: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    """What brings queries and keys, at positions m and n, from the model's rotation to that of the encoding."""
     # Of the current call, where the module does not pass them to attention itself.
     positions: Tensor | None = field(default=None, repr=False)
     # Of the queries and the keys of the current call, where a seam has counted them.
@@ -344,6 +346,7 @@ def posenc_attention(
         return _recorded(module, query, key, value, attention_mask, kwargs)
     layer: Layer | None = module.__dict__.get(LAYER)
     untouched = layer is not None and layer.encoding.bidirectional and layer.encoding.plain
+    untouched = untouched and layer is not None and layer.turn is None
     if (
         layer is None or untouched
     ):  # another model with the same config, one in pieces, a local layer of an encoder
@@ -374,6 +377,8 @@ def posenc_attention(
         key_position = layer.counted[1][:, :keys]
     elif keys != queries:
         key_position = mask.decided("keys", lambda: _key_position(query_position, mask, keys))
+    if layer.turn is not None:
+        query, key = layer.turn(query, key, query_position, key_position)
     call = Call(
         query=query,
         key=key,

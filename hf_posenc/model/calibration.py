@@ -208,7 +208,8 @@ def _check_directions(name: str, methods: Sequence[Method], *, beside_decoder: b
             f"{name} reads a text in both directions, or another one, in a model that has a decoder too. "
             f"{FREQUENCY_METHODS_WORK}"
         )
-    causal = [method.name for method in methods if not method.bidirectional]
+    # A table reads both directions alike.
+    causal = [m.name for m in methods if not m.bidirectional and m.seam != "rotary"]
     if causal:
         defined = [method for method in METHODS if method.bidirectional]
         like = [method for method in defined if method.seam in {each.seam for each in methods}]

@@ -85,6 +85,10 @@ class RotaryTable:
 Tables = Sequence[RotaryTable]
 
 
+class CutTableError(PosencError):
+    """A choice of layers that share a rotary table with others."""
+
+
 class NoRotaryError(UnsupportedModelError):
     """The text decoder has no rotary table: positions enter it elsewhere, or not at all."""
 
@@ -411,11 +415,34 @@ def select(
             f"{table.label or table.name}: {', '.join(map(str, sorted(served))) or 'unknown'}"
             for table, served in groups
         )
-        raise PosencError(
+        raise CutTableError(
             f"layers={sorted(requested)} cuts through a rotary table. The tables of this model serve these "
             f"layers: {listing}. Choose all layers of one or more tables."
         )
     return tuple(table for table, _ in matching)
+
+
+def layers_of_type(config: Any, kind: str) -> tuple[int, ...]:
+    """Return the layers of `"full"` attention, of `"sliding"` windows or chunks, of `"all"`, or of a config's own type.
+
+    Raises:
+        PosencError: There is no such layer.
+    """
+    count = range(getattr(config, "num_hidden_layers", None) or 0)
+    types = list(getattr(config, "layer_types", None) or ["full_attention" for _ in count])
+    attends = [
+        layer for layer in count if "attention" in types[layer] and "linear" not in types[layer]
+    ]
+    local = [layer for layer in attends if types[layer].startswith(_LOCAL)]
+    named = [layer for layer in count if types[layer] == kind]
+    choices = {"all": attends, "sliding": local, "full": [x for x in attends if x not in local]}
+    found = choices.get(kind, named)
+    if not found:
+        raise PosencError(
+            f"This model has no {kind} layers. Its layers are {', '.join(dict.fromkeys(types)) or 'not numbered'}; a "
+            'key is "full", "sliding", "all", one of these types, a layer\'s number, or a range.'
+        )
+    return tuple(found)
 
 
 def _layers_of(table: RotaryTable) -> frozenset[int]:

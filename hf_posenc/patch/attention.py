@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -52,11 +52,16 @@ from hf_posenc.seams.handover import UnwrittenMasks, give_positions, hand_over, 
 
 
 def install_attention(
-    model: nn.Module, state: State, every: Sequence[RotaryTable], tables: Sequence[RotaryTable]
+    model: nn.Module,
+    state: State,
+    every: Sequence[RotaryTable],
+    tables: Sequence[RotaryTable],
+    give: Callable[..., None] | None = None,
 ) -> None:
     """Reposition the rotary modules, calibrate every attention layer and give it its encoding.
 
-    Frequency methods are in place already. `tables` are those of `every` table that serve the chosen layers.
+    Frequency methods are in place already. `tables` are those of `every` table that serve the chosen layers. `give`
+    takes the place of the function that gives every chosen layer the same encoding.
     """
     owner = owner_of(model, tables[0].name)
     _refuse(model, owner, state.in_attention)
@@ -70,8 +75,8 @@ def install_attention(
     with trial(model):
         layers = calibrate(model, owner, ids, every, wrappers, state.in_attention)
         verify(subject, ids, expected, layers, wrappers, engine=native is None)
-        own = own_temperatures(owner, ids) if _of_queries(state.in_attention) else {}
-        _give_encodings(layers, tables, wrappers, state, native, own)
+        own = own_temperatures(owner, ids) if of_queries(state.in_attention) else {}
+        (give or _give_encodings)(layers, tables, wrappers, state, native, own)
         count_positions_of(model, owner)
         if native is None:
             _watch_cache(owner, layers, state.original)
@@ -99,7 +104,7 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
         owner.register_forward_pre_hook(counter, with_kwargs=True)
         verify(subject, ids, expected, layers, {}, engine=True)
         for layer in layers:
-            encoding = _encoding(base, layer, state, state.in_attention)
+            encoding = encoding_of(base, layer, state.in_attention, compose=state.config.compose)
             setattr(layer.module, LAYER, Layer(encoding, patched=True))
         _watch_cache(owner, layers, state.original)
         run(subject, ids)
@@ -269,8 +274,8 @@ def _give_encodings(
     `own` has the modules that scale their queries themselves.
     """
     base = Encoding.of(state.in_attention, state.original)
-    of_queries = _of_queries(state.in_attention)
-    unrotated = Encoding.of(of_queries, state.original)
+    multiplying = of_queries(state.in_attention)
+    unrotated = Encoding.of(multiplying, state.original)
     # Layers whose table is a chosen one; not all of them need be chosen themselves.
     sharing = [layer for layer in layers if layer.table in tables]
     chosen = _chosen(layers, sharing, tables[0].config, state)
@@ -280,9 +285,9 @@ def _give_encodings(
         heads, both = layer.recorded.query.shape[1], layer.bidirectional
         encoding = Encoding(state.original, heads, layer.rotation, bidirectional=both)
         if layer in chosen and layer.table is None:
-            encoding = _encoding(unrotated, layer, state, of_queries)
+            encoding = encoding_of(unrotated, layer, multiplying, compose=state.config.compose)
         elif layer in chosen:
-            encoding = _encoding(base, layer, state, state.in_attention)
+            encoding = encoding_of(base, layer, state.in_attention, compose=state.config.compose)
         elif layer in sharing:
             encoding = replace(encoding, cached_by=base)
         if (before := scaled.get(layer.name)) is not None:
@@ -306,7 +311,7 @@ def _chosen(
         UnsupportedModelError: A choice that some method cannot change.
     """
     methods, requested = state.in_attention, state.config.layers
-    scaled = [layer for layer in layers if layer.table is None] if _of_queries(methods) else []
+    scaled = [layer for layer in layers if layer.table is None] if of_queries(methods) else []
     eligible = [*sharing, *scaled] if needs_no_rotation(methods) else [*sharing]
     numbers = {layer_index(layer.name, layer.module) for layer in eligible}
 
@@ -332,7 +337,7 @@ def _chosen(
     return [layer for layer in (*sharing, *scaled) if chosen(layer)]
 
 
-def _of_queries(methods: Sequence[Method]) -> list[Method]:
+def of_queries(methods: Sequence[Method]) -> list[Method]:
     """Return the methods of layers that do not rotate: those that multiply queries."""
     return [
         LogN() if getattr(method, "log_n", False) else method
@@ -341,15 +346,19 @@ def _of_queries(methods: Sequence[Method]) -> list[Method]:
     ]
 
 
-def _encoding(
-    base: Encoding, layer: CalibratedLayer, state: State, methods: Sequence[Method]
+def encoding_of(
+    base: Encoding,
+    layer: CalibratedLayer,
+    methods: Sequence[Method],
+    *,
+    compose: bool,
 ) -> Encoding:
     """The encoding of one layer; its parameters become a child of the attention module."""
     query, key_heads = layer.recorded.query, layer.recorded.key.shape[1]
     heads, head_dim = query.shape[1], query.shape[-1]
     initial: dict[str, Tensor] = {}
     for method in methods:
-        initial |= method.parameters_for(heads, key_heads, head_dim, state.original)
+        initial |= method.parameters_for(heads, key_heads, head_dim, base.original)
     parameters: Any = None  # a mapping too, which the type of a module does not express
     if initial:
         parameters = MethodParameters(initial).to(query.device)
@@ -357,7 +366,7 @@ def _encoding(
     spec = None
     if isinstance(base.method, LengthDependent):
         assert layer.table is not None
-        spec = read_spec(layer.table, state.original, compose=state.config.compose)
+        spec = read_spec(layer.table, base.original, compose=compose)
     both = layer.bidirectional
     return replace(
         base,

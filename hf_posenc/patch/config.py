@@ -51,6 +51,7 @@ class PatchConfig:
         compose: On an already scaled checkpoint, start from its scaled table.
         replace: On an already scaled checkpoint, start from its `rope_theta`.
         others: Further methods on other seams: the name of each, and its options, the scale among them.
+        elsewhere: The patches of other layers, where layers differ; their `layers`, methods and options count.
     """
 
     method: str
@@ -62,30 +63,62 @@ class PatchConfig:
     compose: bool = False
     replace: bool = False
     others: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+    elsewhere: tuple[PatchConfig, ...] = ()
 
     @property
     def parts(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         """The name of every method, and its options, the scale among them."""
+        rest = (part for other in self.elsewhere for part in other.parts)
+        return (*self._own_parts, *rest)
+
+    @property
+    def _own_parts(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         scale = {} if self.scale is None else {"scale": self.scale}
         return ((self.method, {**scale, **self.options}), *self.others)
 
     def __str__(self) -> str:
-        (first, options), *others = self.parts
+        (first, options), *others = self._own_parts
         target = {"target_length": self.target_length} if self.target_length else {}
-        return " + ".join(
+        own = " + ".join(
             f"{name}({', '.join(f'{key}={_short(value)}' for key, value in given.items())})"
             for name, given in ((first, {**options, **target}), *others)
+        )
+        if not self.elsewhere:
+            return own
+        return "; ".join(
+            (f"{own} in {_layers_in_words(self.layers)}", *map(_with_layers, self.elsewhere))
         )
 
     def build(self) -> tuple[Method, ...]:
         """Return the method objects; raise for an unknown method or option, or a value out of range."""
         return tuple(get_method(name).from_options(**options) for name, options in self.parts)
 
+    def request(self) -> dict[str, Any]:
+        """Return the arguments of `patch_model`, beside the model, that make this patch."""
+        every = (dataclasses.replace(self, elsewhere=()), *self.elsewhere)
+        lengths = {part.original_max_position_embeddings for part in every}
+        shared: dict[str, Any] = {
+            # Layers that start from different lengths read theirs from the model.
+            "original_max_position_embeddings": lengths.pop() if len(lengths) == 1 else None,
+            "compose": any(part.compose for part in every),
+            "replace": any(part.replace for part in every),
+        }
+        if self.elsewhere:
+            return {"method": {part.layers: list(part.build()) for part in every}, **shared}
+        return {
+            "method": self.build(),
+            "target_length": self.target_length,
+            "layers": self.layers,
+            **shared,
+        }
+
     def to_dict(self) -> dict[str, Any]:
         values = {"format": FORMAT, **dataclasses.asdict(self)}
         values["others"] = [{"method": name, "options": options} for name, options in self.others]
-        if not self.others:
-            del values["others"]
+        values["elsewhere"] = [part.to_dict() for part in self.elsewhere]
+        for key in ("others", "elsewhere"):
+            if not values[key]:
+                del values[key]
         if self.target_length is None:
             del values["target_length"]
         return dict(finite(values))
@@ -105,6 +138,7 @@ class PatchConfig:
         if isinstance(own.get("layers"), list):
             own["layers"] = tuple(own["layers"])
         own["others"] = tuple((o["method"], o["options"]) for o in own.get("others", ()))
+        own["elsewhere"] = tuple(map(cls.from_dict, own.get("elsewhere", ())))
         config = cls(**own)
         config.build()
         return config
@@ -165,6 +199,24 @@ def check_option(method: type[Method], option: str) -> None:
     if here in possible:
         raise PosencError(f"Unknown option of {method.name} {option!r}. It is called {here} here.")
     raise unknown(f"option of {method.name}", option, possible)
+
+
+def _with_layers(part: PatchConfig) -> str:
+    return f"{part} in {_layers_in_words(part.layers)}"
+
+
+def _layers_in_words(layers: Layers) -> str:
+    """`"the full layers"`, `"layers 0-15, 20"`."""
+    if isinstance(layers, str):
+        return f"the {layers} layers"
+    runs: list[list[int]] = []
+    for layer in sorted(layers):
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    spans = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(spans)}"
 
 
 def _short(value: object) -> str:

@@ -57,7 +57,9 @@ def patch_model(
 
     Args:
         model: A transformers model, also wrapped by PEFT, DDP or `torch.compile`, also on the meta device.
-        method: A name or alias (`available_methods()`), a Method object, or a list of them on different seams.
+        method: A name or alias (`available_methods()`), a Method object, a list of them on different seams (filters after
+            the table that they change), or a dictionary of layers with such values, or `None` for layers that stay:
+            `{"full": NoPE(), "sliding": None}`, `{range(0, 16): YaRN(scale=4), 16: "rerope"}`.
         scale: Target context as a multiple of the original one.
         target_length: Target context in tokens, instead of `scale`; text such as `"32k"` is read too.
         original_max_position_embeddings: The context that the model was trained on, in tokens. By default the first of
@@ -240,6 +242,12 @@ def _refuse_prompts(model: Any) -> None:
 
 def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> None:
     """Install every method: frequencies first, since attention rotates by them."""
+    if state.parts:
+        from hf_posenc.patch.layers import install_parts  # imports transformers
+
+        install_parts(model, state, every)
+        state.write_config(model, [])
+        return
     others = state.in_attention
     scalings = [method for method in state.methods if isinstance(method, RopeScaling)]
     rotated = not needs_no_rotation(state.methods)

@@ -11,14 +11,22 @@ from typing import Any
 from hf_posenc.errors import PosencError
 from hf_posenc.lengths import plain, read_length
 from hf_posenc.methods import Method, RopeScaling, TableFilter, needs_no_rotation, seam_of
-from hf_posenc.model.discovery import RotaryTable, original_length, select
+from hf_posenc.model.discovery import (
+    CutTableError,
+    RotaryTable,
+    layers_of_type,
+    original_length,
+    select,
+)
 from hf_posenc.patch.config import Layers, PatchConfig, check_option, named_method
-from hf_posenc.patch.state import State
+from hf_posenc.patch.state import LayerPart, State
 from hf_posenc.seams.native import NativeSeam
 
 _LONGEST = 1e15  # tokens
-MethodLike = str | Method | Sequence["str | Method"]
-"""A name or alias, a Method object, or a list of them on different seams, filters after the table that they change."""
+MethodLike = str | Method | Sequence["str | Method"] | Mapping[Any, Any]
+"""A name or alias, a Method object, a list of them on different seams, filters after the table that they change; or a
+dictionary of layers, each with such a value or `None`: `"full"`, `"sliding"`, `"all"`, a layer type, a number, a range.
+"""
 
 
 def resolve_request(
@@ -48,6 +56,15 @@ def resolve_request(
         raise PosencError(
             "compose=True and replace=True exclude each other: scale what is there, or drop it first."
         )
+    if isinstance(method, Mapping):
+        shared: dict[str, Any] = {
+            "compose": compose,
+            "replace": replace,
+            "scale": scale,
+            "target_length": target,
+        }
+        shared["original_max_position_embeddings"] = original_max_position_embeddings
+        return _by_layers(source, method, layers, options, shared)
     parts = named(method)
     if len(parts) > 1:
         _check_list(parts, scale, options)
@@ -66,10 +83,10 @@ def resolve_request(
                 "original_max_position_embeddings=, the number of tokens that it was trained on."
             )
     else:
-        tables, compose = _rotary(source, parts, layers, compose=compose, replace=replace)
+        tables, compose, cut = _rotary(source, parts, layers, compose=compose, replace=replace)
         optional = target is None and not any(part.reads_length for part in parts)
         original = given or _common_length(tables, compose=compose, optional=optional)
-    native = source if isinstance(source, NativeSeam) else None
+    native, cut = (source, False) if isinstance(source, NativeSeam) else (None, cut)
     has_length = native is not None and native.has_length
     methods: list[Method] = []
     extended: int | None = None
@@ -97,7 +114,13 @@ def resolve_request(
         replace=replace,
         others=tuple((other.name, other.options()) for other in others),
     )
-    return State(config, original, extended, tuple(_filtered(methods)), native)
+    whole = tuple(_filtered(methods))
+    if cut:
+        assert isinstance(layers, tuple)
+        _check_in_attention(whole)
+        alone = (LayerPart(layers, whole, original, compose, strict=True),)
+        return State(config, original, extended, whole, alone)
+    return State(config, original, extended, whole, native=native)
 
 
 def _rotary(
@@ -107,8 +130,8 @@ def _rotary(
     *,
     compose: bool,
     replace: bool,
-) -> tuple[Sequence[RotaryTable], bool]:
-    """Return the tables of the chosen layers, and `compose` as it is in force."""
+) -> tuple[Sequence[RotaryTable], bool, bool]:
+    """Return the tables of the chosen layers, `compose` as it is in force, and whether they cut through a table."""
     if others := [part for part in parts if not part.for_rotary]:
         raise PosencError(
             f"{others[0].name} is not for a rotary embedding: {others[0].summary}. Frequency methods (yarn, "
@@ -117,10 +140,14 @@ def _rotary(
     whole = any(part.seam == "rotary" for part in parts)
     if isinstance(layers, tuple):
         _check_layers(tables, layers)
-    tables = select(tables, layers, whole=whole, rotated=not needs_no_rotation(parts))
+    cut, rotated = False, not needs_no_rotation(parts)
+    try:
+        tables = select(tables, layers, whole=whole, rotated=rotated)
+    except CutTableError:
+        cut, tables = True, select(tables, layers, whole=False, rotated=rotated)
     if whole:
         _check_scaled(tables, compose=compose, replace=replace)
-        return tables, compose
+        return tables, compose, cut
     multiplied = any(
         part.seam == "query" for part in parts
     )  # replace= is of the model's own factor
@@ -130,7 +157,91 @@ def _rotary(
             "one in a list, as in [YaRN(scale=4), ReRoPE()], or leave replace out; unpatch_model(model) undoes a patch."
         )
     # attention starts from the frequencies in force
-    return tables, compose or any(table.scaled for table in tables)
+    return tables, compose or any(table.scaled for table in tables), cut
+
+
+def _by_layers(
+    source: Sequence[RotaryTable] | NativeSeam,
+    method: Mapping[Any, Any],
+    layers: Any,
+    options: Mapping[str, Any],
+    shared: Mapping[str, Any],
+) -> State:
+    """Return the state of a dictionary from layers to methods; `shared` are arguments for all of them."""
+    if isinstance(source, NativeSeam):
+        raise PosencError(
+            "A dictionary gives methods to layers that rotate, and this model has none: positions enter it for all "
+            "layers at once. Give one method."
+        )
+    if options or layers != "full":
+        given = ", ".join((*options, *(("layers",) if layers != "full" else ())))
+        raise PosencError(
+            f"Beside a dictionary of layers, {given} belongs into it: give method objects, as in "
+            "{range(0, 16): YaRN(scale=4), range(16, 32): ReRoPE(window=512)}."
+        )
+    config, numbered = source[0].config, dict[int, Any]()
+    parts: list[tuple[Layers, tuple[int, ...], MethodLike]] = []
+    for key, value in method.items():
+        numbers = _numbers(source, config, key)
+        if twice := [number for number in numbers if number in numbered]:
+            raise PosencError(
+                f"Layer {twice[0]} is in two keys of the dictionary: {numbered[twice[0]]!r} and {key!r}."
+            )
+        numbered |= dict.fromkeys(numbers, key)
+        if value is not None:
+            parts.append((key if isinstance(key, str) else numbers, numbers, value))
+    if not parts:
+        raise PosencError("Every layer of the dictionary has the method None: nothing to patch.")
+    if len(parts) == 1:
+        (key, numbers, value) = parts[0]
+        whole = set(numbers) == set(layers_of_type(config, "all"))
+        frequencies = any(_of_kind(part, RopeScaling) for part in named(value))
+        by_name = key in ("full", "all") and (whole or not frequencies)
+        return resolve_request(source, value, layers=key if by_name else numbers, **shared)
+    states = [_part(source, value, shared) for _, _, value in parts]
+    for state in states:
+        _check_in_attention(state.methods)
+    first, *others = (
+        dataclasses.replace(state.config, layers=key)
+        for (key, _, _), state in zip(parts, states, strict=True)
+    )
+    every = tuple(
+        LayerPart(
+            numbers, state.methods, state.original, state.config.compose, not isinstance(key, str)
+        )
+        for (key, numbers, _), state in zip(parts, states, strict=True)
+    )
+    reached = [state.extended for state in states if state.extended is not None]
+    return State(
+        dataclasses.replace(first, elsewhere=tuple(others)),
+        states[0].original,
+        max(reached, default=None),
+        tuple(method for state in states for method in state.methods),
+        every,
+    )
+
+
+def _part(source: Sequence[RotaryTable], value: Any, shared: Mapping[str, Any]) -> State:
+    """Return the state of the methods of some layers, as if they were those of all."""
+    parts, own = named(value), dict(shared)
+    if not any(not isinstance(part, Method) and part.takes_scale() for part in parts):
+        own |= {"scale": None, "target_length": None}
+    if not any(part.seam in ("rotary", "query") for part in parts):
+        own["replace"] = False
+    return resolve_request(source, value, layers="all", **own)
+
+
+def _numbers(tables: Sequence[RotaryTable], config: Any, key: Any) -> tuple[int, ...]:
+    """Return the layers of a key: a name, a number, or several numbers."""
+    if isinstance(key, str):
+        return layers_of_type(config, key)
+    numbers = tuple(key) if isinstance(key, range | tuple | frozenset) else (key,)
+    if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        raise PosencError(
+            f'A key of the dictionary is "full", "sliding", "all", a layer type, a number or a range, not {key!r}.'
+        )
+    _check_layers(tables, numbers)
+    return numbers
 
 
 def _check_native(layers: Layers, *, compose: bool) -> None:
@@ -149,10 +260,12 @@ def _check_native(layers: Layers, *, compose: bool) -> None:
 
 def named(method: Any) -> list[Method | type[Method]]:
     """Return the methods that a request names, as objects or classes; refuse whatever is no method."""
-    named = list(method) if isinstance(method, list | tuple) else [method]
-    if not named:
+    if isinstance(method, Mapping):
+        return [part for value in method.values() if value is not None for part in named(value)]
+    given = list(method) if isinstance(method, list | tuple) else [method]
+    if not given:
         raise PosencError("An empty list of methods: name at least one.")
-    for part in named:
+    for part in given:
         if isinstance(part, type) and issubclass(part, Method):
             raise PosencError(
                 f"{part.__name__} is a class: give an object, as in {part.__name__}(...), or the name {part.name!r}."
@@ -167,7 +280,7 @@ def named(method: Any) -> list[Method | type[Method]]:
                 f"{part!r} is the form of the command line. In Python, options are arguments, as in "
                 "patch_model(model, 'yarn', scale=8), and several methods are a list, as in [YaRN(scale=8), LogN()]."
             )
-    return [named_method(part) if isinstance(part, str) else part for part in named]
+    return [named_method(part) if isinstance(part, str) else part for part in given]
 
 
 def _check_layers(tables: Sequence[RotaryTable], layers: tuple[Any, ...]) -> None:
@@ -229,6 +342,16 @@ def _check_list(
         raise PosencError(
             f"scale= could be that of {' or '.join(scaled)}: give method objects, as in [YaRN(scale=4), LogN()]."
         )
+
+
+def _check_in_attention(methods: Sequence[Method]) -> None:
+    """Refuse methods that cannot be computed in some layers alone."""
+    for method in methods:
+        if seam_of(method) == "rotary" and method.length_dependent:
+            raise PosencError(
+                f'{method.name} with update="sequence" changes a rotary table that other layers read too. Use '
+                'update="row" or "request", or choose all layers.'
+            )
 
 
 def _of_kind(part: Method | type[Method], kind: type[Method]) -> bool:

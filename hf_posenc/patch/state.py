@@ -23,6 +23,25 @@ STATE = "_hf_posenc"
 _SeamT = TypeVar("_SeamT", RotaryTable, NativeSeam)
 
 
+@dataclass(frozen=True)
+class LayerPart:
+    """The methods of some layers, where layers differ.
+
+    Attributes:
+        layers: Their numbers.
+        methods: The methods.
+        original: The context length that they start from, in tokens.
+        compose: Start from the scaled frequencies of a checkpoint.
+        strict: Refuse layers in which the methods have nothing to change.
+    """
+
+    layers: tuple[int, ...]
+    methods: tuple[Method, ...]
+    original: int
+    compose: bool
+    strict: bool
+
+
 @dataclass
 class State:
     """The record that undoes a patch; kept in the model, so that a deepcopied one carries its own.
@@ -30,6 +49,8 @@ class State:
     Attributes:
         original: The original context length, in tokens; 0 if the model has none.
         extended: The context length that the patch reaches; `None` where it follows the text.
+        parts: The methods by layers, where layers differ or share a rotary table with layers that are not chosen. All
+            of them are then computed in attention.
         native: The seam of a model without rotary embedding; `None` where rotation is patched.
         export: The form in which plain transformers computes the patch, as in `Patch`.
         attention: The attention implementation that the engine replaces, as in `Patch`.
@@ -44,6 +65,7 @@ class State:
     original: int
     extended: int | None
     methods: tuple[Method, ...]
+    parts: tuple[LayerPart, ...] = ()
     native: NativeSeam | None = None
     export: str | None = None
     attention: str | None = None
@@ -58,6 +80,8 @@ class State:
         """The methods that compute attention themselves."""
         if self.native is not None and not self.native.in_attention:
             return []
+        if self.parts:
+            return [*self.methods]
         return [method for method in self.methods if seam_of(method) != "rotary"]
 
     def set(self, target: Any, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -93,6 +93,8 @@ CASES: dict[str, Case] = {
     ),
 }
 
+PLAIN = Case("default")
+"""RoPE itself."""
 TRAINABLE = tuple(
     name for name, case in CASES.items() if get_method(case.method)(**case.options).trainable
 )
@@ -117,13 +119,16 @@ def randomise(model: nn.Module, seed: int = 0) -> None:
 
 
 def reference(
-    model: nn.Module, case: Case, ids: Tensor, weights: Mapping[str, Tensor] | None = None
+    model: nn.Module,
+    case: Case | Mapping[int, Case],
+    ids: Tensor,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Logits of a Llama with this method, shape (1, length, vocabulary), float64.
 
     Args:
         model: A LlamaForCausalLM, patched with the case; nothing of it but its weights and its config is read.
-        case: The method.
+        case: The method; by layer where layers differ, the others plain.
         ids: Shape (1, length).
         weights: Other weights than the model's.
     """
@@ -157,7 +162,8 @@ def reference(
             for name, tensor in values.items()
             if name.startswith(f"{path}.self_attn.posenc.")
         }
-        table = _scores(case, trained, query, keys, config.rope_parameters["rope_theta"])
+        own = case if isinstance(case, Case) else case.get(layer, PLAIN)
+        table = _scores(own, trained, query, keys, config.rope_parameters["rope_theta"])
         weight = table.masked_fill(future, -math.inf).softmax(-1)
         out = weight @ value.repeat_interleave(heads // key_heads, 0)
         hidden = hidden + linear(out.transpose(0, 1).reshape(length, -1), "self_attn.o_proj")

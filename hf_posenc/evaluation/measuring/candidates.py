@@ -123,8 +123,6 @@ class Candidate:
     @classmethod
     def installed(cls, config: PatchConfig) -> Candidate:
         """Return the candidate of the patch that a model carries."""
-        scale = {} if config.scale is None else {"scale": config.scale}
-        named = [(config.method, {**scale, **config.options}), *config.others]
         beside: dict[str, Any] = {
             "layers": config.layers,
             "compose": config.compose,
@@ -132,8 +130,9 @@ class Candidate:
             "target_length": config.target_length or False,
         }
         return cls.of(
-            [Part(name, dict(options)) for name, options in named],
+            [Part(name, dict(options)) for name, options in config.parts],
             {name: value for name, value in beside.items() if value not in (False, "full")},
+            str(config) if config.elsewhere else None,
         )
 
     @classmethod

@@ -1,0 +1,216 @@
+"""Different methods in different layers, also where these share a rotary table."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_posenc
+from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
+from hf_posenc.methods import (
+    ALiBi,
+    Clip,
+    DynamicNTK,
+    DynamicYaRN,
+    LogN,
+    NoPE,
+    PositionInterpolation,
+    ReRoPE,
+    SelfExtend,
+    Temperature,
+    XPos,
+    YaRN,
+)
+from tests.attention.test_attention import assert_close, build
+from tests.support import zoo
+from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
+from tests.support.attention_ways import WAYS
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
+IDS = zoo.tokens(50)
+YARN4, DROPPED = ("yarn", {"scale": 4.0}), Case("nope", table=("nope", {}))
+REQUESTS: dict[str, tuple[Any, dict[int, Case]]] = {
+    "nope in one layer": ({1: NoPE()}, {1: DROPPED}),
+    "yarn, rerope": (
+        {0: YaRN(scale=4), 1: ReRoPE(window=8)},
+        {0: Case("yarn", table=YARN4), 1: CASES["rerope"]},
+    ),
+    "lists": (
+        {(0,): [YaRN(scale=4), ReRoPE(window=8), LogN()], range(1, 2): None},
+        {0: replace(CASES["rerope_log_n"], table=YARN4)},
+    ),
+    "bias, bands": (
+        {0: ALiBi(), 1: CASES["self_extend"].method},
+        {0: CASES["alibi"], 1: CASES["self_extend"]},
+    ),
+    "trained": ({0: "kerple_log", 1: "rope_bias"}, {0: CASES["kerple_log"], 1: CASES["rope_bias"]}),
+    "by row, xpos": (
+        {0: DynamicNTK(scale=2.0, update="row", bucket=8), 1: XPos(scale_base=12)},
+        {0: CASES["dynamic_ntk_row"], 1: CASES["xpos"]},
+    ),
+    "nope, temperature": (
+        {0: [NoPE(), Temperature(law="llama4", beta=0.7)], 1: Temperature(law="ssmax")},
+        {
+            0: replace(CASES["temperature_llama4"], table=("nope", {})),
+            1: CASES["temperature_ssmax"],
+        },
+    ),
+}
+
+
+def patched(which: str) -> tuple[Any, Mapping[int, Case]]:
+    request, cases = REQUESTS[which]
+    if which == "bias, bands":
+        case = CASES["self_extend"]
+        request = {0: ALiBi(), 1: SelfExtend(**case.options)}
+    model = build()
+    patch_model(model, request, original_max_position_embeddings=ORIGINAL)
+    randomise(model)
+    return model, cases
+
+
+@pytest.mark.parametrize("which", REQUESTS)
+def test_every_layer_has_its_own_methods(which: str, tmp_path: Path) -> None:
+    model, cases = patched(which)
+    want = reference(model, cases, IDS)
+    assert_close(zoo.logits(model, IDS), want)
+    assert_close(zoo.logits(copy.deepcopy(model), IDS), want)
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.export is None
+    assert [name.split(".")[2] for name in patch.layers] == [str(layer) for layer in cases]
+    model.save_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert torch.equal(zoo.logits(loaded, IDS), zoo.logits(model, IDS))
+    again = get_patch(loaded)
+    assert again is not None
+    assert again.config == patch.config
+    unpatch_model(model)
+    assert_close(zoo.logits(model, IDS), reference(model, {}, IDS))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("which", ["yarn, rerope", "bias, bands", "by row, xpos"])
+def test_every_way_to_run_a_text_agrees(which: str, way: Any) -> None:
+    model, cases = patched(which)
+    assert_close(way(model, IDS), reference(model, cases, IDS))
+
+
+def test_gradients_flow_through_layers_that_differ() -> None:
+    model, _ = patched("trained")
+    parameters = {name: value for name, value in model.named_parameters() if ".posenc." in name}
+    assert {name.split(".")[2] for name in parameters} == {"0", "1"}
+    zoo.logits(model, IDS)
+    with torch.enable_grad():
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(
+        value.grad is not None and value.grad.abs().sum() > 0 for value in parameters.values()
+    )
+
+
+def test_nope_in_some_layers_is_what_smollm3_ships() -> None:
+    native = zoo.build("smollm3")
+    assert native.config.no_rope_layers == [1, 1, 1, 0]
+    rotating = zoo.build("smollm3", no_rope_layers=[1, 1, 1, 1])
+    rotating.load_state_dict(native.state_dict())
+    assert zoo.relative_difference(zoo.logits(rotating, IDS), zoo.logits(native, IDS)) > 1e-2
+    patch_model(rotating, "nope", layers=[3])
+    assert zoo.relative_difference(zoo.logits(rotating, IDS), zoo.logits(native, IDS)) < 1e-5
+
+
+def test_layers_with_tables_of_their_own_keep_their_attention() -> None:
+    """As `layers="full"` does, which saves for plain transformers."""
+    model, other = zoo.build("gemma3_text"), zoo.build("gemma3_text")
+    patch_model(model, {"full": NoPE(), "sliding": None})
+    patch_model(other, "nope")
+    assert torch.equal(zoo.logits(model, IDS), zoo.logits(other, IDS))
+    patch = get_patch(model)
+    assert patch is not None
+    assert patch.attention is None
+    by_type = {table.layer_type: bool(table.inv_freq.any()) for table in patch.tables}
+    assert by_type == {"full_attention": False, "sliding_attention": True}
+
+
+def test_sliding_layers_that_share_the_table_stay() -> None:
+    """Gemma 2's layers share one; its sliding layers come first."""
+    model = zoo.build("gemma2")
+    assert model.config.layer_types[0] == "sliding_attention"
+    before = model(input_ids=IDS, output_hidden_states=True, use_cache=False).hidden_states
+    patch_model(model, {"full": NoPE(), "sliding": None})
+    after = model(input_ids=IDS, output_hidden_states=True, use_cache=False).hidden_states
+    assert zoo.relative_difference(after[1], before[1]) < 2e-6  # of a sliding layer
+    assert zoo.relative_difference(after[2], before[2]) > 1e-3
+    state = get_patch(model)
+    assert state is not None
+    assert len(state.layers) == 2
+
+
+def test_a_choice_of_layers_for_a_table_that_others_share() -> None:
+    """The same as a dictionary."""
+    one, two = build(), build()
+    patch_model(one, "yarn", scale=4, layers=[1], original_max_position_embeddings=ORIGINAL)
+    patch_model(two, {1: YaRN(scale=4)}, original_max_position_embeddings=ORIGINAL)
+    assert torch.equal(zoo.logits(one, IDS), zoo.logits(two, IDS))
+    assert_close(zoo.logits(one, IDS), reference(one, {1: Case("yarn", table=YARN4)}, IDS))
+
+
+def test_a_scaled_checkpoint_keeps_its_scaling_in_the_other_layers() -> None:
+    parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+    model = zoo.build("llama", rope_parameters={"rope_theta": 10_000.0, **parameters})
+    with pytest.raises(PosencError, match="already scaled"):
+        patch_model(model, "pi", scale=2, layers=[1])
+    patch_model(model, "pi", scale=2, layers=[1], replace=True)
+    plain = Case("yarn", table=("yarn", {"scale": 4.0}))
+    cases = dict.fromkeys((0, 2, 3), plain) | {1: Case("pi", table=("pi", {"scale": 2.0}))}
+    assert_close(zoo.logits(model, IDS), reference(model, cases, IDS))
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({0: YaRN(scale=4), range(2): NoPE()}, r"Layer 0 is in two keys.*0 and range\(0, 2\)"),
+        ({0: None}, "Every layer of the dictionary has the method None"),
+        ({9: NoPE()}, "this model has 2 layers, numbered from 0 to 1"),
+        ({"sliding": NoPE()}, "has no sliding layers. Its layers are full_attention"),
+        ({0.5: NoPE()}, "A key of the dictionary is"),
+        (
+            {0: DynamicYaRN(update="sequence"), 1: NoPE()},
+            'update="sequence" changes a rotary table',
+        ),
+        ({0: [Clip(pairs=1), YaRN(scale=2)], 1: NoPE()}, "name yarn first"),
+        ({0: PositionInterpolation}, "is a class"),
+        ({}, "Every layer"),
+    ],
+)
+def test_dictionaries_that_cannot_be_met(request_: Any, message: str) -> None:
+    model = build()
+    before = zoo.logits(model, IDS)
+    with pytest.raises(PosencError, match=message):
+        patch_model(model, request_)
+    assert get_patch(model) is None
+    assert torch.equal(zoo.logits(model, IDS), before)
+
+
+def test_numbers_of_a_dictionary() -> None:
+    """A scale is that of methods by name; other options and layers are refused beside it."""
+    model = patch_model(build(), {0: "yarn", 1: "nope"}, scale=4)
+    patch = get_patch(model)
+    assert patch is not None
+    assert str(patch.config) == "yarn(scale=4) in layer 0; nope() in layer 1"
+    for wrong in ({"beta_fast": 8}, {"layers": [0]}):
+        with pytest.raises(PosencError, match="belongs into it"):
+            patch_model(build(), {0: "yarn", 1: "nope"}, scale=4, **wrong)
+    with pytest.raises(PosencError, match="gives methods to layers that rotate"):
+        patch_model(zoo_table_model(), {0: "alibi"})
+
+
+def zoo_table_model() -> Any:
+    from tests.support.families import build_text_model
+
+    return build_text_model("gpt2")
