@@ -411,14 +411,7 @@ def select(
     ]
     covered = {layer for _, served in matching for layer in served & requested}
     if covered != requested:
-        listing = "; ".join(
-            f"{table.label or table.name}: {', '.join(map(str, sorted(served))) or 'unknown'}"
-            for table, served in groups
-        )
-        raise CutTableError(
-            f"layers={sorted(requested)} cuts through a rotary table. The tables of this model serve these "
-            f"layers: {listing}. Choose all layers of one or more tables."
-        )
+        raise CutTableError(f"layers={sorted(requested)} share a rotary table with other layers.")
     return tuple(table for table, _ in matching)
 
 

@@ -117,8 +117,8 @@ def _encoding(
         )
         if dropped or (isinstance(scaling, YaRN) and scaling.mscale_all_dim):
             raise UnsupportedModelError(
-                f"{layer.name}: mscale_all_dim changes the softmax scale of attention modules, which hf_posenc does for "
-                "whole models only. Choose all layers, or compose=True."
+                f"{layer.name}: mscale_all_dim changes the softmax scale of attention modules, which hf_posenc does "
+                "for whole models only. Choose all layers, or compose=True."
             )
         spec = read_spec(layer.table, part.original, compose=part.compose)
         table = scaling.frequencies(spec).float()

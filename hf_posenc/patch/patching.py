@@ -57,9 +57,9 @@ def patch_model(
 
     Args:
         model: A transformers model, also wrapped by PEFT, DDP or `torch.compile`, also on the meta device.
-        method: A name or alias (`available_methods()`), a Method object, a list of them on different seams (filters after
-            the table that they change), or a dictionary of layers with such values, or `None` for layers that stay:
-            `{"full": NoPE(), "sliding": None}`, `{range(0, 16): YaRN(scale=4), 16: "rerope"}`.
+        method: A name or alias (`available_methods()`), a Method object, a list of them on different seams
+            (filters after the table that they change), or a dictionary of layers with such values, or `None` for
+            layers that stay: `{"full": NoPE(), "sliding": None}`, `{range(0, 16): YaRN(scale=4), 16: "rerope"}`.
         scale: Target context as a multiple of the original one.
         target_length: Target context in tokens, instead of `scale`; text such as `"32k"` is read too.
         original_max_position_embeddings: The context that the model was trained on, in tokens. By default the first of

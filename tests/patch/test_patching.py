@@ -158,7 +158,6 @@ def test_a_patch_that_fails_late_leaves_the_model_as_it_was(
         ("dynamic_ntk", {"update": "rows"}, "update mode"),
         ("yarn", {"scale": 4, "layers": "some"}, "layers is"),
         ("yarn", {"scale": 4, "layers": 0}, "a list of layer indices, not 0"),
-        ("yarn", {"scale": 4, "layers": [0, 1]}, "cuts through"),
         ("yarn", {"scale": 4, "compose": True, "replace": True}, "exclude each other"),
         (["yarn", "pi"], {"scale": 4}, "one seam"),
         (YaRN(scale=4), {"scale": 4}, r"Give the knobs to YaRN\(\.\.\.\)"),
@@ -435,9 +434,12 @@ class TestLayers:
         patch_model(model, "yarn", scale=4, layers=full)
         assert self.tables(model) == {"full_attention": "yarn", "sliding_attention": "default"}
 
-    def test_indices_across_kinds_are_refused_with_the_groups(self) -> None:
-        with pytest.raises(PosencError, match=r"cuts through.*sliding_attention: "):
-            patch_model(zoo.build("gemma3_text"), "yarn", scale=4, layers=[0, 3])
+    def test_indices_across_kinds_are_patched_in_attention(self) -> None:
+        model = patch_model(zoo.build("gemma3_text"), "yarn", scale=4, layers=[0, 3])
+        patch = get_patch(model)
+        assert patch is not None
+        assert patch.layers == ("model.layers.0.self_attn", "model.layers.3.self_attn")
+        assert set(self.tables(model).values()) == {"default"}
 
     def test_one_table_per_layer_can_be_patched_layer_by_layer(self) -> None:
         model = zoo.build("moshi")
