@@ -22,6 +22,7 @@ from hf_posenc.model.attention import (
     PositionCounter,
     catch_positions,
     count_positions,
+    recording,
     register,
     register_scaled,
 )
@@ -95,7 +96,7 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
         ids = trial_tokens(owner)
         subject, expected = _reference(model, owner, ids)
     _choose_engine(owner, state)
-    if owner.config._attn_implementation != ENGINE:
+    if owner.config._attn_implementation != ENGINE or not _calls_engine(owner, ids):
         _hand_over(owner, ids, state)
     base = Encoding.of(state.in_attention, state.original)
     with trial(model):
@@ -216,12 +217,19 @@ def _choose_engine(owner: Any, state: State) -> str | None:
     return native
 
 
+def _calls_engine(owner: nn.Module, ids: Tensor) -> bool:
+    """Return whether some layer calls the attention function that was set, which only another tower may do."""
+    with trial(owner), alone(owner), recording() as calls:
+        run(owner, ids)
+    return bool(calls)
+
+
 def _hand_over(owner: Any, ids: Tensor, state: State) -> None:
     """Find the modules that compute attention in code of their own, and hand that to the engine."""
     # The engine reads the mask that such code adds to its scores, and code that may call sdpa itself must not.
     state.set(owner.config, {IMPLEMENTATION: "eager"})
     with trial(owner), alone(owner):
-        found = search(owner, lambda: run(owner, ids))
+        found = search(owner, lambda: run(owner, ids.expand(2, -1)))
     if not found.modules:
         unknown = (
             f" (it applies {', '.join(found.operations)} to scores)" if found.operations else ""

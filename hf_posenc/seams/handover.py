@@ -19,7 +19,7 @@ from hf_posenc.model.attention import IMPLEMENTATION, recording
 from hf_posenc.model.discovery import SinCosTable
 from hf_posenc.model.masks import HANDLE, described, visible
 from hf_posenc.model.repositioned import SCORES, RepositionedTable
-from hf_posenc.seams.scores import Pending, Scope, Weights
+from hf_posenc.seams.scores import Pending, Scope, Weights, _Product
 
 
 class _Search(Scope):
@@ -30,9 +30,27 @@ class _Search(Scope):
         self.running: list[nn.Module] = []
         self.operations: dict[str, None] = {}
         self.both_directions: list[nn.Module] = []
+        self.features_first: list[nn.Module] = []
 
     def path(self) -> tuple[nn.Module, ...]:
         return tuple(self.running)
+
+    def are_keys(self, query: Tensor, key: Tensor) -> bool:
+        """Return it by the shapes: as many keys as queries, and another number of features."""
+        tokens, features = query.shape[-2:]
+        if tokens == features:
+            return super().are_keys(query, key)
+        if tokens != key.shape[-1]:
+            return False
+        if not super().are_keys(query, key):
+            self.features_first += self.running
+        return True
+
+    def lead_of(self, product: _Product) -> tuple[int, int] | None:
+        """Return them for a batch of two rows of the same tokens, whose heads come row by row."""
+        count = product.size[0]
+        one, other = product.query.chunk(2) if count % 2 == 0 else (product.query, None)
+        return (2, count // 2) if other is not None and torch.allclose(one, other) else None
 
     def seen(self, module: nn.Module, mask: Tensor | None) -> Tensor | None:
         if mask is not None and mask.dtype == HANDLE:
@@ -47,10 +65,18 @@ class _Search(Scope):
 
 @dataclass(frozen=True)
 class Found:
-    """The attention modules that `search` found, those of them that are not causal, and operations that are unknown."""
+    """What `search` found.
+
+    Attributes:
+        modules: The attention modules.
+        both_directions: Those that are not causal.
+        features_first: Modules whose keys have features before tokens.
+        operations: Operations on scores that are unknown.
+    """
 
     modules: tuple[nn.Module, ...]
     both_directions: tuple[nn.Module, ...]
+    features_first: tuple[nn.Module, ...]
     operations: tuple[str, ...]
 
 
@@ -71,7 +97,8 @@ def search(owner: nn.Module, forward: Callable[[], object]) -> Found:
         calls = stack.enter_context(recording())
         stack.enter_context(scope)
         forward()
-    return Found(tuple(calls), tuple(scope.both_directions), tuple(scope.operations))
+    directions, layouts = tuple(scope.both_directions), tuple(scope.features_first)
+    return Found(tuple(calls), directions, layouts, tuple(scope.operations))
 
 
 class HandedOver:
@@ -81,6 +108,7 @@ class HandedOver:
 
     Attributes:
         bidirectional: True if queries see later keys.
+        transposed: False if keys have features before tokens.
         optional: True if the module's own code computes the same where this is not used.
         used: False where the next call is to run that code.
         weights: True where the next call returns attention weights, which it may not be asked for by name.
@@ -88,8 +116,10 @@ class HandedOver:
         embedding: The table of the embedding that rotates the module's queries and keys outside of it.
     """
 
-    def __init__(self, module: nn.Module, *, bidirectional: bool = False) -> None:
-        self.module, self.bidirectional = module, bidirectional
+    def __init__(
+        self, module: nn.Module, *, bidirectional: bool = False, transposed: bool = True
+    ) -> None:
+        self.module, self.bidirectional, self.transposed = module, bidirectional, transposed
         self.earlier = vars(module).get("forward")  # of accelerate, say
         names = inspect.signature(type(module).forward).parameters
         self.names = tuple(itertools.islice(names, 1, None))
@@ -117,6 +147,7 @@ class HandedOver:
             positions = self.embedding.latest
         weights = self.weights or bool(given.get("output_attentions"))
         scope = Scope(self.module, positions, weights=weights)
+        scope.transposed = self.transposed
         scope.bidirectional, scope.counts_padding = self.bidirectional, self.embedding is not None
         scope.arguments = {id(each) for each in given.values() if isinstance(each, Tensor)}
         with contextlib.ExitStack() as stack:
@@ -128,7 +159,7 @@ class HandedOver:
             output = self._own(*args, **kwargs)
         output = _settled(output, weights=scope.weights)
         if not scope.attended:
-            scope.refuse("operations that are unknown")
+            scope.check()
         return output
 
 
@@ -185,8 +216,8 @@ def _settled(output: Any, *, weights: bool) -> Any:
 def hand_over(found: Found) -> None:
     """Replace the forward of attention modules, until `take_back`."""
     for module in found.modules:
-        both = module in found.both_directions
-        vars(module)["forward"] = HandedOver(module, bidirectional=both)
+        both, transposed = module in found.both_directions, module not in found.features_first
+        vars(module)["forward"] = HandedOver(module, bidirectional=both, transposed=transposed)
 
 
 def handed_over(owner: nn.Module) -> list[HandedOver]:

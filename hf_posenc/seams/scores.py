@@ -37,6 +37,7 @@ class _Product:
         factor: The factor on the products.
         added: Tensors that were added, each with the factor on it since; they broadcast to the scores.
         hidden: Bool tensors of the pairs that were given no weight; they broadcast to the scores.
+        zeroed: Bool, of pairs whose score was multiplied by 0 and is yet to be hidden; broadcasts to the scores.
         lead: Batch and heads; `None` where only their product was seen.
         dropout: Probability of leaving out a weight.
     """
@@ -48,6 +49,7 @@ class _Product:
     factor: float = 1.0
     added: tuple[tuple[Tensor, float], ...] = ()
     hidden: tuple[Tensor, ...] = ()
+    zeroed: Tensor | None = None
     lead: tuple[int, int] | None = None
     dropout: float = 0.0
 
@@ -217,11 +219,17 @@ class Scores(Pending):
             scores = scores + product.wide(each) * factor
         for each in product.hidden:
             scores = scores.masked_fill(product.wide(each), torch.finfo(scores.dtype).min)
+        if product.zeroed is not None:
+            scores = scores.masked_fill(product.wide(product.zeroed), 0.0)
         return scores.reshape(self.shape).to(self.dtype)
 
     def rule(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.product.zeroed is not None and name != "add":
+            return NotImplemented
         if name in ("mul", "div") and not kwargs:
             factor = _number(args[0])
+            if factor is None and name == "mul":
+                return self._zeroing(args[0])
             if factor is None or (name == "div" and factor == 0):
                 return NotImplemented
             return self.like(self.product.times(factor if name == "mul" else 1 / factor))
@@ -240,9 +248,12 @@ class Scores(Pending):
             return self.cast_of(name, args, kwargs)
         if name == "softmax":
             axis = kwargs.get("dim", args[0] if args else None)
-            if axis not in (-1, self.dim() - 1) or self.product.lead is None:
+            product = self.product
+            if product.lead is None:
+                product = replace(product, lead=product.scope.lead_of(product))
+            if axis not in (-1, self.dim() - 1) or product.lead is None:
                 return NotImplemented
-            return Weights(self.product, self.shape, kwargs.get("dtype") or self.dtype)
+            return Weights(product, self.shape, kwargs.get("dtype") or self.dtype)
         return NotImplemented
 
     def _plus(self, other: Any, sign: float) -> Any:
@@ -259,9 +270,25 @@ class Scores(Pending):
             return NotImplemented
         if torch.broadcast_shapes(other.shape, self.shape) != self.shape or not other.dim():
             return NotImplemented
-        added = (*self.product.added, (_filled(other, self.dim()), sign))
+        other, product = _filled(other, self.dim()), self.product
+        if product.zeroed is not None:
+            if bool((other > HIDDEN).logical_and(product.zeroed).any()):
+                return NotImplemented
+            hidden = (*product.hidden, product.zeroed)
+            product = replace(product, hidden=hidden, zeroed=None)
         dtype = torch.promote_types(self.dtype, other.dtype)
-        return self.like(replace(self.product, added=added), dtype=dtype)
+        return self.like(replace(product, added=(*product.added, (other, sign))), dtype=dtype)
+
+    def _zeroing(self, mask: Any) -> Any:
+        """Return the scores times a mask of ones and zeros."""
+        if not isinstance(mask, Tensor) or isinstance(mask, Pending) or mask.requires_grad:
+            return NotImplemented
+        zeros = mask == 0
+        if torch.broadcast_shapes(mask.shape, self.shape) != self.shape or not bool(
+            (zeros | (mask == 1)).all()
+        ):
+            return NotImplemented
+        return self.like(replace(self.product, zeroed=_filled(zeros, self.dim())))
 
     def _hiding(self, hidden: Any, value: Any) -> Any:
         least = _number(value)
@@ -386,6 +413,10 @@ class Scope(TorchFunctionMode):
 
     bidirectional = False
     attended = False
+    transposed = True
+    """True for a module that transposes keys, and not values; False for one whose features come before tokens."""
+    unknown = ""
+    """The operation that made scores real, if there was one."""
     arguments: Collection[int] = ()
     """The `id` of the tensors that the module was given, which other layers are given too."""
     counts_padding = False
@@ -409,6 +440,8 @@ class Scope(TorchFunctionMode):
         if name in ("matmul", "bmm") and not kwargs and len(args) == 2:
             scores = self._scores(*args)
             return func(*args) if scores is None else scores
+        if name == "softmax" and self.unknown:
+            self.check()
         if name == "baddbmm":
             scores = self._biased(*args, **kwargs)
             return func(*args, **kwargs) if scores is None else scores
@@ -419,7 +452,7 @@ class Scope(TorchFunctionMode):
     def _scores(self, query: Tensor, key: Tensor) -> Any:
         if not query.dim() == key.dim() in (3, 4) or isinstance(key, nn.Parameter):
             return None
-        if key.stride(-2) != 1 or key.stride(-1) == 1:  # values, which are not transposed
+        if not self.are_keys(query, key):
             return None
         kind, dtype = query.device.type, query.dtype
         if torch.is_autocast_enabled(kind):
@@ -428,6 +461,11 @@ class Scope(TorchFunctionMode):
         size = product.size
         lead = (size[0], size[1]) if len(size) == 4 else None
         return Scores(replace(product, lead=lead), size, dtype)
+
+    def are_keys(self, query: Tensor, key: Tensor) -> bool:
+        """Return whether the right factor of a product has a key in each column, and is not the values."""
+        transposed = key.stride(-2) == 1 and key.stride(-1) != 1
+        return transposed == self.transposed
 
     def _biased(
         self, bias: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1
@@ -447,6 +485,12 @@ class Scope(TorchFunctionMode):
         """Return the innermost of the running modules that ran then, too."""
         return [one for one, other in zip(path, self.path(), strict=False) if one is other][-1]
 
+    def lead_of(self, product: _Product) -> tuple[int, int] | None:
+        """Return batch and heads of a product of which only theirs was seen; `None` if they cannot be told apart."""
+        layer, count = vars(self.common(product.path)).get(LAYER), product.size[0]
+        heads = count if layer is None else layer.encoding.heads
+        return (count // heads, heads) if count % heads == 0 else None
+
     def seen(self, module: nn.Module, mask: Tensor | None) -> Tensor | None:
         """Receive the mask of a call of the attention function, which is returned."""
         if (
@@ -461,12 +505,20 @@ class Scope(TorchFunctionMode):
         return mask
 
     def refuse(self, operation: str) -> None:
-        """Raise where real scores would not be those of the method in force."""
+        """Note an operation that makes scores real, which are not those of the method in force.
+
+        They may be a part of the scores (of positions, in DeBERTa) that is added to the others.
+        """
+        self.unknown = self.unknown or operation
+
+    def check(self) -> None:
+        """Raise where real scores become weights, or nothing reached the attention function."""
         layer = None if self.module is None else vars(self.module).get(LAYER)
         if layer is not None and not layer.encoding.plain:
             raise PosencError(
-                f"{type(self.module).__name__} applies {operation} to its attention scores, which hf_posenc cannot "
-                "follow while a method that computes attention itself is in force."
+                f"{type(self.module).__name__} applies {self.unknown or 'operations that are unknown'} to its "
+                "attention scores, which hf_posenc cannot follow while a method that computes attention itself is in "
+                "force."
             )
 
 

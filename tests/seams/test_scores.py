@@ -26,7 +26,7 @@ from hf_posenc import (
 )
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.evaluation.scoring.positions import position_limit
-from hf_posenc.methods import LogN, ReRoPE, YaRN
+from hf_posenc.methods import ALiBi, LogN, ReRoPE, YaRN
 from hf_posenc.model.attention import LAYER, Layer
 from hf_posenc.seams.handover import hand_over, search, take_back
 from tests.support import attention_references as naive
@@ -457,6 +457,33 @@ def _scaled_bias(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return torch.softmax(scores + mask, dim=-1) @ v
 
 
+def _multiplied(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As OpenAI GPT: scores times ones and zeros, and large numbers where there are zeros."""
+    shown = (mask >= 0).float()
+    scores = (q @ k.transpose(-1, -2) / 4) * shown + -1e4 * (1 - shown)
+    return torch.softmax(scores, dim=-1) @ v
+
+
+def _features_first(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As SqueezeBERT: the features of keys and values come before the tokens."""
+    keys, values = (each.transpose(-1, -2).contiguous() for each in (k, v))
+    weights = torch.softmax(torch.matmul(q, keys) / 4 + mask, dim=-1)
+    return torch.matmul(weights, values.transpose(-1, -2))
+
+
+def _with_another_term(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """As DeBERTa: a second product becomes a part of the scores, by an operation that is unknown."""
+    term = torch.matmul(q, k.flip(2).transpose(-1, -2)).gather(
+        3, torch.arange(6).expand(2, 3, 6, 6)
+    )
+    return torch.softmax(q @ k.transpose(-1, -2) / 4 + term + mask, dim=-1) @ v
+
+
+def _zeroed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Zeros that are no mask: nothing hides the pairs."""
+    return torch.softmax((q @ k.transpose(-1, -2)) * (mask >= 0) + mask / 1e38, dim=-1) @ v
+
+
 def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     scores = 5 * torch.tanh(q @ k.transpose(-1, -2) / 20)
     return torch.softmax(scores + mask, dim=-1) @ v
@@ -476,8 +503,11 @@ def _returned(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return q @ k.transpose(-1, -2)
 
 
-KNOWN = (_batched, _biased, _filled, _chosen, _in_place, _shaped, _scaled_after, _scaled_bias)
-UNKNOWN = (_capped, _permuted, _returned)
+KNOWN = (
+    *(_batched, _biased, _filled, _chosen, _in_place, _shaped, _scaled_after, _scaled_bias),
+    *(_multiplied, _features_first, _with_another_term),
+)
+UNKNOWN = (_capped, _permuted, _returned, _zeroed)
 
 
 def arguments() -> tuple[Tensor, ...]:
@@ -502,7 +532,8 @@ def test_ways_to_write_attention(function: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "sdpa", counted)
     found = search(module, lambda: module(*given))
     assert bool(found.modules) == (function not in UNKNOWN)
-    assert bool(found.operations) == (function in (_capped, _permuted))
+    made_real = function in (*UNKNOWN, _with_another_term) and function is not _returned
+    assert bool(found.operations) == made_real
     assert not found.both_directions
     hand_over(found if found.modules else replace(found, modules=(module,)))
     got = module(*given)
@@ -521,6 +552,43 @@ def test_attention_without_a_mask_sees_both_directions() -> None:
     module = Written(encoder)
     found = search(module, lambda: module(*arguments()))
     assert found.both_directions == (module,)
+
+
+@pytest.mark.parametrize("texts_first", [True, False])
+def test_heads_and_texts_in_one_axis_are_told_apart(texts_first: bool) -> None:
+    """As in MVP, without a mask: the head of a row is known only where the texts come first."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        if not texts_first:
+            q, k, v = (each.transpose(0, 1) for each in (q, k, v))
+        flat = [each.reshape(-1, *each.shape[-2:]) for each in (q, k, v)]
+        weights = torch.softmax(torch.bmm(flat[0], flat[1].transpose(1, 2)), dim=-1)
+        return torch.bmm(weights, flat[2])
+
+    module, given = Written(attention), arguments()
+    same = [each[:1].expand(2, -1, -1, -1) for each in given]
+    found = search(module, lambda: module(*same))
+    assert bool(found.modules) == texts_first
+    if texts_first:
+        hand_over(found)
+        heads = replace(Encoding.of([ALiBi()], 8), heads=3, bidirectional=True)
+        vars(module)[LAYER] = Layer(heads, patched=True, positions=torch.arange(6)[None])
+        q, k, v, _ = given
+        bias = ALiBi().bias((torch.arange(6.0)[:, None] - torch.arange(6.0)).abs(), 3, {})
+        want = torch.softmax(q @ k.transpose(-1, -2) + bias, -1) @ v
+        assert torch.allclose(module(*given), want.flatten(0, 1), atol=1e-5)
+
+
+def test_real_scores_beside_those_that_are_followed_are_refused_as_weights() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return _capped(q, k, v, mask) + _scaled_after(q, k, v, mask)
+
+    module, given = Written(function), arguments()
+    hand_over(search(module, lambda: module(*given)))
+    encoding = replace(Encoding.of([ALiBi()], 8), heads=3)
+    vars(module)[LAYER] = Layer(encoding, patched=True, positions=torch.arange(6)[None])
+    with pytest.raises(PosencError, match="Written applies tanh to its attention scores"):
+        module(*given)
 
 
 def _with_attention(monkeypatch: pytest.MonkeyPatch, model: nn.Module, change: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
@@ -153,6 +154,62 @@ def test_alibi_in_code_of_its_own_equals_the_same_bias_as_a_mask(
     expected = _run(patch_model(model, "nope", target_length=target), ids, attention_mask=bias)
     patch_model(model, ALiBi(), target_length=target, replace=True)
     assert relative_difference(_run(model, ids), expected) < 1e-5
+
+
+OWN_CODE: dict[str, dict[str, Any]] = {
+    **{kind: {} for kind in ("git", "mvp", "openai-gpt", "squeezebert")},
+    **{kind: {"relative_attention": True} for kind in ("deberta", "deberta-v2")},
+}
+MORE_OWN_CODE = (
+    *("big_bird", "convbert", "gpt_neo", "ibert", "luke", "megatron-bert", "rembert", "tapas"),
+    *("trocr", "xglm", "flaubert", "xlm"),
+)
+
+
+class _AddedBeforeSoftmax(TorchFunctionMode):
+    """ALiBi added to all scores of as many keys as queries, by the paper, in whatever code computes them."""
+
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        scores = args[0] if args else None
+        if func.__name__ == "softmax" and isinstance(scores, Tensor):
+            queries, keys = scores.shape[-2:]
+            if queries == keys:
+                heads = scores.shape[1] if scores.dim() == 4 else scores.shape[0] // 2  # two texts
+                distance = (torch.arange(queries)[:, None] - torch.arange(keys)).abs().double()
+                slopes = 2.0 ** (-8 * torch.arange(1, heads + 1).double() / heads)
+                bias = -slopes[:, None, None] * distance
+                bias = bias.repeat(2, 1, 1) if scores.dim() == 3 else bias
+                args = (scores + bias.to(scores.dtype), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "model_type", [*OWN_CODE, *(pytest.param(k, marks=pytest.mark.slow) for k in MORE_OWN_CODE)]
+)
+def test_alibi_in_any_code_equals_a_float64_reference(model_type: str) -> None:
+    model = build_text_model(model_type, **OWN_CODE.get(model_type, {}))
+    ids = torch.cat((tokens(20), tokens(20).flip(1)))
+    arguments = {}
+    if model.config.is_encoder_decoder:  # attention to another text has no position
+        arguments = {"decoder_input_ids": ids[:, :13]}
+
+    def logits(one: Any) -> Tensor:
+        with torch.no_grad():
+            return one(input_ids=ids, use_cache=False, **arguments).logits.double()
+
+    before = logits(model)
+    patch_model(model, "nope")
+    exact: Any = copy.deepcopy(model)
+    if model_type != "xglm":  # whose code fails in float64
+        exact.double()
+    exact.set_attn_implementation("eager")
+    rounding = relative_difference(logits(model), logits(exact))  # 4e-4 in XLM's 2,048 features
+    with _AddedBeforeSoftmax():
+        expected = logits(exact)
+    patch_model(model, "alibi", replace=True)
+    assert relative_difference(logits(model), expected) < max(1e-5, 2 * rounding)
+    assert relative_difference(logits(exact), expected) > 1e-3
+    assert torch.equal(logits(unpatch_model(model)), before)
 
 
 @pytest.mark.parametrize("model_type", CAUSAL)
