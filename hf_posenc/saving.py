@@ -289,7 +289,9 @@ def _check_weights(path: str | Path, info: Mapping[str, Any], allow: bool, any_s
         )
     _check_missing(path, info["missing_keys"], "model", allow, sorted(info["unexpected_keys"]))
     # A patch's own parameters are loaded after the patch.
-    unexpected = sorted(key for key in info["unexpected_keys"] if f".{PARAMETERS}." not in key)
+    unexpected = sorted(
+        key for key in info["unexpected_keys"] if f".{PARAMETERS}." not in f".{key}"
+    )
     if unexpected:
         warnings.warn(
             f"{path} has {len(unexpected)} weights that the model has no use for: {_names(unexpected)}. "

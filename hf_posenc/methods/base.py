@@ -142,6 +142,11 @@ class Method:
         """
         return {}
 
+    @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        """The names of the parameters that all layers have in common: stored once, trained by every layer."""
+        return ()
+
     def query_factor(self, m: Tensor, original: int) -> Tensor | None:
         """Return the factor on the query at m, of m's shape; `None`: no factor.
 
@@ -293,9 +298,9 @@ class LengthDependent(RopeScaling):
 
     Args:
         update: The length to follow. `"row"`: `bucket_length` of each query's own position, so that a
-            prefix never changes and every way to run a text agrees. `"request"`: each batch row's own
-            length, pinned while its cache lives. `"sequence"`: the longest row of the batch, as published
-            and as transformers does it.
+            prefix never changes and every way to run a text agrees. `"request"`: `max(L, n)` with
+            n the row's own tokens at its first forward; while its cache lives it grows by whole buckets.
+            `"sequence"`: the longest row of the batch, as published and as transformers does it.
         bucket: Tokens by which the length grows at once in the modes `"row"` and `"request"`; half of
             the original context by default.
     """

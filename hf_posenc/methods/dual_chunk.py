@@ -40,12 +40,15 @@ class DualChunk(RotaryBands):
         return max(1, 3 * original // 4) if self.chunk is None else self.chunk
 
     def local_window(self, original: int) -> int:
-        """Return the w in force, in tokens; with the chunk it takes at most L positions."""
+        """Return the w in force, in tokens; with the chunk it takes at most L positions, or `L + 1` if it is given."""
         chunk = self.near_window(original)
         window = max(1, original - chunk) if self.window is None else self.window
-        if chunk + window > max(original, 2):
+        # The authors' code reaches the position L, past the trained ones, in the configuration of its vLLM version.
+        most = max(original, 2) if self.window is None else original + 1
+        if chunk + window > most:
             raise PosencError(
-                f"{self.name}: chunk ({chunk}) and window ({window}) together exceed the original {original} tokens."
+                f"{self.name}: chunk ({chunk}) and window ({window}) are together at most {most} tokens on this model, "
+                f"whose original context is {original}."
             )
         return window
 

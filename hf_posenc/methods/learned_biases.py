@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.methods.base import count, number, real
+from hf_posenc.methods.base import count, number, real, switch
 from hf_posenc.methods.bias import DistanceBias, Weights
 
 T5_MODES = ("distance", "max_distance")
@@ -33,6 +33,7 @@ class T5(DistanceBias):
             so that exact buckets stay and the others widen.
         buckets: Rows of the table.
         max_distance: Distance in tokens from which all keys share a bucket.
+        shared: One table for all layers, as in T5.
     """
 
     name = "t5"
@@ -46,6 +47,7 @@ class T5(DistanceBias):
     mode: str = "distance"
     buckets: int = field(default=32, metadata=count(2))
     max_distance: int = field(default=128, metadata=count())
+    shared: bool = field(default=False, metadata=switch())
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,6 +58,10 @@ class T5(DistanceBias):
                 f"{self.name}: max_distance ({self.max_distance}) is above {self.buckets // 2}, the "
                 "distances that have a bucket each (half of the buckets)."
             )
+
+    @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        return ("table",) if self.shared else ()
 
     def initial(self, heads: int, original: int) -> dict[str, Tensor]:
         return {"table": torch.zeros(self.buckets, heads)}

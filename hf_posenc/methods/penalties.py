@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import count, number, real
+from hf_posenc.methods.base import count, number, real, switch
 from hf_posenc.methods.bias import DistanceBias, Weights, per_head
 
 
@@ -68,6 +68,12 @@ class _Kerple(DistanceBias):
     drawn: ClassVar[tuple[float, float]]
     most: ClassVar[float | None] = None
 
+    shared: bool = field(default=False, metadata=switch())
+
+    @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        return ("r1", "r2") if self.shared else ()
+
     def initial(self, heads: int, original: int) -> dict[str, Tensor]:
         r1, r2 = self.drawn
         return {"r1": r1 * torch.rand(heads), "r2": r2 * torch.rand(heads)}
@@ -106,6 +112,9 @@ class KerpleLog(_Kerple):
 
     r1 and r2 are learned per head, from uniform draws between 0 and 2, and 0 and 1, as in the
     authors' code, and are held at 0.01 or more; below that they count as 0.01 and keep their gradient.
+
+    Args:
+        shared: One r1 and r2 of a head for all layers, as in the authors' code.
     """
 
     name = "kerple_log"
@@ -127,6 +136,9 @@ class KerplePower(_Kerple):
     r1 and r2 are learned per head, from uniform draws between 0 and 1, and 0 and 2, as in the
     authors' code. r1 is held at 0.01 or more, r2 between 0.01 and 2; beyond these bounds they count
     as the bound and keep their gradient.
+
+    Args:
+        shared: One r1 and r2 of a head for all layers, as in the authors' code.
     """
 
     name = "kerple_power"
@@ -150,6 +162,8 @@ class Sandwich(DistanceBias):
 
     Args:
         dim: Width D of the sinusoidal embeddings; independent of the model's own width.
+        first: The i of the fastest pair: 1 as in the paper's equation, or 0 as in its printed code, whose sum is
+            that over `i = 0 .. D/2 - 1`.
     """
 
     name = "sandwich"
@@ -158,17 +172,22 @@ class Sandwich(DistanceBias):
     bidirectional = True
 
     dim: int = field(default=128, metadata=count(2))
+    first: int = field(default=1, metadata=count(0))
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.dim % 2:
             raise PosencError(f"{self.name}: dim is even, not {self.dim}.")
+        if self.first > 1:
+            raise PosencError(f"{self.name}: first is 0 or 1, not {self.first}.")
 
     def bias(self, distance: Tensor, heads: int, parameters: Weights, *_: Any) -> Tensor:
         pairs = self.dim // 2
         exact = real(distance)
         below_zero = torch.zeros_like(exact)
-        for i in range(1, pairs + 1):  # one pair at a time: no scratch of D/2 times the distances
+        for i in range(
+            self.first, self.first + pairs
+        ):  # one pair at a time: no scratch of D/2 times the distances
             below_zero += torch.cos(exact / 10_000 ** (2 * i / self.dim)) - 1
         slopes = 8 * real(torch.arange(1, heads + 1, device=exact.device)) / heads
         return (below_zero / per_head(slopes, distance)).to(distance.dtype)

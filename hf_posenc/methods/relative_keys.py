@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import count, real
+from hf_posenc.methods.base import count, real, switch
 from hf_posenc.methods.bias import RelativeKeys, Weights
 
 
@@ -47,12 +47,21 @@ class TransformerXL(RelativeKeys):
     The score is `((q + u).k + (q + v).(W R_r)) * scaling` with R_r the sinusoidal embedding of the
     distance, `[sin(r f), cos(r f)]` with `f_i = 10000 ** (-2i/head_dim)`. Each head has its own u, v
     and W, zeros at first. (In the paper R_r is as wide as the model; here as wide as a head.)
+
+    Args:
+        shared: One u and v of a head for all layers, as in the paper; W stays each layer's own there too.
     """
 
     name = "transformer_xl"
     aliases = ("xl",)
     summary = "sinusoidal embeddings of the distance through a learned map"
     source = "Dai et al. 2019, arXiv 1901.02860"
+
+    shared: bool = field(default=False, metadata=switch())
+
+    @property
+    def shared_parameters(self) -> tuple[str, ...]:
+        return ("u", "v") if self.shared else ()
 
     def initial(self, heads: int, head_dim: int, original: int) -> dict[str, Tensor]:
         if head_dim % 2:

@@ -140,8 +140,8 @@ class CacheWatch:
 
     It refuses positions that leave gaps, since the position of a key is its place in the cache. Where frequencies move
     with the length, it drops rotated keys that are no longer those of the cache. With `update="request"` it pins the
-    length in force for each row of the batch while its cache lives: a request keeps the length of its first forward,
-    and where generation outgrows it, the length grows by whole buckets. The least length is the original one.
+    length in force for each row of the batch while its cache lives: that of its first forward, or the original one if
+    that is longer. Where generation outgrows it, the length grows by whole buckets.
     """
 
     def __init__(self, method: LengthDependent | None, original: int) -> None:

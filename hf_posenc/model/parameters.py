@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.methods import Method
+
 PARAMETERS = "posenc"
-"""The child of an attention module that holds the parameters of a method."""
+"""The child of an attention module that holds the parameters of a method, and of a decoder those of all its layers."""
+
+
+class _Common:
+    """A reference to the decoder whose child holds the parameters of all layers; not a module, and so not a child.
+
+    A copy of the whole model refers to its own decoder, a copy of a layer alone to the one that it was copied from.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.decoder = decoder
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Common:
+        return _Common(memo.get(id(self.decoder), self.decoder))
 
 
 class MethodParameters(nn.Module):
     """Named float32 parameters that a cast of the model to half precision does not round, read as a mapping.
 
+    Those that all layers share are read through it too, but are no parameters of this module.
     Not an `nn.ParameterDict`, which PEFT cannot train beside an adapter (`modules_to_save`).
     """
+
+    common: _Common | None = None
 
     def __init__(self, values: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()
@@ -29,13 +48,19 @@ class MethodParameters(nn.Module):
         return self
 
     def __getitem__(self, name: str) -> nn.Parameter:
+        shared = self._shared()
+        if shared is not None and name in shared._parameters:
+            return shared[name]
         return self.get_parameter(name)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
+        return iter((*self._parameters, *(self._shared() or ())))
 
     def __len__(self) -> int:
-        return len(self._parameters)
+        return len(self._parameters) + len(self._shared() or ())
+
+    def _shared(self) -> MethodParameters | None:
+        return None if self.common is None else parameters_in_force(self.common.decoder)
 
     def keys(self) -> list[str]:
         return list(self)
@@ -49,8 +74,40 @@ class MethodParameters(nn.Module):
         return self
 
 
+def share_parameters(decoder: nn.Module, sharing: Sequence[tuple[nn.Module, Method]]) -> None:
+    """Move the parameters that a method shares among attention layers to their decoder, with the first layer's values.
+
+    Args:
+        decoder: The module that gets them.
+        sharing: The layers, each with its method.
+
+    Raises:
+        UnsupportedModelError: The layers need them in different shapes, on different devices or for other methods.
+    """
+    shared: MethodParameters | None = None
+    for layer, method in sharing:
+        held: Any = layer._modules[PARAMETERS]
+        own = {name: held._parameters.pop(name) for name in method.shared_parameters}
+        if shared is None:
+            shared = MethodParameters(own)
+            decoder.register_module(PARAMETERS, shared)
+        if method != (first := sharing[0][1]):
+            raise UnsupportedModelError(
+                f"shared=True gives all layers the parameters of one method, not of {first} and {method}. Leave shared "
+                "out of one of them."
+            )
+        for name, value in own.items():
+            if (value.shape, value.device) != (shared[name].shape, shared[name].device):
+                raise UnsupportedModelError(
+                    f"shared=True gives all layers one {name}, and the layers of this model differ: "
+                    f"{tuple(shared[name].shape)} on {shared[name].device} and {tuple(value.shape)} on {value.device}. "
+                    "Leave shared out, or choose layers that are alike with layers=[...]."
+                )
+        held.common = _Common(decoder)
+
+
 def parameters_in_force(attention: nn.Module) -> MethodParameters | None:
-    """Return the parameters of one attention module: its own, or those of PEFT's active adapter."""
+    """Return the parameters of one attention module, or a decoder: its own, or those of PEFT's active adapter."""
     held: Any = getattr(attention, PARAMETERS, None)
     if held is None or isinstance(held, MethodParameters):
         return held

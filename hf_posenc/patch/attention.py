@@ -42,7 +42,7 @@ from hf_posenc.model.discovery import (
     layer_index,
     read_spec,
 )
-from hf_posenc.model.parameters import PARAMETERS, MethodParameters
+from hf_posenc.model.parameters import PARAMETERS, MethodParameters, share_parameters
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import native_rotary
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
@@ -78,6 +78,7 @@ def install_attention(
         verify(subject, ids, expected, layers, wrappers, engine=native is None)
         own = own_temperatures(owner, ids) if of_queries(state.in_attention) else {}
         (give or _give_encodings)(layers, tables, wrappers, state, native, own)
+        _share(owner, layers)
         count_positions_of(model, owner)
         if native is None:
             _watch_cache(owner, layers, state.original)
@@ -107,6 +108,7 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
         for layer in layers:
             encoding = encoding_of(base, layer, state.in_attention, compose=state.config.compose)
             setattr(layer.module, LAYER, Layer(encoding, patched=True))
+        _share(owner, layers)
         _watch_cache(owner, layers, state.original)
         run(subject, ids)
 
@@ -384,6 +386,13 @@ def encoding_of(
         parameters=parameters,
         bidirectional=both,
     )
+
+
+def _share(owner: nn.Module, layers: Sequence[CalibratedLayer]) -> None:
+    """Store once, in the decoder, what methods share among layers."""
+    encodings = ((layer.module, getattr(layer.module, LAYER).encoding) for layer in layers)
+    pairs = ((module, e.bias) for module, e in encodings)
+    share_parameters(owner, [pair for pair in pairs if pair[1] and pair[1].shared_parameters])
 
 
 def count_positions_of(model: nn.Module, owner: nn.Module) -> list[RemovableHandle]:

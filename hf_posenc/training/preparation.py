@@ -200,7 +200,7 @@ def _stored_dtype(name: str) -> str | None:
             if (path := cached_file(name, file, **options)) is None:
                 return None  # an adapter, or another format
             with safe_open(path, "pt") as weights:
-                keys = [key for key in weights.keys() if f".{PARAMETERS}." not in key]  # noqa: SIM118
+                keys = [key for key in weights.keys() if f".{PARAMETERS}." not in f".{key}"]  # noqa: SIM118
                 dtypes |= {weights.get_slice(key).get_dtype() for key in keys}
     except (OSError, ValueError, KeyError, SafetensorError):
         return None  # loading raises the same, in words

@@ -128,7 +128,7 @@ def test_bad_values_are_refused_by_name(name: str, options: dict[str, Any], name
         ("leaky_rerope", {"scale": 4.0, "window": 64}, "window.*64"),
         ("self_extend", {"scale": 4.0, "window": 100}, "window.*64"),
         ("dual_chunk", {"chunk": 64}, "chunk.*64"),
-        ("dual_chunk", {"chunk": 50, "window": 15}, "chunk.*64"),
+        ("dual_chunk", {"chunk": 50, "window": 16}, "chunk.*64"),
         ("string", {"shift": 8, "window": 9}, "window.*8"),
         ("string", {"window": 30}, "window.*21"),
         ("attention_sinks", {"sinks": 64}, "sinks.*64"),

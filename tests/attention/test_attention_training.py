@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import copy
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_posenc import patch_model, unpatch_model
+from hf_posenc import from_pretrained, load_patch, patch_model, save_patch, unpatch_model
 from hf_posenc.attention import exact, prefill
+from hf_posenc.errors import UnsupportedModelError
+from hf_posenc.methods import get_method
 from hf_posenc.model import masks
+from hf_posenc.model.parameters import MethodParameters, share_parameters
 from tests.attention.test_attention import PATHS, apply, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, TRAINABLE, parameters_of, randomise, reference
+from tests.support.families import build_text_model
 from tests.support.selection import covering
 
 pytestmark = [
@@ -92,9 +98,11 @@ def test_the_parameters_are_the_models(model: PreTrainedModel, name: str) -> Non
     names = list(model.state_dict())
     apply(model, name)
     mine = parameters_of(model)
-    assert {key.split(".posenc.")[0] for key in mine} == {
-        f"model.layers.{i}.self_attn" for i in range(LAYERS)
-    }
+    method = get_method(CASES[name].method)(**CASES[name].options)
+    for kind in {key.rpartition(".")[2] for key in mine}:
+        shared, each = ["model"], [f"model.layers.{i}.self_attn" for i in range(LAYERS)]
+        places = [key.split(".posenc.")[0] for key in mine if key.endswith(f".{kind}")]
+        assert places == (shared if kind in method.shared_parameters else each)
     assert all(value.requires_grad and value.dtype == torch.float32 for value in mine.values())
     assert set(mine) == set(model.state_dict()) - set(names)
     before = {key: value.detach().clone() for key, value in mine.items()}
@@ -207,3 +215,87 @@ def test_initial_values_are_those_of_the_method(model: PreTrainedModel, name: st
     assert all(not value.any() for value in parameters_of(model).values())
     randomise(model)
     assert zoo.relative_difference(zoo.logits(model, ids), fresh) > 0.01
+
+
+# ------------------------------------------------------------------------------------------
+# One set of parameters for all layers
+
+SHARED = {"kerple_log": "r1", "kerple_power": "r2", "t5": "table", "transformer_xl": "u"}
+"""A parameter that all layers have in common."""
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_shared_parameters_get_the_gradients_of_all_layers(name: str) -> None:
+    """The sum of those that every layer's own parameters get where all have the same values."""
+    shared, own, ids = build(), build(), zoo.tokens(40)
+    patch_model(shared, name, shared=True)
+    patch_model(own, name)
+    randomise(shared)
+    common = {
+        key.rpartition(".")[2]: value
+        for key, value in parameters_of(shared).items()
+        if key.startswith("model.posenc.")
+    }
+    assert SHARED[name] in common
+    for key, value in parameters_of(own).items():
+        kind = key.rpartition(".")[2]
+        value.data.copy_(common.get(kind, shared.state_dict().get(key)))
+    assert torch.equal(zoo.logits(shared, ids), zoo.logits(own, ids))
+    found, expected = gradients(shared, ids), gradients(own, ids)
+    for key, value in found.items():
+        if key.startswith("model.posenc."):
+            ending = key.removeprefix("model")
+            parts = [part for other, part in expected.items() if other.endswith(ending)]
+            assert len(parts) == LAYERS
+            assert all(part.any() for part in parts)
+            torch.testing.assert_close(value, torch.stack(parts).sum(0), rtol=1e-5, atol=1e-8)
+        else:
+            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-8, msg=key)
+
+
+@pytest.mark.parametrize("name", ["kerple_log", "transformer_xl"])
+def test_shared_parameters_are_saved_once_copied_and_dropped(
+    model: PreTrainedModel, name: str, tmp_path: Path
+) -> None:
+    ids, before = zoo.tokens(40), {k: v.clone() for k, v in model.state_dict().items()}
+    unpatched = zoo.logits(model, ids)
+    patch_model(model, name, shared=True)
+    randomise(model)
+    expected = zoo.logits(model, ids)
+    model.save_pretrained(tmp_path / "model")
+    with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
+        stored = [key for key in file.keys() if key.endswith(f".{SHARED[name]}")]  # noqa: SIM118
+    assert stored == [f"model.posenc.{SHARED[name]}"]
+    assert torch.equal(zoo.logits(from_pretrained(tmp_path / "model"), ids), expected)
+    save_patch(model, tmp_path / "patch")
+    assert torch.equal(zoo.logits(load_patch(build(), tmp_path / "patch"), ids), expected)
+
+    twin, layer = copy.deepcopy(model), copy.deepcopy(model.model.layers[1])
+    for value in parameters_of(model).values():
+        value.data.add_(0.5)
+    assert torch.equal(zoo.logits(twin, ids), expected)
+    assert not torch.equal(zoo.logits(model, ids), expected)
+    assert layer.self_attn.posenc[SHARED[name]] is model.get_parameter(stored[0])
+
+    unpatch_model(model)
+    assert list(model.state_dict()) == list(before)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert torch.equal(zoo.logits(model, ids), unpatched)
+
+
+def test_an_encoder_and_a_decoder_share_apart() -> None:
+    """Each has a table of its own, as in T5."""
+    model = patch_model(build_text_model("bart"), "kerple_log", shared=True)
+    assert {key.rpartition(".posenc.")[0] for key in parameters_of(model)} == {
+        "model.encoder",
+        "model.decoder",
+    }
+
+
+def test_layers_that_differ_share_nothing() -> None:
+    layers = [nn.Module(), nn.Module()]
+    for heads, layer in zip((2, 4), layers, strict=True):
+        parameters = get_method("kerple_log")().parameters_for(heads, heads, 8, 16)
+        layer.register_module("posenc", MethodParameters(parameters))
+    with pytest.raises(UnsupportedModelError, match=r"one r1.*\(2,\).*\(4,\).*Leave shared out"):
+        share_parameters(nn.Module(), layers, [get_method("kerple_log")(shared=True)])

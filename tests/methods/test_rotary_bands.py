@@ -63,6 +63,81 @@ def test_defaults_follow_the_original_context(
     assert_same(got, naive.position_map(name, 150, **in_force))
 
 
+# As they are computed in the repositories of the papers, loop by loop; `m` is the newest token.
+
+
+def chunkllama(m: int, trained: int, local_window: int) -> list[list[int]]:
+    """Of every key, the positions at which it is read: decoding in `chunkllama_attn_replace.py`."""
+    chunk_size = trained * 3 // 4
+    chunk_len = chunk_size - local_window
+    q_t = list(range(chunk_len))
+    qc_t = [min(i + chunk_len, chunk_size) for i in range(chunk_len)]
+    k_t = [n % chunk_len for n in range(m + 1)]
+    current = m // chunk_len
+    found = []
+    for n, key in enumerate(k_t):
+        if n >= chunk_len * current:
+            query = q_t[m % chunk_len]
+        elif n >= chunk_len * (current - 1):
+            query = qc_t[m % chunk_len]
+        else:
+            query = qc_t[chunk_len - 1]
+        found.append([query - key])
+    return found
+
+
+def string_prefill(m: int, diagonal: int, local_window: int) -> list[list[int]]:
+    """A window of `diagonal` keys and the query's own, and the others from `m - diagonal` down: of the flash call."""
+    near = {n: m - n for n in range(max(0, m - diagonal), m + 1)}
+    far = {n: m - diagonal + local_window - n for n in range(m - diagonal + 1)}
+    return [[read[n] for read in (near, far) if n in read] for n in range(m + 1)]
+
+
+def streaming(length: int, sinks: int, recent: int) -> list[list[list[int]]]:
+    """Row by row as in `eval_long_ppl.py`: each token is read with the cache, which is cut back after it."""
+    cache: list[int] = []
+    rows = []
+    for m in range(length):
+        cache.append(m)
+        place = {n: index for index, n in enumerate(cache)}
+        rows.append([[place[m] - place[n]] if n in place else [] for n in range(m + 1)])
+        if len(cache) > sinks + recent:
+            cache = cache[:sinks] + cache[-recent:]
+    return rows
+
+
+def rows_of(method: RotaryBands, length: int, original: int) -> list[list[list[int]]]:
+    found = position_map(method, length, original).tolist()
+    return [
+        [[] if math.isnan(p) else [int(p)] for p in row[: m + 1]] for m, row in enumerate(found)
+    ]
+
+
+@pytest.mark.parametrize("trained", [24, 64, 61])
+def test_dual_chunk_computes_the_positions_of_chunkllama(trained: int) -> None:
+    window = trained // 8
+    method = bands("dual_chunk", chunk=3 * trained // 4 - window, window=window + 1)
+    want = [chunkllama(m, trained, window) for m in range(150)]
+    assert rows_of(method, 150, trained) == want
+    # As its vLLM version is configured: a chunk_size of the whole trained length.
+    bands("dual_chunk", chunk=trained - 4, window=5).bands(trained)
+
+
+def test_string_computes_the_positions_of_its_authors_but_for_a_key_they_count_twice() -> None:
+    shift, window = 11, 4
+    for m, row in enumerate(rows_of(bands("string", shift=shift, window=window), 60, 64)):
+        want = string_prefill(m, shift, window)
+        if m >= shift:
+            assert want[m - shift] == [shift, window]
+            want[m - shift] = [window]
+        assert row == want
+
+
+def test_attention_sinks_computes_the_positions_of_streamingllms_perplexity() -> None:
+    method = bands("attention_sinks", sinks=3, window=7 + 1)
+    assert rows_of(method, 60, 64) == streaming(60, sinks=3, recent=7)
+
+
 def test_string_at_a_real_context() -> None:
     """The authors' setting for Llama 3.1: a third of 128k, and 128 tokens."""
     method = get_method("string")()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import log
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,16 @@ from transformers import PreTrainedModel
 import hf_posenc
 from hf_posenc import PosencError, patch_model, unpatch_model
 from hf_posenc.attention import prefill
-from hf_posenc.methods import ALiBi, DistanceBias, LogN, ReRoPE, RotaryBands, YaRN
+from hf_posenc.methods import (
+    STRING,
+    ALiBi,
+    DistanceBias,
+    LogN,
+    ReRoPE,
+    RotaryBands,
+    Temperature,
+    YaRN,
+)
 from tests.attention.test_attention import assert_close, build
 from tests.patch.test_attention_patching import IDS, everything
 from tests.support import zoo
@@ -51,6 +61,11 @@ LISTS: dict[str, tuple[list[Any], Case]] = {
     "alibi, log_n": (
         [ALiBi(keep_rope=True), "log_n"],
         Case("alibi", {"keep_rope": True}, bias={}, law="log_n"),
+    ),
+    # As the authors' code has it, whose cos and sin have a factor for queries and keys alike.
+    "string, temperature": (
+        [STRING(shift=11, window=4), Temperature(law="constant", factor=(0.1 * log(2) + 1) ** 2)],
+        replace(CASES["string"], law="constant", law_knobs={"factor": 1.0693147**2}),
     ),
     "yarn, alibi": (
         [YaRN(scale=4), ALiBi(keep_rope=True)],

@@ -47,6 +47,7 @@ PATCHES: dict[str, dict[str, Any]] = {
     "rerope": {"method": "rerope", "window": 16},  # bands
     "alibi": {"method": "alibi"},  # a bias
     "kerple": {"method": "kerple_log"},  # parameters of its own
+    "shared": {"method": "transformer_xl", "shared": True},  # and of all layers
     "fire": {"method": "fire"},
     "list": {"method": [get_method("yarn").from_options(scale=4), get_method("log_n")()]},
 }
@@ -78,7 +79,8 @@ def saved(model: Any, folder: Path) -> Path:
 
 class TestCarriesItsPatch:
     @pytest.mark.parametrize(
-        "name", ["yarn", "rerope", "kerple", "list", *late(["dynamic_yarn", "alibi", "fire"])]
+        "name",
+        ["yarn", "rerope", "kerple", "shared", "list", *late(["dynamic_yarn", "alibi", "fire"])],
     )
     def test_comes_back_and_merges(self, base: Path, tmp_path: Path, name: str) -> None:
         model = trained(base, PATCHES[name])

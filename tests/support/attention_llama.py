@@ -70,6 +70,9 @@ CASES: dict[str, Case] = {
     ),
     "alibi_keep_rope": Case("alibi", {"keep_rope": True, "scale": 2.0}, bias={"scale": 2.0}),
     "sandwich": Case("sandwich", {"dim": 16}, bias={"dim": 16}),
+    "sandwich_first": Case("sandwich", {"dim": 16, "first": 0}, bias={"dim": 16, "first": 0}),
+    "kerple_log_shared": Case("kerple_log", {"shared": True}, bias={}),
+    "transformer_xl_shared": Case("transformer_xl", {"shared": True}),
     "t5": Case("t5", {"buckets": 8, "max_distance": 24}, bias={"buckets": 8, "max_distance": 24}),
     "t5_keep_rope": Case("t5", {"keep_rope": True}, bias={}),
     "fire": Case("fire", {"hidden": 6, "threshold": 12.0}, bias={}),
@@ -160,7 +163,7 @@ def reference(
         trained = {
             name.rpartition(".")[2]: tensor
             for name, tensor in values.items()
-            if name.startswith(f"{path}.self_attn.posenc.")
+            if name.startswith((f"{path}.self_attn.posenc.", "model.posenc."))
         }
         own = case if isinstance(case, Case) else case.get(layer, PLAIN)
         table = _scores(own, trained, query, keys, config.rope_parameters["rope_theta"])

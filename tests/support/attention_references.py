@@ -177,11 +177,12 @@ def kerple_power(
     return [-a * r**b for a, b in zip(r1, r2, strict=True)]
 
 
-def sandwich(r: int, m: int, heads: int, dim: int) -> list[float]:
+def sandwich(r: int, m: int, heads: int, dim: int, first: int = 1) -> list[float]:
     """From the embeddings of two positions r apart themselves, sine and cosine."""
+    pairs = {1: range(1, dim // 2 + 1), 0: range(dim // 2)}[first]
 
     def embedding(position: int) -> list[float]:
-        angles = [position / 10_000 ** (2 * i / dim) for i in range(1, dim // 2 + 1)]
+        angles = [position / 10_000 ** (2 * i / dim) for i in pairs]
         return [*map(math.sin, angles), *map(math.cos, angles)]
 
     inner = sum(a * b for a, b in zip(embedding(m), embedding(m - r), strict=True))
@@ -240,7 +241,7 @@ BIAS: dict[str, Callable[..., list[float]]] = {
 
 BIAS_KNOBS: dict[str, list[dict[str, Any]]] = {
     "alibi": [{}, {"scale": 4.0}],
-    "sandwich": [{}, {"dim": 6}],
+    "sandwich": [{}, {"dim": 6}, {"dim": 6, "first": 0}],
     "t5": [
         {},
         {"buckets": 8, "max_distance": 20},
