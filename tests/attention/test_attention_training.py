@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_posenc import from_pretrained, load_patch, patch_model, save_patch, unpatch_model
 from hf_posenc.attention import exact, prefill
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.methods import get_method
+from hf_posenc.methods import KerpleLog, get_method
 from hf_posenc.model import masks
 from hf_posenc.model.parameters import MethodParameters, share_parameters
 from tests.attention.test_attention import PATHS, apply, build
@@ -237,20 +237,21 @@ def test_shared_parameters_get_the_gradients_of_all_layers(name: str) -> None:
         if key.startswith("model.posenc.")
     }
     assert SHARED[name] in common
+    values: dict[str, Tensor] = shared.state_dict()
     for key, value in parameters_of(own).items():
         kind = key.rpartition(".")[2]
-        value.data.copy_(common.get(kind, shared.state_dict().get(key)))
+        value.data.copy_(common[kind] if kind in common else values[key])
     assert torch.equal(zoo.logits(shared, ids), zoo.logits(own, ids))
     found, expected = gradients(shared, ids), gradients(own, ids)
-    for key, value in found.items():
+    for key, gradient in found.items():
         if key.startswith("model.posenc."):
             ending = key.removeprefix("model")
             parts = [part for other, part in expected.items() if other.endswith(ending)]
             assert len(parts) == LAYERS
             assert all(part.any() for part in parts)
-            torch.testing.assert_close(value, torch.stack(parts).sum(0), rtol=1e-5, atol=1e-8)
+            torch.testing.assert_close(gradient, torch.stack(parts).sum(0), rtol=1e-5, atol=1e-8)
         else:
-            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-8, msg=key)
+            torch.testing.assert_close(gradient, expected[key], rtol=1e-5, atol=1e-8, msg=key)
 
 
 @pytest.mark.parametrize("name", ["kerple_log", "transformer_xl"])
@@ -268,7 +269,9 @@ def test_shared_parameters_are_saved_once_copied_and_dropped(
     assert stored == [f"model.posenc.{SHARED[name]}"]
     assert torch.equal(zoo.logits(from_pretrained(tmp_path / "model"), ids), expected)
     save_patch(model, tmp_path / "patch")
-    assert torch.equal(zoo.logits(load_patch(build(), tmp_path / "patch"), ids), expected)
+    loaded = build()
+    load_patch(loaded, tmp_path / "patch")
+    assert torch.equal(zoo.logits(loaded, ids), expected)
 
     twin, layer = copy.deepcopy(model), copy.deepcopy(model.model.layers[1])
     for value in parameters_of(model).values():
@@ -295,7 +298,7 @@ def test_an_encoder_and_a_decoder_share_apart() -> None:
 def test_layers_that_differ_share_nothing() -> None:
     layers = [nn.Module(), nn.Module()]
     for heads, layer in zip((2, 4), layers, strict=True):
-        parameters = get_method("kerple_log")().parameters_for(heads, heads, 8, 16)
+        parameters = KerpleLog().parameters_for(heads, heads, 8, 16)
         layer.register_module("posenc", MethodParameters(parameters))
     with pytest.raises(UnsupportedModelError, match=r"one r1.*\(2,\).*\(4,\).*Leave shared out"):
-        share_parameters(nn.Module(), layers, [get_method("kerple_log")(shared=True)])
+        share_parameters(nn.Module(), layers, [KerpleLog(shared=True)])
