@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_posenc import from_pretrained, load_patch, patch_model, save_patch, unpatch_model
 from hf_posenc.attention import exact, prefill
 from hf_posenc.errors import UnsupportedModelError
-from hf_posenc.methods import KerpleLog, get_method
+from hf_posenc.methods import T5, KerpleLog, get_method
 from hf_posenc.model import masks
 from hf_posenc.model.parameters import MethodParameters, share_parameters
 from tests.attention.test_attention import PATHS, apply, build
@@ -301,4 +301,19 @@ def test_layers_that_differ_share_nothing() -> None:
         parameters = KerpleLog().parameters_for(heads, heads, 8, 16)
         layer.register_module("posenc", MethodParameters(parameters))
     with pytest.raises(UnsupportedModelError, match=r"one r1.*\(2,\).*\(4,\).*Leave shared out"):
-        share_parameters(nn.Module(), layers, [KerpleLog(shared=True)])
+        share_parameters(nn.Module(), [(each, KerpleLog(shared=True)) for each in layers])
+
+
+def test_a_dictionary_of_layers_shares_among_those_that_ask_for_it() -> None:
+    model, ids = build(num_hidden_layers=3), zoo.tokens(40)
+    before = zoo.logits(model, ids)
+    patch_model(model, {range(2): KerpleLog(shared=True), range(2, 3): KerpleLog()})
+    assert {key.rpartition(".posenc.")[0] for key in parameters_of(model)} == {
+        "model",
+        "model.layers.2.self_attn",
+    }
+    unpatch_model(model)
+    with pytest.raises(UnsupportedModelError, match="parameters of one method, not of"):
+        patch_model(model, {range(2): KerpleLog(shared=True), range(2, 3): T5(shared=True)})
+    assert not parameters_of(model)
+    assert torch.equal(zoo.logits(model, ids), before)
