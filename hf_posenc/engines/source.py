@@ -12,9 +12,10 @@ import torch
 from hf_posenc.adapters import LegacyKeys
 from hf_posenc.diagnosis import check_base, check_source, loader_of, read_config
 from hf_posenc.engines.formulas import Table, of_transformers
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import Method, RopeScaling, seam_of
 from hf_posenc.model.discovery import (
+    NoRotaryError,
     RotaryTable,
     SinCosTable,
     adapter_of,
@@ -183,7 +184,10 @@ def open_source(
             f"{path} is already patched with {saved.method}. Leave the patch out, or give the model from before."
         )
     model = empty_model(config)
-    found = tables_of(model)
+    try:
+        found = tables_of(model)
+    except NoRotaryError as error:
+        raise _without_rotary(path, model, saved, method) from error
     methods = () if saved is None else saved.build()
     if method is not None:
         methods = resolve_request(found, method, **options).methods
@@ -206,6 +210,24 @@ def open_source(
             wrapper = None
         tables.setdefault(table.label, SourceTable(table, wrapper))
     return Source(str(path), base, stored, config, methods, model, patch, tuple(tables.values()))
+
+
+def _without_rotary(
+    path: str | Path, model: Any, saved: PatchConfig | None, method: MethodLike | None
+) -> UnsupportedModelError:
+    """Return the error for a model without rotary embedding, with what other engines can read of it."""
+    if saved is not None:
+        way = f"Its patch, {saved.method}, is computed by hf_posenc alone: load it with hf_posenc.from_pretrained."
+    elif method is None:
+        way = f"It needs none: {path} is a plain checkpoint, which engines that have this model type read as it is."
+    else:
+        way = (
+            "Patch the loaded model and call its save_pretrained: a longer learned table is in the weights of a plain "
+            "checkpoint, and for other patches there is a warning."
+        )
+    return UnsupportedModelError(
+        f"{type(model).__name__} has no rotary embedding, whose table an export writes. {way}"
+    )
 
 
 def _of_adapter(path: str | Path) -> tuple[str, PatchConfig | None]:

@@ -28,6 +28,7 @@ from hf_posenc.engines import (
 from hf_posenc.engines.source import open_source
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
+from tests.support.families import build_text_model
 from tests.support.selection import covering
 
 STATIC = [name for name in zoo.frequency_methods() if not get_method(name).length_dependent]
@@ -366,3 +367,15 @@ def test_the_page_says_what_the_survey_finds(llama: Path, engine: str) -> None:
     told = {row[0]: row[heading.index(engine)] for row in rows if row[0] in zoo.frequency_methods()}
     found = {row.method.split(",")[0]: row.form or "-" for row in survey(llama, engine)}
     assert told == {method: found[method] for method in zoo.frequency_methods()}
+
+
+def test_a_model_without_rotary_embedding_is_told_what_its_folder_is(tmp_path: Path) -> None:
+    model = build_text_model("gpt2", n_layer=1)
+    patch_model(model, "tile", scale=2).save_pretrained(tmp_path / "longer")
+    with pytest.raises(PosencError, match=f"{tmp_path / 'longer'} is a plain checkpoint"):
+        export(tmp_path / "longer", "vllm")
+    with pytest.raises(PosencError, match="longer learned table is in the weights"):
+        export(tmp_path / "longer", "vllm", method="tile", scale=2)
+    patch_model(model, "nope", replace=True).save_pretrained(tmp_path / "nope")
+    with pytest.raises(PosencError, match=r"patch, nope, is computed by hf_posenc alone"):
+        export(tmp_path / "nope", "vllm")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from hf_posenc.adapters import available_architectures
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.grid import Grid
 from hf_posenc.evaluation.published import TOLERANCE
 from hf_posenc.evaluation.recommend.options import (
@@ -34,7 +34,14 @@ from hf_posenc.evaluation.recommend.options import (
 )
 from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, get_method
-from hf_posenc.model.discovery import RotaryTable, original_length, read_spec, select, tables_of
+from hf_posenc.model.discovery import (
+    NoRotaryError,
+    RotaryTable,
+    original_length,
+    read_spec,
+    select,
+    tables_of,
+)
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 
@@ -193,7 +200,13 @@ def recommend(
             "This model is patched. Advice is for the checkpoint itself: unpatch_model(model) first, or name the "
             "checkpoint that it was saved from."
         )
-    table = select(tables_of(inner), "full", whole=True)[0]
+    try:
+        table = select(tables_of(inner), "full", whole=True)[0]
+    except NoRotaryError as error:
+        raise UnsupportedModelError(
+            f"{type(inner).__name__} has no rotary embedding, for which methods are ranked. `hf-posenc inspect {name}` "
+            "finds where its positions come from and names the methods for that; `hf-posenc perplexity` compares them."
+        ) from error
     carried = _carried(table, original)
     beside = _beside(table, carried, original)
     compose = bool(beside.get("compose"))

@@ -293,8 +293,10 @@ def test_what_the_architecture_does_not_take() -> None:
 
 
 def test_refusals(live: Any) -> None:
-    with pytest.raises(PosencError, match="has no rotary embedding"):
-        recommend(on_meta(zoo.tiny_config("bloom")), 1000)
+    with pytest.raises(
+        PosencError, match=r"has no rotary embedding.* `hf-posenc inspect bloom-7b`"
+    ):
+        recommend(on_meta(zoo.tiny_config("bloom")), 1000, name="bloom-7b")
     with pytest.raises(PosencError, match="number of tokens"):
         recommend(live, 0)
     with patched(live, "yarn", scale=2), pytest.raises(PosencError, match="unpatch_model"):
