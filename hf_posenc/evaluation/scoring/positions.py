@@ -16,6 +16,7 @@ from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_device, 
 from hf_posenc.model.discovery import SinCosTable, tables_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.seams.handover import tables_in_place
+from hf_posenc.seams.held import TableEnd
 
 _TOKENS = 4  # of the forward that shows which embeddings are read by position
 
@@ -83,10 +84,16 @@ def position_limit(model: nn.Module) -> int | None:
                     inner(input_ids=ids)
             except Exception:  # whatever it is, the measurement meets and reports it
                 return min(limits, default=None)
-            limits += lookups.embeddings
+            limits += _patched_ends(inner) or lookups.embeddings
             limits += [size for size in {*lookups.tables} if _ends_at(inner, ids[:, :1], size)]
             limits += [size for size in {*lookups.ends} if _is_too_short(inner, size)]
     return min(limits, default=None)
+
+
+def _patched_ends(model: nn.Module) -> list[int]:
+    """Return the positions of patched tables, which a short text may read at other rows."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return [hook.positions for hook in hooks if isinstance(hook, TableEnd)]
 
 
 def _has_tables(model: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from hf_posenc.evaluation import measure_perplexity, measure_retrieval
 from hf_posenc.evaluation.bench.run import bench
 from hf_posenc.evaluation.scoring.positions import position_limit
 from tests.support import zoo
+from tests.support.families import build_text_model
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny_checkpoint
 
 TEXTS = [prose(400, index) for index in range(2)]
@@ -48,6 +49,18 @@ def test_the_limit_is_found_and_is_the_model_s_own(family: str, limit: int | Non
         if limit is not None:
             with pytest.raises((IndexError, RuntimeError)):
                 model(input_ids=ids)
+
+
+@pytest.mark.filterwarnings("ignore::hf_posenc.errors.UntrainedWarning")
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("interpolate", {"update": "request"}), ("tile", {}), ("alibi", {}), ("nope", None)],
+)
+def test_the_limit_of_a_patched_table_is_that_of_the_patch(method: str, options: Any) -> None:
+    """Of a table that short texts read as it was, and of one in whose place something else is read, too."""
+    scale = {} if options is None else {"scale": 2, **options}
+    model = hf_posenc.patch_model(build_text_model("gpt2", n_layer=1), method, **scale)
+    assert position_limit(model) == (128 if scale else 64)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "opt"])
