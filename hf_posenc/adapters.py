@@ -97,6 +97,8 @@ class ArchAdapter:
         legacy_rope_types: The rope types that transformers 4.57 computes, for model types where these are not all.
         legacy_fields: The keys that its `rope_scaling` must have, for model types where it takes no others.
         refused_if: Config attributes that, when true, mean that a model does not rotate, with the reason.
+        beside: Kinds of sources beside the rotation, as `inspect_positions` names them, that model types have and
+            that a patch leaves as they are. Recurrences, convolutions and attention sinks need no entry.
     """
 
     family: str
@@ -107,6 +109,7 @@ class ArchAdapter:
     legacy_rope_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     legacy_fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     refused_if: Mapping[str, str] = field(default_factory=dict)
+    beside: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def legacy(self, config: Any) -> LegacyKeys:
         """Return the attributes in which transformers 4.57 reads a config's rotary embedding."""

@@ -23,4 +23,5 @@ ADAPTER = ArchAdapter(
         "mistral4",
         "youtu",
     ),
+    beside={"deepseek_v4": ("relative encoding in code of its own",)},  # of the keys that it pools
 )

@@ -18,4 +18,5 @@ ADAPTER = ArchAdapter(
         "t5gemma2_decoder",
         "vaultgemma",
     ),
+    beside={"t5gemma2_decoder": ("count of keys",)},  # one softmax over text and encoder
 )

@@ -47,4 +47,5 @@ ADAPTER = ArchAdapter(
         "llama4_text": ("default", "llama3"),
         "modernbert-decoder": (),
     },
+    beside={"blt": ("unknown source",)},  # an embedding of groups of bytes
 )

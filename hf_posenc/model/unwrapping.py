@@ -43,6 +43,15 @@ def unwrap(model: nn.Module, *, adapters: bool = True, sharding: bool = False) -
         model = inner
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether no rank holds the whole model (FSDP, tensor parallelism, ZeRO-3), so that all run it together."""
+    kinds = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    return "FullyShardedDataParallel" in kinds or any(
+        hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_tensor")
+        for parameter in model.parameters()
+    )
+
+
 @contextlib.contextmanager
 def trial(model: nn.Module) -> Iterator[None]:
     """Run in evaluation mode without gradients; every module's mode is restored."""

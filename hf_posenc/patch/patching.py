@@ -32,6 +32,7 @@ from hf_posenc.patch.report import EffectiveTable, EffectiveTables, Patch
 from hf_posenc.patch.request import MethodLike, named, resolve_request
 from hf_posenc.patch.saving import unwrap_saving, wrap_saving
 from hf_posenc.patch.state import STATE, State, own_config, replace_modules, state_of
+from hf_posenc.seams.hidden import refuse_hidden
 from hf_posenc.seams.inspection import Positions, inspect
 from hf_posenc.seams.native import NativeSeam, choose
 
@@ -116,6 +117,8 @@ def _patch(
                 from hf_posenc.model.calibration import certify  # imports transformers
 
                 certify(inner, uncertain)
+            if tables:
+                refuse_hidden(inner, tables, ", ".join(each.name for each in state.methods))
             setattr(inner, STATE, state)
             try:
                 if isinstance(source, NativeSeam):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.discovery import tables_of
 from hf_posenc.model.rotary import table_labels
-from hf_posenc.seams import probes
+from hf_posenc.seams import probes, traces
 from hf_posenc.seams.traces import Reading, flattened, read_arguments, read_tables
 
 ROTARY = "rotary embedding"
@@ -37,6 +37,9 @@ ENCODING = "relative encoding in code of its own"
 CONVOLUTION = "convolution or short window"
 COUNT = "count of keys"
 UNKNOWN = "unknown source"
+
+OUTSIDE = "outside of the blocks"
+"""The facts of a source that has no path."""
 
 _FORMULA = 1e-3  # relative: a table of sines whose inner products depend on the distance alone
 _COARSE = 1e-3  # a rounding that may hide what a source does: that of half precision
@@ -220,7 +223,7 @@ Silence = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
-class _Found:
+class Found:
     """A source that is yet to be measured, and the way to silence it."""
 
     source: Source
@@ -236,16 +239,16 @@ def inspect(model: nn.Module) -> Positions:
         UnsupportedModelError: A model that cannot be run on a few tokens alone.
     """
     limit = probes.tolerance(model)
-    found = [*_rotaries(model), *_tables(model)]
-    with _silenced(found):
+    found = [*rotaries(model), *_tables(model)]
+    with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         if _largest(absolute, relative) > limit or limit > _COARSE:
             found += _arguments(model)
-    with _silenced(found):
+    with silenced(found):
         absolute = probes.absolute(model)
         if sinks := _sinks(model, probes.innermost(absolute, limit)):
             found.append(sinks)
-    with _silenced(found):
+    with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         beyond = probes.shifted(model)
         rest = list(_rest(model, absolute, relative, limit))
@@ -267,11 +270,9 @@ def _largest(*moved: Mapping[str, float]) -> float:
     return max(value for each in moved for value in each.values())
 
 
-def _measured(
-    model: nn.Module, one: _Found, found: Sequence[_Found], limit: float
-) -> Source | None:
+def _measured(model: nn.Module, one: Found, found: Sequence[Found], limit: float) -> Source | None:
     """Return a source with what it does alone; `None` if that is nothing."""
-    with _silenced([other for other in found if other is not one]):
+    with silenced([other for other in found if other is not one]):
         absolute, relative = probes.absolute(model)[""], max(probes.relative(model).values())
     source = one.source
     kind = source.kind
@@ -286,7 +287,8 @@ def _measured(
 
 
 @contextlib.contextmanager
-def _silenced(found: Iterable[_Found]) -> Iterator[None]:
+def silenced(found: Iterable[Found]) -> Iterator[None]:
+    """Silence every one of some sources."""
     with contextlib.ExitStack() as stack:
         for each in found:
             stack.enter_context(each.silence())
@@ -296,7 +298,7 @@ def _silenced(found: Iterable[_Found]) -> Iterator[None]:
 # What is found, and how it is silenced
 
 
-def _rotaries(model: nn.Module) -> Iterator[_Found]:
+def rotaries(model: nn.Module) -> Iterator[Found]:
     """Yield the rotary embeddings as one source: silenced, all tokens stand at position 0."""
     modules = {path: m for path, m in model.named_modules() if table_labels(m)}
     if not modules:
@@ -310,7 +312,7 @@ def _rotaries(model: nn.Module) -> Iterator[_Found]:
                 hooks.callback(handle.remove)
             yield
 
-    yield _Found(Source(ROTARY, tuple(modules), _rotary_facts(model)), silence)
+    yield Found(Source(ROTARY, tuple(modules), _rotary_facts(model)), silence)
 
 
 def _at_zero(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -342,7 +344,7 @@ def _rotary_facts(model: nn.Module) -> str:
     return "; ".join(facts)
 
 
-def _tables(model: nn.Module) -> Iterator[_Found]:
+def _tables(model: nn.Module) -> Iterator[Found]:
     """Yield the tables that are read by position, those of all layers as one source."""
     tensors: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     groups: dict[tuple[Any, ...], list[Reading]] = {}
@@ -362,7 +364,7 @@ def _tables(model: nn.Module) -> Iterator[_Found]:
             facts += f", from row {first.first}" if first.first else ""
             source = Source(kind, names, facts, start=first.first)
         held = [(tensors[reading.name], reading.axis) for reading in readings]
-        yield _Found(source, lambda held=held: _constant(model, held))  # type: ignore[misc]
+        yield Found(source, lambda held=held: constant(model, held))  # type: ignore[misc]
 
 
 def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
@@ -381,7 +383,7 @@ def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
 
 
 @contextlib.contextmanager
-def _constant(
+def constant(
     model: nn.Module, held: Sequence[tuple[Tensor, int]], fill: float | None = None
 ) -> Iterator[None]:
     """Replace tensors by others whose rows are all the same: the middle one, or a number.
@@ -411,7 +413,7 @@ def _constant(
             own[key] = tensor
 
 
-def _arguments(model: nn.Module) -> Iterator[_Found]:
+def _arguments(model: nn.Module) -> Iterator[Found]:
     """Yield the arguments that carry positions: linear ones as ALiBi, all others as one source."""
     arguments = read_arguments(model)
     linear = [each for each in arguments if each.slopes is not None]
@@ -430,13 +432,24 @@ def _arguments(model: nn.Module) -> Iterator[_Found]:
             if slopes
             else ""
         )
-        yield _Found(Source(kind, places, facts), lambda group=group: flattened(model, group))  # type: ignore[misc]
+        yield Found(Source(kind, places, facts), lambda group=group: flattened(model, group))  # type: ignore[misc]
 
 
-def _sinks(model: nn.Module, culprits: Sequence[str]) -> _Found | None:
-    """Return the parameters of modules that count their keys if the count ends without them; else `None`.
+def _sinks(model: nn.Module, culprits: Sequence[str]) -> Found | None:
+    """Return the parameters of modules that count their keys if the count ends without them; else `None`."""
+    sinks = sinks_of(model, culprits)
+    if sinks is None:
+        return None
+    with sinks.silence():
+        if max(probes.absolute(model).values()) > probes.tolerance(model):
+            return None
+    return sinks
 
-    Only the first of these modules has equal rows to read, so the parameters of that name in all layers are tried.
+
+def sinks_of(model: nn.Module, culprits: Sequence[str]) -> Found | None:
+    """Return the vectors among the parameters of modules that count their keys: attention sinks, if any are.
+
+    Only the first of these modules may have equal rows to read, so the parameters of that name in all layers are taken.
     """
     own = {
         _DIGITS.sub("*", f"{path}.{name}")
@@ -447,37 +460,37 @@ def _sinks(model: nn.Module, culprits: Sequence[str]) -> _Found | None:
     sinks = {name: each for name, each in model.named_parameters() if _DIGITS.sub("*", name) in own}
     if not sinks:
         return None
-
-    def silence() -> AbstractContextManager[None]:
-        return _constant(model, [(each, 0) for each in sinks.values()], _NO_SINK)
-
-    with silence():
-        if max(probes.absolute(model).values()) > probes.tolerance(model):
-            return None
-    return _Found(Source(SINKS, tuple(sinks), "let attention count keys"), silence)
+    held = [(each, 0) for each in sinks.values()]
+    source = Source(SINKS, tuple(sinks), "let attention count keys")
+    return Found(source, lambda: constant(model, held, _NO_SINK))
 
 
 def _rest(
     model: nn.Module, absolute: Mapping[str, float], relative: Mapping[str, float], limit: float
 ) -> Iterator[Source]:
     """Yield what still reads order, by the innermost modules that do."""
-    culprits = probes.innermost(relative, limit)
-    far = probes.relative(model, probes.FAR_ROWS) if culprits else {}
-    groups: dict[str, list[str]] = {}
-    for path in dict.fromkeys((*culprits, *probes.innermost(absolute, limit))):
-        groups.setdefault(type(model.get_submodule(path)).__name__, []).append(path)
-    for name, paths in groups.items():
-        alone, moved, remote = (
-            max(each.get(path, 0.0) for path in paths) for each in (absolute, relative, far)
+    moving = probes.innermost(relative, limit)
+    places = dict.fromkeys((*moving, *probes.innermost(absolute, limit)))
+    far = probes.relative(model, probes.FAR_ROWS) if moving else {}
+    weighing = traces.weighing(model, places) if places else set()
+    near = probes.relative(model, first=probes.FAR_ROWS, paths=weighing) if weighing else {}
+    groups: dict[tuple[str, bool], list[str]] = {}
+    for path in places:
+        groups.setdefault((type(model.get_submodule(path)).__name__, path in weighing), []).append(
+            path
         )
-        if moved <= limit:
-            kind = COUNT
-        elif all(map(probes.is_block, paths)):
+    for (name, weighs), paths in groups.items():
+        alone, moved, remote, close = (
+            max(each.get(path, 0.0) for path in paths) for each in (absolute, relative, far, near)
+        )
+        if all(map(probes.is_block, paths)):
             kind = UNKNOWN
-        elif remote <= limit:
+        elif moved <= limit:
+            kind = COUNT if weighs else UNKNOWN
+        elif remote <= limit and close <= limit:  # attention in a window reads it as a set
             kind = CONVOLUTION
         else:  # a state grows while one token is repeated, and attention does not
-            kind = RECURRENCE if alone > limit else ENCODING
+            kind = RECURRENCE if alone > limit and not weighs else ENCODING
         yield Source(kind, tuple(paths), name, alone, moved)
     if not groups and absolute[""] > limit:
-        yield Source(UNKNOWN, ("",), "outside of the blocks", absolute[""])
+        yield Source(UNKNOWN, ("",), OUTSIDE, absolute[""])

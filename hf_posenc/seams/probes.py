@@ -1,6 +1,6 @@
 """Experiments on a live model with a few tokens that show whether order matters to it, and in which modules.
 
-No model family is known by name. Three experiments suffice, since attention without positions is a function of a set:
+No model family is known by name. Attention without positions is a function of a set, which these experiments test:
 
 - *One token repeated.* Attention over equal values returns that value, whatever its weights. Rows of the output that
   differ were given something by position: an absolute encoding, a count of the keys, or a state.
@@ -8,6 +8,9 @@ No model family is known by name. Three experiments suffice, since attention wit
   A last row that moves shows a relative encoding, or another way to read order.
 - *Positions far away.* `position_ids` that start later change nothing once all encodings are silenced, unless a module
   reads positions for something else, such as a factor on queries.
+- *A set twice.* Three rows, and the same three in another order after them, are put in front of every module. Attention
+  averages over a set, and over twice that set alike, so the last rows of both are equal. One forward answers for all
+  modules, and rounding does not add up from one to the next.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,14 +31,29 @@ TOKENS = 7
 """Length of the texts that a model is tried on: shorter than the windows of models built for tests."""
 FAR_ROWS = 3
 """The first rows of such a text, which a convolution over four tokens does not read from the last row."""
+_TWICE = (0, 1, 2, 1, 0, 2, 0)  # a set of rows twice, and one row that fills the text
+_LAST = (2, 5)  # the last rows of both
 _SHIFT = 1 << 20  # past the length at which any model begins to scale queries
 _OUTPUTS = ("logits", "last_hidden_state", "encoder_last_hidden_state", "prediction_logits")
 
 
 def tolerance(model: nn.Module) -> float:
     """Return the relative difference up to which two results are equal: rounding of the model's dtype."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    return max(2e-5, 8 * torch.finfo(dtype).eps)
+    return max(2e-5, 8 * _rounding(model))
+
+
+def sharp_tolerance(model: nn.Module) -> float:
+    """Return the relative difference up to which two rows are equal that one module has made from equal ones."""
+    return max(2e-5, 2 * _rounding(model))
+
+
+def _rounding(model: nn.Module) -> float:
+    first = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+    if first.dtype == torch.float32 and first.is_cuda:
+        factor = torch.full((64, 64), 1 + 2**-12, device=first.device)
+        if float((factor @ factor)[0, 0]) == len(factor):  # TF32 has rounded the factors to 1
+            return 2.0**-10
+    return float(torch.finfo(first.dtype).eps)
 
 
 def ordinary_tokens(model: Any, count: int, seed: int = 0) -> Tensor:
@@ -122,8 +140,83 @@ def absolute(model: nn.Module) -> dict[str, float]:
     return moved
 
 
-def relative(model: nn.Module, rows: int = TOKENS - 1) -> dict[str, float]:
+def twice(model: nn.Module, mended: Collection[str] = ()) -> dict[str, float]:
+    """Show every module a set of rows twice and return how far the last rows of both differ, by module.
+
+    Values are relative to the largest entry of a module's output. `""` is what happens outside of the blocks: the
+    embedding of a text that has such a set twice, and the head. A module that is given unequal rows counts for the one
+    around it. Outputs of `mended` modules are made equal instead: what they do is known.
+    """
+    moved: dict[str, float] = {"": 0.0}
+    modules = dict(block_modules(model))
+    around = {path: _around(path, modules) for path in modules}
+    order, limit = torch.tensor(_TWICE), sharp_tolerance(model)
+    unequal = False  # the block before
+
+    def note(path: str, values: Tensor) -> float:
+        rows = values.detach().movedim(_token_axis(values), 0).flatten(1)
+        difference = _share((rows[_LAST[0]] - rows[_LAST[1]]).abs().max(), rows)
+        moved[path] = max(moved.get(path, 0.0), difference)
+        return difference
+
+    def show(path: str, args: Any, kwargs: Any) -> Any:
+        hidden = next(filter(_is_text, (*args, *kwargs.values())), None)
+        if hidden is None or hidden.shape[_token_axis(hidden)] != TOKENS:
+            return args, kwargs
+        if around[path] or not unequal:
+            note(around[path], hidden)
+        rows = hidden.index_select(_token_axis(hidden), order.to(hidden.device))
+        return _exchanged(hidden, rows, args, kwargs)
+
+    def compare(path: str, output: Any) -> None:
+        nonlocal unequal
+        result = _first(output)
+        if result is None or result.shape[_token_axis(result)] != TOKENS:
+            return
+        if path in mended:
+            axis = _token_axis(result)
+            result.copy_(result.index_select(axis, order.to(result.device)))
+        else:
+            difference = note(path, result)
+            unequal = difference > limit if not around[path] else unequal
+
+    with contextlib.ExitStack() as hooks:
+        for path, module in modules.items():
+            before = module.register_forward_pre_hook(
+                lambda _, args, kwargs, path=path: show(path, args, kwargs),
+                with_kwargs=True,
+            )
+            after = module.register_forward_hook(
+                lambda _, args, output, path=path: compare(path, output)
+            )
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        with trial(model):
+            outputs = forward(model, ordinary_tokens(model, 3)[:, _TWICE])
+    if not unequal:
+        for output in outputs:
+            note("", output)
+    return moved
+
+
+def _around(path: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the innermost of some modules that another one lies in; `""` if it lies in none."""
+    while path := path.rpartition(".")[0]:
+        if path in modules:
+            return path
+    return ""
+
+
+def relative(
+    model: nn.Module,
+    rows: int = TOKENS - 1,
+    *,
+    first: int = 0,
+    paths: Collection[str] | None = None,
+) -> dict[str, float]:
     """Permute the first rows of each module's input and return how far the last row of its output moves, by module.
+
+    Permuted are those from the `first` one up to `rows`; `paths` are the modules that are tried, all by default.
 
     Values are relative to the largest entry of a module's output. Modules are those of the blocks, outer ones too. A
     block of several attention layers is left out: under a causal mask, the second one reads rows that saw another
@@ -131,11 +224,11 @@ def relative(model: nn.Module, rows: int = TOKENS - 1) -> dict[str, float]:
     """
 
     def permute(values: Tensor) -> Tensor:
-        return torch.cat((values[:rows].roll(1, 0), values[rows:]))
+        return torch.cat((values[:first], values[first:rows].roll(1, 0), values[rows:]))
 
-    moved = _changed(model, permute)
+    moved = _changed(model, permute, paths)
     limit = tolerance(model)
-    if any(is_block(path) for path in innermost(moved, limit)):
+    if paths is None and any(is_block(path) for path in innermost(moved, limit)):
         mixing = innermost(
             _changed(model, lambda values: torch.cat((-values[:rows], values[rows:]))), limit
         )
@@ -144,11 +237,15 @@ def relative(model: nn.Module, rows: int = TOKENS - 1) -> dict[str, float]:
     return moved
 
 
-def _changed(model: nn.Module, change: Callable[[Tensor], Tensor]) -> dict[str, float]:
+def _changed(
+    model: nn.Module, change: Callable[[Tensor], Tensor], paths: Collection[str] | None = None
+) -> dict[str, float]:
     """Change the rows before the last one and return how far the last row of each module's output moves."""
     moved: dict[str, float] = {}
 
     def record(path: str, module: nn.Module, call: _Call) -> None:
+        if paths is not None and path not in paths:
+            return
         if len(call.texts()) > 1 and not is_block(
             path
         ):  # which rows of the others belong together is unknown
@@ -164,7 +261,7 @@ def _changed(model: nn.Module, change: Callable[[Tensor], Tensor]) -> dict[str, 
 
     with trial(model), _watching(model, record):
         forward(model, ordinary_tokens(model, TOKENS))
-    if not moved:
+    if not moved and paths is None:
         raise UnsupportedModelError(
             f"No block of {type(model).__name__} could be called on its own, so its positions cannot be found by trial."
         )
@@ -228,11 +325,17 @@ class _Call:
 
     def again(self, module: nn.Module, hidden: Tensor) -> Tensor | None:
         """Call the module on other hidden states; its other arguments stay."""
-        args = tuple(hidden if value is self.hidden else value for value in self.args)
-        kwargs = {
-            key: hidden if value is self.hidden else value for key, value in self.kwargs.items()
-        }
+        args, kwargs = _exchanged(self.hidden, hidden, self.args, self.kwargs)
         return _first(module(*args, **kwargs))
+
+
+def _exchanged(
+    old: Tensor, new: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments with a tensor in the place of another one."""
+    return tuple(new if value is old else value for value in args), {
+        key: new if value is old else value for key, value in kwargs.items()
+    }
 
 
 def _token_axis(values: Tensor) -> int:

@@ -8,7 +8,7 @@ that do not depend on the tokens and vary along the keys.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +156,44 @@ def rows_read(model: nn.Module, ids: Tensor) -> dict[str, list[tuple[int, Tensor
     with trial(model), trace:
         forward(model, ids)
     return trace.reads
+
+
+class _Kernels(TorchDispatchMode):
+    """Records the modules in which weights of attention are computed, and those in which something is convolved."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.entered: list[str] = []
+        self.weighing: set[str] = set()
+        self.convolving: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if any(word in name for word in ("softmax", "attention", "attn")):
+            self.weighing.update(self.entered)
+        if "conv" in name:
+            self.convolving.update(self.entered)
+        return func(*args, **(kwargs or {}))
+
+
+def weighing(model: nn.Module, paths: Collection[str]) -> set[str]:
+    """Return those of some modules that mix tokens by weights of attention alone, with no convolution beside it.
+
+    Weights are known by a softmax, or by a kernel of attention. A recurrence has neither.
+    """
+    trace = _Kernels()
+    with contextlib.ExitStack() as hooks:
+        for path in paths:
+            module = model.get_submodule(path)
+            before = module.register_forward_pre_hook(
+                lambda *_, path=path: trace.entered.append(path)
+            )
+            after = module.register_forward_hook(lambda *_: trace.entered.pop() and None)
+            hooks.callback(before.remove)
+            hooks.callback(after.remove)
+        with trial(model), trace:
+            forward(model, ordinary_tokens(model, TOKENS))
+    return trace.weighing - trace.convolving
 
 
 def read_arguments(model: nn.Module) -> list[Argument]:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import reduce
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.store import Shard
@@ -65,14 +64,6 @@ def leave_group() -> None:
     """Destroy the process group once all ranks are done: a rank that exits within it may abort, or end the others."""
     barrier()
     PartialState().destroy_process_group()
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Return whether no rank holds the whole model (FSDP, tensor parallelism, ZeRO-3), so that all run it together."""
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules()) or any(
-        hasattr(parameter, "device_mesh") or hasattr(parameter, "ds_tensor")
-        for parameter in model.parameters()
-    )
 
 
 def random_state() -> Callable[[], None]:

@@ -30,7 +30,7 @@ from hf_posenc.evaluation.perplexity.protocols import special_tokens
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.files import to_json, write_atomically
 from hf_posenc.lengths import read_length
-from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.unwrapping import is_sharded, unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training import ranks
 
@@ -212,7 +212,7 @@ class Scores:
             PosencError: The model cannot be scored, or the folder cannot be written to.
         """
         model = unwrap(model, adapters=False)
-        sharded = ranks.is_sharded(model)
+        sharded = is_sharded(model)
         fixed = hasattr(model, "hf_device_map") or getattr(model, "is_quantized", False)
         if self._device is not None and not sharded and not fixed:
             model.to(self._device)

@@ -1,0 +1,150 @@
+"""Places beside a rotary embedding from which a model gets positions, which a patch of the rotation would miss.
+
+One forward over seven tokens shows that an ordinary model has none. Only where it does not are more experiments run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_posenc.errors import UnsupportedModelError, one_line
+from hf_posenc.model.discovery import SinCosTable, Tables, adapter_of
+from hf_posenc.model.unwrapping import is_sharded
+from hf_posenc.seams import probes, traces
+from hf_posenc.seams.inspection import (
+    OUTSIDE,
+    ROTARY,
+    ROTARY_TABLE,
+    SCALING,
+    SINKS,
+    UNKNOWN,
+    Source,
+    constant,
+    inspect,
+    rotaries,
+    silenced,
+    sinks_of,
+)
+
+_ROTATION = (ROTARY, ROTARY_TABLE, SINKS)  # sinks count keys, wherever these are
+
+_tried: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ...]] = weakref.WeakKeyDictionary()
+"""Models that have nothing hidden, and the modules and weights that they had."""
+
+
+def refuse_hidden(model: nn.Module, tables: Tables, method: str) -> None:
+    """Raise if an unpatched model gets positions from more than its rotation, and from no recurrence or convolution.
+
+    A model whose weights are not all in this process, or that does not run on tokens alone, is not tried.
+
+    Raises:
+        UnsupportedModelError: There is such a place; the message names it.
+    """
+    if is_sharded(model) or any(each.is_meta for each in model.parameters()):
+        return
+    version = _version(model)
+    if _tried.get(model) == version:
+        return
+    try:
+        # Parts that torch.compile has wrapped in place are not compiled for seven tokens.
+        with torch.compiler.set_stance("force_eager"):
+            found = _beside(model, tables)
+    except Exception:  # whatever a model raises that needs more than tokens
+        return
+    if found:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} gets positions from more than its rotary embedding: "
+            f"{', '.join(map(str, found))}. {method} would change the rotation alone, and the two would contradict "
+            "each other. The model was not changed. `hf-posenc inspect MODEL`, or inspect_positions(model), lists "
+            "every place. Take this one out of the model first; or if it is to stay as it is, name its kind in an "
+            "adapter (`beside`, see CONTRIBUTING.md)."
+        )
+    _tried[model] = version
+
+
+def _version(model: nn.Module) -> tuple[Any, ...]:
+    """Return what differs once modules, hooks or weights have changed."""
+    modules = (
+        (id(each), id(vars(each).get("forward")), *each._forward_hooks, *each._forward_pre_hooks)
+        for each in model.modules()
+    )
+    tensors = (*model.parameters(), *model.buffers())
+    return *modules, *((id(each), each.is_inference() or each._version) for each in tensors)
+
+
+def _beside(model: nn.Module, tables: Tables) -> list[Source]:
+    """Return the places that a patch of the rotation must not leave as they are."""
+    with _still(model, tables):
+        left = _unexplained(model)
+    if not left:
+        return []
+    try:
+        positions = inspect(model)
+    except UnsupportedModelError as error:
+        warnings.warn(
+            f"{type(model).__name__} may get positions from more than its rotary embedding, and hf_posenc could not "
+            f"find out ({one_line(error)}). The patch leaves the rest as it is.",
+            stacklevel=5,
+        )
+        return []
+    found = [each for each in positions.sources if each.kind not in _ROTATION]
+    # Its other experiments add up rounding from block to block, which half precision has enough of.
+    found += [each for each in positions.hidden if any(_near(each, path) for path in left)]
+    named = [place for each in positions.rest for place in each.places]
+    if not found and not any(each.kind == SCALING for each in positions.rest):
+        for path, size in left.items():
+            if size > probes.tolerance(model) and not any(_within(path, place) for place in named):
+                kind = type(model.get_submodule(path)).__name__ if path else OUTSIDE
+                found.append(Source(UNKNOWN, (path,), kind))
+    config: Any = model.config
+    allowed = adapter_of(model).beside.get(config.get_text_config(decoder=True).model_type, ())
+    return [each for each in found if each.kind not in allowed]
+
+
+def _near(source: Source, path: str) -> bool:
+    """Return whether a module is, or lies in or around, one of the places of a source."""
+    return any(_within(path, place) or _within(place, path) for place in source.places)
+
+
+def _within(path: str, place: str) -> bool:
+    """Return whether a path is or lies in a place; `""`, what is outside of the blocks, lies in itself alone."""
+    return path == place or bool(place and path.startswith(f"{place}."))
+
+
+@contextlib.contextmanager
+def _still(model: nn.Module, tables: Tables) -> Iterator[None]:
+    """Let every token stand at position 0 of the rotation."""
+    precomputed = [(table.tensor(), 0) for table in tables if isinstance(table, SinCosTable)]
+    with silenced(rotaries(model)), constant(model, precomputed):
+        yield
+
+
+def _unexplained(model: nn.Module) -> dict[str, float]:
+    """Return how far the innermost modules are moved that read order, or count keys, for no known reason.
+
+    `""` is what happens outside of the blocks.
+
+    Known are recurrences and convolutions, which mix rows without attention weights, and attention sinks, which count
+    keys and do not see their order.
+    """
+    limit = probes.sharp_tolerance(model)
+    moved = probes.twice(model)
+    if paths := probes.innermost(moved, limit):
+        order = probes.relative(model, paths=paths)
+        weighing = traces.weighing(model, paths)
+        mixing = {path for path in paths if order.get(path, 0.0) > limit}
+        sinks = sinks_of(model, [path for path in weighing if path not in mixing])
+        text = probes.ordinary_tokens(model, probes.TOKENS)
+        if sinks and traces.rows_read(model, text).keys() & {*sinks.source.places}:
+            sinks = None
+        with silenced([sinks] if sinks else []):
+            moved = probes.twice(model, mended=mixing - weighing)
+    outside = [""] if moved[""] > limit else []
+    return {path: moved[path] for path in (*outside, *probes.innermost(moved, limit))}
