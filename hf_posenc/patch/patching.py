@@ -53,7 +53,8 @@ def patch_model(
 ) -> ModelT:
     """Change how a live model encodes position, in place and reversibly.
 
-    The call ends by reading back the frequencies in force; where anything fails, the model is left as it was.
+    A model with RoPE is first run on seven tokens, which shows that positions enter nowhere else. The call ends by
+    reading back the frequencies in force; where anything fails, the model is left as it was.
     The same request once more changes nothing, also after training. Another one needs `replace=True`.
 
     Args:

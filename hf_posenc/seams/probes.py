@@ -174,8 +174,8 @@ def twice(model: nn.Module, mended: Collection[str] = ()) -> dict[str, float]:
         if result is None or result.shape[_token_axis(result)] != TOKENS:
             return
         if path in mended:
-            axis = _token_axis(result)
-            result.copy_(result.index_select(axis, order.to(result.device)))
+            for each in _texts(output):
+                each.copy_(each.index_select(_token_axis(each), order.to(each.device)))
         else:
             difference = note(path, result)
             unequal = difference > limit if not around[path] else unequal
@@ -358,6 +358,15 @@ def _first(output: Any) -> Tensor | None:
     if not isinstance(output, Tensor):
         output = getattr(output, "last_hidden_state", None)
     return output if _is_text(output) else None
+
+
+def _texts(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output that have a row for each token."""
+    if isinstance(output, (tuple, list)):
+        for each in output:
+            yield from _texts(each)
+    elif _is_text(output) and output.shape[_token_axis(output)] == TOKENS:
+        yield output
 
 
 def block_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -171,7 +171,7 @@ class _Kernels(TorchDispatchMode):
         name = func.name()
         if any(word in name for word in ("softmax", "attention", "attn")):
             self.weighing.update(self.entered)
-        if "conv" in name:
+        if any(word in name for word in ("convolution", "conv1d", "conv2d")):
             self.convolving.update(self.entered)
         return func(*args, **(kwargs or {}))
 

@@ -1,0 +1,344 @@
+"""Models with a rotary embedding and a second source of positions: `patch_model` refuses them, and nothing else."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_posenc import UnsupportedModelError, get_patch, patch_model, patched, unpatch_model
+from hf_posenc.errors import UntrainedWarning
+from hf_posenc.model.discovery import tables_of
+from hf_posenc.seams import hidden, probes
+from hf_posenc.seams.hidden import refuse_hidden
+from scripts.positions_coverage import rotary_encoders
+from tests.support import zoo
+from tests.support.families import build_text_model
+
+METHODS: dict[str, dict[str, Any]] = {
+    "pi": {"scale": 4},
+    "alibi": {},
+    "nope": {},
+    "rerope": {"window": 16},
+}
+
+
+def _places(values: Tensor) -> Tensor:
+    """Return the positions of rows, shape (tokens, 1)."""
+    return torch.arange(values.shape[-2], dtype=values.dtype)[:, None]
+
+
+class _Around(nn.Module):
+    """A module with something before or after it that reads positions."""
+
+    def __init__(
+        self, inner: Any, before: Callable[..., Any] | None = None, after: Any = None
+    ) -> None:
+        super().__init__()
+        self.inner, self.before, self.after = inner, before, after
+
+    @property
+    def weight(self) -> Any:
+        return self.inner.weight
+
+    def forward(self, values: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.before is not None:
+            values, kwargs = self.before(values, kwargs)
+        output = self.inner(values, *args, **kwargs)
+        return output if self.after is None else self.after(output)
+
+
+def _learned_table(model: Any, size: float = 0.1) -> None:
+    wrapper = _Around(model.model.embed_tokens)
+    wrapper.rows = nn.Parameter(torch.randn(64, 64) * size)
+    wrapper.after = lambda output: output + wrapper.rows[: output.shape[1]].to(output.dtype)
+    model.model.embed_tokens = wrapper
+
+
+def _list_of_rows(model: Any) -> None:
+    rows = [torch.randn(64) * 0.1 for _ in range(64)]
+    model.model.embed_tokens = _Around(
+        model.model.embed_tokens,
+        after=lambda output: output + torch.stack(rows[: output.shape[1]]).to(output.dtype),
+    )
+
+
+def _bias_in_the_mask(model: Any) -> None:
+    def before(values: Tensor, kwargs: Any) -> Any:
+        place = _places(values)
+        bias = -0.3 * (place - place.T).abs()
+        hide = torch.full_like(bias, torch.finfo(bias.dtype).min).triu(1)
+        return values, {**kwargs, "attention_mask": (bias + hide)[None, None]}
+
+    model.model.layers[1] = _Around(model.model.layers[1], before)
+
+
+def _bias_in_the_attention(model: Any) -> None:
+    """Slopes that are parameters of an attention module, as sinks are, and that end with them too."""
+    attention = model.model.layers[1].self_attn
+    attention.log_slopes, native = nn.Parameter(torch.zeros(4)), attention.forward
+
+    def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        place = _places(hidden_states)
+        slopes = attention.log_slopes.exp().to(hidden_states.dtype)[:, None, None]
+        bias = -0.5 * slopes * (place - place.T).abs()
+        hide = torch.full_like(bias, torch.finfo(bias.dtype).min).triu(1)
+        kwargs["attention_mask"] = (bias + hide)[None]
+        return native(hidden_states, *args, **kwargs)
+
+    attention.forward = forward
+
+
+def _scaled_layers(model: Any) -> None:
+    for index, layer in enumerate(model.model.layers):
+        model.model.layers[index] = _Around(
+            layer, lambda values, kwargs: (values * (1 + 0.05 * _places(values)), kwargs)
+        )
+
+
+def _rows_in_a_layer(model: Any) -> None:
+    wrapper = _Around(model.model.layers[2])
+    wrapper.rows = nn.Parameter(torch.randn(64, 64) * 0.1)
+    wrapper.before = lambda values, kwargs: (
+        values + wrapper.rows[: values.shape[1]].to(values.dtype),
+        kwargs,
+    )
+    model.model.layers[2] = wrapper
+
+
+def _positions_in_values(model: Any) -> None:
+    attention = model.model.layers[2].self_attn
+    attention.v_proj = _Around(
+        attention.v_proj,
+        after=lambda output: (
+            output + 0.3 * torch.sin(_places(output) * torch.arange(1, 65)).to(output.dtype)
+        ),
+    )
+
+
+def _second_rotation(model: Any) -> None:
+    def turned(output: Tensor) -> Tensor:
+        heads = output.unflatten(-1, (4, 16))
+        angles = (_places(output) * 100.0 ** -(torch.arange(8) / 8)).to(output.dtype)[:, None]
+        one, other = heads.chunk(2, -1)
+        both = (
+            one * angles.cos() - other * angles.sin(),
+            other * angles.cos() + one * angles.sin(),
+        )
+        return torch.cat(both, -1).flatten(-2)
+
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = _Around(attention.q_proj, after=turned)
+    attention.k_proj = _Around(attention.k_proj, after=turned)
+
+
+def _before_the_head(model: Any) -> None:
+    model.model.norm = _Around(
+        model.model.norm, after=lambda output: output * (1 + 0.1 * _places(output))
+    )
+
+
+HIDDEN: dict[str, tuple[Callable[[Any], None], str]] = {
+    "learned table": (_learned_table, "a learned table model.embed_tokens.rows"),
+    "list of rows": (_list_of_rows, "an unknown source outside of the blocks"),
+    "bias in the mask": (_bias_in_the_mask, "ALiBi model.layers"),
+    "bias in the attention": (_bias_in_the_attention, "a relative encoding in code of its own"),
+    "scaled layers": (_scaled_layers, "an unknown source model.layers"),
+    "rows in a layer": (_rows_in_a_layer, "a learned table model.layers.*.rows"),
+    "positions in values": (_positions_in_values, "a relative encoding in code of its own"),
+    "second rotation": (_second_rotation, "a relative encoding in code of its own"),
+    "before the head": (_before_the_head, "an unknown source outside of the blocks"),
+}
+"""What is put into a model, and the words of the refusal."""
+
+
+def _llama() -> LlamaForCausalLM:
+    """A Llama of one key head for each query head."""
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        vocab_size=128,
+        max_position_embeddings=64,
+        initializer_range=0.2,
+    )
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("source", HIDDEN)
+def test_a_hidden_source_is_refused_by_every_method(source: str) -> None:
+    model, (hide, words) = _llama(), HIDDEN[source]
+    hide(model)
+    before, config = zoo.logits(model, zoo.tokens(9)), model.config.to_dict()
+    for method, options in METHODS.items() if source == "learned table" else [("pi", {"scale": 4})]:
+        with pytest.raises(UnsupportedModelError, match="more than its rotary embedding") as error:
+            patch_model(model, method, **options)
+        assert words in str(error.value)
+        assert "hf-posenc inspect MODEL" in str(error.value)
+        assert get_patch(model) is None
+        assert torch.equal(zoo.logits(model, zoo.tokens(9)), before)
+        assert model.config.to_dict() == config
+        assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("source", HIDDEN)
+def test_a_hidden_source_is_refused_by_each_method(source: str, method: str) -> None:
+    model = _llama()
+    HIDDEN[source][0](model)
+    before = zoo.logits(model, zoo.tokens(9))
+    with pytest.raises(UnsupportedModelError, match="more than its rotary embedding"):
+        patch_model(model, method, **METHODS[method])
+    assert torch.equal(zoo.logits(model, zoo.tokens(9)), before)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_clean_model_is_taken(method: str) -> None:
+    model = _llama()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UntrainedWarning)
+        patch_model(model, method, **METHODS[method])
+    assert get_patch(model) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_hides_nothing_large_and_accuses_nobody(dtype: torch.dtype) -> None:
+    clean: Any = _llama()
+    other: Any = _llama()
+    patch_model(clean.to(dtype), "pi", scale=4)
+    _learned_table(other)
+    with pytest.raises(UnsupportedModelError, match="a learned table model"):
+        patch_model(other.to(dtype), "pi", scale=4)
+
+
+# Cost: one forward, and none for a model that was tried
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The experiments that are run, in order."""
+    names: list[str] = []
+    for module, name in ((probes, "forward"), (hidden, "inspect")):
+        native = getattr(module, name)
+
+        def counted(*args: Any, name: str = name, native: Any = native, **kwargs: Any) -> Any:
+            names.append(name)
+            return native(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+    return names
+
+
+def test_an_ordinary_model_is_run_once(trials: list[str]) -> None:
+    model = _llama()
+    patch_model(model, "pi", scale=4)
+    assert trials == ["forward"]
+    patch_model(model, "yarn", scale=4, replace=True)
+    unpatch_model(model)
+    with patched(model, "rerope", window=16):
+        pass
+    assert trials == ["forward"]
+
+
+def test_a_model_whose_weights_or_modules_have_changed_is_tried_again(trials: list[str]) -> None:
+    model: Any = _llama()
+    _learned_table(model, size=0.0)
+    with patched(model, "pi", scale=4):  # rows of zeros cannot be seen
+        pass
+    with torch.no_grad():
+        model.model.embed_tokens.rows.normal_()
+    with pytest.raises(UnsupportedModelError, match="a learned table"):
+        patch_model(model, "pi", scale=4)
+    model.model.embed_tokens = model.model.embed_tokens.inner
+    patch_model(model, "pi", scale=4)
+    assert trials.count("inspect") == 1
+    unpatch_model(model)
+    _list_of_rows(model)
+    with pytest.raises(UnsupportedModelError, match="outside of the blocks"):
+        patch_model(model, "pi", scale=4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "forwards"), [("gpt_oss", 5), ("qwen3_next", 4), ("lfm2", 4)]
+)
+def test_known_reasons_need_no_full_inspection(
+    trials: list[str], model_type: str, forwards: int
+) -> None:
+    model = zoo.build(model_type)
+    trials.clear()
+    patch_model(model, "pi", scale=4, replace=True)
+    assert trials == ["forward"] * len(trials)
+    assert len(trials) <= forwards
+
+
+@pytest.mark.parametrize(
+    ("model_type", "source"),
+    [
+        ("gpt_oss", "before the head"),
+        ("qwen3_next", "scaled layers"),
+        pytest.param("gpt_oss", "scaled layers", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "before the head", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "list of rows", marks=pytest.mark.slow),
+    ],
+)
+def test_known_reasons_excuse_nothing_else(model_type: str, source: str) -> None:
+    model = zoo.build(model_type)
+    HIDDEN[source][0](model)
+    with pytest.raises(UnsupportedModelError, match="more than its rotary embedding"):
+        patch_model(model, "pi", scale=4, replace=True)
+
+
+# Models that cannot be tried, and those that are taken with what they have
+
+
+def test_a_model_that_is_not_whole_or_needs_more_than_tokens_is_not_tried(
+    trials: list[str],
+) -> None:
+    with torch.device("meta"):
+        patch_model(_llama(), "pi", scale=4)
+    sharded: Any = _llama()
+    sharded.lm_head.weight.ds_tensor = sharded.lm_head.weight.data
+    patch_model(sharded, "pi", scale=4)
+    assert not trials
+    model: Any = _llama()
+    model.forward = lambda pixel_values: None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch_model(model, "pi", scale=4)
+
+
+def test_compiled_parts_are_not_compiled_for_the_trial() -> None:
+    torch._dynamo.reset()
+    model: Any = _llama()
+    model.compile(backend="eager")
+    patch_model(model, "pi", scale=4)
+    assert not torch._dynamo.utils.counters["stats"].get("unique_graphs")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "model_type",
+    [*zoo.decoder_types(), *zoo.text_tower_types(), *zoo.composite_types(), *zoo.seq2seq_types()],
+)
+def test_no_rotary_type_is_refused(model_type: str, dtype: torch.dtype) -> None:
+    model: Any = zoo.build(model_type)
+    model.to(dtype)
+    refuse_hidden(model, tables_of(model), "pi")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_no_rotary_encoder_is_refused(dtype: torch.dtype) -> None:
+    for model_type in rotary_encoders():
+        model: Any = build_text_model(model_type)
+        model.to(dtype)
+        refuse_hidden(model, tables_of(model), "pi")
