@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -25,12 +25,13 @@ from hf_posenc.seams.inspection import (
     SCALING,
     SINKS,
     UNKNOWN,
+    Found,
     Source,
     constant,
     inspect,
-    rotaries,
     silenced,
     sinks_of,
+    unrotated,
 )
 
 _ROTATION = (ROTARY, ROTARY_TABLE, SINKS)  # sinks count keys, wherever these are
@@ -122,17 +123,15 @@ def _within(path: str, place: str) -> bool:
 def _still(model: nn.Module, tables: Tables) -> Iterator[None]:
     """Let every token stand at position 0 of the rotation."""
     precomputed = [(table.tensor(), 0) for table in tables if isinstance(table, SinCosTable)]
-    with silenced(rotaries(model)), constant(model, precomputed):
+    with unrotated(model), constant(model, precomputed):
         yield
 
 
 def _unexplained(model: nn.Module) -> dict[str, float]:
     """Return how far the innermost modules are moved that read order, or count keys, for no known reason.
 
-    `""` is what happens outside of the blocks.
-
     Known are recurrences and convolutions, which mix rows without attention weights, and attention sinks, which count
-    keys and do not see their order.
+    keys and do not see their order. `""` is what happens outside of the blocks.
     """
     limit = probes.sharp_tolerance(model)
     moved = probes.twice(model)
@@ -140,11 +139,16 @@ def _unexplained(model: nn.Module) -> dict[str, float]:
         order = probes.relative(model, paths=paths)
         weighing = traces.weighing(model, paths)
         mixing = {path for path in paths if order.get(path, 0.0) > limit}
-        sinks = sinks_of(model, [path for path in weighing if path not in mixing])
-        text = probes.ordinary_tokens(model, probes.TOKENS)
-        if sinks and traces.rows_read(model, text).keys() & {*sinks.source.places}:
-            sinks = None
-        with silenced([sinks] if sinks else []):
+        with silenced(_sinks(model, weighing - mixing)):
             moved = probes.twice(model, mended=mixing - weighing)
     outside = [""] if moved[""] > limit else []
     return {path: moved[path] for path in (*outside, *probes.innermost(moved, limit))}
+
+
+def _sinks(model: nn.Module, paths: Collection[str]) -> list[Found]:
+    """Return the attention sinks of some modules; rows that are read by position are none."""
+    sinks = sinks_of(model, paths)
+    if sinks is None:
+        return []
+    reads = traces.rows_read(model, probes.ordinary_tokens(model, probes.TOKENS))
+    return [] if reads.keys() & {*sinks.source.places} else [sinks]

@@ -239,7 +239,7 @@ def inspect(model: nn.Module) -> Positions:
         UnsupportedModelError: A model that cannot be run on a few tokens alone.
     """
     limit = probes.tolerance(model)
-    found = [*rotaries(model), *_tables(model)]
+    found = [*_rotaries(model), *_tables(model)]
     with silenced(found):
         absolute, relative = probes.absolute(model), probes.relative(model)
         if _largest(absolute, relative) > limit or limit > _COARSE:
@@ -298,21 +298,25 @@ def silenced(found: Iterable[Found]) -> Iterator[None]:
 # What is found, and how it is silenced
 
 
-def rotaries(model: nn.Module) -> Iterator[Found]:
+def _rotaries(model: nn.Module) -> Iterator[Found]:
     """Yield the rotary embeddings as one source: silenced, all tokens stand at position 0."""
-    modules = {path: m for path, m in model.named_modules() if table_labels(m)}
-    if not modules:
-        return
+    if modules := _rotary_modules(model):
+        source = Source(ROTARY, tuple(modules), _rotary_facts(model))
+        yield Found(source, lambda: unrotated(model))
 
-    @contextlib.contextmanager
-    def silence() -> Iterator[None]:
-        with contextlib.ExitStack() as hooks:
-            for module in modules.values():
-                handle = module.register_forward_pre_hook(_at_zero, with_kwargs=True)
-                hooks.callback(handle.remove)
-            yield
 
-    yield Found(Source(ROTARY, tuple(modules), _rotary_facts(model)), silence)
+def _rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
+    return {path: module for path, module in model.named_modules() if table_labels(module)}
+
+
+@contextlib.contextmanager
+def unrotated(model: nn.Module) -> Iterator[None]:
+    """Put all tokens at position 0 of every rotary embedding."""
+    with contextlib.ExitStack() as hooks:
+        for module in _rotary_modules(model).values():
+            handle = module.register_forward_pre_hook(_at_zero, with_kwargs=True)
+            hooks.callback(handle.remove)
+        yield
 
 
 def _at_zero(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -446,7 +450,7 @@ def _sinks(model: nn.Module, culprits: Sequence[str]) -> Found | None:
     return sinks
 
 
-def sinks_of(model: nn.Module, culprits: Sequence[str]) -> Found | None:
+def sinks_of(model: nn.Module, culprits: Iterable[str]) -> Found | None:
     """Return the vectors among the parameters of modules that count their keys: attention sinks, if any are.
 
     Only the first of these modules may have equal rows to read, so the parameters of that name in all layers are taken.
