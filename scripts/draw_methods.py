@@ -26,6 +26,7 @@ from torch import Tensor
 from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, REMARK, STYLE
 from hf_posenc.methods import (
     ABF,
+    DPE,
     FIRE,
     METHODS,
     T5,
@@ -105,6 +106,23 @@ def bands(figure: Figure, name: str) -> None:
     knobs = ", ".join(f"{knob}={value}" for knob, value in method.options().items())
     row.set(xlabel="distance m - n", title=knobs or "by default", ylim=(-5, TEXT))
     row.legend(frameon=False, fontsize=7.5, loc="upper left")
+
+
+def dpe(figure: Figure) -> None:
+    """Plot the distances of the last query, a line for each part of the pairs."""
+    factors, panel = (1, 2, 4, 8), figure.subplots()
+    method = DPE(factors=factors, window=32)
+    distance = torch.arange(TEXT)
+    near, far = method.bands(ORIGINAL)
+    query = torch.tensor(TEXT - 1)
+    positions = far.query_position(query) - far.key_position(query - distance)
+    inside = near.contains(query, query - distance)
+    for part, factor in enumerate(factors):
+        line = torch.where(inside, distance, positions[:, part])
+        panel.plot(distance, line, color=COLOURS[part], label=f"g = {factor}")
+    panel.axhline(ORIGINAL - 1, color=BASELINE, linewidth=0.8, linestyle="--", label="L - 1")
+    panel.set(xlabel="distance m - n of the last query", ylabel="relative position")
+    panel.legend(frameon=False, fontsize=7.5)
 
 
 def biases(figure: Figure, name: str) -> None:
@@ -361,14 +379,15 @@ def _shade(index: int, count: int) -> tuple[float, float, float]:
     return red, green, high
 
 
-MAPS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands))
+MAPS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands) and not m.by_pair)
 Draw = Callable[[Figure], None]
 PICTURES: dict[str, Draw] = {
     "frequencies": frequencies,
     **{name: partial(bands, name=name) for name in MAPS},
     **{m.name: partial(biases, name=m.name) for m in METHODS if issubclass(m, DistanceBias)},
     **{
-        f.__name__: f for f in (log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
+        f.__name__: f
+        for f in (dpe, log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
     },
     **{f.__name__: f for f in (layouts, wavelengths, dials)},
 }

@@ -72,6 +72,8 @@ def _positions(kind: type[Method]) -> str:
     if kind is NoPE:
         return "none"
     if issubclass(kind, RotaryBands):
+        if kind.by_pair:
+            return "m and n"
         relative = position_map(kind()).nan_to_num(-1)
         return "m - n" if torch.equal(relative[1:, 1:], relative[:-1, :-1]) else "m and n"
     if issubclass(kind, DistanceBias) and kind.of_query:

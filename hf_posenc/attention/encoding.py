@@ -23,6 +23,7 @@ from hf_posenc.methods import (
     bucket_length,
     seam_of,
 )
+from hf_posenc.methods.bands import moved
 from hf_posenc.rope import RopeSpec
 
 Kernel = Literal["causal", "bands", "chunks", "buckets"]
@@ -100,7 +101,7 @@ class Encoding:
         return other
 
     def cached_position(self, n: Tensor) -> Tensor:
-        """Return the rotary position at which a key at n is cached."""
+        """Return the rotary position at which a key at n is cached; a method `by_pair` adds a last axis of parts."""
         return self.plan.cached_position(n) if self.rotates else torch.zeros_like(n)
 
     def scaled(self, query: Tensor, m: Tensor) -> Tensor:
@@ -233,12 +234,12 @@ class BandBranch(Branch):
         return x if self.shares_cache else self.rotation.of_keys.turn(x, self.key_turn(n))
 
     def query_turn(self, m: Tensor) -> Tensor:
-        """Return the positions by which cached queries at m are turned, of m's shape."""
-        return self.band.query_position(m) - self.cached(m)
+        """Return the positions by which cached queries at m are turned, of m's shape, or with a last axis of parts."""
+        return moved(self.band.query_position(m), self.cached(m))
 
     def key_turn(self, n: Tensor) -> Tensor:
-        """Return the positions by which cached keys at n are turned, of n's shape."""
-        return self.band.key_position(n) - self.cached(n)
+        """Return the positions by which cached keys at n are turned, as `query_turn`."""
+        return moved(self.band.key_position(n), self.cached(n))
 
     def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
         return self.band.contains(m, n)
@@ -263,6 +264,14 @@ class BandPlan(Plan):
         )
         if encoding.rotation is None:
             return
+        parts, pairs = (
+            cached(torch.zeros(1, dtype=torch.long)).shape[1:],
+            len(self.rotation.inv_freq),
+        )
+        if parts and pairs % parts[0]:
+            raise PosencError(
+                f"{method.name} has {parts[0]} factors, which do not divide the {pairs} pairs that this model rotates."
+            )
         # Maps are compared here: in a forward, a branch on a tensor's value would break the graph of torch.compile.
         probe = torch.tensor(_PROBE)
         self.branches = tuple(

@@ -14,6 +14,19 @@ KEPT = 256
 Answer = TypeVar("Answer")
 
 
+def by_pair(positions: Tensor, axes: int, pairs: int) -> Tensor:
+    """Return positions with a last axis that broadcasts over pairs: one more than `axes`.
+
+    Args:
+        positions: Of so many axes, or with a last one more: a position for each of several equal parts of the pairs.
+        axes: The axes of positions without parts.
+        pairs: Number of pairs.
+    """
+    if positions.dim() == axes:
+        return positions[..., None]
+    return positions.repeat_interleave(pairs // positions.shape[-1], -1)
+
+
 @dataclass(frozen=True)
 class Layout:
     """The place of the rotated pairs in a head's features.
@@ -59,12 +72,13 @@ class Rotation:
     ) -> Tensor:
         """Rotate x, (batch, heads, length, head_dim), by so many tokens beyond the rotation that it has.
 
-        Positions, (batch or 1, length or 1), may be negative or fractional. Angles, sines and products are at least
-        float32; the dtype of x stays. The rotated features are multiplied by the factor.
+        Positions, (batch or 1, length or 1), may be negative or fractional, and may have a last axis, one for each of
+        several equal parts of the pairs. Angles, sines and products are at least float32; the dtype of x stays. The
+        rotated features are multiplied by the factor.
         """
         table = self.on(x.device) if inv_freq is None else inv_freq
         exact = torch.promote_types(x.dtype, torch.float32)
-        angles = positions[:, None, :, None].to(exact) * table.to(x.device, exact)
+        angles = by_pair(positions, 2, len(table))[:, None].to(exact) * table.to(x.device, exact)
         cos, sin = angles.cos(), angles.sin() * self.layout.sign
         if isinstance(factor, Tensor) or factor != 1.0:
             cos, sin = (cos * factor).to(exact), (sin * factor).to(exact)
@@ -101,7 +115,7 @@ class Rotation:
         """
         exact = torch.promote_types(dtype, torch.float32)
         table = self.on(positions.device) if inv_freq is None else inv_freq
-        angles = positions[:, :, None, :, None].to(exact) * table.to(exact)
+        angles = by_pair(positions, 3, len(table))[:, :, None].to(exact) * table.to(exact)
         axis = -1 if self.layout.interleaved else -2
         cos, sin = angles.cos(), angles.sin()
         if factor != 1.0:

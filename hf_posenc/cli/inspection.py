@@ -263,7 +263,7 @@ def inspect_model(
         console.print(to_rich(grid))
     if in_force is not None:
         for built in in_force.config.build():
-            if isinstance(built, RotaryBands):
+            if isinstance(built, RotaryBands) and not built.by_pair:
                 _print_distances(built, in_force.original_max_position_embeddings)
 
 

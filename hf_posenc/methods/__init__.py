@@ -28,6 +28,7 @@ from hf_posenc.methods.base import (
     seam_of,
 )
 from hf_posenc.methods.bias import DistanceBias, RelativeKeys
+from hf_posenc.methods.dpe import DPE
 from hf_posenc.methods.dual_chunk import STRING, DualChunk
 from hf_posenc.methods.filters import Clip, PowerBasis, ResonanceRoPE, TruncatedBasis
 from hf_posenc.methods.interpolation import (
@@ -81,7 +82,7 @@ __all__ += ["PositionInterpolation", "NTKAware", "DynamicPI", "DynamicNTK", "Par
 __all__ += ["NTKByParts", "YaRN", "DynamicPartialNTK", "DynamicYaRN"]
 __all__ += ["NTKMixed", "Llama3", "LongRoPE", "ABF", "NoPE"]
 __all__ += ["Clip", "ResonanceRoPE", "PowerBasis", "TruncatedBasis"]
-__all__ += ["ReRoPE", "LeakyReRoPE", "SelfExtend", "DualChunk", "STRING"]
+__all__ += ["ReRoPE", "LeakyReRoPE", "SelfExtend", "DPE", "DualChunk", "STRING"]
 __all__ += ["LMInfinite", "AttentionSinks", "SlidingWindow", "LogN", "Temperature"]
 __all__ += ["ALiBi", "KerpleLog", "KerplePower", "Sandwich", "T5", "FIRE", "Shaw", "TransformerXL"]
 __all__ += ["XPos", "RopeBias"]

@@ -17,6 +17,13 @@ from hf_posenc.methods.temperature import log_n_factor
 PositionMap = Callable[[Tensor], Tensor]
 
 
+def moved(position: Tensor, cached: Tensor) -> Tensor:
+    """Return how far positions are from those at which tokens are cached; either may have a last axis of parts."""
+    if position.dim() > cached.dim():
+        return position - cached[..., None]
+    return (position if position.dim() == cached.dim() else position[..., None]) - cached
+
+
 @dataclass(frozen=True, kw_only=True)
 class Band:
     """The pairs of a query at position m and a key at position n that are rotated by one rule.
@@ -27,6 +34,7 @@ class Band:
 
     Attributes:
         query_position: From m, an integer tensor of any shape, to the rotary position of the query; may be fractional.
+            A map of a method `by_pair` adds a last axis, one position for each part of the rotary pairs.
         key_position: The same for n and the key.
         least: The least distance.
         below: The bound above; `None`: no bound.
@@ -76,6 +84,7 @@ class RotaryBands(Method):
 
     Class attributes:
         keeps_order: True if a farther key never gets a nearer position. The tests hold a method to it.
+        by_pair: True if far positions have a last axis, a position for each of several equal parts of the rotary pairs.
 
     Args:
         window: Width of the near band in tokens; half of the original context by default.
@@ -87,6 +96,7 @@ class RotaryBands(Method):
     needs = "nothing"
     bidirectional = True
     keeps_order: ClassVar[bool] = True
+    by_pair: ClassVar[bool] = False
 
     window: int | None = field(default=None, metadata=count())
     log_n: bool = field(default=False, metadata=switch())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_posenc.attention.call import shared
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.rotation import by_pair
 from hf_posenc.errors import PosencError
 from hf_posenc.model.discovery import SinCosTable
 from hf_posenc.model.rotary import RotaryWrapper
@@ -39,6 +40,9 @@ class RepositionedRotary(RotaryWrapper):
         self.labels = frozenset(labels)
         self.inside_attention = False
         self.latest: Tensor | None = None
+        self._interleaved: bool | None = (
+            None  # the features of a pair are neighbours in cos and sin
+        )
 
     def forward(self, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the base's output for the positions at which keys are cached; arguments as in `PosencRotary`."""
@@ -58,10 +62,35 @@ class RepositionedRotary(RotaryWrapper):
             cached = self.encoding.cached_position(position_ids)
         if self.inside_attention:  # called by the very layer that needs them
             self.latest = position_ids
-        output = self.base(x, cached, *args, **kwargs)
+        if cached.dim() > position_ids.dim():
+            output = self._by_part(x, cached, *args, **kwargs)
+        else:
+            output = self.base(x, cached, *args, **kwargs)
         carrier = output[0] if isinstance(output, tuple) else output
         setattr(carrier, _POSITIONS, position_ids)
         return output
+
+    def _by_part(self, x: Tensor, positions: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the output for positions with a last axis, one for each of several equal parts of the pairs."""
+        count = positions.shape[-1]
+        outputs = [self.base(x, positions[..., part], *args, **kwargs) for part in range(count)]
+        if self._interleaved is None:
+            probe = self.base(x, torch.ones_like(positions[..., :1, 0]), *args, **kwargs)
+            cos = probe[0] if isinstance(probe, tuple) else probe
+            self._interleaved = not torch.equal(*cos.chunk(2, -1))
+        if not isinstance(outputs[0], tuple):
+            return self._joined(outputs)
+        return tuple(self._joined(tensors) for tensors in zip(*outputs, strict=True))
+
+    def _joined(self, outputs: Sequence[Tensor]) -> Tensor:
+        """Take the features of each part from its output; the two of a pair are neighbours or half a head apart."""
+        features = outputs[0].shape[-1]
+        pair = torch.arange(features, device=outputs[0].device)
+        pairs = features if outputs[0].is_complex() else features // 2
+        if pairs < features:
+            pair = pair // 2 if self._interleaved else pair % pairs
+        part = pair * len(outputs) // pairs
+        return torch.stack(list(outputs), -1)[..., torch.arange(features), part]
 
 
 class RepositionedTable:
@@ -111,10 +140,11 @@ class RepositionedTable:
         if self.encoding is not None:
             positions = self.encoding.cached_position(positions)
         frequencies, factor = self.table.live()
-        angles = positions.double()[:, None] * frequencies.double()
+        angles = by_pair(positions.double(), 1, len(frequencies)) * frequencies.double()
         rows = (torch.cat((angles.sin(), angles.cos()), -1) * factor).to(native.dtype)
-        own = (positions == positions.long()) & (positions < len(native))
-        rows[own] = native.detach()[positions[own].long()]
+        if positions.dim() == 1:
+            own = (positions == positions.long()) & (positions < len(native))
+            rows[own] = native.detach()[positions[own].long()]
         self._kept = native, self.encoding, rows
         return rows
 

@@ -11,6 +11,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import Rotation
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import LengthDependent, Method, RopeScaling, YaRN, needs_no_rotation
+from hf_posenc.methods.bands import moved
 from hf_posenc.model.attention import LAYER, Layer
 from hf_posenc.model.calibration import CalibratedLayer, Wrappers
 from hf_posenc.model.discovery import RotaryTable, layer_index, read_spec
@@ -45,7 +46,7 @@ class Turn:
         if self.frequencies is not None:
             x = own.turn(x, p, self.frequencies, self.factor)
         cached = self.encoding.cached_position(p)
-        return x if target is None or cached is p else target.turn(x, cached - p)
+        return x if target is None or cached is p else target.turn(x, moved(cached, p))
 
 
 def install_parts(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> None:

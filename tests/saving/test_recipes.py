@@ -145,6 +145,12 @@ PUBLISHED = {
 }
 
 OF_ENGINES = ("qwen2.5-1m",)
+OF_DPE = {
+    "dpe-llama-3-8b": ([2, 8, 2, 8, 32, 32, 32, 4], 8192),
+    "dpe-llama-3.1-8b": ([2, 32, 32, 2, 2, 2, 2, 1], 131072),
+    "dpe-mistral-7b-v0.2": ([4, 16, 2, 16, 32, 16, 16, 2], 32768),
+    "dpe-qwen2.5-7b": ([2, 16, 8, 8, 32, 8, 2, 4], 32768),
+}
 """Recipes that no class of transformers computes; each has a test of its own."""
 
 # Everything that is not about positions, small; the rotary dimension stays the published one.
@@ -280,7 +286,7 @@ def _logits(model: torch.nn.Module, positions: torch.Tensor) -> torch.Tensor:
 
 def test_every_recipe_has_a_published_configuration_to_hold_it_against() -> None:
     assert len(NAMES) >= 10
-    assert sorted([*PUBLISHED, *OF_ENGINES]) == NAMES
+    assert sorted([*PUBLISHED, *OF_ENGINES, *OF_DPE]) == NAMES
     assert sorted(available_recipes()) == NAMES
 
 
@@ -402,6 +408,23 @@ def test_dual_chunk_is_that_of_vllm() -> None:
     expected_factors = (0.1 * ((queries + 1) / trained).double().log() + 1).clamp(min=1)
     assert factors is not None
     torch.testing.assert_close(factors.double(), expected_factors, atol=0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", OF_DPE)
+def test_dpe_has_the_sizes_of_its_authors(name: str) -> None:
+    """`scale_factors` of config/dpe_config.yaml, for `dimension_groups_range` 0, 8, ..., 64 and a window of 1,024."""
+    factors, original = OF_DPE[name]
+    config = PatchConfig.from_dict(_recipe(name))
+    (method,) = config.build()
+    assert isinstance(method, RotaryBands)
+    assert config.original_max_position_embeddings == original
+    near, far = method.bands(original)
+    assert near.below == far.least == 1024
+    query, key = torch.tensor(original - 1), torch.tensor(777)
+    distances = far.query_position(query) - far.key_position(key)
+    assert distances.tolist() == [
+        (original - 1) // g + 1024 - 1024 // g - 777 // g for g in factors
+    ]
 
 
 def test_hunyuans_alpha_is_a_base() -> None:

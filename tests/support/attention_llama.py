@@ -80,6 +80,7 @@ CASES: dict[str, Case] = {
     "shaw_keep_rope": Case("shaw", {"max_distance": 6, "keep_rope": True}),
     "transformer_xl": Case("transformer_xl"),
     "transformer_xl_keep_rope": Case("transformer_xl", {"keep_rope": True}),
+    "dpe": Case("dpe", {"factors": [2, 1, 4, 3], "window": 8}),
     "xpos": Case("xpos", {"scale_base": 12}),
     "rope_bias": Case("rope_bias"),
     "log_n": Case("log_n", law="log_n"),
@@ -231,6 +232,8 @@ def _rotated(case: Case, query: Tensor, key: Tensor, relative: Tensor, theta: fl
     scores = torch.zeros(len(query), length, length, dtype=torch.float64)
     gap = relative.nan_to_num()
     for i in range(width // 2):
+        if case.method == "dpe":
+            gap = _dpe(length, i, width // 2, **case.options)
         q = torch.complex(query[..., i], query[..., i + width // 2])
         k = torch.complex(key[..., i], key[..., i + width // 2])
         angle = gap * frequencies[:, i, None]
@@ -241,6 +244,12 @@ def _rotated(case: Case, query: Tensor, key: Tensor, relative: Tensor, theta: fl
             part = part * decay ** (gap.clamp(min=0) / case.options["scale_base"])
         scores += part
     return scores * factor.square()[:, None]
+
+
+def _dpe(length: int, pair: int, pairs: int, factors: list[int], window: int) -> Tensor:
+    """The relative positions of one pair (arXiv 2504.18857): SelfExtend's, by the group size of its part."""
+    group = factors[pair * len(factors) // pairs]
+    return _relative("self_extend", length, (("window", window), ("group", group)))
 
 
 @functools.cache

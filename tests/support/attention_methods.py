@@ -11,10 +11,10 @@ from torch import Tensor
 from hf_posenc.methods import METHODS, DistanceBias, RelativeKeys, RotaryBands, get_method
 from tests.support import attention_references as naive
 
-BANDS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands))
+BANDS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands) and not m.by_pair)
 BIASES = tuple(m.name for m in METHODS if issubclass(m, DistanceBias))
 SEAMS = {
-    "attention": {*BANDS, "xpos", "rope_bias"},
+    "attention": {*BANDS, "dpe", "xpos", "rope_bias"},
     "bias": {*BIASES, *(m.name for m in METHODS if issubclass(m, RelativeKeys))},
     "query": {"log_n", "temperature"},
 }

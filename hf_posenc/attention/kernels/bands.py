@@ -76,6 +76,8 @@ def scheme_of(plan: Plan) -> Scheme | None:
         bands, cached = (Band(query_position=_same, key_position=_same),), plan.cached
     else:
         return None
+    if cached(torch.zeros(1, dtype=torch.long)).dim() > 1:
+        return None  # a position for each part of the pairs
     scored = [_scored(band, cached) for band in bands]
     found = tuple(band for band in scored if band is not None)
     chunks = {band.chunk or 1 for band in bands}

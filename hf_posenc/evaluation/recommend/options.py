@@ -198,7 +198,7 @@ class Option:
 
 def option_of(kind: type[Method], start: Start) -> Option:
     """Judge a method at the target length."""
-    if issubclass(kind, RotaryBands):
+    if issubclass(kind, RotaryBands) and not kind.by_pair:
         return _bands(kind, start)
     if issubclass(kind, RopeScaling):
         return _frequencies(kind, start)
