@@ -22,19 +22,20 @@ GROUPS: dict[str, tuple[Case, ...]] = {
 """The columns, and the methods that stand for all of their kind: those that must know how a layer rotates, and those
 that need not."""
 LOCAL = "only sliding layers rotate"
+DECODER = "encoder beside a decoder"
 REASONS = {
     "sparse indexer": r"chooses the keys of a query by a",
     "attention in its own code": r"(rotates and attends|computes attention) in (its own code|code of its own)",
     "a factor on the queries": r"scales its queries already",
     "not runnable on tokens alone": r"cannot be run on a few tokens alone",
     "unknown rotation": r"is not a rotation in a known layout",
-    "encoder beside a decoder": r"in both directions, or another one, in a model that has a decoder",
+    "merged keys": r"merges several tokens into one key",
+    DECODER: r"patches the decoder alone",
     "both directions": r"reads the text in both directions",
     "rotation read elsewhere": r"something besides attention reads the rotation",
     LOCAL: r"Only the layers of type .* rotate|No layer that rotates is among",
 }
 """Short names of refusals, by what their messages say."""
-ALL_LAYERS = 'layers="all"'
 ANY_NAME = "(...)"
 
 
@@ -99,20 +100,22 @@ def _cell(
     fails: dict[str, list[str]] = {}
     for name, options in cases:
         label = _label(name, options)
-        for layers in ("full", "all"):
+        for layers in ("full", "all", "decoder"):
             try:
                 _patch(model, name, options, original, layers)
             except PosencError as error:
                 short = _short(error)
                 refused.append((short, _generic(str(error), model, name)))
-                if layers == "all" or short != LOCAL:
+                again = {"full": (LOCAL, DECODER), "all": (DECODER,)}
+                if short not in again.get(layers, ()):
                     fails.setdefault(short, []).append(label)
                     break
             else:
                 works.setdefault(layers, []).append(label)
                 break
     if not fails:
-        return (f"all, with {ALL_LAYERS}" if "all" in works else "all"), refused
+        others = [layers for layers in works if layers != "full"]
+        return ("".join(["all", *(f', with layers="{each}"' for each in others)])), refused
     if not works and len(fails) == 1:
         return f"none: {next(iter(fails))}", refused
     cell = "; ".join(f"not {' and '.join(labels)}: {short}" for short, labels in fails.items())

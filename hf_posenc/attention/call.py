@@ -66,6 +66,19 @@ class Mask:
         return answers[question]
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Keys of another text, which the same softmax reads as the model rotates them: without a method.
+
+    Attributes:
+        key: Shape (batch, key heads, keys, head_dim).
+        mask: The visible ones.
+    """
+
+    key: Tensor
+    mask: Mask
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """The arguments of one call of attention.
@@ -84,6 +97,7 @@ class Call:
         weights: Return the attention weights.
         lengths: The length in force for each row of the batch with `update="request"`, shape (batch,).
         rotated: The keys kept from one step of a generation to the next; `None`: none.
+        beside: Keys of another text, whose values come after those of `key`; `None`: none.
     """
 
     query: Tensor
@@ -99,6 +113,7 @@ class Call:
     weights: bool = False
     lengths: Tensor | None = None
     rotated: RotatedKeys | None = None
+    beside: Beside | None = None
 
     @property
     def plain(self) -> bool:
@@ -140,6 +155,7 @@ class Call:
                 key_position=_rows(self.key_position, part),
                 mask=RowOf(self.mask, part),
                 lengths=None if self.lengths is None else self.lengths[part],
+                beside=self.beside and Beside(self.beside.key[part], RowOf(self.beside.mask, part)),
             )
 
 

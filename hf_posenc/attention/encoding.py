@@ -104,6 +104,10 @@ class Encoding:
         """Return the rotary position at which a key at n is cached; a method `by_pair` adds a last axis of parts."""
         return self.plan.cached_position(n) if self.rotates else torch.zeros_like(n)
 
+    def key_place(self, n: Tensor) -> Tensor:
+        """Return the rotary position at which this layer's rotary table places a key at n."""
+        return (self.cached_by or self).cached_position(n)
+
     def scaled(self, query: Tensor, m: Tensor) -> Tensor:
         """Return queries, (batch, heads, queries, head_dim), times the factor of positions (batch or 1, queries)."""
         method = self.query or self.method

@@ -234,6 +234,8 @@ def attend(call: Call, encoding: Encoding) -> Result:
         The output, shape (batch, heads, queries, value_dim), and the attention weights, shape (batch, heads,
         queries, keys), where they are requested.
     """
+    if call.beside is not None:
+        return exact(call, encoding)
     return choose(call, encoding).run(call, encoding)
 
 

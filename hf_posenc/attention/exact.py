@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from hf_posenc.attention.call import Call
+from hf_posenc.attention.call import Beside, Call
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.softmax import grouped_scores, weighted_values
 from hf_posenc.methods import DistanceBias
@@ -50,7 +50,7 @@ def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
 def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
     """Ranges of queries that read the same keys and whose scores fit into the scratch memory."""
     batch, heads, queries, _ = call.query.shape
-    size = max(16, min(queries, SCRATCH // (batch * heads * max(1, call.key.shape[2]))))
+    size = max(16, min(queries, SCRATCH // (batch * heads * max(1, call.value.shape[2]))))
     borders = [0, queries]
     if not encoding.plan.shares_keys and queries > 1:
 
@@ -98,10 +98,43 @@ def _block(
     visible = call.mask.rows(start, stop)
     if covered is not None:
         visible = covered if visible is None else visible & covered
+    if call.beside is not None:
+        scores, visible = _beside(call, call.beside, encoding, scores, visible, start, stop)
     out, weights = weighted_values(
         scores, call.value, visible, sinks=call.sinks, dropout=call.dropout
     )
     return out, weights.to(call.value.dtype) if call.weights else None
+
+
+def _beside(
+    call: Call,
+    other: Beside,
+    encoding: Encoding,
+    scores: Tensor,
+    visible: Tensor | None,
+    start: int,
+    stop: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Append the scores and the visible keys of another text, for queries as the model rotates them."""
+    query, m = call.query[:, :, start:stop], call.query_position[:, start:stop]
+    if encoding.rotation is not None:
+        query = encoding.rotation.turn(query, m - encoding.key_place(m))
+    found = grouped_scores(query, other.key, call.scaling)
+    if call.softcap is not None:
+        found = call.softcap * torch.tanh(found / call.softcap)
+    added, shown = other.mask.added(start, stop), other.mask.rows(start, stop)
+    if added is not None:
+        found = found + added
+    scores, both = torch.cat((scores, found), -1), ((visible, scores), (shown, found))
+    heads = [part.shape[1] for part, _ in both if part is not None]
+    if not heads:
+        return scores, None
+    every = torch.ones((), dtype=torch.bool, device=scores.device)
+    parts = [
+        (every if part is None else part).expand(len(scores), max(heads), *of.shape[2:])
+        for part, of in both
+    ]
+    return scores, torch.cat(parts, -1)
 
 
 def score_bias(

@@ -52,6 +52,7 @@ class Rotation:
         inv_freq: Frequencies in force, shape (d/2,), float32, radians per token.
         layout: The features that they turn.
         factor: The factor on cos and sin.
+        order: Places in the model's table of these frequencies, shape (d/2,); `None`: they are in its order.
         norm: A norm that the layer applies after the rotation R. Its weights D make the rotation D R D^-1.
         keys: The rotation of the keys, where their norm is another one.
     """
@@ -59,6 +60,7 @@ class Rotation:
     inv_freq: Tensor
     layout: Layout
     factor: float = 1.0
+    order: Tensor | None = None
     norm: nn.Module | None = None
     keys: Rotation | None = None
     _kept: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc.attention.call import Call, Mask, RotatedKeys, forget, shared
+from hf_posenc.attention.call import Beside, Call, Mask, RotatedKeys, forget, shared
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
@@ -26,7 +26,9 @@ from hf_posenc.methods import LengthDependent
 from hf_posenc.model.masks import (
     HANDLE,
     CausalMask,
+    ChosenMask,
     WrittenMask,
+    chosen_keys,
     described,
     posenc_mask,
     scores_mask,
@@ -52,7 +54,7 @@ KNOWN = frozenset(
         "return_dict", "is_causal", "num_items_in_batch", "logits_to_keep", "softcap", "s_aux",
         "sliding_window", "output_router_logits", "past_key_values", "cache",
         "encoder_hidden_states", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
-        "deterministic",
+        "deterministic", "indices",
     }
 )  # fmt: skip
 """Arguments of attention functions beside the tensors that this one understands or may ignore."""
@@ -69,8 +71,7 @@ def count_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
         The arguments of the forward; `None` where they stay.
     """
     if len(args) > 1:  # by their names
-        names = inspect.signature(module.forward).parameters
-        args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
+        args, kwargs = (), named_arguments(module, args, kwargs)
     tokens = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
     inputs = next((value for value in tokens if isinstance(value, Tensor)), None)
     if inputs is None or kwargs.get("position_ids") is not None:
@@ -81,6 +82,18 @@ def count_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any
     if positions is None:
         return None
     return args, {**kwargs, "position_ids": positions.to(inputs.device)}
+
+
+def refuse_padding(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuse padding before a text: a forward pre-hook for an encoder that takes no positions."""
+    mask = named_arguments(module, args, kwargs).get("attention_mask")
+    if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return
+    if not bool(mask[:, 0].all()):
+        raise PosencError(
+            f"{type(module).__name__} takes no positions and counts padding before a text as tokens. Pad texts behind "
+            "their end."
+        )
 
 
 def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | None:
@@ -115,8 +128,7 @@ class PositionCounter:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         """Read the decoder's arguments: `position_ids`, or else the mask and the cache."""
         if len(args) > 1:  # by their names
-            names = inspect.signature(module.forward).parameters
-            args, kwargs = (), {**dict(zip(names, args, strict=False)), **kwargs}
+            args, kwargs = (), named_arguments(module, args, kwargs)
         tokens = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
         inputs = next((value for value in tokens if isinstance(value, Tensor)), None)
         if inputs is None:
@@ -235,10 +247,13 @@ class Layer:
     native: str | None = None  # the implementation that computes attention with scaled queries
     turn: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     """What brings queries and keys, at positions m and n, from the model's rotation to that of the encoding."""
+    beside: str | None = None  # the argument with the states of another text, whose keys come last
     # Of the current call, where the module does not pass them to attention itself.
     positions: Tensor | None = field(default=None, repr=False)
     # Of the queries and the keys of the current call, where a seam has counted them.
     counted: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
+    shown: Mask | None = field(default=None, repr=False)
+    others: int = 0  # keys of the other text
 
     def follow_adapter(self, module: nn.Module) -> None:
         """Read the trained parameters in force: another adapter of PEFT's may be active by now, or merged."""
@@ -247,7 +262,7 @@ class Layer:
             self.encoding = self.encoding.with_parameters(trained)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "positions": None, "counted": None}
+        return {**self.__dict__, "positions": None, "counted": None, "shown": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -286,8 +301,42 @@ def catch_positions(module: nn.Module, args: Any, kwargs: Any) -> None:
     layer: Layer | None = module.__dict__.get(LAYER)
     if layer is None:
         return
-    carried = (carried_positions(value) for value in (*args, *kwargs.values()))
+    given = [*args, *kwargs.values()]
+    # By the name of a rotation, where a module gets several.
+    given += (each for value in given if isinstance(value, dict) for each in value.values())
+    carried = map(carried_positions, given)
     layer.positions = next((positions for positions in carried if positions is not None), None)
+    if layer.beside is not None:
+        layer.others = named_arguments(module, args, kwargs)[layer.beside].shape[1]
+
+
+def catch_mask(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Replace the handle of a mask by the mask: a forward pre-hook for modules with an indexer, which reads it.
+
+    The mask is stored too, since a module may leave in it the chosen keys alone.
+    """
+    layer: Layer | None = module.__dict__.get(LAYER)
+
+    def written(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() != 4 or value.is_complex():
+            return value
+        mask: Mask
+        if value.dtype == HANDLE:
+            lazy = mask = described(value)
+            value = lazy.decided("written", lambda: lazy.rows(0, value.shape[2]))
+        else:
+            mask = shared(value, value.shape[2:], lambda: WrittenMask.copied(value))
+        if layer is not None:
+            layer.shown = mask
+        return value
+
+    return tuple(map(written, args)), {name: written(value) for name, value in kwargs.items()}
+
+
+def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Return the arguments of a module's forward by their names."""
+    names = inspect.signature(module.forward).parameters
+    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,13 +345,15 @@ class Recorded:
 
     Attributes:
         query: Shape (1, heads, tokens, head_dim).
-        key: Shape (1, key heads, tokens, head_dim).
+        key: Shape (1, key heads, tokens, head_dim): of as many keys as there are queries, the first ones.
+        keys: Number of all keys.
         kwargs: Further arguments.
         sees_later: True if the mask shows a query a later key; `None` without a mask that says so.
     """
 
     query: Tensor
     key: Tensor
+    keys: int
     kwargs: Mapping[str, Any]
     sees_later: bool | None
 
@@ -359,7 +410,11 @@ def posenc_attention(
             "Continuous batching keeps keys in pages of its own, in an order from which positions cannot be derived. "
             "Use generate() with an ordinary cache, or a frequency method."
         )
-    queries, keys = query.shape[2], key.shape[2]
+    queries, keys, beside = query.shape[2], key.shape[2], None
+    if layer.beside is not None and attention_mask is not None:
+        keys -= layer.others
+        beside = Beside(key[:, :, keys:], WrittenMask.read(attention_mask[..., keys:]))
+        key = key[:, :, :keys]
     if attention_mask is None and queries > 1 and not layer.encoding.bidirectional:
         key, value, keys = key[:, :, :queries], value[:, :, :queries], queries
     size, given = (queries, keys), attention_mask
@@ -372,11 +427,14 @@ def posenc_attention(
         mask = described(given)
     else:
         mask = shared(given, size, lambda: WrittenMask.copied(given[..., :keys]))
+    indices = kwargs.get("indices")  # of the keys that an indexer has chosen
     key_position = query_position  # without a past, the keys are the queries
     if layer.counted is not None:
         key_position = layer.counted[1][:, :keys]
     elif keys != queries:
-        key_position = mask.decided("keys", lambda: _key_position(query_position, mask, keys))
+        text = layer.shown or mask
+        layer.shown = None
+        key_position = text.decided("keys", lambda: _key_position(query_position, text, keys))
     if layer.turn is not None:
         query, key = layer.turn(query, key, query_position, key_position)
     call = Call(
@@ -385,7 +443,7 @@ def posenc_attention(
         value=value,
         query_position=query_position,
         key_position=key_position,
-        mask=mask,
+        mask=mask if indices is None else ChosenMask(mask, indices, keys),
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         softcap=kwargs.get("softcap"),
         sinks=kwargs.get("s_aux"),
@@ -393,6 +451,7 @@ def posenc_attention(
         weights=bool(kwargs.get("output_attentions")),
         lengths=None if layer.watch is None else layer.watch.lengths(query_position, len(query)),
         rotated=layer.rotated,
+        beside=beside,
     )
     out, weights = attend(call, layer.encoding)
     return out.transpose(1, 2).contiguous(), weights
@@ -406,24 +465,45 @@ def _unpatched(
     mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute what transformers' sdpa computes; a handle becomes a matrix only where the engine cannot read it."""
-    positions = kwargs.get("position_ids")
-    if mask is not None and mask.dtype == HANDLE:
-        lazy = described(mask)
-        plain = not (kwargs["dropout"] and module.training) and kwargs.get("s_aux") is None
-        plain = plain and getattr(module, "is_causal", True)
-        if plain and positions is not None:
-            call = Call(
-                query=query,
-                key=key,
-                value=value,
-                query_position=text_positions(positions),
-                key_position=torch.arange(key.shape[2], device=key.device)[None],
-                mask=lazy,
-                scaling=kwargs["scaling"] or query.shape[-1] ** -0.5,
-            )
-            return attend(call, _PLAIN)[0].transpose(1, 2).contiguous(), None
-        mask = lazy.rows(0, query.shape[2])
+    """Compute what transformers' sdpa computes; a handle becomes a matrix only where the engine cannot read it.
+
+    The engine also computes soft caps, which sdpa does not have.
+    """
+    positions, capped = kwargs.get("position_ids"), kwargs.get("softcap") is not None
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    queries, keys, given = query.shape[2], key.shape[2], mask
+    lazy = described(mask) if mask is not None and mask.dtype == HANDLE else None
+    plain = not (kwargs["dropout"] and module.training) and kwargs.get("s_aux") is None
+    plain = plain and getattr(module, "is_causal", True) and positions is not None
+    if capped or (lazy is not None and plain):
+        read: Mask = Mask()
+        if lazy is not None:
+            read = lazy
+        elif given is not None:
+            read = shared(given, (queries, keys), lambda: WrittenMask.copied(given[..., :keys]))
+        elif causal and queries > 1:
+            read = CausalMask(queries, keys, query.device)
+        place = torch.arange(keys, device=key.device)[None]
+        if capped or positions is None:
+            positions = place[:, -1:] - torch.arange(queries, device=key.device).flip(0)
+        call = Call(
+            query=query,
+            key=key,
+            value=value,
+            query_position=text_positions(positions),
+            key_position=place,
+            mask=read,
+            scaling=kwargs["scaling"] or query.shape[-1] ** -0.5,
+            softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+            dropout=kwargs["dropout"] if module.training else 0.0,
+            weights=bool(kwargs.get("output_attentions")),
+        )
+        out, weights = attend(call, _PLAIN)
+        return out.transpose(1, 2).contiguous(), weights
+    if lazy is not None:
+        mask = lazy.rows(0, queries)
     native: tuple[Tensor, Tensor | None] = ALL_ATTENTION_FUNCTIONS["sdpa"](
         module, query, key, value, mask, **kwargs
     )
@@ -449,6 +529,15 @@ def scaled_attention(
     if layer is not None and layer.patched:
         layer.follow_adapter(module)
         query = layer.encoding.scaled(query, _query_position(module, layer, kwargs, query.shape[2]))
+    indices = kwargs.get("indices")
+    if indices is not None and native in ("eager", "sdpa"):
+        # Under these two names the module writes the choice of its indexer into the mask, and under others it does not.
+        chosen = chosen_keys(indices, key.shape[2])
+        if attention_mask.dtype == torch.bool:
+            attention_mask = attention_mask & chosen
+        else:
+            least = torch.finfo(query.dtype).min
+            attention_mask = attention_mask.masked_fill(~chosen, least)
     if native == "eager":  # the one in the file of the module
         function = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
     else:
@@ -487,11 +576,16 @@ def _recorded(
     kwargs: Mapping[str, Any],
 ) -> tuple[Tensor, None]:
     assert _calls is not None
-    later = None
+    later, queries, groups = None, query.shape[2], query.shape[1] // value.shape[1]
     if isinstance(mask, Tensor) and mask.dim() == 4 and mask.dtype != HANDLE:
-        later = bool(visible(mask).triu(1).any())
-    _calls.setdefault(module, []).append(Recorded(query.clone(), key.clone(), kwargs, later))
-    groups = query.shape[1] // value.shape[1]
+        later = bool(visible(mask)[..., :queries].triu(1).any())
+    own = key[:, :, :queries].clone()
+    call = Recorded(query.clone(), own, key.shape[2], kwargs, later)
+    _calls.setdefault(module, []).append(call)
+    if value.shape[2] >= queries:  # its own come first
+        value = value[:, :, :queries]
+    else:
+        value = value.mean(2, keepdim=True).expand(-1, -1, queries, -1)
     return value.repeat_interleave(groups, 1).transpose(1, 2).contiguous(), None
 
 

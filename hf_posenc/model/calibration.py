@@ -9,9 +9,10 @@ layer's layout is the known one that turns the one into the other. No table of a
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,15 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError, one_line
 from hf_posenc.methods import METHODS, Method, needs_no_rotation
-from hf_posenc.model.attention import KNOWN, LAYER, Layer, Recorded, catch_positions, recording
+from hf_posenc.model.attention import (
+    KNOWN,
+    LAYER,
+    Layer,
+    Recorded,
+    catch_positions,
+    named_arguments,
+    recording,
+)
 from hf_posenc.model.discovery import RotaryTable, layer_type
 from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary
@@ -50,12 +59,61 @@ class CalibratedLayer:
     rotary: RepositionedRotary | None  # inside the module
     calls: int  # in one forward
     bidirectional: bool  # it reads the keys after a query too
+    beside: str | None = (
+        None  # the argument with the states of another text, whose keys it reads after its own
+    )
 
 
 def _inputs(owner: Any, ids: Tensor) -> dict[str, Tensor]:
-    """Return the tokens as arguments of a forward; a decoder behind an encoder gets them too."""
-    both = {"input_ids": ids, "decoder_input_ids": ids}
-    return both if getattr(owner.config, "is_encoder_decoder", False) else {"input_ids": ids}
+    """Return the tokens as arguments of a forward; an encoder before a decoder gets fewer of them.
+
+    So cross-attention has another number of keys than of queries.
+    """
+    if getattr(owner.config, "is_encoder_decoder", False):
+        return {"input_ids": ids[:, :-2], "decoder_input_ids": ids}
+    return {"input_ids": ids}
+
+
+Inputs = Mapping[str, Tensor]
+
+
+def trial_inputs(model: Any, owner: Any) -> tuple[nn.Module, Inputs, Tensor]:
+    """Return what runs on a few tokens, a model or else its decoder alone; the arguments, and the output of `run`.
+
+    Raises:
+        UnsupportedModelError: Neither can.
+    """
+    ids = trial_tokens(owner)
+    inputs = _inputs(model, ids)
+    candidates: list[tuple[nn.Module, Inputs]] = [(model, inputs)]
+    if len(inputs) > 1:  # a decoder of several channels takes a token for each
+        for count in _numbers(model.config, 2, 64):
+            several = ids[..., None].expand(-1, -1, count)
+            candidates.append((model, {**inputs, "decoder_input_ids": several}))
+    candidates.append((owner, {"input_ids": ids}))
+    if "encoder_hidden_states" in inspect.signature(owner.forward).parameters:
+        # The states of an encoder that reads speech.
+        for width in _numbers(owner.config, 1, 1 << 20, "hidden_size"):
+            states = torch.randn(1, TOKENS - 2, width, generator=torch.Generator().manual_seed(0))
+            given = {"input_ids": ids, "encoder_hidden_states": states.to(next(owner.parameters()))}
+            candidates.append((owner, given))
+    for subject, candidate in candidates[:-1]:
+        with contextlib.suppress(Exception):
+            return subject, candidate, run(subject, candidate)
+    with alone(owner):
+        return *candidates[-1], run(*candidates[-1])
+
+
+def _numbers(config: Any, low: int, high: int, name: str = "") -> list[int]:
+    """Return the numbers in a range that a config and its parts name, or those of one name; the parts' first."""
+    parts = [part for part in vars(config).values() if hasattr(part, "to_dict")]
+    values = [
+        value
+        for part in (*parts, config)
+        for key, value in vars(part).items()
+        if key == name or not name
+    ]
+    return list(dict.fromkeys(v for v in values if type(v) is int and low <= v <= high))
 
 
 def trial_tokens(model: Any) -> Tensor:
@@ -66,11 +124,13 @@ def trial_tokens(model: Any) -> Tensor:
     return on_device
 
 
-def run(owner: Any, ids: Tensor) -> Tensor:
+def run(owner: Any, text: Tensor | Inputs) -> Tensor:
     """Return the logits or, of a model without a head, the last hidden states, in float32."""
+    inputs = _inputs(owner, text) if isinstance(text, Tensor) else text
+    inputs = {name: value.clone() for name, value in inputs.items()}  # a model may write on them
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)  # DiffusionGemma starts from noise
-        output = owner(use_cache=False, **_inputs(owner, ids))
+        output = owner(use_cache=False, **inputs)
     logits = getattr(output, "logits", None)
     result: Tensor = output[0] if logits is None else logits
     return result.float()
@@ -121,21 +181,27 @@ def alone(owner: nn.Module) -> Iterator[None]:
 def calibrate(
     model: Any,
     owner: Any,
-    ids: Tensor,
+    text: Inputs,
     tables: Sequence[RotaryTable],
     wrappers: Wrappers,
     methods: Sequence[Method],
 ) -> list[CalibratedLayer]:
-    """Find every attention layer of the decoder, and its rotation; raise where there is none to find."""
+    """Find every attention layer of a model that is run on a text, and its rotation; raise where there is none to find.
+
+    `owner` is the decoder, or an encoder-decoder model, whose cross-attention is left out.
+    """
     with alone(owner), recording() as native:
-        owner(input_ids=ids, use_cache=False)
+        run(owner, text)
     with _everything_at_zero(wrappers), recording() as still:
-        owner(input_ids=ids, use_cache=False)
+        run(owner, text)
     if not native:
         raise UnsupportedModelError(
             f"No layer of {type(owner).__name__} calls the attention function that was set."
         )
-    needed = any(method.reads_rotation for method in methods)
+    beside: dict[nn.Module, str] = {}
+    if getattr(model.config, "is_encoder_decoder", False):
+        native, beside = _without_others(native, lambda: run(owner, text))
+    needed = bool(beside) or any(method.reads_rotation for method in methods)
     if needed:
         _refuse_dynamic(tables, wrappers)
     names = {module: name for name, module in model.named_modules()}
@@ -143,14 +209,14 @@ def calibrate(
     rotations: dict[tuple[int, Layout], Rotation] = {}
     for module, calls in native.items():
         name, first, unrotated = names[module], calls[0], still[module][0]
-        bidirectional = _is_bidirectional(module, first)
+        bidirectional = (
+            bool(first.sees_later) if module in beside else _is_bidirectional(module, first)
+        )
         if not needs_no_rotation(methods):  # else the model's own attention gets them
             _check_arguments(name, calls)
         if bidirectional:
-            _check_directions(
-                name, methods, beside_decoder=bool(tables) and model.config.is_encoder_decoder
-            )
-        inner = next((m for m in module.modules() if isinstance(m, RepositionedRotary)), None)
+            _check_directions(name, methods, has_decoder=any(table.part for table in tables))
+        inner = _inner_rotary(module)
         # Tables may hold the same frequencies: the layer's own comes first, or that of its type.
         candidates = sorted(
             tables,
@@ -163,23 +229,88 @@ def calibrate(
         if needed or not torch.equal(first.query, unrotated.query):
             frequencies = [_in_force(table, wrappers) for table in candidates]
             try:
-                rotation, index = _rotation_of(first, unrotated, frequencies, name, module)
+                try:
+                    rotation, index = _rotation_of(first, unrotated, frequencies, name, module)
+                except UnsupportedModelError:
+                    orders = [_order_of(table, wrappers) for table in candidates]
+                    rotation, index = _rotation_of(
+                        first, unrotated, frequencies, name, module, orders
+                    )
             except UnsupportedModelError:
                 if needed:
                     raise
                 index = 0  # it rotates, in a way that need not be known
         if inner is not None:
             inner.inside_attention = True
-        elif tables and first.kwargs.get("position_ids") is None:
+        elif module in beside or (tables and first.kwargs.get("position_ids") is None):
             module.register_forward_pre_hook(catch_positions, with_kwargs=True)
         table = None if index is None else candidates[index]
         if rotation is not None and rotation.norm is None:
             # One object for all layers, which then share its angles.
             rotation = rotations.setdefault((id(table), rotation.layout), rotation)
         layers.append(
-            CalibratedLayer(name, module, first, rotation, table, inner, len(calls), bidirectional)
+            CalibratedLayer(
+                name,
+                module,
+                first,
+                rotation,
+                table,
+                inner,
+                len(calls),
+                bidirectional,
+                beside.get(module),
+            )
         )
     return layers
+
+
+Calls = dict[nn.Module, list[Recorded]]
+
+
+def _without_others(
+    calls: Calls, forward: Callable[[], object]
+) -> tuple[Calls, dict[nn.Module, str]]:
+    """Return the calls of self-attention, and by module the argument with another text that it reads beside its own.
+
+    Cross-attention has the keys of another text alone, which is of another length here.
+    """
+    own, beside = {}, {}
+    for module, recorded in calls.items():
+        others = recorded[0].keys - recorded[0].query.shape[2]
+        if others > 0 and (argument := _argument_of(module, others, forward)):
+            beside[module] = argument
+        if not others or module in beside:
+            own[module] = recorded
+    return own, beside
+
+
+def _argument_of(module: nn.Module, length: int, forward: Callable[[], object]) -> str | None:
+    """Return the argument by which a module gets the states of another text of so many tokens; `None`: by none."""
+    found: list[str] = []
+
+    def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
+        given = named_arguments(module, args, kwargs).items()
+        states = ((name, value) for name, value in given if isinstance(value, Tensor))
+        found.extend(
+            name for name, value in states if value.dim() == 3 and value.shape[1] == length
+        )
+
+    hook = module.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        forward()
+    finally:
+        hook.remove()
+    return found[0] if found else None
+
+
+def _inner_rotary(module: nn.Module) -> RepositionedRotary | None:
+    """Return the rotary module by which an attention module rotates its own queries, and no merged keys."""
+    for child in module.children():
+        if isinstance(child, RepositionedRotary):
+            return child
+        if not type(child).__name__.endswith("Compressor") and (inner := _inner_rotary(child)):
+            return inner
+    return None
 
 
 def _refuse_dynamic(tables: Sequence[RotaryTable], wrappers: Wrappers) -> None:
@@ -202,21 +333,17 @@ def _is_bidirectional(module: nn.Module, call: Recorded) -> bool:
     return causal is False or bool(call.sees_later)
 
 
-def _check_directions(name: str, methods: Sequence[Method], *, beside_decoder: bool) -> None:
-    if beside_decoder:
-        raise UnsupportedModelError(
-            f"{name} reads a text in both directions, or another one, in a model that has a decoder too. "
-            f"{FREQUENCY_METHODS_WORK}"
-        )
+def _check_directions(name: str, methods: Sequence[Method], *, has_decoder: bool) -> None:
     # A table reads both directions alike.
     causal = [m.name for m in methods if not m.bidirectional and m.seam != "rotary"]
     if causal:
         defined = [method for method in METHODS if method.bidirectional]
         like = [method for method in defined if method.seam in {each.seam for each in methods}]
         others = ", ".join(method.name for method in like or defined)
+        decoder = 'layers="decoder" patches the decoder alone. ' if has_decoder else ""
         raise UnsupportedModelError(
             f"{name} reads the text in both directions, and {', '.join(causal)} is defined for keys that come before "
-            f"the query. Defined for both: {others}. {FREQUENCY_METHODS_WORK}"
+            f"the query. {decoder}Defined for both: {others}. {FREQUENCY_METHODS_WORK}"
         )
 
 
@@ -231,7 +358,7 @@ def _check_arguments(name: str, calls: Sequence[Recorded]) -> None:
 
 def verify(
     subject: nn.Module,
-    ids: Tensor,
+    text: Tensor | Inputs,
     expected: Tensor,
     layers: Sequence[CalibratedLayer],
     wrappers: Wrappers,
@@ -245,9 +372,9 @@ def verify(
         encoding = Encoding(1, heads, layer.rotation, bidirectional=layer.bidirectional)
         if known and layer.rotation is not None:
             encoding = replace(encoding, cached_by=_UNROTATED)
-        setattr(layer.module, LAYER, Layer(encoding, rotary=layer.rotary))
+        setattr(layer.module, LAYER, Layer(encoding, rotary=layer.rotary, beside=layer.beside))
     with _everything_at_zero(wrappers) if known else contextlib.nullcontext():
-        computed = run(subject, ids)
+        computed = run(subject, text)
     dtype = next(subject.parameters()).dtype
     error = float((computed - expected).abs().max() / expected.abs().max())
     if not error <= _TOLERANCES.get(dtype, _HALF)[1]:
@@ -264,10 +391,12 @@ def _rotation_of(
     tables: Sequence[tuple[Tensor, float]],
     name: str,
     module: nn.Module,
+    orders: Sequence[Tensor | None] | None = None,
 ) -> tuple[Rotation | None, int | None]:
     """The rotation between the calls of a layer, and the index of its table; `None` twice where it does not rotate.
 
-    Tables are the frequencies in force, shape (d/2,), and the factor on cos and sin.
+    Tables are the frequencies in force, shape (d/2,), and the factor on cos and sin. With `orders`, features read them
+    in another order than that of the table.
     """
     tolerance = _TOLERANCES.get(native.query.dtype, _HALF)[0]
     pairs = ((native.query, still.query), (native.key, still.key))
@@ -276,14 +405,16 @@ def _rotation_of(
     positions = torch.arange(native.query.shape[2], device=native.query.device)[None]
     norms = _norms(module, native.query.shape[-1])
     for (index, (table, factor)), after in itertools.product(enumerate(tables), (False, True)):
-        dim = 2 * len(table)
+        dim, order = 2 * len(table), None if orders is None else orders[index]
+        table = table if order is None else table[order]
         starts = sorted(start for start in {0, native.query.shape[-1] - dim} if start >= 0)
         for start, interleaved, sign in itertools.product(starts, (False, True), (1, -1)):
             layout = Layout(start, dim, interleaved, sign)
             found: list[Rotation] = []
             for moved, rest in pairs:  # the norm of the queries, and that of the keys
                 candidates = (
-                    Rotation(table, layout, factor, norm) for norm in (norms if after else (None,))
+                    Rotation(table, layout, factor, order, norm)
+                    for norm in (norms if after else (None,))
                 )
                 fits = (
                     one for one in candidates if _close(moved, one.turn(rest, positions), tolerance)
@@ -295,6 +426,32 @@ def _rotation_of(
         f"{name}: the change of its queries and keys from position 0 to others is not a rotation in a known "
         f"layout. {FREQUENCY_METHODS_WORK}"
     )
+
+
+def _order_of(table: RotaryTable, wrappers: Wrappers) -> Tensor | None:
+    """Return the place in a table of the frequency of each pair of features, as the rotary module puts them out.
+
+    It is read off cosines. `None` where they are in the order of the table, or are not those of its frequencies.
+    """
+    rotary: Any = wrappers[id(table.module)].base
+    inv_freq, factor = _in_force(table, wrappers)
+    try:
+        label = (table.label,) if table.label else ()
+        positions = torch.arange(1, 1 << 16, 251, device=inv_freq.device)[None]
+        cos = rotary(inv_freq.new_zeros(1), positions, *label)[0]
+    except Exception:  # it takes other arguments
+        return None
+    cos = cos.reshape(-1, positions.shape[1], cos.shape[-1])[0].double() / factor
+    every = (positions[0, :, None].float() * inv_freq).double().cos()
+    for pairs in (cos[:, ::2], cos[:, : len(inv_freq)]):
+        if pairs.shape != every.shape:
+            continue
+        order = torch.cdist(pairs.T, every.T).argmin(-1)
+        if len({*order.tolist()}) == len(order) and torch.allclose(
+            pairs, every[:, order], atol=1e-2
+        ):
+            return None if bool((order.diff() == 1).all()) else order
+    return None
 
 
 def _norms(module: nn.Module, features: int) -> list[nn.Module]:

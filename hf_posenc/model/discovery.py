@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ LENGTH_KEYS = (
     "seq_length",
 )
 """Names that configs have for the context length, in tokens."""
+PARTS = ("encoder", "decoder")
+"""Choices of layers in an encoder-decoder model."""
 _EXACT = 2e-6  # two ways of evaluating theta ** (-2i/d) in float32
 _ROUNDED = 1e-2  # a table that was cast to bfloat16
 _TEXT = "text"  # among the modalities of a model
@@ -49,6 +51,7 @@ class RotaryTable:
         config: The config that the module was built from.
         rope_type: The scaling of the live module, in transformers' word.
         parameters: The entry of `config.rope_parameters` for this table, copied.
+        part: `"encoder"` or `"decoder"` in a model that has both; else `""`.
     """
 
     name: str
@@ -57,6 +60,7 @@ class RotaryTable:
     config: Any
     rope_type: str
     parameters: Mapping[str, Any]
+    part: str = field(default="", kw_only=True)
 
     @property
     def scaled(self) -> bool:
@@ -179,6 +183,7 @@ def rotary_tables(model: nn.Module) -> tuple[RotaryTable, ...]:
             each.module,
             each.config,
             *_scaling_of(each.module, each.config, label),
+            part=_part_of(model, each.module),
         )
         for each in _text_rotaries(model)
         for label in table_labels(each.module)
@@ -237,6 +242,13 @@ def _text_decoder(model: Any) -> nn.Module | None:
         return None
     decoder: nn.Module = model.get_decoder()
     return None if decoder is model else decoder
+
+
+def _part_of(model: nn.Module, module: nn.Module) -> str:
+    decoder = _text_decoder(model)
+    if decoder is None:
+        return ""
+    return "decoder" if any(part is module for part in decoder.modules()) else "encoder"
 
 
 def _text_rotaries(model: nn.Module) -> list[_Rotary]:
@@ -375,9 +387,17 @@ def select(
 ) -> tuple[RotaryTable, ...]:
     """Return the tables that serve the chosen layers; those of `"full"` are neither sliding-window nor chunked ones.
 
+    `"encoder"` and `"decoder"` are the same of one part of a model that has both.
+
     If `whole`, the tables themselves are to be changed, so indices must be exactly those of one or more tables. If not
     `rotated`, the layers are chosen whether they rotate or not: all tables.
     """
+    if isinstance(layers, str) and layers in PARTS:
+        tables, layers = [table for table in _in_parts(tables) if table.part == layers], "full"
+        if not tables:
+            raise PosencError(
+                "The part of the model that layers= names has no rotary table of text."
+            )
     if layers == "all" or (layers == "full" and not rotated):
         return tuple(tables)
     if layers == "full":
@@ -393,7 +413,10 @@ def select(
         or not isinstance(layers, Iterable)
         or not all(isinstance(layer, int) for layer in layers)
     ):
-        raise PosencError(f'layers is "full", "all" or a list of layer indices, not {layers!r}.')
+        raise PosencError(
+            f'layers is "full", "all" or a list of layer indices, not {layers!r}. An encoder-decoder model also has '
+            'layers="encoder" and layers="decoder".'
+        )
     if not rotated:
         return tuple(tables)
     requested = set(layers)
@@ -436,6 +459,15 @@ def layers_of_type(config: Any, kind: str) -> tuple[int, ...]:
             'key is "full", "sliding", "all", one of these types, a layer\'s number, or a range.'
         )
     return tuple(found)
+
+
+def _in_parts(tables: Tables) -> Tables:
+    if not any(table.part for table in tables):
+        raise PosencError(
+            'layers="encoder" and layers="decoder" are for models that have both, and this one is not an '
+            'encoder-decoder model. layers is "full", "all" or a list of layer indices.'
+        )
+    return tables
 
 
 def _layers_of(table: RotaryTable) -> frozenset[int]:

@@ -138,6 +138,12 @@ class LazyMask(Mask):
         return None if tokens is None else tokens[:, first : first + keys]
 
 
+class WithWrittenMasks(str):
+    """The name of an attention implementation in a config whose model joins masks, and needs them written."""
+
+    __slots__ = ()
+
+
 def posenc_mask(**kwargs: Any) -> Tensor | None:
     """Return a mask in the form of the engine, from the arguments of transformers' `sdpa_mask`.
 
@@ -145,10 +151,11 @@ def posenc_mask(**kwargs: Any) -> Tensor | None:
     is small or while compiling; else a handle of that shape with the memory of one byte, which `described` reads.
     """
     kwargs.pop("dtype", None)
-    kwargs.pop("config", None)
+    implementation = getattr(kwargs.pop("config", None), "_attn_implementation", None)
     if (positions := kwargs.pop("cache_position", None)) is not None:  # transformers before 5.4
         kwargs |= {"q_length": len(positions), "q_offset": positions[0], "device": positions.device}
     short = kwargs["q_length"] * kwargs["kv_length"] <= DENSE
+    short = short or isinstance(implementation, WithWrittenMasks)
     if short or kwargs.get("use_vmap") or torch.compiler.is_compiling():
         return sdpa_mask(**kwargs)
     # A static cache counts in a tensor, which it increments before the layers read the mask.
@@ -265,6 +272,40 @@ class WrittenMask(Mask):
 
     def added(self, start: int, stop: int) -> Tensor | None:
         return None if self.addition is None else self.addition[:, :, start:stop]
+
+
+@dataclass(frozen=True, eq=False)
+class ChosenMask(Mask):
+    """A mask, and the keys that an indexer has chosen for each query.
+
+    Attributes:
+        mask: The keys that a query may see.
+        indices: Places of the chosen keys, shape (batch, queries, chosen).
+        keys: Number of keys.
+    """
+
+    mask: Mask
+    indices: Tensor
+    keys: int
+
+    def rows(self, start: int, stop: int) -> Tensor | None:
+        shown, chosen = (
+            self.mask.rows(start, stop),
+            chosen_keys(self.indices[:, start:stop], self.keys),
+        )
+        return chosen if shown is None else shown & chosen
+
+    def added(self, start: int, stop: int) -> Tensor | None:
+        return self.mask.added(start, stop)
+
+    def seen(self) -> Tensor | None:
+        return self.mask.seen()
+
+
+def chosen_keys(indices: Tensor, keys: int) -> Tensor:
+    """Return the chosen keys of each query, bool, (batch, 1, queries, keys), of indices (batch, queries, chosen)."""
+    none = torch.zeros(*indices.shape[:2], keys, dtype=torch.bool, device=indices.device)
+    return none.scatter(-1, indices.long(), True)[:, None]
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,18 +20,22 @@ from hf_posenc.model.attention import (
     CacheWatch,
     Layer,
     PositionCounter,
+    catch_mask,
     catch_positions,
     count_positions,
     recording,
+    refuse_padding,
     register,
     register_scaled,
 )
 from hf_posenc.model.calibration import (
     CalibratedLayer,
+    Inputs,
     Wrappers,
     alone,
     calibrate,
     run,
+    trial_inputs,
     trial_tokens,
     verify,
 )
@@ -42,6 +46,7 @@ from hf_posenc.model.discovery import (
     layer_index,
     read_spec,
 )
+from hf_posenc.model.masks import WithWrittenMasks
 from hf_posenc.model.parameters import PARAMETERS, MethodParameters, share_parameters
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import native_rotary
@@ -64,26 +69,68 @@ def install_attention(
     Frequency methods are in place already. `tables` are those of `every` table that serve the chosen layers. `give`
     takes the place of the function that gives every chosen layer the same encoding.
     """
-    owner = owner_of(model, tables[0].name)
-    _refuse(model, owner, state.in_attention)
+    owners = owners_of(model, tables)
+    for owner in owners:
+        _refuse(model, owner, state.in_attention)
+    if _is_pair(model):
+        every = [table for table in every if owner_of(model, table.name) in owners]
     with trial(model):
-        ids = trial_tokens(owner)
-        subject, expected = _reference(model, owner, ids)
-    native = _choose_engine(owner, state)
-    if native is None and owner.config._attn_implementation != ENGINE:
-        _hand_over(owner, ids, state)
-    wrappers = _reposition(model, owner, every)
+        subject, text, expected = trial_inputs(model, owners[-1])
+    tried: tuple[Any, Inputs] = owners[0], {"input_ids": trial_tokens(owners[0])}
+    if _is_pair(model):
+        tried = subject, text
+    natives = {owner: _choose_engine(owner, state) for owner in owners}
+    for owner, native in natives.items():
+        if native is None and owner.config._attn_implementation != ENGINE:
+            _hand_over(owner, trial_tokens(owner), state)
+        for module in owner.modules():
+            if any(kind.endswith("Indexer") for kind in map(_name, module.children())):
+                module.register_forward_pre_hook(catch_mask, with_kwargs=True)
+    wrappers = _reposition(model, every)
     with trial(model):
-        layers = calibrate(model, owner, ids, every, wrappers, state.in_attention)
-        verify(subject, ids, expected, layers, wrappers, engine=native is None)
-        own = own_temperatures(owner, ids) if of_queries(state.in_attention) else {}
-        (give or _give_encodings)(layers, tables, wrappers, state, native, own)
-        _share(owner, layers)
-        count_positions_of(model, owner)
+        layers = calibrate(model, *tried, every, wrappers, state.in_attention)
+        native = None if None in natives.values() else natives[owners[0]]
+        if any(layer.beside for layer in layers):
+            native = None  # the queries are scaled for one of two texts
         if native is None:
-            _watch_cache(owner, layers, state.original)
-        run(subject, ids)  # the patched model runs
+            for owner in owners:
+                inside = {*owner.modules()}
+                written = any(layer.beside for layer in layers if layer.module in inside)
+                _use_engine(owner, written=written)
+        verify(subject, text, expected, layers, wrappers, engine=native is None)
+        scaled = bool(of_queries(state.in_attention)) and not _is_pair(model)
+        own_factors = own_temperatures(owners[0], trial_tokens(owners[0])) if scaled else {}
+        (give or _give_encodings)(layers, tables, wrappers, state, native, own_factors)
+        for owner in owners:
+            inside = {*owner.modules()}
+            of_owner = [layer for layer in layers if layer.module in inside]
+            _share(owner, of_owner)
+            hooks = count_positions_of(model, owner)
+            if _is_pair(model) and not hooks:
+                owner.register_forward_pre_hook(refuse_padding, with_kwargs=True)
+            if native is None:
+                _watch_cache(owner, of_owner, state.original)
+        run(subject, text)  # the patched model runs
     warn_untrained(state.in_attention, stacklevel=5)
+
+
+def _is_pair(model: Any) -> bool:
+    """Return whether a model is an encoder and a decoder."""
+    return bool(getattr(model.config, "is_encoder_decoder", False))
+
+
+def owners_of(model: nn.Module, tables: Sequence[RotaryTable]) -> list[Any]:
+    """Return the decoder that rotary tables belong to; of an encoder-decoder model both parts, where both have some."""
+    owners = dict.fromkeys(owner_of(model, table.name) for table in tables)
+    return list(owners) if _is_pair(model) else list(owners)[:1]
+
+
+def _use_engine(owner: Any, *, written: bool) -> None:
+    """Let the engine compute where scaled queries were planned; `written`: with masks that the model can join."""
+    for _, part in config_parts(owner.config):
+        name = vars(part).get(IMPLEMENTATION)
+        if isinstance(name, str) and name.startswith(ENGINE):
+            vars(part)[IMPLEMENTATION] = WithWrittenMasks(ENGINE) if written else ENGINE
 
 
 def install_biases(model: nn.Module, state: State, place: str) -> None:
@@ -101,7 +148,7 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
         _hand_over(owner, ids, state)
     base = Encoding.of(state.in_attention, state.original)
     with trial(model):
-        layers = calibrate(model, owner, ids, (), {}, state.in_attention)
+        layers = calibrate(model, owner, {"input_ids": ids}, (), {}, state.in_attention)
         counter = PositionCounter([layer.module for layer in layers])
         owner.register_forward_pre_hook(counter, with_kwargs=True)
         verify(subject, ids, expected, layers, {}, engine=True)
@@ -132,7 +179,7 @@ def remove_attention(model: nn.Module) -> None:
         module.__dict__.pop(LAYER, None)
         module._modules.pop(PARAMETERS, None)
         for number, hook in list(module._forward_pre_hooks.items()):
-            known = hook in (catch_positions, count_positions)
+            known = hook in (catch_positions, count_positions, catch_mask, refuse_padding)
             if known or isinstance(hook, CacheWatch | PositionCounter):
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)
@@ -170,16 +217,32 @@ def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> No
                 "This model is on the meta device. A method that computes attention itself is tried on the model "
                 "before it is trusted: load the model first, then patch it."
             )
-    for kind in (type(module).__name__ for module in owner.modules()):
-        if kind.endswith("Indexer") and needs_no_rotation(methods):
-            continue  # the choice of keys stays
-        if kind.endswith(("Indexer", "Compressor")):
-            works = "log_n works there. " if kind.endswith("Indexer") else ""
+    kinds = [*map(_name, owner.modules())]
+    indexers = [kind for kind in kinds if kind.endswith("Indexer")]
+    if compressors := [kind for kind in kinds if kind.endswith("Compressor")]:
+        if not needs_no_rotation(methods):
             raise UnsupportedModelError(
-                f"{type(owner).__name__} chooses the keys of a query by a {kind}, from rotated queries and keys of "
-                "its own, which a method that computes attention itself does not follow. "
-                f"{works}{FREQUENCY_METHODS_WORK}"
+                f"{type(owner).__name__} merges several tokens into one key by a {compressors[0]}, and a method that "
+                "computes attention itself is defined by the position of a key, of which such a key has none. log_n "
+                f"works there. {FREQUENCY_METHODS_WORK}"
             )
+    elif indexers and not _keep_rotation(methods):
+        raise UnsupportedModelError(
+            f"{type(owner).__name__} chooses the keys of a query by a {indexers[0]}, from rotated queries and keys of "
+            "its own, which a method that changes the rotation in attention does not follow. log_n and biases with "
+            f"keep_rope=True work there. {FREQUENCY_METHODS_WORK}"
+        )
+
+
+def _name(module: nn.Module) -> str:
+    return type(module).__name__
+
+
+def _keep_rotation(methods: Sequence[Method]) -> bool:
+    """Return whether these methods leave the rotation of all queries and keys as it is."""
+    return all(
+        seam_of(method) == "query" or getattr(method, "keep_rope", False) for method in methods
+    )
 
 
 def _reference(model: nn.Module, owner: nn.Module, ids: Tensor) -> tuple[nn.Module, Tensor]:
@@ -244,7 +307,7 @@ def _hand_over(owner: Any, ids: Tensor, state: State) -> None:
     state.hooks += UnwrittenMasks().around(owner)
 
 
-def _reposition(model: nn.Module, owner: Any, tables: Sequence[RotaryTable]) -> Wrappers:
+def _reposition(model: nn.Module, tables: Sequence[RotaryTable]) -> Wrappers:
     """Wrap every rotary module or table of the text decoder; the wrappers by `id` of the module that holds it."""
     wrappers: dict[int, RepositionedRotary | RepositionedTable] = {}
     replaced: dict[int, nn.Module] = {}
@@ -253,6 +316,7 @@ def _reposition(model: nn.Module, owner: Any, tables: Sequence[RotaryTable]) -> 
         own = [table for table in tables if table.module is native]
         if not own or id(native) in wrappers:
             continue
+        owner = owner_of(model, own[0].name)
         if isinstance(own[0], SinCosTable):
             repositioned = give_positions(model, own[0])
             if repositioned is None:
@@ -302,7 +366,9 @@ def _give_encodings(
             encoding = replace(encoding, cached_by=base)
         if (before := scaled.get(layer.name)) is not None:
             encoding = replace(encoding, own_factor=before.factor)
-        seam = Layer(encoding, layer in chosen, rotary=layer.rotary, native=native)
+        seam = Layer(
+            encoding, layer in chosen, rotary=layer.rotary, native=native, beside=layer.beside
+        )
         setattr(layer.module, LAYER, seam)
     for module, wrapper in wrappers.items():
         wrapper.labels = frozenset(table.label for table in tables if id(table.module) == module)
@@ -329,7 +395,7 @@ def _chosen(
         if requested == "all":
             return True
         if isinstance(requested, str):
-            return not attends_locally(layer.module, config)
+            return not attends_locally(layer.module, layer.table.config if layer.table else config)
         return layer_index(layer.name, layer.module) in requested
 
     if not isinstance(requested, str) and (missing := sorted({*requested} - numbers)):
@@ -377,6 +443,9 @@ def encoding_of(
     if isinstance(base.method, LengthDependent):
         assert layer.table is not None
         spec = read_spec(layer.table, base.original, compose=compose)
+        order = None if layer.rotation is None else layer.rotation.order
+        if order is not None:
+            spec = replace(spec, order=order if spec.order is None else spec.order[order])
     both = layer.bidirectional
     return replace(
         base,
@@ -398,7 +467,8 @@ def _share(owner: nn.Module, layers: Sequence[CalibratedLayer]) -> None:
 def count_positions_of(model: nn.Module, owner: nn.Module) -> list[RemovableHandle]:
     """Hook the decoder and the models around it, some of which count positions before they call it (Gemma 4)."""
     around = [module for module in model.modules() if owner in module.modules()]
-    if any(hasattr(module, "get_rope_index") for module in around):  # three axes, with the mask
+    # With the mask for three axes, or of the encoder.
+    if _is_pair(model) or any(hasattr(module, "get_rope_index") for module in around):
         around = [owner]
     return [
         module.register_forward_pre_hook(count_positions, with_kwargs=True)

@@ -34,7 +34,7 @@ _NAMES_ELSEWHERE = {
     "theta": "rope_theta",
 }
 Layers = str | tuple[int, ...]
-"""A choice of layers: `"full"` (full attention), `"all"`, or layer indices."""
+"""A choice of layers: `"full"` (full attention), its `"encoder"` or `"decoder"` part, `"all"`, or layer indices."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,6 +65,11 @@ def _give_parts(
     for wrapper in wrappers.values():
         wrapper.encoding = None  # every key is cached at its own position
     for layer in layers:
+        if layer.beside is not None:
+            raise UnsupportedModelError(
+                f"{layer.name} reads two texts in one softmax, where layers cannot have methods of their own. Give one "
+                'method, with layers="full", "all", "encoder" or "decoder".'
+            )
         heads, both = layer.recorded.query.shape[1], layer.bidirectional
         encoding = Encoding(state.original, heads, layer.rotation, bidirectional=both)
         setattr(layer.module, LAYER, Layer(encoding, rotary=layer.rotary, native=native))
@@ -124,6 +129,7 @@ def _encoding(
         spec = read_spec(layer.table, part.original, compose=part.compose)
         table = scaling.frequencies(spec).float()
         table = table if spec.order is None else table[spec.order]
+        table = table if rotation.order is None else table[rotation.order]
         factor = float(scaling.cos_sin_factor(spec)) * (rotation.factor if part.compose else 1.0)
         frequencies = table.to(rotation.inv_freq.device) - rotation.inv_freq
         rotation = _scaled(rotation, table, factor)

@@ -68,7 +68,7 @@ def patch_model(
             `config.original_max_position_embeddings`, the key of that name in `rope_parameters`, and
             `config.max_position_embeddings`.
         layers: `"full"` (all but sliding-window layers, where these have a rotary table of their own), `"all"`, or a
-            list of layer indices.
+            list of layer indices. In an encoder-decoder model also `"encoder"` or `"decoder"`: its full layers.
         compose: On a checkpoint that is scaled already: start from its scaled frequencies.
         replace: Start from the plain rotation: undo a patch that is in force, unless that has parameters to train, and
             drop the scaling of a checkpoint that is scaled already.
@@ -275,9 +275,10 @@ def _install(model: nn.Module, state: State, every: Sequence[RotaryTable]) -> No
     elif any(
         method.length_dependent for method in scalings
     ):  # the length is that of the text alone
-        from hf_posenc.patch.attention import count_positions_of, owner_of
+        from hf_posenc.patch.attention import count_positions_of, owners_of
 
-        state.hooks += count_positions_of(model, owner_of(model, tables[0].name))
+        for owner in owners_of(model, tables):
+            state.hooks += count_positions_of(model, owner)
 
 
 def _undo(model: nn.Module, state: State) -> None:

@@ -574,13 +574,16 @@ def test_what_the_page_says_of_methods_that_compute_attention() -> None:
 
     assert cells("llama") == cells("gemma3_text") == ("all",) * 3
     bands, biases, others = cells("deepseek_v32")
-    assert bands == biases == "none: sparse indexer"
+    assert (bands, biases) == ("none: sparse indexer", "not alibi: sparse indexer")
     assert others == "not dynamic_ntk update=row: sparse indexer"
+    bands, biases, others = cells("deepseek_v4")
+    assert bands == biases == "none: merged keys"
+    assert others == "not dynamic_ntk update=row: merged keys"
     assert cells("afmoe") == cells("llama4_text") == ('all, with layers="all"',) * 3
     assert cells("hunyuan_v1_dense") == ("all",) * 3
-    bands, biases, others = cells("ernie4_5_vl_moe_text")
-    assert (bands, biases) == ("none: unknown rotation", "all")
-    assert others == "not dynamic_ntk update=row: unknown rotation"
+    bands, biases, others = cells("t5gemma2")
+    assert (bands, biases) == ("all", "all")
+    assert others == 'all, with layers="decoder"'
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bloom", "mamba"])

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_posenc import UnsupportedModelError, inspect_rope, patch_model, unpatch_model
+from hf_posenc import UnsupportedModelError, get_method, inspect_rope, patch_model, unpatch_model
 from hf_posenc.attention.engine import forced
+from hf_posenc.model import masks
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, randomise
-from tests.support.attention_native import RULES, reference
+from tests.support.attention_native import KEEPING, RULES, reference
 from tests.support.selection import covering, late
 from tests.support.zoo_registry import quiet
 
@@ -169,38 +170,36 @@ def reasons(model_type: str, names: Iterable[str]) -> dict[str, str]:
 # Refusals
 
 SPARSE = "chooses the keys of a query by a"
+MERGED = "merges several tokens into one key by a"
 NOT_A_ROTATION = "is not a rotation in a known layout"
 NOT_ALONE = "cannot be run on a few tokens alone"
-ENCODER = "in both directions, or another one, in a model that has a decoder"
+ENCODER = 'in both directions, and .* layers="decoder" patches the decoder alone'
+ENCODERS = ("dia", "t5gemma", "t5gemma2")
+"""Types of an encoder and a decoder that read text, which methods of causal texts do not take whole."""
 REFUSED = {
-    **dict.fromkeys(("dia", "t5gemma", "t5gemma2"), ENCODER),
     **dict.fromkeys(
         (
-            *("axk2", "deepseek_v32", "deepseek_v4", "dots3_note", "dots3_note_text"),
+            *("axk2", "deepseek_v32", "dots3_note", "dots3_note_text"),
             *("glm_moe_dsa", "hy_v4", "mistral_large4_text", "qwen4_exp", "qwen4_exp_text"),
         ),
         SPARSE,
     ),
+    "deepseek_v4": MERGED,
     **dict.fromkeys(
-        (
-            *("blt", "idefics", "kyutai_speech_to_text", "voxtral_realtime_text"),
-            "moonshine_streaming",
-        ),
+        ("blt", "idefics", "kyutai_speech_to_text", "voxtral_realtime_text"),
         NOT_ALONE,
     ),
 }
-"""Types that are refused, whatever the method, with what the message says; log_n takes most of the sparse ones."""
-COMPRESSED = ("deepseek_v4",)
-"""Types whose keys stand for several tokens."""
-UNKNOWN_ROTATION = ("ernie4_5_vl_moe_text",)  # the axes of M-RoPE in turns
-"""Types that only take methods which need not know how the layers rotate."""
-WITHOUT_ROTATION = {
-    name
-    for name, case in CASES.items()
-    if case.method in ("log_n", "temperature", "shaw", "transformer_xl") or case.bias is not None
-}
+"""Types that are refused, with what the message says.
+
+Those with an indexer take methods that keep the rotation, and that with merged keys takes log_n.
+"""
 SCALES_QUERIES = ("beam", "llama4", "llama4_text", "ministral3", "mistral4")
 """Types that multiply their queries by a factor of their own."""
+
+
+GAINS = ("mistral_large4_text",)
+"""Types with a learned factor on each frequency, which a method that must know the rotation does not take."""
 
 
 def expected_reason(model_type: str, name: str) -> str:
@@ -209,14 +208,14 @@ def expected_reason(model_type: str, name: str) -> str:
         return "scales its queries already"
     if name == "transformer_xl_shared" and model_type == "gemma4_text":
         return "layers of this model differ"  # heads are wider where the whole text is read
-    if model_type in UNKNOWN_ROTATION and name not in WITHOUT_ROTATION:
-        return NOT_A_ROTATION
-    if (
-        name in CASES
-        and CASES[name].method in ("log_n", "temperature")
-        and REFUSED.get(model_type) == SPARSE
-        and model_type not in COMPRESSED
-    ):
+    case = CASES.get(name)
+    if model_type in ENCODERS and case and not get_method(case.method).bidirectional:
+        return ENCODER
+    if REFUSED.get(model_type) == SPARSE and case and case.options.get("keep_rope"):
+        known = name in ("shaw_keep_rope", "transformer_xl_keep_rope")
+        return NOT_A_ROTATION if known and model_type in GAINS else "^$"
+    scales = case is not None and case.method in ("log_n", "temperature")
+    if scales and REFUSED.get(model_type) in (SPARSE, MERGED):
         return "^$"  # it leaves the choice of keys alone
     return REFUSED.get(model_type, "^$")
 
@@ -247,7 +246,7 @@ def test_every_method_in_representative_types(model_type: str) -> None:
 
 
 def test_refused_types_exist() -> None:
-    assert {*REFUSED, *UNKNOWN_ROTATION} <= {*DECODERS, *zoo.seq2seq_types()}
+    assert {*REFUSED, *GAINS, *ENCODERS} <= {*DECODERS, *zoo.seq2seq_types()}
 
 
 # ------------------------------------------------------------------------------------------
@@ -291,6 +290,54 @@ def test_equals_scores_made_pair_by_pair_with_the_models_own_rotary(
         return
     assert want is not None
     assert zoo.relative_difference(got, want) < TOLERANCE.get(model_type, 1e-4)
+
+
+INDEXED = [name for name, reason in REFUSED.items() if reason == SPARSE]
+
+
+@pytest.mark.parametrize(
+    ("model_type", "dense"),
+    [("deepseek_v32", 1), ("qwen4_exp_text", 1), *late(INDEXED, [1, 1 << 18])],
+)
+def test_a_bias_beside_the_rotation_leaves_the_choice_of_keys_alone(
+    model_type: str, dense: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks are written where an indexer reads them, however large they are."""
+    monkeypatch.setattr(masks, "DENSE", dense)
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    other, (options, rule) = zoo.twin(model), KEEPING
+    before = zoo.logits(model, ids)
+    patch_model(model, "alibi", layers="all", original_max_position_embeddings=ORIGINAL, **options)
+    got, want = zoo.logits(model, ids), reference(other, ids, rule)
+    assert want is not None
+    assert zoo.relative_difference(want, before) > 1e-2
+    assert zoo.relative_difference(got, want) < 1e-4
+    assert torch.equal(zoo.logits(unpatch_model(model), ids), before)
+
+
+@pytest.mark.parametrize(
+    "model_type", ["deepseek_v32", "deepseek_v4", *late([*INDEXED, "mistral_large4"])]
+)
+def test_log_n_is_neutral_within_the_trained_length(model_type: str) -> None:
+    """To the bit, where an indexer chooses fewer keys than there are."""
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    before = zoo.logits(model, ids)
+    patch_model(model, "log_n", original_max_position_embeddings=64)
+    assert torch.equal(zoo.logits(model, ids), before)
+    unpatch_model(model)
+    patch_model(model, "log_n", original_max_position_embeddings=8)
+    assert zoo.relative_difference(zoo.logits(model, ids), before) > 1e-3
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5_vl_moe_text", *late(["llama"])])
+def test_frequencies_of_a_request_are_those_of_the_sequence(model_type: str) -> None:
+    """Also where pairs of features read the table in another order; one forward over one text."""
+    model, ids = zoo.build(model_type), zoo.tokens(40)
+    options = {"original_max_position_embeddings": 16}
+    patch_model(model, "dynamic_ntk", update="sequence", **options)  # type: ignore[arg-type]
+    want = zoo.logits(model, ids)
+    patch_model(model, "dynamic_ntk", update="request", replace=True, **options)  # type: ignore[arg-type]
+    assert zoo.relative_difference(zoo.logits(model, ids), want) < 1e-5
 
 
 def test_a_norm_after_the_rotation_may_be_trained() -> None:

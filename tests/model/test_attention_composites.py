@@ -12,7 +12,6 @@ from hf_posenc import PosencError, UnsupportedModelError, patch_model, unpatch_m
 from hf_posenc.model import masks
 from tests.model.test_attention_architectures import (
     LENGTH,
-    NOT_A_ROTATION,
     SPARSE,
     left_masked,
     left_masked_cached,
@@ -82,7 +81,6 @@ def test_composite_models_are_as_before_with_a_window_longer_than_the_text(model
 
 
 REFUSED_COMPOSITES = {
-    "ernie4_5_vl_moe": NOT_A_ROTATION,
     "mistral_large4": SPARSE,
     "diffusion_gemma": "besides attention",
 }

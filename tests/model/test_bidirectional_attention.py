@@ -202,8 +202,6 @@ def test_methods_of_causal_texts_are_refused(method: str) -> None:
 def test_what_counts_the_past_is_refused() -> None:
     with pytest.raises(PosencError, match="log_n counts the keys before a query"):
         patch_model(build_text_model("eurobert"), "rerope", log_n=True)
-    with pytest.raises(UnsupportedModelError, match="has a decoder too"):
-        patch_model(build_text_model("t5gemma"), "rerope")
 
 
 def _rotary_encoders() -> list[str]:

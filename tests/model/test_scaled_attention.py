@@ -143,6 +143,9 @@ def in_the_open(model: PreTrainedModel, layers: tuple[int, ...], ids: Tensor) ->
 
     def attention(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         scaled = query * factor if module.layer_idx in layers else query
+        if kwargs.get("indices") is not None:  # of the keys that an indexer has chosen
+            chosen = torch.zeros_like(args[2][:, 0]).scatter(-1, kwargs["indices"].long(), True)
+            args = (*args[:2], args[2] & chosen[:, None], *args[3:])
         return sdpa_attention_forward(module, scaled, *args, **kwargs)
 
     AttentionInterface.register("in_the_open", attention)

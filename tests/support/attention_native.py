@@ -1,13 +1,15 @@
 """The L x L reference for any architecture: the model's own layers and its own rotary, asked several times.
 
 Every attention module is called once per band, with the output of the model's rotary for the positions of that band,
-and what it hands to the attention function is written down. Then the scores are put together pair by pair, in float64.
+and what it hands to the attention function is written down. Then the scores are put together pair by pair, in float64:
+a key after the query has the opposite distance of the same pair the other way round.
 So nothing needs to be known of layouts, partial rotation, latent attention or axes, and nothing of the package is used.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,12 +38,16 @@ class Rule:
         query: Positions of the far band.
         key: The same for keys.
         alibi: Whether the linear penalty is added.
+        log_n: The trained length by whose logarithm that of the position is divided, as a factor on queries.
+        keeps: Whether it is added beside the rotation.
     """
 
     near: Positions = lambda m: m
     query: Positions = lambda m: m
     key: Positions = lambda m: m
     alibi: bool = False
+    log_n: int | None = None
+    keeps: bool = False
 
 
 RULES: dict[str, tuple[dict[str, Any], Rule]] = {
@@ -56,6 +62,8 @@ RULES: dict[str, tuple[dict[str, Any], Rule]] = {
     "alibi": ({}, Rule(torch.zeros_like, torch.zeros_like, torch.zeros_like, alibi=True)),
 }
 """Method, its options, and the same as positions."""
+KEEPING = ({"keep_rope": True}, Rule(alibi=True, keeps=True))
+"""The same of ALiBi beside the rotation."""
 
 
 @dataclass
@@ -67,30 +75,40 @@ class _State:
     recording: list[tuple[Tensor, Tensor]] | None = None
     bands: list[list[tuple[Tensor, Tensor]]] = field(default_factory=list)
     calls: int = 0
+    asks: bool = False
 
 
 _state: _State | None = None
 
 
-def reference(model: PreTrainedModel, ids: Tensor, method: str) -> Tensor | None:
-    """Logits of an unpatched model with a method of `RULES` in all layers; `None` where nobody can say.
+def reference(
+    model: PreTrainedModel,
+    ids: Tensor,
+    method: str | Rule,
+    part: nn.Module | None = None,
+    **given: Any,
+) -> Tensor | None:
+    """Logits of an unpatched model with a method of `RULES`, or a rule, in all layers; `None` where nobody can say.
 
-    That is a model whose attention modules make their own rotation, or call no attention function.
+    That is a model whose attention modules make their own rotation, or call no attention function. Other layers than
+    those of `part` stay as they are. `given` are further arguments of the forward.
     """
     global _state
     AttentionInterface.register(NAME, _attention)
     AttentionMaskInterface.register(NAME, eager_mask)
-    state = _state = _State(RULES[method][1])
+    state = _state = _State(method if isinstance(method, Rule) else RULES[method][1])
     with quiet():
         model.set_attn_implementation(NAME)
     for module in list(model.modules()):
         if type(module).__name__.endswith("RotaryEmbedding"):
             module.register_forward_hook(_note, with_kwargs=True)
-    modules = list(_attention_modules(model))
-    for module in modules:
-        _ask_several_times(module, state)
+    modules = list(_attention_modules(model if part is None else part))
+    state.asks = part is not None or not state.rule.keeps
+    if state.asks:  # else all bands are the one that the model has
+        for module in modules:
+            _ask_several_times(module, state)
     try:
-        found = zoo.logits(model, ids)
+        found = zoo.logits(model, ids, **given)
     finally:
         _state = None
     return found if state.calls else None
@@ -162,8 +180,8 @@ def _attention(
         _state.recording.append((query, key))
         return value.new_zeros(batch, length, heads, value.shape[-1]), None
     rotates = bool(_state.bands) and bool(_state.bands[0])
+    _state.calls += rotates or _state.rule.keeps
     if rotates:
-        _state.calls += 1
         near, query_far, key_far = (band.pop(0) for band in _state.bands)
     else:  # a layer without positions
         near = query_far = key_far = (query, key)
@@ -174,18 +192,31 @@ def _attention(
 
     index = torch.arange(length)
     distance = index[:, None] - index[None]
-    table = torch.where(distance < WINDOW, scores(*near), scores(query_far[0], key_far[1]))
+    if rotates:  # keys of another text, after its own, stay as they are
+        before, after = scores(query_far[0], key_far[1]), scores(key_far[0], query_far[1])
+        table = torch.where(distance > 0, before[..., :length], after[..., :length])
+        table = torch.where(distance.abs() < WINDOW, scores(*near)[..., :length], table)
+        if _state.rule.log_n is not None:
+            table = table * ((index + 1).log() / math.log(_state.rule.log_n)).clamp(min=1)[:, None]
+        table = torch.cat((table, scores(query, key)[..., length:]), -1)
+    else:
+        table = scores(query, key)
     table = table * (width**-0.5 if scaling is None else scaling)
     if softcap is not None:
         table = softcap * torch.tanh(table / softcap)
-    if _state.rule.alibi and not torch.equal(query, near[0]):  # it rotates
+    moved = not torch.equal(query, near[0])
+    beside = rotates if _state.asks else getattr(module, "use_rope", True)
+    if _state.rule.alibi and (beside if _state.rule.keeps else moved):
         slopes = torch.tensor(naive.alibi(1, 0, heads), dtype=torch.float64)
-        table = table + slopes[:, None, None] * distance.clamp(min=0)
-    assert attention_mask is not None
-    table = table + attention_mask.double()
+        table[..., :length] += slopes[:, None, None] * distance.abs()
+    if attention_mask is not None:
+        table = table + attention_mask.double()
+    if kwargs.get("indices") is not None:  # the keys that an indexer has chosen
+        every = torch.full((batch, length, length), -torch.inf, dtype=torch.float64)
+        table = table + every.scatter(-1, kwargs["indices"].long(), 0.0)[:, None]
     if s_aux is not None:
         sink = s_aux.double().view(1, -1, 1, 1).expand(batch, heads, length, 1)
         table = torch.cat((table, sink), -1)
-    weights = table.softmax(-1)[..., :length]
+    weights = table.softmax(-1)[..., : value.shape[2]]
     out = weights @ value.double().repeat_interleave(groups, 1)
     return out.transpose(1, 2).to(query.dtype).contiguous(), None

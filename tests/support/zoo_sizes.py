@@ -45,7 +45,7 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
     **dict.fromkeys(("kv_lora_rank", "v_head_dim", "qk_head_dim", "index_head_dim"), 16),
     "q_lora_rank": 24,
-    "index_n_heads": 2,
+    "index_n_heads": 16,  # with few, scores after the ReLU tie at zero, and the choice of keys is arbitrary
     "index_topk": 8,
     "index_kpool": 2,
     # experts
@@ -212,7 +212,7 @@ _QUIRKS: dict[str, dict[str, Any]] = {
     "moshi": {"sliding_window": 3000},
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 16,
         "indexer_kv_heads": 1,
         "indexer_head_dim": 16,
         "indexer_budget": 8,
