@@ -579,7 +579,10 @@ def test_what_the_page_says_of_methods_that_compute_attention() -> None:
     bands, biases, others = cells("deepseek_v4")
     assert bands == biases == "none: merged keys"
     assert others == "not dynamic_ntk update=row: merged keys"
-    assert cells("afmoe") == cells("llama4_text") == ('all, with layers="all"',) * 3
+    assert cells("afmoe") == ('all, with layers="all"',) * 3
+    bands, biases, others = cells("llama4_text")
+    assert bands == biases == 'all, with layers="all"'
+    assert others == "not log_n: a factor on the queries"
     assert cells("hunyuan_v1_dense") == ("all",) * 3
     bands, biases, others = cells("t5gemma2")
     assert (bands, biases) == ("all", "all")
