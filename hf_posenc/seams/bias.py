@@ -25,6 +25,7 @@ from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationError
 from hf_posenc.methods import ALiBi, Method
 from hf_posenc.methods.base import real
+from hf_posenc.model import masks
 from hf_posenc.model.attention import IMPLEMENTATION, LAYER, Layer, register
 from hf_posenc.model.calibration import TOKENS, run, trial_tokens
 from hf_posenc.model.discovery import LENGTH_KEYS, layer_index
@@ -93,15 +94,17 @@ class ExactBias:
         """Let the engine compute the biases, and return whether it does."""
         if torch.compiler.is_compiling() or not (forwards := handed_over(module)):
             return False
-        used = all(_follows(forward.module) for forward in forwards)
+        question = (ExactBias, self.place.visible)
+        counted = m, n = shared(own, question, lambda: self.positions(values))
+        # A few queries have few biases, and the block's own code needs no help for them.
+        many = m.shape[1] * n.shape[1] > max(forward.least for forward in forwards)
+        used = many and all(_follows(forward.module) for forward in forwards)
         for forward in forwards:
             forward.used, forward.weights = used, bool(values.get("output_attentions"))
         if used:
-            question = (ExactBias, self.place.visible)
-            counted = shared(own, question, lambda: self.positions(values))
             for forward in forwards:
                 vars(forward.module)[LAYER].counted = counted
-            self._remove_biases(values, counted[1].shape[1])
+            self._remove_biases(values, n.shape[1])
         return used
 
     def _remove_biases(self, values: dict[Key, Any], keys: int) -> None:
@@ -316,6 +319,8 @@ class BiasSeam(NativeSeam):
         if output is None or float((output - expected).abs().max()) > limit:
             Handed(owner).remove()
             return
+        for forward in handed_over(owner):
+            forward.least = masks.DENSE
         state.set(owner.config, {IMPLEMENTATION: "eager"})
         state.hooks += [Handed(owner), *UnwrittenMasks().around(owner)]
 

@@ -110,6 +110,7 @@ class HandedOver:
         bidirectional: True if queries see later keys.
         transposed: False if keys have features before tokens.
         optional: True if the module's own code computes the same where this is not used.
+        least: Pairs of a query and a key up to which that code is used, where it is `optional`.
         used: False where the next call is to run that code.
         weights: True where the next call returns attention weights, which it may not be asked for by name.
         table: The sin-cos table that the module holds.
@@ -125,7 +126,7 @@ class HandedOver:
         self.names = tuple(itertools.islice(names, 1, None))
         self.table: RepositionedTable | None = None
         self.embedding: RepositionedTable | None = None
-        self.optional, self.used, self.weights = False, True, False
+        self.optional, self.least, self.used, self.weights = False, 0, True, False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.optional and (torch.compiler.is_compiling() or not self.used):

@@ -28,7 +28,7 @@ from hf_posenc import (
 from hf_posenc.attention import engine
 from hf_posenc.attention.exact import score_bias
 from hf_posenc.methods import ALiBi
-from hf_posenc.model import attention
+from hf_posenc.model import attention, masks
 from hf_posenc.seams import bias as bias_seam
 from hf_posenc.seams import distances
 from hf_posenc.seams import inspection as kinds
@@ -235,9 +235,17 @@ def test_attention_that_is_not_handed_over_gets_exact_biases_as_an_argument(name
     assert torch.equal(last, far_biases(name))
 
 
+@pytest.fixture
+def by_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the engine compute short texts too."""
+    monkeypatch.setattr(masks, "DENSE", 0)
+
+
+@pytest.mark.usefixtures("by_engine")
 def test_another_implementation_is_followed() -> None:
     """One that is chosen after the patch; its code then gets the biases as an argument."""
-    model, ids = copy.deepcopy(scaled("falcon")), tokens(60)
+    model: Any = patch_model(build_alibi_model("falcon"), "alibi", scale=4)
+    ids = tokens(60)
     full = logits(model, ids)
     for module in model.modules():
         if hasattr(module, "config"):
@@ -246,11 +254,12 @@ def test_another_implementation_is_followed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("by_engine")
 @pytest.mark.parametrize("name", BUILDERS)
 def test_weights_are_returned_where_they_are_requested(name: str) -> None:
-    model, ids = scaled(name), tokens(30)
+    model, ids = patch_model(build_alibi_model(name), "alibi", scale=4), tokens(30)
     with torch.no_grad():
-        found = model(ids, output_attentions=True).attentions
+        found: Any = model(ids, output_attentions=True).attentions
         plain = model(ids)
     assert plain.attentions is None
     assert len(found) == model.config.num_hidden_layers
@@ -262,9 +271,10 @@ def test_weights_are_returned_where_they_are_requested(name: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("by_engine")
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_compiled_graph_holds_the_biases_as_an_argument(name: str) -> None:
-    model, ids = scaled(name), tokens(30)
+    model, ids = patch_model(build_alibi_model(name), "alibi", scale=4), tokens(30)
     full = logits(model, ids)
     torch._dynamo.reset()
     compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
