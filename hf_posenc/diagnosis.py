@@ -153,7 +153,7 @@ def read_config(name: str | Path, **options: Any) -> Any:
         raise
     except Exception as error:  # an unknown model type, values of a wrong type, custom code
         raise PosencError(
-            f"The config.json of {name} cannot be read: {reason_of(error)}"
+            f"The config.json of {name} cannot be read: {reason_of(error)}{_misplaced(folder)}"
         ) from error
     if BLOCK not in vars(config):  # a patch's values were compared with its table when it was saved
         _report_doubts(doubts, name)
@@ -164,6 +164,18 @@ def read_config(name: str | Path, **options: Any) -> Any:
             "Restore the value that the checkpoint was saved with."
         )
     return config
+
+
+def _misplaced(folder: Path) -> str:
+    """Return the way out where a scaling lies beside the config of the text model, which should have it."""
+    try:
+        values = read_json(folder / "config.json", folder)
+    except PosencError:
+        return ""
+    keys = [key for key in ("rope_scaling", "rope_parameters") if values.get(key)]
+    if not keys or not isinstance(values.get("text_config"), dict):
+        return ""
+    return f". Its {keys[0]} lies beside text_config, where the model reads it: move it in there."
 
 
 def _report_doubts(doubts: Sequence[str], name: str | Path) -> None:

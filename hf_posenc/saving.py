@@ -57,6 +57,35 @@ def get_recipe(name: str) -> dict[str, Any]:
     return dict(json.loads(path.read_text(encoding="utf-8")))
 
 
+def advised_recipes(config: Any) -> tuple[str, ...]:
+    """Return the recipes that the makers of an unscaled checkpoint tell users to add, by its config.
+
+    They are found by the model type and by the values of the checkpoint's own config.
+    """
+    return tuple(
+        name
+        for name in available_recipes()
+        if is_of_checkpoint(config, get_recipe(name)["recipe"], "unscaled")
+    )
+
+
+def native_models() -> tuple[dict[str, Any], ...]:
+    """Return the models that were trained on long texts and need no scaling, with their sources."""
+    path = patches_folder() / "native.json"
+    return tuple(json.loads(path.read_text(encoding="utf-8")))
+
+
+def is_of_checkpoint(config: Any, about: Mapping[str, Any], key: str) -> bool:
+    """Return whether a config has a model type of a description, and its values under a key."""
+    parts = [config, config.get_text_config(decoder=True)]
+    values = about.get(key)
+    if values is None or not {part.model_type for part in parts} & {*about["model_types"]}:
+        return False
+    rope = getattr(parts[1], "rope_parameters", None) or {}
+    entry = {**vars(parts[1]), **rope.get("full_attention", rope)}
+    return all(entry.get(name) == value for name, value in values.items())
+
+
 def save_patch(model: nn.Module, directory: str | Path) -> Path:
     """Write a model's patch to `posenc_config.json`, and its trained parameters to `posenc.safetensors`.
 

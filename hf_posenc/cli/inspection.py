@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -13,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_posenc.cli.console import out, print_json
-from hf_posenc.errors import unknown
+from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.flags import parse_target, plain_option
 from hf_posenc.evaluation.options import MISSING_HELP, REVISION_HELP, TRUST_HELP
 from hf_posenc.lengths import read_length
 
 if TYPE_CHECKING:
+    from hf_posenc.engines.in_force import Scaling
+    from hf_posenc.engines.reading import Reading
     from hf_posenc.methods import Method, RotaryBands
 
 KINDS = {
@@ -137,28 +140,89 @@ def models() -> None:
     )
 
 
-def recipes() -> None:
-    """List the published patches that `load_patch(model, NAME)` takes."""
+def recipes(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder or a hub name: what its makers tell to add, and what is added."
+        ),
+    ] = None,
+) -> None:
+    """List the published patches that `load_patch(model, NAME)` takes; of a checkpoint, those that belong to it."""
+    from hf_posenc.engines.in_force import scaling_of
     from hf_posenc.evaluation.grid import Grid, to_rich
-    from hf_posenc.saving import available_recipes, get_recipe
+    from hf_posenc.saving import available_recipes, get_recipe, native_models
 
-    if print_json({name: get_recipe(name) for name in available_recipes()}):
+    names, advice = available_recipes(), list[str]()
+    if model is not None:
+        config = _read_config(model)
+        types = {config.model_type, config.get_text_config(decoder=True).model_type}
+        names = tuple(n for n in names if types & {*get_recipe(n)["recipe"]["model_types"]})
+        advice = _advice_on(config, scaling_of(config)) or [
+            "No recipe is meant for this checkpoint as it is."
+        ]
+    if print_json(
+        {name: get_recipe(name) for name in names} | ({"advice": advice} if model else {})
+    ):
         return
+    for line in advice:
+        out().print(line, markup=False)
     heads = ("recipe", "method", "scale", "original", "model types", "checkpoint")
     grid = Grid.of("", *heads)
-    for name in available_recipes():
+    for name in names:
         values = get_recipe(name)
         about = values.get("recipe", {})
         scale, original = values.get("scale"), values.get("original_max_position_embeddings")
         grid.row(
             name,
-            values["method"],
+            "+".join([values["method"], *(other["method"] for other in values.get("others", ()))]),
             "" if scale is None else f"{scale:g}",
             "" if original is None else f"{original:,}",
             ", ".join(about.get("model_types", ())),
             about.get("checkpoint", ""),
         )
-    out().print(to_rich(grid))
+    if grid.rows:
+        out().print(to_rich(grid))
+    if model is None:
+        native = ", ".join(one["name"] for one in native_models())
+        out().print(f"Trained on long texts, nothing to add: {native}.", markup=False)
+
+
+def _read_config(name: str, revision: str | None = None, trust: bool = False) -> Any:
+    """Return the config of a model without the patch that it was saved with."""
+    from hf_posenc.cli.loading import check_name, load_config
+    from hf_posenc.saving import take_patch
+
+    name = check_name(name, revision)
+    config = load_config(name, revision=revision, trust_remote_code=trust)
+    if take_patch(config, name) is not None:
+        raise PosencError(
+            f"{name} was saved with a patch of hf_posenc, which is in force: hf-posenc inspect {name} prints it."
+        )
+    return config
+
+
+def _advice_on(config: Any, scaling: Scaling) -> list[str]:
+    """Return what the makers of a checkpoint tell users to add, and what is added."""
+    from hf_posenc.patch.config import PatchConfig
+    from hf_posenc.saving import advised_recipes, get_recipe, is_of_checkpoint, native_models
+
+    in_force = f"its config has {scaling.patch}" if scaling.patch else "its config scales"
+    state = in_force if scaling.scaled else "nothing has been added"
+    lines = []
+    for name in advised_recipes(config):
+        recipe = get_recipe(name)
+        patch, original = PatchConfig.from_dict(recipe), recipe["original_max_position_embeddings"]
+        lines.append(
+            f"{name}: its makers tell you to add {patch} past {original:,} tokens; {state}. "
+            f'In Python: load_patch(model, "{name}").'
+        )
+    lines += [
+        f"{one['name']} was trained on long texts, and needs no scaling ({one['source']})."
+        for one in native_models()
+        if is_of_checkpoint(config, one, "config")
+    ]
+    return lines
 
 
 def inspect_model(
@@ -182,12 +246,21 @@ def inspect_model(
             "--no-weights", help="Read the config alone: the rotary tables, and no other source."
         ),
     ] = False,
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- FLAGS]...",
+            help="After --, the flags or the command of vLLM, SGLang, llama.cpp, LLaMA-Factory, axolotl or unsloth: "
+            "show the scaling that they put in force.",
+        ),
+    ] = None,
 ) -> None:
     """Print where positions enter a model, with a certificate that no place is missing, and its rotary tables.
 
-    With a method that computes attention itself, also at which rotary distance each key lies.
+    With a method that computes attention itself, also at which rotary distance each key lies. A scaling in the
+    config is named as a patch, and one that does nothing is named with the reason.
     """
-    from hf_posenc.cli.loading import embedded_model, live_model, parse_patch
+    from hf_posenc.cli.loading import build_empty, embedded_model, live_model, parse_patch
     from hf_posenc.evaluation.grid import Column, Grid, to_rich
     from hf_posenc.methods import RotaryBands
     from hf_posenc.model.discovery import NoRotaryError
@@ -203,13 +276,20 @@ def inspect_model(
 
     name = model or embedded_model()
     candidate = None if patch is None else parse_patch(patch)
-    live = live_model(
-        name,
-        whole=not no_weights or (candidate is not None and candidate.changes_attention),
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        allow_missing_weights=allow_missing_weights,
-    )
+    reading = None
+    if flags:
+        if candidate is not None:
+            raise PosencError("Flags of another engine and --patch exclude each other: give one.")
+        reading = _read_flags(name, flags, revision, trust_remote_code)
+        no_weights, live = True, build_empty(name, reading.config, causal=False)
+    else:
+        live = live_model(
+            name,
+            whole=not no_weights or (candidate is not None and candidate.changes_attention),
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            allow_missing_weights=allow_missing_weights,
+        )
     if candidate is not None:
         method, options = candidate.arguments()
         patch_model(live, method, **options)
@@ -220,15 +300,19 @@ def inspect_model(
         if positions is None:
             raise
         rotary = EffectiveTables()
+    scaling = None
+    if candidate is None and rotary:
+        scaling = _scaling_of(live, name, revision, reading)
     tables = [{**vars(table), "inv_freq": table.inv_freq.tolist()} for table in rotary]
     patched = None if in_force is None else in_force.config.to_dict()
     found = None if positions is None else positions.to_dict()
-    if print_json(
-        {"model": type(live).__name__, "patch": patched, "positions": found, "tables": tables}
-    ):
+    about = {"model": type(live).__name__, "patch": patched, "positions": found, "tables": tables}
+    if print_json(about | {"scaling": scaling}):
         return
     console = out()
     console.print(f"[bold]{name}[/bold]: {type(live).__name__}")
+    for line in (scaling or {}).get("lines", ()):
+        console.print(line, markup=False)
     if in_force is not None:
         console.print("\n".join(str(in_force).splitlines()[:2]), markup=False)
     if positions is not None:
@@ -265,6 +349,50 @@ def inspect_model(
         for built in in_force.config.build():
             if isinstance(built, RotaryBands) and not built.by_pair:
                 _print_distances(built, in_force.original_max_position_embeddings)
+
+
+def _read_flags(name: str, flags: list[str], revision: str | None, trust: bool) -> Reading:
+    from hf_posenc.engines.reading import read_flags
+
+    return read_flags(_read_config(name, revision, trust), flags)
+
+
+def _scaling_of(
+    live: Any, name: str, revision: str | None, reading: Reading | None
+) -> dict[str, Any] | None:
+    """Return the scaling of a model's config, with lines to print; `None` where the patch names it."""
+    from transformers import PreTrainedConfig
+
+    from hf_posenc.engines.in_force import scaling_of
+    from hf_posenc.patch.patching import get_patch
+
+    config = getattr(live, "config", None)
+    if get_patch(live) is not None or not hasattr(config, "get_text_config"):
+        return None
+    if reading is None:
+        file: dict[str, Any] = {}
+        with contextlib.suppress(OSError):  # an adapter has none
+            file, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+        scaling = scaling_of(config, values=file)
+    else:
+        scaling = scaling_of(config, reading.base, length=reading.length)
+    notes = [*(() if reading is None else reading.notes), *scaling.notes]
+    with_flags = "" if reading is None else f"With these flags of {reading.engine}: "
+    lines = []
+    if scaling.patch is not None:
+        same = f"--patch {scaling.option}" if scaling.option else str(scaling.patch)
+        original = scaling.patch.original_max_position_embeddings
+        start = f" with an original length of {original:,}" if original else ""
+        lines.append(f"{with_flags}the same as {same} on the unscaled model{start}.")
+    elif scaling.scaled:
+        lines.append(f"{with_flags}scaled, by no method of hf_posenc.")
+    elif reading is not None or notes:
+        lines.append(f"{with_flags}no scaling is in force.")
+    if not scaling.scaled:
+        lines += _advice_on(config, scaling)
+    patch = None if scaling.patch is None else scaling.patch.to_dict()
+    values = {"scaled": scaling.scaled, "patch": patch, "option": scaling.option, "notes": notes}
+    return {**values, "lines": [*lines, *notes]}
 
 
 def _print_distances(method: RotaryBands, original: int) -> None:

@@ -57,6 +57,11 @@ class Transformers5(Engine):
         theta, dim = float(rope["rope_theta"]), setup.table.dim
         return formulas.of_transformers(rope, setup.config, theta, dim, setup.length)
 
+    def overrides(self, config: Mapping[str, Any], source: Source) -> tuple[str, ...]:
+        """Return axolotl's option; it would replace the whole config of a text model inside another."""
+        changed = {} if source.text_path else _changed(config, source)
+        return ("overrides_of_model_config:", json.dumps(changed)) if changed else ()
+
 
 class Transformers4(Engine):
     """transformers 4.57: the keys that it reads, and tokenizer files that name a class of its own."""
@@ -76,7 +81,8 @@ class Transformers4(Engine):
             if not legacy.expresses(rope_parameters):
                 continue
             values = {**source.lengths(), "rope_parameters": rope_parameters}
-            yield Draft(form, {**values, **legacy.values(rope_parameters)})
+            notes = _llamafactory(rope_parameters, source)
+            yield Draft(form, {**values, **legacy.values(rope_parameters)}, notes=notes)
             # A model type that takes no factor beside its lists makes one of two lengths: 1 where they are one.
             if form == "longrope" and _ORIGINAL in values:
                 values[_ORIGINAL] = source.reach
@@ -200,14 +206,32 @@ class VLLM(Engine):
         config = {**config, "model_type": source.text_config.model_type}
         if self._longest(config, tokenizer_length(source.base)) < self._longest(config):
             return ()
-        keys = (*source.lengths(), *_LENGTHS, "rope_parameters")
-        before = vars(dict(config_parts(source.stored))[source.text_path])
-        changed: dict[str, Any] = {
-            key: config[key] for key in keys if key in config and config[key] != before.get(key)
-        }
+        changed = _changed(config, source)
         for name in reversed(source.text_path.split(".") if source.text_path else []):
             changed = {name: changed}
         return (self.override_flag, json.dumps(changed)) if changed else ()
+
+
+def _llamafactory(rope: Mapping[str, Any], source: Source) -> tuple[str, ...]:
+    """Return LLaMA-Factory's options for a table: its factor is whole, and it has no other knob."""
+    kind, factor = rope.get("rope_type"), float(rope.get("factor") or 0)
+    own: dict[str, Any] = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    own |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    own |= {"rope_type": kind, "factor": factor, _ORIGINAL: getattr(source.text_config, _LENGTH)}
+    own["rope_theta"] = (source.text_config.rope_parameters or {}).get("rope_theta")
+    if kind not in ("linear", "yarn", "llama3") or not factor.is_integer():
+        return ()
+    if any(own.get(key) != value for key, value in rope.items()):
+        return ()
+    line = f"rope_scaling: {kind}, cutoff_len: {int(factor * own[_ORIGINAL])}"
+    return (f"LLaMA-Factory, on the original folder and transformers below 5: {line}",)
+
+
+def _changed(config: Mapping[str, Any], source: Source) -> dict[str, Any]:
+    """Return the attributes of the exported text config that differ from the stored one's."""
+    keys = (*source.lengths(), *_LENGTHS, "rope_parameters")
+    before = vars(dict(config_parts(source.stored))[source.text_path])
+    return {key: config[key] for key in keys if key in config and config[key] != before.get(key)}
 
 
 def tokenizer_length(folder: str | Path) -> float:

@@ -1,0 +1,228 @@
+"""Flags of other engines read back, the patch that a config has in force, and blocks that do nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_posenc import PosencError, inspect_rope, patch_model
+from hf_posenc.engines import export
+from hf_posenc.engines.in_force import Scaling, idle_blocks, scaling_of, tables_in_force
+from hf_posenc.engines.llama_cpp import runtime
+from hf_posenc.engines.reading import Reading, read_flags
+from tests.patch.test_patching import OPTIONS
+from tests.support import zoo
+
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10_000.0,
+}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama: 64 trained positions, heads of 16."""
+    folder = tmp_path_factory.mktemp("llama")
+    zoo.build("llama").save_pretrained(folder)
+    return folder
+
+
+def read(*flags: str, model_type: str = "llama") -> tuple[Reading, Scaling]:
+    reading = read_flags(zoo.tiny_config(model_type, max_position_embeddings=64), flags)
+    return reading, scaling_of(reading.config, reading.base, length=reading.length)
+
+
+def overrides(block: dict[str, Any], **more: Any) -> str:
+    return json.dumps({"rope_parameters": block, **more})
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers5"])
+@pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3", "longrope", "abf"])
+def test_the_flags_of_an_export_are_read_as_its_patch(
+    llama: Path, method: str, engine: str
+) -> None:
+    exported = export(llama, engine, method=method, **OPTIONS[method])
+    name, value = exported.overrides
+    reading, scaling = read(
+        *exported.flags, name.replace("overrides_", "--overrides_").rstrip(":"), value
+    )
+    (table,) = tables_in_force(reading.config)
+    (patched,) = inspect_rope(patch_model(zoo.build("llama"), method, **OPTIONS[method]))
+    length = reading.length or 256
+    assert scaling.scaled
+    torch.testing.assert_close(
+        table.in_force(1).inv_freq.float(), patched.inv_freq, rtol=1e-6, atol=0
+    )
+    assert length == 256 or method == "abf"
+    named = {"ntk": "abf"}.get(method, method)
+    if (
+        engine == "transformers5" or method != "longrope"
+    ):  # the others have keys of their own for it
+        assert scaling.patch is not None
+        assert scaling.patch.method == named
+
+
+def test_llamafactory_is_told_only_what_it_computes(llama: Path) -> None:
+    def note(method: str, **options: Any) -> str:
+        notes = export(llama, "transformers4", method=method, **options).notes
+        return notes[0] if notes else ""
+
+    for method in ("yarn", "pi", "llama3"):
+        assert note(method, scale=2.5) == ""
+        line = note(method, scale=4).split(": ", 1)[1]
+        flags = [f"--{word.strip().replace(': ', '=')}" for word in line.split(",")]
+        (table,) = tables_in_force(read(*flags)[0].config)
+        (patched,) = inspect_rope(patch_model(zoo.build("llama"), method, scale=4))
+        torch.testing.assert_close(
+            table.in_force(1).inv_freq.float(), patched.inv_freq, rtol=1e-6, atol=0
+        )
+    assert note("yarn", scale=4, beta_fast=16) == ""
+    assert note("abf", rope_theta=1e6) == ""
+
+
+def test_the_option_is_the_patch(llama: Path) -> None:
+    _, scaling = read("--hf-overrides", overrides({**YARN, "beta_fast": 16}))
+    assert scaling.option == "yarn:scale=4,beta_fast=16"
+    from hf_posenc.cli.loading import parse_patch
+
+    method, options = parse_patch(scaling.option).arguments()
+    (one,) = inspect_rope(patch_model(zoo.build("llama"), method, **options))
+    assert scaling.patch is not None
+    (other,) = inspect_rope(patch_model(zoo.build("llama"), scaling.patch.build()))
+    assert torch.equal(one.inv_freq, other.inv_freq)
+
+
+@pytest.mark.parametrize(
+    ("flags", "option"),
+    [
+        ("--rope-scaling yarn --rope-scale 4 --yarn-orig-ctx 32 -c 128", "yarn:scale=4"),
+        ("--rope-scaling yarn --rope-scale 8 --yarn-beta-fast 16", "yarn:scale=8,beta_fast=16"),
+        ("--rope-scaling linear --rope-scale 2.5", "pi:scale=2.5"),
+        ("--rope-scale 4", "pi:scale=4"),
+        ("--rope-freq-scale 0.25", "pi:scale=4"),
+        ("--rope-scaling yarn --rope-scale 4 --yarn-ext-factor 0", "pi:scale=4"),
+        ("--rope-freq-base 80000", "abf:rope_theta=80000"),
+    ],
+)
+def test_llama_cpps_flags(flags: str, option: str) -> None:
+    """The table is that of llama.cpp's own code, as rewritten for the export."""
+    words = flags.split()
+    reading, scaling = read("llama-server", "-m", "model.gguf", *words)
+    assert scaling.option == option
+    (table,) = tables_in_force(reading.config)
+    keys = {"context_length": 64, "rope.freq_base": 10_000.0}
+    if "--yarn-ext-factor" not in words:
+        words = ["--rope-scale", "4"] if "--rope-freq-scale" in words else words
+        theirs = runtime(keys, {}, 16, reading.length or 64, words)
+        torch.testing.assert_close(table.in_force(1).inv_freq, theirs.inv_freq, rtol=1e-6, atol=0)
+        assert table.in_force(1).factor == pytest.approx(theirs.factor)
+
+
+def test_trainers_flags() -> None:
+    reading, scaling = read("--rope_scaling", "yarn", "--cutoff_len", "200")
+    assert (reading.engine, scaling.option) == ("LLaMA-Factory", "yarn:scale=4")  # rounded up
+    assert read("--rope_scaling", "linear", "--cutoff_len", "64")[1] == Scaling(False)
+    reading, scaling = read("--max_seq_length", "160")
+    assert (reading.engine, scaling.option) == ("unsloth", "pi:scale=2.5")
+    assert "needs training" in reading.notes[0]
+    reading, scaling = read("--overrides_of_model_config", overrides(YARN))
+    assert (reading.engine, scaling.option) == ("axolotl", "yarn:scale=4")
+    with pytest.raises(PosencError, match="no rope_theta"):
+        read("--overrides_of_model_config", overrides({"rope_type": "linear", "factor": 2.0}))
+
+
+class TestFlagsThatDoNothing:
+    @pytest.mark.parametrize("flag", ["--hf-overrides", "--json-model-override-args"])
+    def test_type_beside_a_rope_type(self, flag: str) -> None:
+        block = {key: value for key, value in YARN.items() if key != "rope_type"}
+        reading, scaling = read(flag, overrides({**block, "type": "yarn"}))
+        assert not scaling.scaled
+        assert '"type": "yarn" does nothing' in reading.notes[0]
+
+    @pytest.mark.parametrize("flag", ["--hf-overrides", "--json-model-override-args"])
+    def test_a_block_beside_the_text_config(self, flag: str) -> None:
+        reading, scaling = read(flag, overrides(YARN), model_type="qwen3_5")
+        assert not scaling.scaled
+        assert "Nest it there" in reading.notes[0]
+        nested = json.dumps(
+            {"text_config": {"rope_parameters": {**YARN, "partial_rotary_factor": 0.25}}}
+        )
+        assert read(flag, nested, model_type="qwen3_5")[1].option == "yarn:scale=4"
+
+    def test_vllm_takes_another_base_where_none_is_given(self) -> None:
+        block = {key: value for key, value in YARN.items() if key != "rope_theta"}
+        reading = read_flags(
+            zoo.tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+            ["--hf-overrides", overrides(block)],
+        )
+        assert reading.config.rope_parameters["rope_theta"] == 10_000.0
+        assert "it computes with 10,000" in reading.notes[0]
+
+    def test_a_scale_of_one(self) -> None:
+        reading, scaling = read("--rope-scaling", "yarn", "-c", "4096")
+        assert not scaling.scaled
+        assert "give --rope-scale" in reading.notes[0]
+
+    def test_a_length_that_needs_no_scaling(self) -> None:
+        _, scaling = read("--hf-overrides", overrides(YARN), "--max-model-len", "64")
+        assert "need no scaling" in scaling.notes[0]
+        assert not read("--hf-overrides", overrides(YARN), "--max-model-len=256")[1].notes
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--grp-attn-n", "4"], "no Self-Extend since October 2024"),
+        (["--rope-scaling", '{"rope_type": "yarn"}'], "no --rope-scaling since 0.11.1"),
+        (["--rope-scalling", "yarn"], "is not a flag that is read"),
+        (["--port", "80"], "None of these flags"),
+        (["--hf-overrides", "{"], "give JSON|Give JSON"),
+        (["--hf-overrides"], "has no value"),
+        (["--rope-scale", "four"], "give a number"),
+        (["--hf-overrides", "{}", "--rope-scale", "4"], "give one command"),
+    ],
+)
+def test_flags_that_are_refused(flags: list[str], message: str) -> None:
+    with pytest.raises(PosencError, match=message):
+        read(*flags)
+
+
+class TestBlocksOfAFile:
+    def values(self, model_type: str = "llama", **more: Any) -> dict[str, Any]:
+        values: dict[str, Any] = zoo.tiny_config(model_type, max_position_embeddings=64).to_dict()
+        return {**values, **more}
+
+    def test_a_block_in_force_is_not_named(self) -> None:
+        assert idle_blocks(self.values(rope_parameters=YARN)) == []
+        assert idle_blocks(self.values(rope_parameters={**YARN, "rope_type": "dynamic"})) == []
+        assert idle_blocks(self.values()) == []
+
+    @pytest.mark.parametrize(
+        ("more", "reason"),
+        [
+            (
+                {"rope_parameters": {**YARN, "rope_type": "linear", "factor": 1.0}},
+                "its factor is 1",
+            ),
+            ({"rope_parameters": {"factor": 4.0, "rope_theta": 10_000.0}}, 'Add "rope_type"'),
+            ({"rope_scale": YARN}, "Name it rope_parameters"),
+            ({"rope_parameters": {**YARN, "factor": 2.0}, "rope_scaling": YARN}, "Remove that"),
+        ],
+    )
+    def test_the_reason(self, more: dict[str, Any], reason: str) -> None:
+        (note,) = idle_blocks(self.values(**more))
+        assert reason in note
+
+    @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+    def test_beside_the_text_config(self, key: str) -> None:
+        values = self.values("llava")
+        (note,) = idle_blocks({**values, key: YARN})
+        assert note.startswith(f"{key} does nothing: this model reads it in text_config")
+        values["text_config"]["rope_parameters"] = YARN
+        assert idle_blocks(values) == []
