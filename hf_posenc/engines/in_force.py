@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -236,7 +237,8 @@ def _config_of(values: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     try:
-        with taken_warnings("modeling_rope_utils"):
+        with taken_warnings("modeling_rope_utils"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of transformers, for rope_scaling
             kind = CONFIG_MAPPING[values["model_type"]]
             return kind.from_dict(copy.deepcopy(dict(values)))
     except Exception:

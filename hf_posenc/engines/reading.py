@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -69,7 +70,9 @@ def read_flags(config: Any, flags: Sequence[str]) -> Reading:
     (engine,) = engines
     lengths = [read_length(v, name=k) for k, v in values.items() if _READ[k][1] == "length"]
     reading = Reading(copy.deepcopy(config), config, engine, lengths[-1] if lengths else None)
-    return _APPLIED[engine](reading, values)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of transformers, for rope_scaling
+        return _APPLIED[engine](reading, values)
 
 
 _READ = {

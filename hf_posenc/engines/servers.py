@@ -136,7 +136,8 @@ class VLLM(Engine):
                     values[_LENGTH] = source.original
                 if _one_list(entry) and _ORIGINAL in values:
                     values[_ORIGINAL] = source.reach  # wins over the entry's
-            switches = source.length_dependent and result.get("rope_type") == "longrope"
+            lists = result.get("rope_type") == "longrope" and not _one_list(result)
+            switches = source.length_dependent and lists
             note = self.switch_note.format(flag=self.length_flag, original=source.original)
             notes = (note,) if switches else ()
             others = [key for key in _LENGTHS if stored.get(key) and _LENGTH in values]

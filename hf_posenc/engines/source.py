@@ -176,7 +176,7 @@ def open_source(
     if method is None and options:
         raise PosencError(f"{', '.join(options)} belong to a method, and none is given.")
     config = copy.deepcopy(stored)
-    saved = take_patch(config, base) or of_adapter
+    saved = take_patch(config, base, own_as_table=True) or of_adapter
     if unpatched:
         saved = None
     if saved is not None and method is not None:

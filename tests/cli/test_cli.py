@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -455,6 +456,58 @@ def test_inspect_reads_the_table_in_force(model: Path, tmp_path: Path) -> None:
     assert "sliding_attention: default" in layers
     assert "full_attention: default" in layers
     assert "There is no model folder" in refused("inspect", tmp_path / "absent")
+
+
+def test_recipes_of_a_checkpoint(tmp_path: Path) -> None:
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e6}
+
+    def folder(name: str) -> Path:
+        sizes: dict[str, Any] = {"max_position_embeddings": 40960, "num_hidden_layers": 4}
+        return tiny_checkpoint(tmp_path / name, "qwen3", **sizes, rope_parameters=rope)
+
+    plain = folder("plain")
+    text = " ".join(invoke("recipes", plain).stdout.split())
+    assert "makers tell you to add yarn(scale=4) past 32,768 tokens; nothing has been" in text
+    assert "qwen3-yarn-128k" in text
+    assert "codellama" not in text
+    assert "nothing has been added" in " ".join(
+        invoke("inspect", "--no-weights", plain).stdout.split()
+    )
+    rope |= {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+    scaled = folder("scaled")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        text = " ".join(invoke("recipes", scaled).stdout.split())
+        assert "its config has yarn(scale=4)" in text
+        text = " ".join(invoke("inspect", "--no-weights", scaled).stdout.split())
+    assert "the same as --patch yarn:scale=4 on the unscaled model" in text
+    native = tiny_checkpoint(tmp_path / "native", "seed_oss")
+    assert "Seed-OSS was trained on long texts" in invoke("recipes", native).stdout
+    assert (
+        "is meant for this checkpoint"
+        in invoke("recipes").stdout + invoke("recipes", tiny_checkpoint(tmp_path / "llama")).stdout
+    )
+
+
+def test_inspect_reads_flags_and_names_what_does_nothing(model: Path, tmp_path: Path) -> None:
+    block = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}
+    block |= {"original_max_position_embeddings": 256}
+    flags = ("--hf-overrides", json.dumps({"rope_parameters": block}))
+    result = invoke("inspect", model, "--", "vllm", "serve", "X", "--port", "80", *flags)
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    assert "With these flags of vLLM: the same as --patch yarn:scale=4" in text
+    assert f"cos and sin x {0.1 * math.log(4) + 1:.6g}" in text
+    found = json.loads(invoke("inspect", "--json", model, "--", *flags).stdout)["scaling"]
+    assert found["option"] == "yarn:scale=4"
+    assert found["patch"]["method"] == "yarn"
+    assert "exclude each other" in refused("inspect", model, "--patch", "ntk:scale=2", "--", *flags)
+    folder = tiny_checkpoint(tmp_path / "idle")
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_scale"] = block
+    (folder / "config.json").write_text(json.dumps(config))
+    text = " ".join(invoke("inspect", "--no-weights", folder).stdout.split())
+    assert "no scaling is in force. rope_scale does nothing: no code reads rope_scale" in text
 
 
 def test_inspect_names_every_source_of_positions(model: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from hf_posenc.engines.llama_cpp import runtime
 from hf_posenc.engines.reading import Reading, read_flags
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
+from tests.support.selection import covering
 
 YARN: dict[str, Any] = {
     "rope_type": "yarn",
@@ -42,8 +43,12 @@ def overrides(block: dict[str, Any], **more: Any) -> str:
     return json.dumps({"rope_parameters": block, **more})
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang", "transformers5"])
-@pytest.mark.parametrize("method", ["pi", "ntk", "yarn", "llama3", "longrope", "abf"])
+@pytest.mark.parametrize(
+    ("method", "engine"),
+    covering(
+        ["pi", "ntk", "yarn", "llama3", "longrope", "abf"], ["vllm", "sglang", "transformers5"]
+    ),
+)
 def test_the_flags_of_an_export_are_read_as_its_patch(
     llama: Path, method: str, engine: str
 ) -> None:
