@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.measuring.candidates import Candidate, Part
-from hf_posenc.methods import ABF, LengthDependent, LogN, Method, RopeScaling, RotaryBands
+from hf_posenc.methods import ABF, LengthDependent, Method, RopeScaling, RotaryBands, TableFilter
 from hf_posenc.rope import RopeSpec
 
 FAST_TURNS = 32
@@ -198,12 +198,18 @@ class Option:
 
 def option_of(kind: type[Method], start: Start) -> Option:
     """Judge a method at the target length."""
-    if issubclass(kind, RotaryBands) and not kind.by_pair:
+    if issubclass(kind, TableFilter):
+        reason = f"{kind.summary}: changes the table of another method, and reaches no further alone"
+        return Option(kind.name, BESIDE, reason, None, attention=False)
+    if issubclass(kind, RotaryBands) and kind.by_pair:
+        reason = f"{kind.summary}: they are searched for each model, and four are recipes"
+        return Option(kind.name, FINE_TUNED, reason, None, attention=True)
+    if issubclass(kind, RotaryBands):
         return _bands(kind, start)
     if issubclass(kind, RopeScaling):
         return _frequencies(kind, start)
     works, reason = TRAINED, f"{kind.summary}; needs training first"
-    if kind is LogN:
+    if kind.seam == "query":
         works = BESIDE
         reason = "sharpens attention over many keys, and leaves the angles as they are"
     return Option(kind.name, works, reason, dict(start.beside_attention), attention=True)

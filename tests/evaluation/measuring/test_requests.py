@@ -20,7 +20,7 @@ NEEDS_MORE: dict[str, str | None] = {
         name: ",".join(f"{knob}={value}" for knob, value in required(8).items())
         for name, required in REQUIRED.items()
     },
-    "longrope": None,  # lists have no short form
+    **dict.fromkeys(("longrope", "dpe")),  # lists have no short form
 }
 
 

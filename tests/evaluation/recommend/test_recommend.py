@@ -186,7 +186,7 @@ def test_distances_of_the_bands(factor: float) -> None:
     n = m.T
     for option in advice.options:
         kind = get_method(option.method)
-        if not issubclass(kind, RotaryBands):
+        if not issubclass(kind, RotaryBands) or kind.by_pair:
             continue
         method: Any = kind.from_options(**({"scale": factor} if kind.takes_scale() else {}))
         farthest, read = 0.0, torch.zeros(target, target, dtype=torch.bool)
