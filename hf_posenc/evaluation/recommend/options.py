@@ -199,7 +199,9 @@ class Option:
 def option_of(kind: type[Method], start: Start) -> Option:
     """Judge a method at the target length."""
     if issubclass(kind, TableFilter):
-        reason = f"{kind.summary}: changes the table of another method, and reaches no further alone"
+        reason = (
+            f"{kind.summary}: changes the table of another method, and reaches no further alone"
+        )
         return Option(kind.name, BESIDE, reason, None, attention=False)
     if issubclass(kind, RotaryBands) and kind.by_pair:
         reason = f"{kind.summary}: they are searched for each model, and four are recipes"
