@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import Layout, Rotation
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedModelError, one_line
-from hf_posenc.methods import METHODS, Method, needs_no_rotation
+from hf_posenc.methods import METHODS, Method, needs_no_rotation, seam_of
 from hf_posenc.model.attention import (
     KNOWN,
     LAYER,
@@ -335,7 +335,7 @@ def _is_bidirectional(module: nn.Module, call: Recorded) -> bool:
 
 def _check_directions(name: str, methods: Sequence[Method], *, has_decoder: bool) -> None:
     # A table reads both directions alike.
-    causal = [m.name for m in methods if not m.bidirectional and m.seam != "rotary"]
+    causal = [m.name for m in methods if not m.bidirectional and seam_of(m) != "rotary"]
     if causal:
         defined = [method for method in METHODS if method.bidirectional]
         like = [method for method in defined if method.seam in {each.seam for each in methods}]

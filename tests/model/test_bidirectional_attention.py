@@ -189,7 +189,7 @@ def test_a_patched_encoder_copies_and_is_undone_to_the_bit() -> None:
     assert torch.equal(_run(unpatch_model(model), ids), before)
 
 
-@pytest.mark.parametrize("method", ["log_n", "fire", "t5", "shaw", "xpos"])
+@pytest.mark.parametrize("method", ["log_n", "fire", "t5", "shaw", "xpos", "dynamic_ntk"])
 def test_methods_of_causal_texts_are_refused(method: str) -> None:
     model, ids = build_text_model("eurobert"), tokens(9)
     before = _run(model, ids)
