@@ -360,14 +360,18 @@ def _read_flags(name: str, flags: list[str], revision: str | None, trust: bool) 
 def _scaling_of(
     live: Any, name: str, revision: str | None, reading: Reading | None
 ) -> dict[str, Any] | None:
-    """Return the scaling of a model's config, with lines to print; `None` where the patch names it."""
-    from transformers import PreTrainedConfig
+    """Return the scaling of a model's config, with lines to print.
+
+    It is `None` where a patch names it, and for custom code, of which no second model can be built.
+    """
+    from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
     from hf_posenc.engines.in_force import scaling_of
     from hf_posenc.patch.patching import get_patch
 
-    config = getattr(live, "config", None)
-    if get_patch(live) is not None or not hasattr(config, "get_text_config"):
+    config: Any = getattr(live, "config", None)
+    built = (AutoModel._model_mapping, AutoModelForCausalLM._model_mapping)
+    if get_patch(live) is not None or not any(type(config) in mapping for mapping in built):
         return None
     if reading is None:
         file: dict[str, Any] = {}
