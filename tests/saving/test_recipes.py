@@ -112,6 +112,9 @@ PUBLISHED = {
         _yarn(16.0, 16384, **_DEEPSEEK_YARN),
         rope={"llama_4_scaling_beta": 0.1, "original_max_position_embeddings": 16384},
     ),
+    "mistral-large-4-1m": Published(
+        "mistral_large4_text", 64, 1e4, 1048576, _yarn(2048.0, 512, attention_factor=1.0)
+    ),
     "mistral-small-4-1m": Published(
         "mistral4",
         64,
@@ -198,6 +201,18 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "mistral_large4_text": {
+        "num_hidden_layers": 4,  # the fourth does not rotate
+        "num_key_value_heads": 2,
+        "hidden_size": 64,
+        "v_head_dim": 16,
+        "kv_lora_rank": 16,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "index_n_heads": 2,
+        "index_topk": 64,
+    },
     "olmo3": {"num_hidden_layers": 4, "sliding_window": 16},  # three sliding layers, one full
     "qwen3_5_text": {
         "num_hidden_layers": 4,
@@ -210,7 +225,11 @@ _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 4},  # the fourth does not rotate
 }
 # The classes that AutoModelForCausalLM does not know; the text part of Qwen3-VL has no head of its own.
-_CLASSES = {"mistral4": "Mistral4ForCausalLM", "qwen3_vl_text": "Qwen3VLTextModel"}
+_CLASSES = {
+    "mistral4": "Mistral4ForCausalLM",
+    "qwen3_vl_text": "Qwen3VLTextModel",
+    "mistral_large4_text": "MistralLarge4TextModel",
+}
 
 
 def _recipe(name: str) -> dict[str, Any]:
