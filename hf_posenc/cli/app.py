@@ -99,7 +99,7 @@ COMMANDS: tuple[Callable[..., None], ...] = (
 )
 for command in COMMANDS:
     app.command()(expand(command))
-app.command("inspect")(expand(inspection.inspect_model))
+app.command("inspect", cls=inspection.InspectCommand)(expand(inspection.inspect_model))
 
 
 @app.callback(invoke_without_command=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from hf_posenc.cli.console import out, print_json
 from hf_posenc.errors import PosencError, unknown
@@ -225,6 +226,23 @@ def _advice_on(config: Any, scaling: Scaling) -> list[str]:
     return lines
 
 
+class InspectCommand(TyperCommand):
+    """A command that takes the flags of other engines at its end, after `--` or as they are."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {"-h", "--help"}.union(*(option.opts for option in self.params))
+        options = (argument.partition("=")[0] for argument in args)
+        foreign = [
+            place for place, name in enumerate(options) if name[:1] == "-" and name not in own
+        ]
+        if foreign and args[foreign[0]] != "--":
+            from hf_posenc.engines.reading import is_read
+
+            if any(is_read(args[place]) for place in foreign):
+                args = [*args[: foreign[0]], "--", *args[foreign[0] :]]
+        return super().parse_args(ctx, args)
+
+
 def inspect_model(
     model: Annotated[
         str | None, typer.Argument(help="A folder or a hub name. Default: the embedded model.")
@@ -250,8 +268,8 @@ def inspect_model(
         list[str] | None,
         typer.Argument(
             metavar="[-- FLAGS]...",
-            help="After --, the flags or the command of vLLM, SGLang, llama.cpp, LLaMA-Factory, axolotl or unsloth: "
-            "show the scaling that they put in force.",
+            help="The flags or the command of vLLM, SGLang, llama.cpp, LLaMA-Factory, axolotl or unsloth, best after "
+            "--: show the scaling that they put in force.",
         ),
     ] = None,
 ) -> None:
@@ -274,6 +292,8 @@ def inspect_model(
     from hf_posenc.patch.report import EffectiveTables
     from hf_posenc.seams.native import advice_on
 
+    if model is not None and model.startswith("-"):  # flags alone
+        flags, model = [model, *(flags or ())], None
     name = model or embedded_model()
     candidate = None if patch is None else parse_patch(patch)
     reading = None

@@ -75,6 +75,12 @@ def read_flags(config: Any, flags: Sequence[str]) -> Reading:
         return _APPLIED[engine](reading, values)
 
 
+def is_read(word: str) -> bool:
+    """Return whether a word of a command line is a flag that is read, or was in an earlier version of its engine."""
+    name = _name(word.partition("=")[0])
+    return name in _READ or name in _REMOVED
+
+
 _READ = {
     "--hf-overrides": ("vLLM", "json"),
     "--max-model-len": ("", "length"),
@@ -104,9 +110,7 @@ def _words(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield the flags that are read and their values."""
     words = [part for word in flags for part in _split(word)]
     for index, word in enumerate(words):
-        name = _SHORT.get(word, word)
-        if word.startswith("--"):
-            name = _SHORT.get("--" + word[2:].replace("_", "-"), "--" + word[2:].replace("_", "-"))
+        name = _name(word)
         if name in _REMOVED:
             raise PosencError(
                 f"{word}: llama.cpp's server has no Self-Extend since October 2024 (pull request 9860). "
@@ -125,6 +129,12 @@ def _words(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
                 f"--hf-overrides '{{\"rope_parameters\": {value}}}', with the folder's rope_theta in it."
             )
         yield name, value
+
+
+def _name(word: str) -> str:
+    """Return a flag under the name by which it is read: with dashes, in full."""
+    name = "--" + word[2:].replace("_", "-") if word.startswith("--") else word
+    return _SHORT.get(name, name)
 
 
 def _split(word: str) -> list[str]:

@@ -502,6 +502,11 @@ def test_inspect_reads_flags_and_names_what_does_nothing(model: Path, tmp_path: 
     assert found["option"] == "yarn:scale=4"
     assert found["patch"]["method"] == "yarn"
     assert "exclude each other" in refused("inspect", model, "--patch", "ntk:scale=2", "--", *flags)
+    without_dashes = invoke("inspect", "--json", model, *flags, "--max-model-len", "1k")
+    assert json.loads(without_dashes.stdout)["scaling"] == found
+    of_embedded = invoke("inspect", "--json", "--rope-scale", "4", "-c", "1024").stdout
+    assert json.loads(of_embedded)["scaling"]["option"] == "pi:scale=4"
+    assert "No such option: --patsh" in refused("inspect", model, "--patsh", "yarn")
     folder = tiny_checkpoint(tmp_path / "idle")
     config = json.loads((folder / "config.json").read_text())
     config["rope_scale"] = block
