@@ -7,6 +7,7 @@ far into a text, over its norm at the start, is the factor.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,10 @@ from transformers import DynamicCache
 
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import Temperature
-from hf_posenc.model.attention import recording
+from hf_posenc.model.attention import IMPLEMENTATION, recording, register
+from hf_posenc.model.calibration import trial_tokens
+from hf_posenc.model.repositioned import ENGINE
+from hf_posenc.model.unwrapping import trial
 
 _FAR = 1 << 22  # tokens: past the trained length of any model whose factor could still be 1
 _PAST = (0, 1000, 1 << 13, 1 << 16, 1 << 19)
@@ -44,6 +48,40 @@ class OwnTemperature:
     def __str__(self) -> str:
         options = {**self.method.options(), "L": self.original}
         return f"temperature({', '.join(f'{knob}={value}' for knob, value in options.items())})"
+
+
+def temperatures_of(model: nn.Module, place: str) -> dict[str, OwnTemperature | None]:
+    """Return the attention modules, by path, that scale their queries; `place` is a path in the text decoder.
+
+    The model's attention implementation is as before afterwards.
+    """
+    owner: Any = None
+    for name, module in model.named_modules():
+        if (not name or place.startswith(f"{name}.")) and hasattr(
+            module, "set_attn_implementation"
+        ):
+            owner = module
+    if owner is None:
+        return {}
+    configs = {
+        id(c): c for module in owner.modules() if (c := vars(module).get("config")) is not None
+    }
+    before = [(vars(each), vars(each).get(IMPLEMENTATION)) for each in configs.values()]
+    register()
+    try:
+        with trial(model), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for values, _ in before:
+                if IMPLEMENTATION in values:
+                    values[IMPLEMENTATION] = ENGINE
+            found = own_temperatures(owner, trial_tokens(owner))
+    except Exception:  # it cannot be run on a few tokens alone, or attends in code of its own
+        return {}
+    finally:
+        for values, name in before:
+            if IMPLEMENTATION in values:
+                values[IMPLEMENTATION] = name
+    return {name: found[module] for name, module in model.named_modules() if module in found}
 
 
 class _Past(DynamicCache):

@@ -20,6 +20,7 @@ from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.seams import probes, traces
 from hf_posenc.seams.inspection import (
     OUTSIDE,
+    QUERIES,
     ROTARY,
     ROTARY_TABLE,
     SCALING,
@@ -99,7 +100,7 @@ def _beside(model: nn.Module, tables: Tables) -> list[Source]:
     # Its other experiments add up rounding from block to block, which half precision has enough of.
     found += [each for each in positions.hidden if any(_near(each, path) for path in left)]
     named = [place for each in positions.rest for place in each.places]
-    if not found and not any(each.kind == SCALING for each in positions.rest):
+    if not found and not any(each.kind in (SCALING, QUERIES) for each in positions.rest):
         for path, size in left.items():
             if size > probes.tolerance(model) and not any(_within(path, place) for place in named):
                 kind = type(model.get_submodule(path)).__name__ if path else OUTSIDE

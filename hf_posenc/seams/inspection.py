@@ -32,6 +32,7 @@ ALIBI = "ALiBi"
 ARGUMENT = "position argument"
 SINKS = "attention sinks"
 SCALING = "function of position_ids"
+QUERIES = "factor on the queries"
 RECURRENCE = "recurrence or long convolution"
 ENCODING = "relative encoding in code of its own"
 CONVOLUTION = "convolution or short window"
@@ -124,7 +125,7 @@ class Positions:
     @property
     def hidden(self) -> tuple[Source, ...]:
         """The unnamed part of `rest`: no recurrence, no convolution and no function of `position_ids`."""
-        named = (RECURRENCE, CONVOLUTION, SCALING)
+        named = (RECURRENCE, CONVOLUTION, SCALING, QUERIES)
         return tuple(source for source in self.rest if source.kind not in named)
 
     @property
@@ -252,8 +253,10 @@ def inspect(model: nn.Module) -> Positions:
         absolute, relative = probes.absolute(model), probes.relative(model)
         beyond = probes.shifted(model)
         rest = list(_rest(model, absolute, relative, limit))
-        if beyond > limit:
+        scaled = list(_scaled_queries(model, found, beyond))
+        if beyond > limit and not scaled:
             rest.append(Source(SCALING, ("position_ids",), "beside the encodings", beyond))
+        rest += scaled
     certificate = max(_largest(absolute, relative), beyond)
     sources = [source for each in found if (source := _measured(model, each, found, limit))]
     return Positions(
@@ -264,6 +267,20 @@ def inspect(model: nn.Module) -> Positions:
         limit,
         bidirectional=probes.bidirectional(model),
     )
+
+
+def _scaled_queries(model: nn.Module, found: Sequence[Found], beyond: float) -> Iterator[Source]:
+    """Yield the attention modules that multiply their queries by position, by law."""
+    rotary = next((one.source for one in found if one.source.kind == ROTARY), None)
+    if rotary is None:
+        return
+    from hf_posenc.model.temperature import temperatures_of  # imports transformers
+
+    by_law: dict[str, list[str]] = {}
+    for name, law in temperatures_of(model, rotary.places[0]).items():
+        by_law.setdefault("by an unknown law" if law is None else f"by {law}", []).append(name)
+    for law_in_words, places in by_law.items():
+        yield Source(QUERIES, tuple(places), law_in_words, beyond)
 
 
 def _largest(*moved: Mapping[str, float]) -> float:

@@ -40,7 +40,7 @@ LEFT = {
     "mamba": {kinds.RECURRENCE: "backbone.layers.*.mixer"},
     "lfm2_moe": {kinds.CONVOLUTION: "model.layers.*.conv"},
     "fnet": {kinds.RECURRENCE: "fnet.encoder.layer.*.fourier"},
-    "ministral3": {kinds.SCALING: "position_ids"},
+    "ministral3": {kinds.QUERIES: "model.layers.*.self_attn"},
     "prophetnet": {kinds.ENCODING: "prophetnet.decoder.layers.*.self_attn"},
 }
 
@@ -281,6 +281,7 @@ _LEFT = {
     kinds.CONVOLUTION,
     kinds.COUNT,
     kinds.SCALING,
+    kinds.QUERIES,
     kinds.UNKNOWN,
 }
 
@@ -298,3 +299,22 @@ def test_every_text_type_is_certified_or_says_what_is_left(model_type: str) -> N
         pytest.skip(str(error))
     assert positions.complete != bool(positions.rest)
     assert {each.kind for each in positions.rest} <= _LEFT
+
+
+@pytest.mark.parametrize(
+    ("model_type", "law"),
+    [
+        ("llama4_text", "by temperature(law=llama4, beta=0.1, L=8192)"),
+        ("ministral3", "by temperature(law=ministral, beta=0.1, L=64)"),
+    ],
+)
+def test_a_factor_on_the_queries_is_named_by_its_law(model_type: str, law: str) -> None:
+    """Llama 4's is 1 within its first 8,192 tokens, where no experiment on short texts sees it."""
+    model = build_text_model(model_type)
+    implementation = model.config._attn_implementation
+    (factor,) = (
+        each for each in inspect_positions(model).rest if each.kind == "factor on the queries"
+    )
+    assert factor.facts == law
+    assert all(place.endswith("self_attn") for place in factor.places)
+    assert model.config._attn_implementation == implementation
