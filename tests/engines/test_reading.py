@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from hf_posenc import PosencError, inspect_rope, patch_model
 from hf_posenc.engines import export
@@ -231,3 +232,19 @@ class TestBlocksOfAFile:
         assert note.startswith(f"{key} does nothing: this model reads it in text_config")
         values["text_config"]["rope_parameters"] = YARN
         assert idle_blocks(values) == []
+
+
+class TestWhatThePageSaysOfTransformers:
+    def test_a_loaded_model_keeps_its_tables(self) -> None:
+        model = zoo.build("llama")
+        before = model.model.rotary_emb.inv_freq.clone()
+        model.config.rope_parameters = YARN
+        model(torch.arange(4)[None])
+        assert torch.equal(model.model.rotary_emb.inv_freq, before)
+
+    @pytest.mark.filterwarnings("ignore:`rope_scaling` is deprecated")
+    @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+    def test_a_block_without_a_base_builds_no_model(self, llama: Path, key: str) -> None:
+        block = {name: value for name, value in YARN.items() if name != "rope_theta"}
+        with pytest.raises(TypeError):
+            AutoModelForCausalLM.from_pretrained(llama, **{key: block})
