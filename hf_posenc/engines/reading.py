@@ -180,6 +180,11 @@ def _vllm(reading: Reading, values: Mapping[str, str]) -> Reading:
             continue
         if key in BLOCKS and _is_part(config):
             notes.append(_beside(config, key))
+        elif key == "rope_scaling" and "rope_theta" not in value:
+            raise PosencError(
+                "transformers adds an empty rope_theta to this rope_scaling, with which vLLM makes no table. Name the "
+                "block rope_parameters, with the folder's rope_theta in it."
+            )
         setattr(config, key, value)
     text = config.get_text_config(decoder=True)
     rope = getattr(text, "rope_parameters", None)

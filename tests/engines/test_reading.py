@@ -188,6 +188,7 @@ class TestFlagsThatDoNothing:
         (["--rope-scaling", '{"rope_type": "yarn"}'], "no --rope-scaling since 0.11.1"),
         (["--rope-scalling", "yarn"], "is not a flag that is read"),
         (["--port", "80"], "None of these flags"),
+        (["--hf-overrides", '{"rope_scaling": {"rope_type": "yarn"}}'], "empty rope_theta"),
         (["--hf-overrides", "{"], "give JSON|Give JSON"),
         (["--hf-overrides"], "has no value"),
         (["--rope-scale", "four"], "give a number"),
