@@ -301,7 +301,10 @@ def inspect_model(
         if candidate is not None:
             raise PosencError("Flags of another engine and --patch exclude each other: give one.")
         reading = _read_flags(name, flags, revision, trust_remote_code)
-        no_weights, live = True, build_empty(name, reading.config, causal=False)
+        no_weights, live = (
+            True,
+            build_empty(f"{name} with these flags", reading.config, causal=False),
+        )
     else:
         live = live_model(
             name,

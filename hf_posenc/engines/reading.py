@@ -180,7 +180,7 @@ def _vllm(reading: Reading, values: Mapping[str, str]) -> Reading:
             continue
         if key in BLOCKS and _is_part(config):
             notes.append(_beside(config, key))
-        elif key == "rope_scaling" and "rope_theta" not in value:
+        elif key == "rope_scaling" and "rope_theta" not in (value or {"rope_theta": None}):
             raise PosencError(
                 "transformers adds an empty rope_theta to this rope_scaling, with which vLLM makes no table. Name the "
                 "block rope_parameters, with the folder's rope_theta in it."
