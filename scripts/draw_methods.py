@@ -31,6 +31,7 @@ from hf_posenc.methods import (
     METHODS,
     T5,
     DistanceBias,
+    LaMPE,
     LogN,
     NTKAware,
     NTKMixed,
@@ -122,6 +123,29 @@ def dpe(figure: Figure) -> None:
         panel.plot(distance, line, color=COLOURS[part], label=f"g = {factor}")
     panel.axhline(ORIGINAL - 1, color=BASELINE, linewidth=0.8, linestyle="--", label="L - 1")
     panel.set(xlabel="distance m - n of the last query", ylabel="relative position")
+    panel.legend(frameon=False, fontsize=7.5)
+
+
+def lampe(figure: Figure) -> None:
+    """Plot the distances of the last query of texts of 1, 2, 4 and 8 times the original length, as shares of theirs."""
+    method, panel = (
+        LaMPE(growth=0.004, shift=-1.0, capacity=80.0, head=24, tail=16),
+        figure.subplots(),
+    )
+    for index, ratio in enumerate((1, 2, 4, 8)):
+        length = ratio * ORIGINAL
+        query, distance = torch.tensor(length - 1), torch.arange(length)
+        line = torch.full((length,), math.nan)
+        for band in method.bands(ORIGINAL, length):
+            inside = band.contains(query, query - distance)
+            line[inside] = (band.query_position(query) - band.key_position(query - distance))[
+                inside
+            ].float()
+        panel.plot(distance / length, line, color=COLOURS[index], label=f"N = {ratio} L")
+    panel.axhline(ORIGINAL - 1, color=BASELINE, linewidth=0.8, linestyle="--", label="L - 1")
+    panel.set(
+        xlabel="distance m - n of the last query, as a share of N", ylabel="relative position"
+    )
     panel.legend(frameon=False, fontsize=7.5)
 
 
@@ -387,7 +411,7 @@ PICTURES: dict[str, Draw] = {
     **{m.name: partial(biases, name=m.name) for m in METHODS if issubclass(m, DistanceBias)},
     **{
         f.__name__: f
-        for f in (dpe, log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
+        for f in (dpe, lampe, log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
     },
     **{f.__name__: f for f in (layouts, wavelengths, dials)},
 }

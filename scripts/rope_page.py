@@ -9,7 +9,7 @@ import torch
 from hf_posenc.cli.inspection import kinds
 from hf_posenc.evaluation.grid import markdown_table
 from hf_posenc.evaluation.recommend.options import met_until
-from hf_posenc.methods import DistanceBias, Method, NoPE, RopeScaling, RotaryBands
+from hf_posenc.methods import DistanceBias, LaMPE, Method, NoPE, RopeScaling, RotaryBands
 from hf_posenc.rope import RopeSpec
 from scripts.draw_methods import position_map, stretched
 
@@ -78,6 +78,8 @@ def _positions(kind: type[Method]) -> str:
         return "m - n" if torch.equal(relative[1:, 1:], relative[:-1, :-1]) else "m and n"
     if issubclass(kind, DistanceBias) and kind.of_query:
         return "m - n and m"
+    if kind is LaMPE:
+        return "m and n and the text's length"
     if issubclass(kind, RopeScaling):
         return "m - n and the text's length" if kind.length_dependent else "m - n"
     return {"query": "m", "attention": "m - n", "bias": "m - n", "table": "m and n"}[kind.seam]

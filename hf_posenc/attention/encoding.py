@@ -14,6 +14,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.methods import (
     Band,
     DistanceBias,
+    LaMPE,
     LengthDependent,
     Method,
     RelativeKeys,
@@ -156,7 +157,7 @@ class Branch:
         """Return the keys of the branch; as `query`, for keys at positions n."""
         return x
 
-    def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
+    def contains(self, m: Tensor, n: Tensor, origin: Tensor | None = None) -> Tensor | None:
         """Return a mask of the pairs that it scores, for positions that broadcast; `None`: all."""
         return None
 
@@ -245,7 +246,7 @@ class BandBranch(Branch):
         """Return the positions by which cached keys at n are turned, as `query_turn`."""
         return moved(self.band.key_position(n), self.cached(n))
 
-    def contains(self, m: Tensor, n: Tensor) -> Tensor | None:
+    def contains(self, m: Tensor, n: Tensor, origin: Tensor | None = None) -> Tensor | None:
         return self.band.contains(m, n)
 
 
@@ -357,6 +358,63 @@ class MovingPlan(Plan):
         return moved.to(device) if changes else None, float(factor)
 
 
+class GrowingPlan(Plan):
+    """Bands whose positions depend on the length of the text. `origin` is the length in force."""
+
+    kernel = None
+    shares_keys = False
+    shares_cache = False
+    counts_from_zero = True
+
+    def __init__(self, encoding: Encoding) -> None:
+        super().__init__(encoding)
+        assert isinstance(encoding.method, LaMPE)
+        self.method, self.original = encoding.method, encoding.original
+        self._bands: dict[int, tuple[Band, ...]] = {}
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        return tuple(GrowingBranch(self, index) for index in range(3))
+
+    def origin(self, m: Tensor, lengths: Tensor | None) -> Tensor:
+        length = (m.amax() + 1).clamp(min=self.original) if lengths is None else lengths[0]
+        return length.cpu()
+
+    def band(self, index: int, length: Tensor) -> Band | None:
+        """Return one of the bands of a length; `None` where it has fewer."""
+        tokens = int(length)
+        if tokens not in self._bands:
+            self._bands = {tokens: self.method.bands(self.original, tokens)}
+        bands = self._bands[tokens]
+        return bands[index] if index < len(bands) else None
+
+
+@dataclass(frozen=True, eq=False)
+class GrowingBranch(Branch):
+    """One band of a `GrowingPlan`, by its number; keys are cached at their own positions."""
+
+    plan: GrowingPlan
+    index: int
+
+    shares_cache = False
+
+    def query(self, x: Tensor, m: Tensor, origin: Tensor) -> Tensor:
+        band = self.plan.band(self.index, origin)
+        same = band is None or not self.index
+        return x if band is None or same else self.plan.rotation.turn(x, band.query_position(m) - m)
+
+    def key(self, x: Tensor, n: Tensor, origin: Tensor) -> Tensor:
+        band = self.plan.band(self.index, origin)
+        if band is None or not self.index:
+            return x
+        return self.plan.rotation.of_keys.turn(x, band.key_position(n) - n)
+
+    def contains(self, m: Tensor, n: Tensor, origin: Tensor | None = None) -> Tensor | None:
+        assert origin is not None
+        band = self.plan.band(self.index, origin)
+        return torch.zeros_like(m - n, dtype=torch.bool) if band is None else band.contains(m, n)
+
+
 class XPosPlan(Plan):
     """Factors on the pairs, with exponents counted from the first query of a block so that they stay small."""
 
@@ -414,6 +472,7 @@ class OffsetPlan(Plan):
 PLANS: Mapping[type[Method], type[Plan]] = {
     RotaryBands: BandPlan,
     LengthDependent: MovingPlan,
+    LaMPE: GrowingPlan,
     XPos: XPosPlan,
     RopeBias: OffsetPlan,
 }

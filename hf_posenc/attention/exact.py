@@ -83,7 +83,7 @@ def _block(
     for index, branch in enumerate(encoding.plan.branches):
         turned = branch.key(key, n, origin) if shared is None else shared[index]
         part = grouped_scores(branch.query(query, m, origin), turned, call.scaling)
-        inside = branch.contains(*pairs)
+        inside = branch.contains(*pairs, origin)
         scores = part if inside is None or scores is None else torch.where(inside, part, scores)
         if inside is not None:
             covered = inside if covered is None else covered | inside

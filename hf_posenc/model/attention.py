@@ -22,7 +22,7 @@ from hf_posenc.attention.call import Beside, Call, Mask, RotatedKeys, forget, sh
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import LengthDependent
+from hf_posenc.methods import LaMPE, LengthDependent
 from hf_posenc.model.masks import (
     HANDLE,
     CausalMask,
@@ -156,7 +156,7 @@ class CacheWatch:
     that is longer. Where generation outgrows it, the length grows by whole buckets.
     """
 
-    def __init__(self, method: LengthDependent | None, original: int) -> None:
+    def __init__(self, method: LengthDependent | LaMPE | None, original: int) -> None:
         self.method, self.original = method, original
         self.current: Tensor | None = None
         self.kept: list[tuple[int, RotatedKeys]] = []

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
-from hf_posenc.methods import LengthDependent, LogN, Method, needs_no_rotation, seam_of
+from hf_posenc.methods import LaMPE, LengthDependent, LogN, Method, needs_no_rotation, seam_of
 from hf_posenc.model.attention import (
     IMPLEMENTATION,
     LAYER,
@@ -479,7 +479,9 @@ def count_positions_of(model: nn.Module, owner: nn.Module) -> list[RemovableHand
 
 def _watch_cache(owner: nn.Module, layers: Sequence[CalibratedLayer], original: int) -> None:
     seams = [(layer, getattr(layer.module, LAYER)) for layer in layers]
-    moving = [pair for pair in seams if isinstance(pair[1].encoding.method, LengthDependent)]
+    moving = [
+        pair for pair in seams if isinstance(pair[1].encoding.method, LengthDependent | LaMPE)
+    ]
     watch = CacheWatch(moving[0][1].encoding.method if moving else None, original)
     owner.register_forward_pre_hook(watch, with_kwargs=True)
     for layer, seam in moving:

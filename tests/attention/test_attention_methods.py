@@ -54,8 +54,9 @@ def test_log_n_is_an_option_of_every_band(name: str) -> None:
 
 
 SAVED: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in OTHERS if name != "dpe"),
+    *((name, {}) for name in OTHERS if name not in ("dpe", "lampe")),
     ("dpe", {"factors": [2, 4], "window": 512}),
+    ("lampe", {"growth": 1e-4, "shift": -2.5, "capacity": 6204.4, "head": 256}),
     ("rerope", {"window": 512, "log_n": True}),
     ("leaky_rerope", {"scale": 8.0, "window": 512}),
     ("leaky_rerope", {"k": 4.0}),

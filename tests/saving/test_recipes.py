@@ -26,7 +26,7 @@ from hf_posenc import (
     save_patch,
     unpatch_model,
 )
-from hf_posenc.methods import RotaryBands
+from hf_posenc.methods import LaMPE, RotaryBands
 from hf_posenc.patch.config import PatchConfig
 
 FOLDER = Path(__file__).parents[2] / "patches" / "recipes"
@@ -148,6 +148,13 @@ PUBLISHED = {
 }
 
 OF_ENGINES = ("qwen2.5-1m",)
+OF_LAMPE = {
+    "lampe-llama-2": (1380, 10_000),
+    "lampe-llama-3-8b": (1210, 10_000),
+    "lampe-llama-3.1-8b": (80_831, 150_000),
+    "lampe-mistral-7b": (17_829, 32_768),
+}
+"""Positions of the authors' `remap_uselen` at a length."""
 OF_DPE = {
     "dpe-llama-3-8b": ([2, 8, 2, 8, 32, 32, 32, 4], 8192),
     "dpe-llama-3.1-8b": ([2, 32, 32, 2, 2, 2, 2, 1], 131072),
@@ -305,7 +312,7 @@ def _logits(model: torch.nn.Module, positions: torch.Tensor) -> torch.Tensor:
 
 def test_every_recipe_has_a_published_configuration_to_hold_it_against() -> None:
     assert len(NAMES) >= 10
-    assert sorted([*PUBLISHED, *OF_ENGINES, *OF_DPE]) == NAMES
+    assert sorted([*PUBLISHED, *OF_ENGINES, *OF_DPE, *OF_LAMPE]) == NAMES
     assert sorted(available_recipes()) == NAMES
 
 
@@ -444,6 +451,16 @@ def test_dpe_has_the_sizes_of_its_authors(name: str) -> None:
     assert distances.tolist() == [
         (original - 1) // g + 1024 - 1024 // g - 777 // g for g in factors
     ]
+
+
+@pytest.mark.parametrize("name", OF_LAMPE)
+def test_lampe_has_the_room_of_its_authors(name: str) -> None:
+    room, length = OF_LAMPE[name]
+    config = PatchConfig.from_dict(_recipe(name))
+    (method,) = config.build()
+    assert isinstance(method, LaMPE)
+    assert method.room(length) == room
+    assert (method.head, method.tail) == (512, 200)
 
 
 def test_hunyuans_alpha_is_a_base() -> None:

@@ -189,6 +189,9 @@ def _scores(
     key = key.repeat_interleave(groups, 0)
     position = torch.arange(length, dtype=torch.float64)
     relative = position[:, None] - position[None]
+    if case.method == "lampe":
+        given = dict(case.options)
+        relative = naive.lampe(given.pop("text", length), length, **given)
     if case.relative is not None:
         relative = _relative(case.method, length, tuple(case.relative.items()))
     content = query + trained["u"][:, None] if "u" in trained else query

@@ -256,6 +256,44 @@ LEARNS = {"kerple_log": 0, "kerple_power": 0}
 """The distance that a trained bias can single out, where it is not 2: a falling one singles out the token itself."""
 
 
+def lampe(
+    text: int, shown: int, growth: float, shift: float, capacity: float, head: int, tail: int
+) -> Tensor:
+    """arXiv 2508.02308, from the prefill of scar-on/LaMPE: relative positions of the first tokens of a text.
+
+    The authors count a pair exactly at a border twice; here it belongs to the farther region.
+
+    Args:
+        text: Tokens of the text.
+        shown: Tokens to return, at most the text's.
+        growth: As the others, a number of the paper's sigmoid.
+        shift: See `growth`.
+        capacity: See `growth`.
+        head: Tokens read as they are.
+        tail: First tokens that the last ones read as they are.
+    """
+    use_length = int(capacity / (1 + math.exp(-(growth * text + shift))))
+    relative = torch.empty(shown, shown, dtype=torch.float64)
+    for m in range(shown):
+        for n in range(shown):
+            relative[m, n] = m - n
+    if text < 2 * head or use_length >= text - 1:
+        return relative
+    mapping = [use_length * p // (text - 1) for p in range(text)]
+    re_size = tail
+    while re_size + 1 < text and mapping[re_size] == mapping[re_size + 1]:
+        re_size += 1
+    bias_1 = head - (mapping[head] + 1)
+    bias_2 = (text - 1 - re_size) - mapping[text - 1 - re_size] - bias_1
+    for m in range(shown):
+        for n in range(m + 1):
+            if m - n >= text - re_size:
+                relative[m, n] = m - bias_2 - n
+            elif m - n >= head:
+                relative[m, n] = mapping[m] + bias_1 - mapping[n]
+    return relative
+
+
 def _log_n(m: int, trained: int) -> float:
     return max(1.0, math.log(m + 1) / math.log(trained))
 

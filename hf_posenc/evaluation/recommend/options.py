@@ -17,7 +17,16 @@ from torch import Tensor
 
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.measuring.candidates import Candidate, Part
-from hf_posenc.methods import ABF, LengthDependent, Method, RopeScaling, RotaryBands, TableFilter
+from hf_posenc.methods import (
+    ABF,
+    DPE,
+    LaMPE,
+    LengthDependent,
+    Method,
+    RopeScaling,
+    RotaryBands,
+    TableFilter,
+)
 from hf_posenc.rope import RopeSpec
 
 FAST_TURNS = 32
@@ -203,8 +212,8 @@ def option_of(kind: type[Method], start: Start) -> Option:
             f"{kind.summary}: changes the table of another method, and reaches no further alone"
         )
         return Option(kind.name, BESIDE, reason, None, attention=False)
-    if issubclass(kind, RotaryBands) and kind.by_pair:
-        reason = f"{kind.summary}: they are searched for each model, and four are recipes"
+    if kind in (DPE, LaMPE):
+        reason = f"{kind.summary}: its numbers are fitted to each model, and four sets are recipes"
         return Option(kind.name, FINE_TUNED, reason, None, attention=True)
     if issubclass(kind, RotaryBands):
         return _bands(kind, start)

@@ -1,0 +1,100 @@
+"""LaMPE: positions that depend on the length of the text, pinned for a request."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hf_posenc
+from hf_posenc import PosencError, patch_model, unpatch_model
+from hf_posenc.methods import LaMPE, LogN, YaRN
+from tests.attention.test_attention import assert_close, build
+from tests.support import zoo
+from tests.support.attention_llama import ORIGINAL, Case, reference
+from tests.support.attention_ways import left_masked, left_padded, right_padded
+
+IDS = zoo.tokens(50)
+KNOBS: dict[str, Any] = {
+    "growth": 0.01,
+    "shift": -0.5,
+    "capacity": 50.0,
+    "head": 6,
+    "tail": 4,
+}
+CASE = Case("lampe", KNOBS)
+
+
+def patched(model: Any, **more: Any) -> Any:
+    knobs = {**KNOBS, "bucket": 16, **more}
+    return patch_model(model, "lampe", original_max_position_embeddings=ORIGINAL, **knobs)
+
+
+@pytest.mark.parametrize("knobs", [{}, {"tail": 0}, {"tail": 30}, {"head": 20}, {"capacity": 20.0}])
+def test_a_text_equals_the_authors_regions(knobs: dict[str, Any]) -> None:
+    model = patched(build(), **knobs)
+    want = reference(model, replace(CASE, options={**KNOBS, **knobs}), IDS)
+    assert_close(zoo.logits(model, IDS), want)
+    assert_close(zoo.logits(copy.deepcopy(model), IDS), want)
+
+
+@pytest.mark.parametrize("way", [left_padded, left_masked, right_padded])
+def test_every_row_has_its_own_length(way: Any) -> None:
+    model = patched(build())
+    assert_close(way(model, IDS), reference(model, CASE, IDS))
+
+
+def test_a_cached_step_reads_the_length_of_its_request() -> None:
+    """In one layer keys and values do not depend on it: a prompt of 40 tokens, then one bucket of 16 more."""
+    model = patched(build(num_hidden_layers=1))
+    prompt = model(input_ids=IDS[:, :40], use_cache=True)
+    assert_close(prompt.logits, reference(model, CASE, IDS[:, :40]))
+    step = model(input_ids=IDS[:, 40:41], past_key_values=prompt.past_key_values, use_cache=True)
+    case = replace(CASE, options={**KNOBS, "text": 56})
+    assert_close(step.logits, reference(model, case, IDS[:, :41])[:, 40:])
+
+
+@pytest.mark.parametrize("length", [ORIGINAL, 11])
+def test_short_texts_are_read_as_unpatched(length: int) -> None:
+    model = build()
+    before = zoo.logits(model, IDS[:, :length])
+    assert zoo.relative_difference(zoo.logits(patched(model), IDS[:, :length]), before) < 1e-6
+    full = zoo.logits(patched(build(), capacity=1e6), IDS)  # room for all of its tokens
+    assert zoo.relative_difference(full, zoo.logits(build(), IDS)) < 1e-6
+
+
+def test_it_is_saved_composed_and_undone(tmp_path: Path) -> None:
+    model = build()
+    before = zoo.logits(model, IDS)
+    methods = [YaRN(scale=2), LaMPE(**KNOBS, bucket=16), LogN()]
+    patch_model(model, methods, original_max_position_embeddings=ORIGINAL)
+    case = replace(CASE, table=("yarn", {"scale": 2.0}), law="log_n")
+    assert_close(zoo.logits(model, IDS), reference(model, case, IDS))
+    model.save_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert torch.equal(zoo.logits(loaded, IDS), zoo.logits(model, IDS))
+    unpatch_model(model)
+    assert torch.equal(zoo.logits(model, IDS), before)
+
+
+def test_gradients() -> None:
+    model = patched(build())
+    model(input_ids=IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_what_it_needs() -> None:
+    with pytest.raises(PosencError, match="lampe needs growth="):
+        patch_model(build(), "lampe")
+    with pytest.raises(PosencError, match="reads the text in both directions"):
+        patched(zoo_encoder())
+
+
+def zoo_encoder() -> Any:
+    from tests.support.families import build_text_model
+
+    return build_text_model("eurobert")
