@@ -129,7 +129,7 @@ def dpe(figure: Figure) -> None:
 def lampe(figure: Figure) -> None:
     """Plot the distances of the last query of texts of 1, 2, 4 and 8 times the original length, as shares of theirs."""
     method, panel = (
-        LaMPE(growth=0.004, shift=-1.0, capacity=80.0, head=24, tail=16),
+        LaMPE(growth=0.004, shift=-1.0, capacity=60.0, head=24, tail=16),
         figure.subplots(),
     )
     for index, ratio in enumerate((1, 2, 4, 8)):
