@@ -297,7 +297,9 @@ def test_every_text_type_is_certified_or_says_what_is_left(model_type: str) -> N
         positions = inspect_positions(model)
     except UnsupportedModelError as error:
         pytest.skip(str(error))
-    assert positions.complete != bool(positions.rest)
+    # A factor on the queries of far positions alone is named, and leaves nothing in a short text.
+    left = [each for each in positions.rest if each.absolute or each.relative]
+    assert positions.complete != bool(left)
     assert {each.kind for each in positions.rest} <= _LEFT
 
 
