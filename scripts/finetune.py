@@ -64,7 +64,7 @@ def finetune(parsed: options.Arguments) -> None:
     if arguments.verify_export:
         result.check_verifiable(patch, choice.train)
     lengths = preparation.resolve_lengths(
-        model, data.positions, data.target_length, data.block_length
+        model, data.positions, data.target_length, data.block_length, data.curriculum
     )
     hub, repository = result.Hub.taken_from(arguments), "PATH"
     if hub is not None and arguments.process_index == 0:
@@ -79,6 +79,7 @@ def finetune(parsed: options.Arguments) -> None:
     collator = training.PositionCollator(
         data.positions,
         target_length=lengths.target if lengths.drawn else None,
+        curriculum=lengths.curriculum,
         seed=arguments.seed,
         flatten=preparation.needs_one_row(model, data.positions),
     )

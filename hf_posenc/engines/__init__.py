@@ -107,11 +107,13 @@ def export_source(source: Source, name: str) -> Export:
     result = Export(engine.name, engine.version, source.path, source.base)
     beyond = [method.name for method in source.methods if seam_of(method) != "rotary"]
     if beyond or (source.methods and source.patch is None):
-        what = (
-            f"{' and '.join(beyond)} changes attention and not the frequencies alone"
-            if beyond
-            else f"{source.config.model_type} keeps a precomputed table of sines and cosines"
-        )
+        if beyond:
+            what = f"{' and '.join(beyond)} changes attention and not the frequencies alone"
+        elif source.by_layers:
+            names = " and ".join(method.name for method in source.methods)
+            what = f"{names} in some of the layers that share a table changes attention"
+        else:
+            what = f"{source.config.model_type} keeps a precomputed table of sines and cosines"
         reason = (
             f"{what}, which no config can express: it loads with hf_posenc.from_pretrained only"
         )

@@ -75,6 +75,7 @@ class Source:
         config: The same without the patch.
         model: The model on the meta device, patched unless a method computes attention itself.
         tables: Its rotary tables; none for a family that has them in its weights.
+        by_layers: True if layers that share a rotary table differ, so that attention turns queries and keys further.
     """
 
     path: str
@@ -85,6 +86,7 @@ class Source:
     model: Any
     patch: Patch | None = None
     tables: tuple[SourceTable, ...] = ()
+    by_layers: bool = False
 
     @property
     def original(self) -> int:
@@ -195,6 +197,9 @@ def open_source(
     precomputed = any(isinstance(table, SinCosTable) for table in found)
     if methods and (precomputed or any(seam_of(part) != "rotary" for part in methods)):
         return Source(str(path), base, stored, config, methods, model)
+    request = {"method": method, **options} if saved is None else saved.request()
+    if methods and resolve_request(found, **request).parts:
+        return Source(str(path), base, stored, config, methods, model, by_layers=True)
     if saved is not None:
         apply_config(model, saved)
     elif method is not None:

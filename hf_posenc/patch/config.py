@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +34,7 @@ _NAMES_ELSEWHERE = {
     "base": "rope_theta",
     "theta": "rope_theta",
 }
+_COMMA = re.compile(r",(?![^\[]*\])")  # not one within a list
 Layers = str | tuple[int, ...]
 """A choice of layers: `"full"` (full attention), its `"encoder"` or `"decoder"` part, `"all"`, or layer indices."""
 
@@ -161,12 +163,12 @@ class PatchConfig:
 def parse_method(text: str) -> tuple[str, dict[str, Any]]:
     """Read the short form `"yarn:scale=8,beta_fast=16"`: the method's canonical name, and its options.
 
-    The options are numbers, booleans, `None` or strings.
+    The options are numbers, booleans, `None`, strings, or lists of these in brackets: `"nope:layers=[1,3]"`.
     """
     name, colon, rest = text.partition(":")
     method = named_method(name.strip())
     options: dict[str, Any] = {}
-    for part in (part.strip() for part in rest.split(",") if colon):
+    for part in (part.strip() for part in _COMMA.split(rest) if colon):
         option, _, value = (piece.strip() for piece in part.partition("="))
         if not option or not value:
             raise PosencError(

@@ -110,15 +110,20 @@ class DataArguments:
     )
     stream_blocks: bool = _option(False, "Cut documents while training, instead of before it.")
     preprocessing_num_workers: int = _option(1, "Processes that tokenize.")
-    positions: Literal["contiguous", "packed", "pose", "random", "cream"] = _option(
+    positions: Literal["contiguous", "packed", "pose", "random", "random_float", "cream"] = _option(
         "contiguous",
         "contiguous: blocks of one document; packed: short documents side by side that do not attend to each other; "
-        "pose, random, cream: short blocks whose positions reach the target length.",
+        "pose, random, random_float, cream: short blocks whose positions reach the target length.",
+    )
+    curriculum: str | None = _option(
+        None,
+        "Rising factors on the original length, as in 1,2,4,8: positions that are drawn reach one after another, each "
+        "in an equal share of the steps.",
     )
     target_length: Length | None = _option(None, "Context in tokens; by default the patch's.")
     block_length: Length | None = _option(
         None,
-        "Tokens in an example; by default the target length, and the original length for pose, random and cream.",
+        "Tokens in an example; by default the target length, and the original length where positions are drawn.",
     )
     score_text: list[str] = _option([], "Held-out documents, as --text, or give --score_dataset.")
     score_dataset: str | None = _option(None, "As --dataset, for the held-out documents.")
@@ -311,6 +316,7 @@ def described(data: DataArguments, lengths: Lengths, blocks: Blocks) -> dict[str
         "positions": data.positions,
         "target_length": lengths.target,
         "block_length": lengths.block,
+        **({} if lengths.curriculum is None else {"curriculum": list(lengths.curriculum)}),
         **({} if blocks.streamed else known),
     }
 

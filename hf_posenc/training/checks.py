@@ -189,6 +189,12 @@ def check_run(
             "method (yarn, ntk_by_parts, ...)."
         )
     _check_parallelism(model, patch, positions, arguments)
+    sharded = wants_fsdp(arguments) or is_set("ACCELERATE_USE_DEEPSPEED")
+    if positions == "random_float" and (sharded or (arguments and arguments.deepspeed)):
+        raise PosencError(
+            "FSDP and DeepSpeed convert a model's floating-point inputs to the dtype they compute in, and "
+            "positions='random_float' would be rounded to it. Use positions='random', or train without sharding."
+        )
     _check_equal_weights(model)
     if arguments is None:
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import warnings
@@ -43,6 +44,7 @@ class Lengths:
     target: int
     block: int
     drawn: bool = False  # positions are drawn up to the target
+    curriculum: tuple[int, ...] | None = None  # up to these lengths, one after another
 
 
 def apply_patch(model: nn.Module, text: str | None, target_length: int | None = None) -> None:
@@ -104,10 +106,12 @@ def resolve_lengths(
     positions: str,
     target_length: int | None = None,
     block_length: int | None = None,
+    curriculum: str | None = None,
 ) -> Lengths:
     """Return the lengths of a run; by default the target is the length that the model's patch reaches.
 
-    A block has that length by default, or the original length if positions are drawn.
+    A block has that length by default, or the original length if positions are drawn. `curriculum` is a list of factors
+    on the original length, as in "1,2,4,8".
     """
     patch = get_patch(model)
     original = original_length(model, ())
@@ -124,7 +128,40 @@ def resolve_lengths(
         raise PosencError(
             f"--block_length {block}: an example has from 2 to {target:,} tokens, the target length."
         )
-    return Lengths(original, target, block, drawn)
+    stages = None if curriculum is None else _stages(curriculum, original, block, target, drawn)
+    return Lengths(original, target, block, drawn, stages)
+
+
+def _stages(
+    curriculum: str, original: int, block: int, target: int, drawn: bool
+) -> tuple[int, ...]:
+    """Return the lengths in tokens of a curriculum such as "1,2,4,8"; raise if a block or the target excludes one."""
+    given = f"--curriculum {curriculum}"
+    if not drawn:
+        raise PosencError(
+            f"{given}: it bounds positions that are drawn. Give --positions, one of {', '.join(DRAWS)}."
+        )
+    try:
+        lengths = [float(factor) * original for factor in curriculum.split(",")]
+        stages = tuple(int(length) for length in lengths if length.is_integer())
+    except (ValueError, OverflowError):
+        stages = ()
+    rises = all(before < after for before, after in itertools.pairwise(stages))
+    if len(stages) != len(curriculum.split(",")) or not rises:
+        raise PosencError(
+            f"{given}: give rising factors on the original length, {original:,} tokens, as in 1,2,4,8."
+        )
+    if stages[0] < block:
+        raise PosencError(
+            f"{given}: {stages[0]:,} positions are too few for a block of {block:,} tokens. Begin with a larger "
+            f"factor, or give --block_length {max(stages[0], 2)}."
+        )
+    if stages[-1] > target:
+        raise PosencError(
+            f"{given} reaches {stages[-1]:,} tokens, beyond the target of {target:,}. Give the patch a scale of "
+            f"{stages[-1] / original:g}, or end with a factor of {target / original:g}."
+        )
+    return stages
 
 
 def check_enough(blocks: Blocks, arguments: TrainingArguments) -> None:

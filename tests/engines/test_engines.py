@@ -149,6 +149,17 @@ class TestEveryEngine:
         assert method in found.reason
         assert "hf_posenc.from_pretrained" in found.reason
 
+    @pytest.mark.filterwarnings("ignore:Plain transformers cannot compute")
+    def test_other_methods_in_other_layers_do_not(self, llama: Path, tmp_path: Path) -> None:
+        model = from_pretrained(llama)
+        patch_model(model, "yarn", scale=4.0, layers=[0]).save_pretrained(tmp_path)
+        for found in (
+            export(tmp_path, "vllm"),
+            export(llama, "vllm", method="yarn", scale=4.0, layers=[0]),
+        ):
+            assert not found.possible
+            assert "yarn in some of the layers that share a table" in found.reason
+
     @pytest.mark.parametrize("engine", ENGINES)
     def test_a_saved_patch_and_the_same_asked_for_agree(
         self, llama: Path, saved: Path, engine: str

@@ -323,6 +323,8 @@ class TestShortForm:
             ),
             ("yarn:scale=4,replace=true", ("yarn", {"scale": 4, "replace": True})),
             ("dynamic-ntk:scale=2", ("dynamic_ntk", {"scale": 2})),
+            ("nope:layers=[1, 3]", ("nope", {"layers": [1, 3]})),
+            ("pi:layers=[0,2],scale=4", ("pi", {"layers": [0, 2], "scale": 4})),
             (
                 "abf:rope_theta=1e6,target_length=64",
                 ("abf", {"rope_theta": 1e6, "target_length": 64}),

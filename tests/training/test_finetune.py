@@ -16,6 +16,7 @@ from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.arguments import parse_arguments
+from hf_posenc.training.batches.collator import PositionCollator
 from scripts.finetune import RECIPE, finetune, main
 from tests.support.selection import late
 from tests.support.verifying import verify_here
@@ -26,6 +27,9 @@ QUICK = (
     *("--eval_strategy", "no", "--score_lengths", "64", "128", "--block_length", "64"),
     *("--warmup_steps", "0", "--use_cpu"),
 )
+
+
+RANDOM = ("--positions", "random", "--curriculum")
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +103,42 @@ def test_the_same_command_again_trains_no_further_and_another_one_is_refused(
     assert losses(output) != before[1]
 
 
-@pytest.mark.parametrize("positions", ["pose", *late(["packed", "random", "cream"])])
+@pytest.mark.parametrize(
+    "positions", ["pose", *late(["packed", "random", "random_float", "cream"])]
+)
 def test_every_way_of_giving_positions_trains(
     tmp_path: Path, texts: dict[str, Path], positions: str
 ) -> None:
     output = run(tmp_path, texts, "--positions", positions, "--no_score")
     assert len(losses(output)) == 2
     assert TrainingLog.read(output).data["positions"] == positions
+
+
+def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
+    tmp_path: Path, texts: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reached: list[int] = []
+    of_stage = PositionCollator._of_stage
+
+    def recorded(self: Any, batch: Any) -> dict[str, Any]:
+        found = of_stage(self, batch)
+        reached.append(len(self.curriculum) and int(found["position_ids"].max()))
+        return found
+
+    monkeypatch.setattr(PositionCollator, "_of_stage", recorded)
+    given = [*RANDOM[:2], "--no_score", "--patch", "nope:layers=[1,3]", "--target_length", "1024"]
+    given += ["--per_device_train_batch_size", "4", "--curriculum"]
+    output = run(tmp_path, texts, *given, "0.5,1")
+    assert len(reached) == 2
+    assert 64 <= reached[0] < 128 <= reached[1] < 256
+    data = TrainingLog.read(output).data
+    assert (data["curriculum"], data["target_length"]) == ([128, 256], 1024)
+    assert "first up to 128, then 256" in (output / "README.md").read_text(encoding="utf-8")
+    patch = get_patch(from_pretrained(output))
+    assert patch is not None
+    assert (patch.methods, patch.config.layers) == (("nope",), (1, 3))
+    with pytest.raises(PosencError, match=r"lengths.curriculum was \[128, 256\], is \[128, 1024\]"):
+        run(tmp_path, texts, *given, "0.5,4")
 
 
 @pytest.mark.slow
@@ -249,6 +282,15 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         "transformers has no rerope",
     ),
     "an adapter to be verified": (("--train", "lora", "--verify_export"), "saves an adapter"),
+    "a curriculum of whole blocks": (("--curriculum", "1,2"), "positions that are drawn. Give --positions"),
+    "a curriculum that falls": ((*RANDOM, "2,1"), "--curriculum 2,1: give rising factors on the original length, 256"),
+    "a curriculum of words": ((*RANDOM, "1,two"), "--curriculum 1,two: give rising factors"),
+    "a curriculum of parts of tokens": ((*RANDOM, "1,1.3"), "--curriculum 1,1.3: give rising factors"),
+    "a curriculum below a block": ((*RANDOM, "0.125,1"), "32 positions are too few for a block of 64"),
+    "a curriculum beyond the target": (
+        (*RANDOM, "1,2,4,8"),
+        "1,2,4,8 reaches 2,048 tokens, beyond the target of 1,024. Give the patch a scale of 8, or end .* 4",
+    ),
     "a target that is no length": (("--target_length", "-5"), "--target_length.*'-5' is no length"),
     "a block of no tokens": (("--block_length", "0"), "--block_length.*'0' is no length"),
     "no documents": (("--documents", "0"), "documents 0: at least 1"),

@@ -309,7 +309,7 @@ def _shown(option: str, value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value in the short form of `--patch`; lists, which the short form lacks, as JSON."""
+    """Return a value in the short form of `--patch`; lists as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, float) and value.is_integer():

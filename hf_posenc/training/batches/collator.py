@@ -1,7 +1,7 @@
 """Batches for all kinds of positions, and positions that reach a long context from short examples.
 
 Each draw takes the number of tokens n, the target length L and a random generator, and returns n rising positions
-within 0 .. L - 1, shape (n,).
+within 0 .. L - 1, shape (n,): whole numbers, or float32 of any value.
 
 Without an attention mask, transformers reads document boundaries from `position_ids`: every step other than 1 between
 two neighbours begins a new document, and attention does not cross it (`masking_utils.find_packed_sequence_indices`).
@@ -11,6 +11,7 @@ Packed documents need this, and no cache. Drawn positions need a mask of ones to
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence, Sized
@@ -19,14 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.lengths import read_length
 
 Numbers = NDArray[np.int64]
-Draw = Callable[[int, int, np.random.Generator], Numbers]
+Draw = Callable[[int, int, np.random.Generator], NDArray[Any]]
 
 CREAM_SIGMA = 3.0
 """Standard deviation of CREAM's Gaussian, in halves of the trained length (the default of the authors' code)."""
@@ -59,6 +61,15 @@ def randomized(length: int, target: int, random: np.random.Generator) -> Numbers
     return np.sort(chosen).astype(np.int64)
 
 
+def random_floats(length: int, target: int, random: np.random.Generator) -> NDArray[np.float32]:
+    """Random Float Sampling (Shimizu et al. 2026, arXiv 2602.14050): n real positions, uniform in 0 .. L - 1, in order.
+
+    float32, as transformers' rotary modules compute: 2e-3 apart at 32,768 tokens. The paper samples positions
+    at inference too; here a trained model is measured and served at whole ones.
+    """
+    return np.sort(random.uniform(0, target - 1, length)).astype(np.float32)
+
+
 def cream(length: int, target: int, random: np.random.Generator) -> Numbers:
     """CREAM (Wu et al. 2024, arXiv 2406.07138): a head at 0, a tail that ends at L, a middle in between.
 
@@ -86,7 +97,12 @@ def cream(length: int, target: int, random: np.random.Generator) -> Numbers:
     return np.concatenate([head, between, tail]).astype(np.int64)
 
 
-DRAWS: dict[str, Draw] = {"pose": pose, "random": randomized, "cream": cream}
+DRAWS: dict[str, Draw] = {
+    "pose": pose,
+    "random": randomized,
+    "random_float": random_floats,
+    "cream": cream,
+}
 
 POSITIONS = ("contiguous", "packed", *DRAWS)
 
@@ -104,17 +120,24 @@ class PositionCollator(TrainerCallback):
     `Trainer(..., data_collator=collator, callbacks=[collator])`. Other loops call `set_epoch` before they iterate over
     their dataloader. (accelerate's dataloaders notify the dataset, but not with two processes or after a resume.)
 
+    With a `curriculum`, positions reach one length after another, each in an equal share of the run's steps. A loader
+    prepares batches steps ahead, so each holds the positions of every length, and those of the step are chosen when the
+    model reads it: in the Trainer by this callback, in other loops by `at_step`.
+
     Args:
         positions: `"contiguous"`: 0 .. n - 1. `"packed"`: an example holds several documents, which begin at 0 each
-            and do not attend to each other. `"pose"`, `"random"`, `"cream"`: the draws of `DRAWS`.
+            and do not attend to each other. `"pose"`, `"random"`, `"random_float"`, `"cream"`: the draws of `DRAWS`.
         target_length: The long context that drawn positions reach, in tokens, also as `"32k"`; unused by the other two.
+            By default the last length of the curriculum.
+        curriculum: Rising lengths in tokens, up to the long context (Randomized YaRN, arXiv 2606.23687).
         seed: The seed of the draws.
         pad_token_id: Padding behind the shorter examples of a batch; it is masked.
         flatten: For packed batches: put all examples into one row. Flash attention, which gets no mask, separates
             documents only in batches of one row.
 
     Raises:
-        PosencError: An unknown name, a number that is none, or drawn positions without a target length.
+        PosencError: An unknown name, a number that is none, drawn positions without a target length, or a curriculum
+            that does not rise, exceeds the target length, or has no draws to bound.
     """
 
     def __init__(
@@ -122,12 +145,23 @@ class PositionCollator(TrainerCallback):
         positions: str = "contiguous",
         *,
         target_length: int | str | None = None,
+        curriculum: Sequence[int | str] | None = None,
         seed: int = 0,
         pad_token_id: int = 0,
         flatten: bool = False,
     ) -> None:
         if positions not in POSITIONS:
             raise unknown("kind of positions", positions, POSITIONS)
+        stages = [read_length(length, "A length of the curriculum") for length in curriculum or ()]
+        self.curriculum = tuple(stages)
+        if stages and positions not in DRAWS:
+            raise PosencError(
+                f"A curriculum bounds positions that are drawn ({', '.join(DRAWS)}), not positions={positions!r}."
+            )
+        if any(after <= before for before, after in itertools.pairwise(stages)):
+            raise PosencError(f"A curriculum is a list of rising lengths in tokens, not {stages}.")
+        if stages and target_length is None:
+            target_length = stages[-1]
         if positions in DRAWS and target_length is None:
             raise PosencError(
                 f"positions={positions!r} draws positions up to a long context: give target_length, in tokens."
@@ -135,11 +169,18 @@ class PositionCollator(TrainerCallback):
         self.positions, self.target_length = positions, None
         if target_length is not None:
             self.target_length = read_length(target_length, "target_length")
+            if stages and stages[-1] > self.target_length:
+                raise PosencError(
+                    f"The curriculum ends at {stages[-1]:,} tokens, beyond target_length={self.target_length:,}: end "
+                    "it there, or give a longer one."
+                )
         self.seed = _whole(seed, "seed")
         self.pad_token_id = _whole(pad_token_id, "pad_token_id", 0)
         self.flatten = flatten and positions == "packed"
         # Shared memory: persistent workers would otherwise keep a copy.
         self._epoch = torch.zeros(1, dtype=torch.int64).share_memory_()
+        self._stage = 0
+        self._hook: RemovableHandle | None = None
 
     @property
     def epoch(self) -> int:
@@ -153,6 +194,50 @@ class PositionCollator(TrainerCallback):
     def on_epoch_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
         self.set_epoch(int(state.epoch or 0))  # a resumed run begins within an epoch
 
+    def on_train_begin(self, args: Any, state: TrainerState, *_: Any, **parts: Any) -> None:
+        self._remove_hook()
+        if self.curriculum:
+            model: nn.Module = parts[
+                "model"
+            ]  # as it was before it was wrapped for several processes
+            self._hook = model.register_forward_pre_hook(
+                lambda _, args, kwargs: (args, self._of_stage(kwargs)), with_kwargs=True
+            )
+
+    def on_step_begin(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        self._stage = self._stage_of(state.global_step, state.max_steps)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        self._remove_hook()
+
+    def at_step(self, batch: Mapping[str, Any], step: int, steps: int) -> dict[str, Any]:
+        """Return a batch with the positions of one optimizer step of all `steps`, counted from 0; in the Trainer, omit.
+
+        Without a curriculum the batch is unchanged.
+        """
+        self._stage = self._stage_of(step, steps)
+        return self._of_stage(batch)
+
+    def _stage_of(self, step: int, steps: int) -> int:
+        """Return the index in the curriculum: k lengths have equal shares of the steps, up to rounding."""
+        last = max(len(self.curriculum) - 1, 0)
+        return min(step * len(self.curriculum) // max(steps, 1), last)
+
+    def _of_stage(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        positions = batch.get("position_ids")
+        stages = len(self.curriculum)
+        if not stages or positions is None or positions.dim() != 3 or positions.shape[1] != stages:
+            return dict(batch)  # not of this collator, such as texts that are scored
+        return {**batch, "position_ids": positions[:, self._stage]}
+
+    def _remove_hook(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_hook": None}  # of this process's model; workers get a copy
+
     def __call__(self, examples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return a batch of b examples, the longest of n tokens.
 
@@ -162,12 +247,13 @@ class PositionCollator(TrainerCallback):
 
         Returns:
             `input_ids` and `labels` (b, n), int64. Packed: `position_ids` (b, n), and `use_cache` False. Flattened: all
-            of them (1, b n). Drawn: `position_ids` and `attention_mask` (b, n). Contiguous: `attention_mask`, if
-            lengths differ. A document's first token has the label -100: no token of that document precedes it.
+            of them (1, b n). Drawn: `position_ids` and `attention_mask` (b, n); with a curriculum of k lengths
+            `position_ids` (b, k, n), of which the model gets one (b, n). Contiguous: `attention_mask`, if lengths
+            differ. A document's first token has the label -100: no token of that document precedes it.
 
         Raises:
             PosencError: Examples without token ids, with labels of another number, packed without document lengths,
-                or of more tokens than the long context has.
+                or of more tokens than the long context, or the first length of the curriculum, has.
         """
         if not isinstance(examples, Sequence) or isinstance(examples, str) or not examples:
             raise PosencError(
@@ -199,7 +285,9 @@ class PositionCollator(TrainerCallback):
                 batch = {name: rows.reshape(1, -1) for name, rows in batch.items()}
             batch["use_cache"] = False
         elif self.positions in DRAWS:
-            batch["position_ids"] = _stack([self._draw(row) for row in rows], 0)
+            stages = self.curriculum or (self.target_length,)
+            drawn = [_stack([self._draw(row, stage) for row in rows], 0) for stage in stages]
+            batch["position_ids"] = torch.stack(drawn, 1) if self.curriculum else drawn[0]
             batch["attention_mask"] = mask
         elif not bool(mask.all()):
             batch["attention_mask"] = mask
@@ -221,15 +309,15 @@ class PositionCollator(TrainerCallback):
             )
         return lengths
 
-    def _draw(self, ids: Numbers) -> Numbers:
-        assert self.target_length is not None
-        if len(ids) > self.target_length:
+    def _draw(self, ids: Numbers, target: int | None) -> NDArray[Any]:
+        assert target is not None
+        if len(ids) > target:
+            limit = "the curriculum's first" if self.curriculum else "target_length="
             raise PosencError(
-                f"An example has {len(ids):,} tokens, more than target_length={self.target_length:,}: positions="
-                f"{self.positions!r} spreads short examples over a longer context."
+                f"An example has {len(ids):,} tokens, more than {limit}{' ' * bool(self.curriculum)}{target:,}: "
+                f"positions={self.positions!r} spreads short examples over a longer context."
             )
-        random = generator(self.seed, self.epoch, ids)
-        return DRAWS[self.positions](len(ids), self.target_length, random)
+        return DRAWS[self.positions](len(ids), target, generator(self.seed, self.epoch, ids))
 
 
 def _whole(value: Any, name: str, least: int | None = None) -> int:
@@ -264,7 +352,7 @@ def _numbers(example: Any, column: str, index: int | None = None) -> Numbers:
     return values.astype(np.int64)
 
 
-def _stack(rows: Sequence[Numbers], fill: int) -> Tensor:
+def _stack(rows: Sequence[NDArray[Any]], fill: int) -> Tensor:
     """Return rows of different lengths as one tensor (b, n), padded with `fill`."""
     longest = max(map(len, rows))
     padded = [np.pad(row, (0, longest - len(row)), constant_values=fill) for row in rows]

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,11 @@ def check_dependencies(
         depends = dependencies(model, batch)
     # A kernel may require another device, or have no backward on this one.
     except (RuntimeError, ImportError) as error:
+        if batch["position_ids"].is_floating_point() and _runs(model, _rounded(batch)):
+            raise PosencError(
+                f"{_describe(model)} takes whole positions only, not positions={collator.positions!r}: "
+                f"{one_line(error)}. Use positions='random'."
+            ) from error
         _warn_unverified(model, collator, one_line(error))
         return
     if collator.positions == "packed":
@@ -82,6 +87,11 @@ def check_dependencies(
             raise PosencError(
                 f"{_describe(model)} does not read position_ids: positions={collator.positions!r} would have no "
                 "effect. Use positions='contiguous'."
+            )
+        if batch["position_ids"].is_floating_point() and not _reads_fractions(model, batch):
+            raise PosencError(
+                f"{_describe(model)} rounds positions: positions={collator.positions!r} would train on whole ones. Use "
+                "positions='random'."
             )
 
 
@@ -155,7 +165,7 @@ def _probe_batch(model: nn.Module, collator: PositionCollator) -> dict[str, Any]
     ]
     short = copy.copy(collator)
     if collator.positions in DRAWS:
-        short.target_length = 2 * _TOKENS
+        short.target_length, short.curriculum = 2 * _TOKENS, ()
     for short.seed in itertools.count():
         batch = short(examples)
         if collator.positions not in DRAWS or bool(_jumps(batch).any(-1).all()):
@@ -184,6 +194,30 @@ def _reads_positions(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     plain = {**batch, "position_ids": torch.arange(_TOKENS).expand(len(batch["input_ids"]), -1)}
     with evaluation_mode(model):
         return not torch.equal(_logits(model, batch), _logits(model, plain))
+
+
+@torch.no_grad()
+def _reads_fractions(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Return whether a fraction of a position has an effect: logits differ from those at the whole positions beside."""
+    with evaluation_mode(model):
+        exact = _logits(model, batch)
+        beside = (torch.floor, torch.round, torch.ceil)
+        return not any(torch.equal(exact, _logits(model, _rounded(batch, to))) for to in beside)
+
+
+def _rounded(
+    batch: Mapping[str, Any], to: Callable[[Tensor], Tensor] = torch.floor
+) -> dict[str, Any]:
+    return {**batch, "position_ids": to(batch["position_ids"]).long()}
+
+
+def _runs(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    with evaluation_mode(model), torch.no_grad():
+        try:
+            _logits(model, batch)
+        except (RuntimeError, ImportError):
+            return False
+    return True
 
 
 def _warn_unverified(model: nn.Module, collator: PositionCollator, reason: str) -> None:

@@ -24,8 +24,10 @@ from hf_posenc.training.batches.collator import (
     PositionCollator,
     cream,
     pose,
+    random_floats,
     randomized,
 )
+from tests.support import zoo
 
 DRAWN = tuple(DRAWS)
 
@@ -36,6 +38,11 @@ def example(length: int, seed: int = 0) -> dict[str, Any]:
 
 def examples(count: int, length: int = 16) -> list[dict[str, Any]]:
     return [example(length, seed) for seed in range(count)]
+
+
+def small(count: int) -> list[dict[str, Any]]:
+    """Examples of tokens that tiny models have."""
+    return [{"input_ids": row["input_ids"] % 32} for row in examples(count)]
 
 
 def collator(positions: str, **options: Any) -> PositionCollator:
@@ -92,8 +99,9 @@ def test_drawn_batches_come_with_a_mask_of_ones(positions: str) -> None:
     batch = collator(positions)([example(16), example(9, seed=1)])
     assert set(batch) == {"input_ids", "labels", "position_ids", "attention_mask"}
     assert batch["attention_mask"].sum(-1).tolist() == [16, 9]
+    assert batch["position_ids"].is_floating_point() == (positions == "random_float")
     for row, length in zip(batch["position_ids"], (16, 9), strict=True):
-        assert bool((row[:length].diff() >= 1).all())
+        assert bool((row[:length].diff() >= (0 if row.is_floating_point() else 1)).all())
         assert int(row[0]) >= 0
         assert int(row[length - 1]) < 64
 
@@ -115,6 +123,16 @@ def test_a_length_may_be_given_in_thousands() -> None:
         (lambda: PositionCollator("possé"), "Unknown kind of positions.*'possé'.*pose"),
         (lambda: PositionCollator("pose"), "give target_length, in tokens"),
         (lambda: collator("cream")([example(65)]), "65 tokens, more than target_length=64"),
+        (
+            lambda: collator("packed", curriculum=[8, 16]),
+            "bounds positions that are drawn.*'packed'",
+        ),
+        (lambda: collator("random", curriculum=[16, 16]), r"rising lengths.*\[16, 16\]"),
+        (lambda: collator("random", curriculum=[32, 128]), "ends at 128 tokens, beyond.*=64"),
+        (
+            lambda: collator("random", curriculum=[8, 64])([example(9)]),
+            "9 tokens, more than the curriculum's first 8",
+        ),
         (lambda: collator("packed")([example(6)]), "remove_unused_columns=False"),
         (
             lambda: collator("packed")([{**example(6), "document_lengths": [2, 3]}]),
@@ -218,18 +236,93 @@ def test_any_lengths_give_rising_positions_within_the_long_context(
     for seed in range(200):
         row = draw(n, target, np.random.default_rng(seed))
         assert row.shape == (n,)
-        assert row.dtype == np.int64
-        assert (np.diff(row) >= 1).all()
+        whole = draw is not random_floats
+        assert row.dtype == (np.int64 if whole else np.float32)
+        assert (np.diff(row) >= int(whole)).all()
         assert row[0] >= 0
-        assert row[-1] < target
+        assert row[-1] <= target - 1
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWN)
 def test_together_the_draws_reach_every_position_of_the_long_context(draw: Draw) -> None:
-    reached = {
-        p for seed in range(3000) for p in draw(24, 96, np.random.default_rng(seed)).tolist()
-    }
-    assert reached == set(range(96))
+    rows = [draw(24, 96, np.random.default_rng(seed)) for seed in range(3000)]
+    assert {round(p) for row in rows for p in row.tolist()} == set(range(96))
+
+
+def test_random_floats_are_uniform_and_independent() -> None:
+    """The i-th of n sorted uniform numbers has a beta distribution: its mean and variance."""
+    n, target, times = 5, 101, 20_000
+    random = np.random.default_rng(0)
+    rows = np.stack([random_floats(n, target, random) for _ in range(times)]).astype(float) / 100
+    i = np.arange(1, n + 1)
+    mean, variance = i / (n + 1), i * (n + 1 - i) / (n + 1) ** 2 / (n + 2)
+    assert np.abs(rows.mean(0) - mean).max() < 4 * np.sqrt(variance.max() / times)
+    assert np.abs(rows.var(0) / variance - 1).max() < 0.05
+    assert (rows * 100 != np.round(rows * 100)).mean() > 0.99
+
+
+# A curriculum: what a batch holds for each length, and which one a step gets
+
+
+@pytest.mark.parametrize("positions", DRAWN)
+def test_a_batch_holds_the_draws_of_every_length_of_the_curriculum(positions: str) -> None:
+    rows, lengths = examples(3), (16, 32, 64)
+    made = PositionCollator(positions, curriculum=lengths, seed=2)
+    assert made.target_length == 64
+    batch = made(rows)
+    assert batch["position_ids"].shape == (3, 3, 16)
+    for stage, length in enumerate(lengths):
+        alone = PositionCollator(positions, target_length=length, seed=2)(rows)
+        assert torch.equal(batch["position_ids"][:, stage], alone["position_ids"])
+        assert torch.equal(batch["attention_mask"], alone["attention_mask"])
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (8, [16, 16, 32, 32, 48, 48, 64, 64]),
+        (10, [16, 16, 16, 32, 32, 48, 48, 48, 64, 64]),
+        (4, [16, 32, 48, 64]),
+        (1, [16]),
+    ],
+)
+def test_steps_share_the_lengths_of_a_curriculum_equally(steps: int, expected: list[int]) -> None:
+    rows = examples(40)
+    made = PositionCollator("random", curriculum=[16, 32, 48, 64])
+    batch = made(rows)
+    reached = [
+        int(made.at_step(batch, step, steps)["position_ids"].max()) + 1 for step in range(steps)
+    ]
+    assert reached == expected  # of 40 rows, some reach the end
+    plain = collator("random")(rows)
+    assert collator("random").at_step(plain, 0, steps) == plain
+
+
+def test_a_model_that_nobody_chose_the_length_for_refuses_the_batch() -> None:
+    model, made = zoo.build("llama"), PositionCollator("random", curriculum=[16, 64])
+    with pytest.raises(RuntimeError):
+        model(**made(small(2)))
+
+
+def test_positions_are_chosen_by_the_callback_and_its_copies_have_no_model() -> None:
+    model, made = zoo.build("llama"), PositionCollator("random", curriculum=[16, 64])
+    seen: list[int] = []
+    made.on_train_begin(None, TrainerState(), None, model=model)
+    model.model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(int(kwargs["position_ids"].max())), with_kwargs=True
+    )
+    batch = pickle.loads(pickle.dumps(made))(small(2))
+    for step in (1, 2):
+        state: Any = TrainerState(global_step=step, max_steps=4)
+        made.on_step_begin(None, state, None)
+        model(**batch)
+    assert seen[0] == 15
+    assert 15 < seen[1] < 64
+    text = torch.arange(3)[None].expand(2, -1)  # as scoring passes them
+    model(input_ids=text, position_ids=text)
+    made.on_train_end()
+    with pytest.raises(RuntimeError):
+        model(**batch)
 
 
 # What a draw depends on

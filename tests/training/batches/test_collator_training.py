@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,12 @@ def data() -> Any:
     return datasets.Dataset.from_dict({"input_ids": rows.tolist()}).with_format("numpy")
 
 
-def collator() -> PositionCollator:
+CURRICULUM = (8, 16, 64)
+
+
+def collator(curriculum: bool = False) -> PositionCollator:
+    if curriculum:
+        return PositionCollator("random", curriculum=CURRICULUM, seed=3)
     return PositionCollator("pose", target_length=TARGET, seed=3)
 
 
@@ -58,7 +64,11 @@ def stream() -> Any:
 
 
 def trained(
-    folder: Path, resume: Path | None = None, rows: Any = None, **options: Any
+    folder: Path,
+    resume: Path | None = None,
+    rows: Any = None,
+    curriculum: bool = False,
+    **options: Any,
 ) -> list[Batch]:
     """Inputs of the model, step by step."""
     arguments: Any = {
@@ -70,12 +80,12 @@ def trained(
         "disable_tqdm": True,
         "use_cpu": True,
     }
-    model, made, seen = tiny(), collator(), list[Batch]()
+    model, made, seen = tiny(), collator(curriculum), list[Batch]()
 
     def look(module: Any, args: Any, kwargs: Any) -> None:
         seen.append(rows_of(kwargs))
 
-    model.register_forward_pre_hook(look, with_kwargs=True)
+    model.model.register_forward_pre_hook(look, with_kwargs=True)
     trainer = Trainer(
         model,
         TrainingArguments(**{**arguments, **options}),
@@ -136,6 +146,43 @@ def test_workers_and_accumulation_change_nothing(
     assert trained(tmp_path, gradient_accumulation_steps=2, **workers) == whole[1]
 
 
+@pytest.fixture(scope="module")
+def whole_curriculum(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Batch]]:
+    folder = tmp_path_factory.mktemp("curriculum")
+    return folder, trained(folder, curriculum=True)
+
+
+def test_the_range_grows_over_the_run(whole_curriculum: tuple[Path, list[Batch]]) -> None:
+    """Each step has the draws of a collator that knows its length alone: 4 steps of 12 each, across two epochs."""
+    seen = whole_curriculum[1]
+    assert len(seen) == EPOCHS * STEPS
+    for step, (batch, length) in enumerate(zip(seen, [8] * 4 + [16] * 4 + [64] * 4, strict=True)):
+        alone = PositionCollator("random", target_length=length, seed=3)
+        alone.set_epoch(step // STEPS)
+        expected = alone([{"input_ids": ids} for ids, _ in batch])["position_ids"].tolist()
+        assert [positions for _, positions in batch] == expected
+    assert seen[3][0][1] == list(range(LENGTH))  # as many positions as tokens
+    assert max(p for step in seen[8:] for _, positions in step for p in positions) > 16
+
+
+@pytest.mark.parametrize(("step", "workers"), [(2, 0), (4, 2), (STEPS + 2, 2)])
+def test_a_resumed_curriculum_goes_on_at_its_step(
+    whole_curriculum: tuple[Path, list[Batch]], tmp_path: Path, step: int, workers: int
+) -> None:
+    """Also with workers that prepare batches of the next length early."""
+    folder, seen = whole_curriculum
+    options: Any = {"dataloader_num_workers": workers, "curriculum": True}
+    assert trained(tmp_path, folder / f"checkpoint-{step}", **options) == seen[step:]
+
+
+def test_a_curriculum_counts_steps_not_batches(tmp_path: Path) -> None:
+    seen = trained(tmp_path, curriculum=True, gradient_accumulation_steps=2)  # 6 steps of 2
+    reached = [max(p for _, positions in batch for p in positions) for batch in seen]
+    assert reached[:4] == [7] * 4
+    assert all(7 < end < 16 for end in reached[4:8])
+    assert all(16 <= end < 64 for end in reached[8:])
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("skipped", [0, 2])
 def test_two_processes_share_the_batches_of_one(skipped: int, streamed: bool) -> None:
@@ -168,16 +215,19 @@ def test_two_processes_share_the_batches_of_one(skipped: int, streamed: bool) ->
     assert batches(2) == alone
 
 
-def _in_one_of_two(folder: Path) -> None:
+def _in_one_of_two(folder: Path, curriculum: bool) -> None:
     rank = torch.distributed.get_rank()
-    seen = trained(folder, per_device_train_batch_size=BATCH // 2)
+    seen = trained(folder, per_device_train_batch_size=BATCH // 2, curriculum=curriculum)
     (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
 
 
 @pytest.mark.slow
-def test_two_trainers_see_what_one_sees(whole: tuple[Path, list[Batch]], tmp_path: Path) -> None:
-
-    in_two_processes(_in_one_of_two, tmp_path)
+@pytest.mark.parametrize("run", ["whole", "whole_curriculum"])
+def test_two_trainers_see_what_one_sees(
+    run: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    whole: tuple[Path, list[Batch]] = request.getfixturevalue(run)
+    in_two_processes(partial(_in_one_of_two, curriculum=run != "whole"), tmp_path)
     shards = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
     together = [[tuple(row) for part in step for row in part] for step in zip(*shards, strict=True)]
     assert together == whole[1]
