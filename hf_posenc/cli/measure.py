@@ -269,8 +269,8 @@ def search(
 ) -> None:
     """Search a factor for every pair of features, as LongRoPE does, and judge it on documents it has not read.
 
-    An evolutionary search that starts from PI, NTK and YaRN; the best list is written as a longrope recipe for
-    load_patch. The same command resumes an interrupted search.
+    The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch. The same
+    command resumes an interrupted search.
     """
     from hf_posenc.evaluation.tuning.search import prepare_search
 

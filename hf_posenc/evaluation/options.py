@@ -431,8 +431,22 @@ class SweepOptions(TailOptions):
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """Options of `hf-posenc search` beside the objective."""
+    """Options of `hf-posenc search` beside those of the tail."""
 
+    objective: str = option(
+        "Tokens whose perplexity the search lowers: perplexity (the tails of the documents), or needle (the answers "
+        "about needles hidden in them, as LongRoPE2).",
+        "perplexity",
+        metavar="WHAT",
+        rank=-1,
+    )
+    algorithm: str = option(
+        "longrope (evolution; factors never decrease from the fastest pair to the slowest), longrope2 (the same "
+        "from a critical pair on, NTK before it), or dcis (divide and conquer, in any order).",
+        "longrope",
+        metavar="NAME",
+        rank=-1,
+    )
     budget: int = option(
         "Lists of factors to measure; each costs one forward per tail of every search document.",
         400,
@@ -451,7 +465,8 @@ class SearchSettings:
         metavar="HOW",
     )
     attention_factor: float | None = option(
-        "The factor on cos and sin. Default: it is searched too.", metavar="F"
+        "The factor on cos and sin. Default: it is searched too; by dcis, it is YaRN's.",
+        metavar="F",
     )
     replace: bool = option("On a checkpoint that is scaled already: drop its scaling first.", False)
     seed: int = option(default=0, **_SEED)
@@ -459,6 +474,14 @@ class SearchSettings:
     def __post_init__(self) -> None:
         if self.budget < 8:
             raise PosencError(f"--budget {self.budget}: a search needs at least 8 evaluations.")
+        for name, values in (
+            ("objective", ("perplexity", "needle")),
+            ("algorithm", ("longrope", "longrope2", "dcis")),
+        ):
+            if getattr(self, name) not in values:
+                raise PosencError(
+                    f"--{name} is {', '.join(values[:-1])} or {values[-1]}, not {getattr(self, name)!r}."
+                )
         if self.short_texts not in ("same", "native"):
             raise PosencError(f"--short-texts is same or native, not {self.short_texts!r}.")
         if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:

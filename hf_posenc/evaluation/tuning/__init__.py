@@ -207,10 +207,16 @@ class Board:
         short = self.short(label, documents)
         return short is not None and short.ratio <= 1 + self.settings.max_regression
 
-    def score(self, label: str, documents: Sequence[int]) -> float:
-        """Return the log tail perplexity at the target length; infinite if it failed or exceeds the bound."""
+    def score(
+        self, label: str, documents: Sequence[int], short: Sequence[int] | None = None
+    ) -> float:
+        """Return the log perplexity at the target length; infinite if it failed or exceeds the bound.
+
+        `short` are the documents of which the regression on short texts counts, by default the same.
+        """
         losses = self.of(label, self.settings.target, documents)
-        if failure_of(losses) is not None or not self.within_bound(label, documents):
+        bounded = documents if short is None else short
+        if failure_of(losses) is not None or not self.within_bound(label, bounded):
             return math.inf
         return log_perplexity(losses)
 
@@ -230,8 +236,16 @@ class Board:
                 order[label] = past, log_perplexity(losses)
         return sorted(order, key=order.__getitem__)  # stable: the first named wins a tie
 
-    def row(self, label: str, documents: Sequence[int], best: str | None, *, control: bool) -> Row:
-        """Return the row of a method over some documents."""
+    def row(
+        self,
+        label: str,
+        documents: Sequence[int],
+        best: str | None,
+        *,
+        control: bool,
+        short: Sequence[int] | None = None,
+    ) -> Row:
+        """Return the row of a method over some documents; `short` as for `score`."""
         target = self.settings.target
         losses = self.of(label, target, documents)
         failed = failure_of(losses)
@@ -241,7 +255,9 @@ class Board:
             documents=len(documents),
             perplexity=exp_or_inf(log_perplexity(losses)),
             interval=_powers(estimate(*_sums(losses))[1]) if failed is None else None,
-            short=None if label == self.baseline else self.short(label, documents),
+            short=None
+            if label == self.baseline
+            else self.short(label, documents if short is None else short),
             to_best=self.compare(label, best, target, documents)
             if best and best != label
             else None,
@@ -292,6 +308,13 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
     def course(self, measure: Batch) -> ResultT:
         """Measure batch by batch, each of which may depend on those before it."""
 
+    def begin(self, store: Records) -> None:
+        """Check the records of earlier runs before anything is measured."""
+
+    def document(self, index: int) -> TokenizedDocument:
+        """Return the document of an item's `order`."""
+        return self.documents[index]
+
     @property
     @abc.abstractmethod
     def forwarded(self) -> int:
@@ -341,6 +364,7 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
             store: Records = Records()
             if folder is not None:
                 store = stack.enter_context(Store(folder, self.decisive, shard))
+            self.begin(store)
             result = self.course(batch)
         return None if shard.index else result
 
@@ -353,7 +377,7 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
         nats, tokens = 0.0, 0
         for window in self._windows(item.order, [item.length]):
             front = torch.tensor(list(self.special[: window.special]), dtype=torch.int64)
-            body = self.documents[item.order].tokens(window.begin, window.end)
+            body = self.document(item.order).tokens(window.begin, window.end)
             losses = self.scorer([torch.cat([front, body])], window.first_scored)[0]
             nats += float(losses.sum())
             tokens += len(losses)

@@ -30,7 +30,7 @@ CONTROLS = (UNPATCHED, "sliding_window")
 _ABOUT = ("model", "source", "environment", "command")
 _ORDER = (
     *("documents", "searched", "skipped", "methods", "rungs", "summary", "winner", "undecided"),
-    *("best", "recipe", "records", "steps"),
+    *("best", "recipe", "needles", "records", "steps"),
 )
 """The values of the JSON file from the documents on, of a sweep or a search."""
 
@@ -218,15 +218,20 @@ class TuningResult(Result):
 
     def tables(self) -> list[Grid]:
         """Return tail perplexities at the target length, the price on short texts, comparisons to the best method."""
+        definition = self.settings.protocol.definition("tail")
+        return [self._grid(self.rows, f"{self.title}, tail: {definition}", "tail")]
+
+    def _grid(self, rows: Sequence[Row], title: str, scored: str) -> Grid:
+        """Return the table of some rows; `scored` names the tokens that the perplexity is of."""
         settings = self.settings
-        grid = Grid(f"{self.title}, tail: {settings.protocol.definition('tail')}")
+        grid = Grid(title)
         grid.column("method", least=12)  # longer text is wrapped
         grid.column("docu-\nments", numeric=True)
-        grid.column(f"tail at\n{settings.target:,}", numeric=True)
+        grid.column(f"{scored} at\n{settings.target:,}", numeric=True)
         grid.column(f"at {settings.original:,}, by\nunpatched", numeric=True)
         grid.column("by the\nbest", numeric=True)
         grid.column("", least=9)
-        for row in self.rows:
+        for row in rows:
             grid.row(
                 row.label,
                 f"{row.documents:,}",
@@ -236,7 +241,7 @@ class TuningResult(Result):
                 verdict(row, settings, self.chosen),
                 mark="best" if row.label == self.chosen else "control" if row.control else "",
             )
-        return [grid]
+        return grid
 
 
 def verdict(row: Row, settings: TailSettings, best: str | None) -> Field:

@@ -1,32 +1,50 @@
 """Search of a factor for every pair of features, judged on documents that the search has not read.
 
-The evolutionary search of LongRoPE (Ding et al. 2024, arXiv 2402.13753, algorithm 1). All randomness comes from one
-seeded generator and all decisions from the scores. A search that is resumed over stored scores therefore repeats its
-path without measuring anything.
+The score of a list of factors is the perplexity of the search documents' tails, or that of answers about needles hidden
+in them (LongRoPE2, Shang et al. 2025, arXiv 2502.20082, section 3.2 and appendix C).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
-from hf_posenc.evaluation.grid import number
-from hf_posenc.evaluation.measuring.candidates import Candidate, Part
+from hf_posenc.evaluation.grid import Grid, number
+from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.identity import check_tokenizer
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, exp_or_inf
+from hf_posenc.evaluation.measuring.store import Records
 from hf_posenc.evaluation.options import SearchSettings, TailOptions
+from hf_posenc.evaluation.perplexity.protocols import Span, Window
 from hf_posenc.evaluation.plots.results import search_figure
+from hf_posenc.evaluation.retrieval.prompts import Sample, lay_out
+from hf_posenc.evaluation.retrieval.tasks import Kit, get_task
 from hf_posenc.evaluation.tuning import Batch, Board, Row, TailJob, prepared
+from hf_posenc.evaluation.tuning.algorithms import (
+    ALGORITHMS,
+    LABEL,
+    STARTS,
+    Genome,
+    Plan,
+    Space,
+    Step,
+    best_of,
+    critical_starts,
+    divide,
+    evaluations_of_division,
+    evolve,
+    starts,
+)
 from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
-from hf_posenc.methods import RopeScaling, get_method
 from hf_posenc.model.discovery import original_length, read_spec, select, tables_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.rope import RopeSpec
@@ -35,45 +53,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SEARCH_DOCUMENTS = 8
-STARTS = ("pi", "ntk", "yarn")
-"""The methods that the population begins with: LongRoPE, arXiv 2402.13753, section 3.2."""
-
-LABEL = "search"
-
-CHANCE = 0.3
-"""Probability that a gene changes (the authors' code, microsoft/LongRoPE)."""
-STEP = 0.01
-"""Factors are drawn from a grid of this step (section 3.2, table 4)."""
-CEILING = 1.25
-"""Largest factor as a multiple of the scale: a slow pair may be interpolated more than by PI (section 3.2, table 4)."""
-TRIES = 20
-"""Number of times that a child is drawn if it is not monotone or not new."""
-
-
-@dataclass(frozen=True)
-class Genome:
-    """One individual: a factor on cos and sin, and the divisors of the pairs' frequencies from the fastest pair on."""
-
-    factors: tuple[float, ...]
-    attention_factor: float
-
-    @property
-    def monotone(self) -> bool:
-        """True if the divisors never decrease: a slow pair is never interpolated less than a faster one."""
-        return all(a <= b for a, b in zip(self.factors, self.factors[1:], strict=False))
-
-    def candidate(self, scale: float, short_texts: str, beside: dict[str, Any]) -> Candidate:
-        """Return the individual as a candidate to measure; the scale only determines the reach of the patch."""
-        factors = list(self.factors)
-        options: dict[str, Any] = {
-            "short_factor": factors,
-            "long_factor": factors,
-            "scale": scale,
-            "attention_factor": self.attention_factor,
-        }
-        if short_texts == "native":
-            options |= {"short_factor": [1.0] * len(factors), "short_mscale": 1.0}
-        return Candidate.of([Part("longrope", options)], beside, LABEL)
+NEEDLE_TASK = "niah_single_1"
+"""The retrieval task whose words LongRoPE2 uses (appendix C)."""
 
 
 def rope_of(model: nn.Module, *, replace: bool) -> RopeSpec:
@@ -93,183 +74,27 @@ def rope_of(model: nn.Module, *, replace: bool) -> RopeSpec:
     return specs[0]
 
 
-def starts(rope: RopeSpec, scale: float, attention_factor: float | None) -> dict[str, Genome]:
-    """Return the tables of `STARTS` as divisors, by method; a given factor on cos and sin replaces the methods' own."""
-    genomes = {}
-    for name in STARTS:
-        method = get_method(name).from_options(scale=scale)
-        assert isinstance(method, RopeScaling)
-        plain, changed = rope.default_inv_freq(), method.inv_freq(rope)
-        rotating = changed > 0  # a proportional table ends in pairs that do not rotate
-        factors = torch.where(rotating, plain / torch.where(rotating, changed, 1.0), 1.0)
-        # corrects an order that only rounding disturbs, and that of the pairs that do not rotate
-        ordered = torch.cummax(factors, dim=0).values.clamp(min=1.0)
-        own = float(method.cos_sin_factor(rope)) if attention_factor is None else attention_factor
-        genomes[name] = Genome(tuple(ordered.tolist()), own)
-    return genomes
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Sizes of a search. The paper's are 64 individuals, 16 mutations, 16 crossovers, 32 parents, 40 rounds."""
-
-    budget: int  # of individuals in all rounds
-    population: int  # individuals of the first round
-    parents: int  # the best ones, which have children
-    mutations: int  # children of one parent in a round
-    crossovers: int  # children of two parents in a round
-
-    @classmethod
-    def of(cls, budget: int) -> Plan:
-        """Return the paper's proportions for a budget: a twentieth of it first, of 8 to 64 individuals."""
-        population = min(64, max(8, budget // 20))
-        return cls(budget, population, population // 2, population // 4, population // 4)
-
-
-@dataclass(frozen=True)
-class Space:
-    """Bounds of the search."""
-
-    highest: float  # the largest divisor
-    attention: tuple[float, float]  # the ends of the factor on cos and sin; equal if it is fixed
-
-    @classmethod
-    def of(cls, scale: float, attention_factor: float | None) -> Space:
-        """Return the paper's space; the factor on cos and sin from 1 to twice as far as YaRN's `0.1 ln s + 1`."""
-        bounds = (1.0, 1.0 + 0.2 * math.log(scale))
-        if attention_factor is not None:
-            bounds = (attention_factor, attention_factor)
-        return cls(scale * CEILING, bounds)
-
-
-def evolve(
-    starts: Mapping[str, Genome],
-    plan: Plan,
-    space: Space,
-    seed: int,
-    score: Callable[[Sequence[Genome]], Sequence[float]],
-) -> list[Step]:
-    """Search for the individual with the lowest score, from named ones and their mutations.
-
-    `score` is called with the new individuals of every round; a score that is not finite counts as infinite.
-    """
-    random = np.random.default_rng(seed)
-    steps: list[Step] = []
-    batch = list(starts.items())[: plan.budget]
-    parents = [genome for _, genome in batch]
-    seen = set(parents)
-
-    def add(kind: str, child: Genome | None) -> None:
-        if child is not None:
-            seen.add(child)
-            batch.append((kind, child))
-
-    for index in range(plan.population - len(batch)):
-        add("mutation", mutated(parents[index % len(parents)], space, random, seen))
-    while batch:
-        scores = score([genome for _, genome in batch])
-        for (kind, genome), value in zip(batch, scores, strict=True):
-            steps.append(Step(kind, genome, value if math.isfinite(value) else math.inf))
-        # sorted is stable: the older of two equals is kept
-        best = [step.genome for step in sorted(steps, key=lambda step: step.score)[: plan.parents]]
-        batch = []
-        for _ in range(plan.mutations):
-            parent = best[random.integers(len(best))]
-            add("mutation", mutated(parent, space, random, seen))
-        for _ in range(plan.crossovers):
-            first, second = sorted(random.choice(len(best), 2, replace=False).tolist())
-            child = crossed(best[first], best[second], random, seen)
-            add("crossover", child)
-            if child is None:
-                add("mutation", mutated(best[first], space, random, seen))
-        batch = batch[: plan.budget - len(steps)]
-    return steps
-
-
-def mutated(
-    parent: Genome, space: Space, random: np.random.Generator, seen: set[Genome]
-) -> Genome | None:
-    """Return a child with some new genes, each divisor between its neighbours; `None` if no try was new."""
-    for _ in range(TRIES):
-        factors = list(parent.factors)
-        for pair in range(len(factors)):
-            if random.random() < CHANCE:
-                low = factors[pair - 1] if pair else 1.0
-                high = factors[pair + 1] if pair + 1 < len(factors) else space.highest
-                factors[pair] = _drawn(low, max(low, high), random)
-        attention = parent.attention_factor
-        if random.random() < CHANCE:
-            attention = _drawn(*space.attention, random)
-        child = Genome(tuple(factors), attention)
-        if child not in seen:
-            return child
-    return None
-
-
-def crossed(
-    one: Genome, other: Genome, random: np.random.Generator, seen: set[Genome]
-) -> Genome | None:
-    """Return one parent with some genes of the other; `None` if no try was monotone and new."""
-    for _ in range(TRIES):
-        taken = random.random(len(one.factors) + 1) < CHANCE
-        factors = np.where(taken[:-1], other.factors, one.factors).tolist()
-        attention = other.attention_factor if taken[-1] else one.attention_factor
-        child = Genome(tuple(factors), attention)
-        if child.monotone and child not in seen:
-            return child
-    return None
-
-
-def _drawn(low: float, high: float, random: np.random.Generator) -> float:
-    """Draw a point of the grid within the bounds; the lower bound if the grid has none there."""
-    first, last = math.ceil(low / STEP - 1e-9), math.floor(high / STEP + 1e-9)
-    if last < first:
-        return low
-    return min(high, max(low, round(int(random.integers(first, last + 1)) * STEP, 10)))
-
-
-@dataclass(frozen=True)
-class Step:
-    """One scored individual: its `kind` is the method that it starts from, or `mutation`, or `crossover`.
-
-    The score is the log tail perplexity on the search documents; infinite if it failed or exceeded the bound.
-    """
-
-    kind: str
-    genome: Genome
-    score: float
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the values of the JSON file."""
-        return {"kind": self.kind, **dataclasses.asdict(self.genome), "score": self.score}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Step:
-        """Read the values of the JSON file."""
-        genome = Genome(tuple(values["factors"]), values["attention_factor"])
-        return cls(values["kind"], genome, math.inf if values["score"] is None else values["score"])
-
-
 @dataclass(repr=False, kw_only=True)
 class SearchResult(TuningResult):
     """Result of `hf-posenc search`; losses and rows are of the held-out documents.
 
     Attributes:
-        search: The search's own settings: budget, short texts, a fixed factor on cos and sin.
+        search: The search's own settings: objective, algorithm, budget, short texts, a fixed factor on cos and sin.
         steps: Every individual in the order in which it was scored.
         searched: Indices of the documents that the search read; the others are held out.
+        needles: With the objective `needle`, the needle of every document; in `losses`, they come after the documents.
+        needle_rows: The rows of the needles in the held-out documents.
         best: The step with the lowest score; `None` if none gave a number within the bound.
     """
 
     kind = "search"
     title = "Search, held-out documents"
-    recipe_source = (
-        "hf-posenc search, after LongRoPE (Ding et al. 2024, arXiv 2402.13753, algorithm 1)"
-    )
 
     search: dict[str, Any]
     steps: Sequence[Step]
     searched: Sequence[int]
+    needles: Sequence[dict[str, Any]] = ()
+    needle_rows: list[Row] = field(init=False)
     best: Step | None = field(init=False)
 
     def __repr__(self) -> str:
@@ -277,10 +102,28 @@ class SearchResult(TuningResult):
 
     def __post_init__(self) -> None:
         self.best = best_of(self.steps)
-        self.rows = [
-            self.board.row(trial.label, self.held_out, self.chosen, control=trial.control)
+        self.rows = self._rows(self.held_out)
+        self.needle_rows = []
+        if self.needles:
+            self.needle_rows = self._rows([len(self.documents) + d for d in self.held_out])
+
+    def _rows(self, documents: Sequence[int]) -> list[Row]:
+        short, best = self.held_out, self.chosen
+        return [
+            self.board.row(trial.label, documents, best, control=trial.control, short=short)
             for trial in self.trials
         ]
+
+    @property
+    def recipe_source(self) -> str:  # type: ignore[override]
+        """The origin of a recipe: the algorithm, and the objective if it is not LongRoPE's."""
+        source = f"hf-posenc search, after {ALGORITHMS[self.search.get('algorithm', 'longrope')]}"
+        return f"{source}; scored by needles (arXiv 2502.20082)" if self.needles else source
+
+    @property
+    def judged(self) -> list[Row]:
+        """The rows of the tokens that the search was for."""
+        return self.needle_rows if self.needles else self.rows
 
     @property
     def chosen(self) -> str | None:
@@ -296,9 +139,12 @@ class SearchResult(TuningResult):
         return [step for step in self.steps if step.kind in STARTS]
 
     def best_start(self) -> Row | None:
-        """Return the published method among the starts with the lowest perplexity on the held-out documents."""
+        """Return the published method among the starts with the lowest perplexity on the held-out documents.
+
+        It is the perplexity of the tokens that the search was for.
+        """
         names = {step.kind for step in self._begun}
-        rows = [r for r in self.rows if self.trial(r.label).method in names and r.failed is None]
+        rows = [r for r in self.judged if self.trial(r.label).method in names and r.failed is None]
         return min(rows, key=lambda row: row.perplexity, default=None)
 
     def _own(self) -> dict[str, Any]:
@@ -307,12 +153,26 @@ class SearchResult(TuningResult):
             "searched": list(self.searched),
             "best": None if self.best is None else self.best.to_dict(),
             "steps": [step.to_dict() for step in self.steps],
+            **({"needles": list(self.needles)} if self.needles else {}),
         }
 
     @classmethod
     def _own_fields(cls, values: Mapping[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
         steps = [Step.from_dict(step) for step in values["steps"]]
-        return {"search": settings, "steps": steps, "searched": values["searched"]}
+        needles = values.get("needles", ())
+        return {
+            "search": settings,
+            "steps": steps,
+            "searched": values["searched"],
+            "needles": needles,
+        }
+
+    def tables(self) -> list[Grid]:
+        """Return the tails of the held-out documents, and the needles in them if the search was for needles."""
+        if not self.needles:
+            return super().tables()
+        title = "Search, needles in the held-out documents: perplexity of the answers' tokens alone"
+        return [self._grid(self.needle_rows, title, "needle"), *super().tables()]
 
     def plot(self) -> Figure:
         """Draw the path of the search, and the factors found beside those it began with. Needs matplotlib."""
@@ -320,20 +180,28 @@ class SearchResult(TuningResult):
         perplexities = [math.exp(score) if score < 700 else math.nan for score in scores]
         begun = {step.kind: step.genome.factors for step in self._begun}
         best = None if self.best is None else self.best.genome.factors
-        return search_figure(perplexities, begun, best, self.settings.target)
+        scored = "needle" if self.needles else "tail"
+        return search_figure(perplexities, begun, best, self.settings.target, scored)
 
     def notes(self) -> Iterator[str]:
         settings, count = self.settings, len(self.held_out)
+        table = "table is" if not self.needles else "tables are"
         yield (
-            f"{len(self.steps)} evaluations on {len(self.searched)} documents; the table is of the other {count}. "
+            f"{len(self.steps)} evaluations on {len(self.searched)} documents; the {table} of the other {count}. "
             f"Ranges and ratios: 95 % intervals over documents, ratios paired."
         )
+        if self.needles:
+            yield (
+                "Objective: needle. An evaluation is scored by the perplexity of the answers about needles hidden in "
+                "the documents, and the verdicts below are about it."
+            )
         if count < FEW_DOCUMENTS:
             yield FEW_NOTE
         if self.best is None:
             yield "No individual gave a number within the bound: there is no recipe."
             return
-        begun, found = best_of(self._begun), self.row(LABEL)
+        begun = best_of(self._begun)
+        found = next(row for row in self.judged if row.label == LABEL)
         began = "" if begun is None else f" from {number(exp_or_inf(begun.score))} ({begun.kind})"
         yield (
             f"On its own documents the search went{began} to {number(exp_or_inf(self.best.score))}; on the others it "
@@ -342,23 +210,18 @@ class SearchResult(TuningResult):
         start = self.best_start()
         if start is not None:
             yield _to_start(start)
-        for row in (row for row in self.rows if row.control):
+        for row in (row for row in self.judged if row.control):
             yield against(row, settings)
 
     def _description(self) -> str:
-        row, settings = self.row(LABEL), self.settings
+        row, settings = next(row for row in self.judged if row.label == LABEL), self.settings
         start = self.best_start()
         beside = "" if start is None else f", {start.label} {start.perplexity:.5g}"
+        scored = "Needle" if self.needles else "Tail"
         return (
-            f"Tail perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} documents that the "
-            f"search has not read{beside}; {len(self.steps)} evaluations, seed {self.search['seed']}."
+            f"{scored} perplexity {row.perplexity:.5g} at {settings.target:,} tokens on {row.documents} documents that "
+            f"the search has not read{beside}; {len(self.steps)} evaluations, seed {self.search['seed']}."
         )
-
-
-def best_of(steps: Sequence[Step]) -> Step | None:
-    """Return the step with the lowest score, the first of equals; `None` if none is finite."""
-    working = [step for step in steps if math.isfinite(step.score)]
-    return min(working, key=lambda step: step.score, default=None)
 
 
 def _to_start(start: Row) -> str:
@@ -389,11 +252,108 @@ def split(documents: int, requested: int) -> list[int]:
     return [index * documents // count for index in range(count)]
 
 
+@dataclass(frozen=True)
+class Needle:
+    """A prompt with its answer: a needle hidden in a document, and the question about it at the end.
+
+    Attributes:
+        document: The tokens behind the special tokens; the last `answer` of them are the answer's.
+        depth: Position of the needle in the document's text, from 0 (front) to 1 (back).
+    """
+
+    document: TokenizedDocument
+    answer: int
+    depth: float
+
+    @property
+    def key(self) -> str:
+        """Hash of the tokens, and the number of them that count."""
+        return f"{self.to_dict()['tokens_sha256']} needle {self.answer}"
+
+    def window(self, special: int, length: int) -> Window:
+        """Return the only forward: all tokens behind the special ones; those of the answer are scored."""
+        stop = special + len(self.document)
+        span = Span("needle", length, stop - self.answer, stop, float(self.answer))
+        return Window(0, len(self.document), special, True, (span,))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON-ready values."""
+        return {**self.document.to_dict(), "depth": self.depth, "answer_tokens": self.answer}
+
+
+def needles_in(
+    documents: Sequence[TokenizedDocument],
+    searched: Sequence[int],
+    tokenizer: Any,
+    special: Sequence[int],
+    length: int,
+    seed: int,
+) -> list[Needle]:
+    """Hide one needle in every document, whose beginning is cut so that the prompt has `length` tokens with its answer.
+
+    The paper hides all of them at the front. Here the needle of the k-th of n documents has the depth `(k - 1) / n`,
+    both in the searched documents and in the others, so that other distances count too. `special` are token ids in
+    front of all, `searched` indices of documents.
+    """
+    check_tokenizer(tokenizer)
+    others = [index for index in range(len(documents)) if index not in searched]
+    depths = {
+        index: rank / len(group) for group in (searched, others) for rank, index in enumerate(group)
+    }
+    hidden = []
+    for index, document in enumerate(documents):
+        kit = Kit(tokenizer, 0, tokenizer.decode(document.tokens(0, length).tolist()))
+        sample = Sample(seed, NEEDLE_TASK, length, depths[index], index)
+        prompt = lay_out(get_task(NEEDLE_TASK).scene(sample, kit), length, special, 0)
+        answer = torch.tensor(prompt.answer.ids, dtype=torch.int64)
+        ids = torch.cat([prompt.ids[len(special) :], answer])
+        text = TokenizedDocument(f"needle in {document.name}", ids, None, None)
+        hidden.append(Needle(text, len(answer), depths[index]))
+    return hidden
+
+
 @dataclass(kw_only=True)
 class SearchJob(TailJob[SearchResult]):
-    """Search whose model and documents are ready."""
+    """Search whose model and documents are ready; with the objective `needle`, also a needle for every document.
+
+    The needle of document i is document `len(documents) + i` of the measurements.
+    """
 
     own: SearchSettings
+    needles: Sequence[Needle] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.needles) != (len(self.documents) if self.own.objective == "needle" else 0):
+            raise PosencError(
+                "The objective needle, and no other, takes a needle for every document: needles_in makes them."
+            )
+        self.hashes += [needle.key for needle in self.needles]
+
+    def begin(self, store: Records) -> None:
+        """Raise if the folder has the records of a search for another objective."""
+        stored = store.get(("search", "objective"))
+        if stored is None:
+            store.append(("search", "objective"), {"name": self.own.objective})
+        elif stored["name"] != self.own.objective:
+            raise PosencError(
+                f"This folder has a search with --objective {stored['name']}, not {self.own.objective}. Give another "
+                "--output, or the same objective to resume it."
+            )
+
+    def document(self, index: int) -> TokenizedDocument:
+        count = len(self.documents)
+        return self.documents[index] if index < count else self.needles[index - count].document
+
+    def _windows(self, document: int, lengths: Sequence[int]) -> list[Window]:
+        count = len(self.documents)
+        if document < count:
+            return super()._windows(document, lengths)
+        return [self.needles[document - count].window(len(self.special), self.settings.target)]
+
+    def _scored(self, documents: Sequence[int]) -> list[int]:
+        """Return what an individual is scored on: documents, or the needles in them."""
+        return [len(self.documents) + d for d in documents] if self.needles else list(documents)
 
     def course(self, measure: Batch) -> SearchResult:
         settings, own = self.settings, self.own
@@ -407,15 +367,24 @@ class SearchJob(TailJob[SearchResult]):
 
         def score(genomes: Sequence[Genome]) -> list[float]:
             candidates, plain = [candidate(genome) for genome in genomes], compared[0][0]
-            losses = dict(measure(candidates, searched, self._lengths))
+            losses = dict(measure(candidates, scored, self._lengths))
             if settings.max_regression is not None:
                 losses |= measure([plain], searched, [settings.original])
+                if self.needles:
+                    losses |= measure(candidates, searched, [settings.original])
             board = Board(losses, settings, plain.key)
-            return [board.score(each.key, searched) for each in candidates]
+            return [board.score(each.key, scored, searched) for each in candidates]
 
         compared = [(Candidate.parse(spec), True) for spec in CONTROLS]
-        plan, space = Plan.of(own.budget), Space.of(settings.scale, own.attention_factor)
-        steps = evolve(begin, plan, space, own.seed, score)
+        scored = self._scored(searched)
+        if own.algorithm == "dcis":
+            steps = divide(begin, own.budget, score)
+        else:
+            space = Space.of(settings.scale, own.attention_factor, own.algorithm)
+            critical = {}
+            if own.algorithm == "longrope2":
+                critical = critical_starts(rope, settings.scale, space, own.seed)
+            steps = evolve(begin | critical, Plan.of(own.budget), space, own.seed, score)
         best = best_of(steps)
         extra = ",replace=true" if own.replace else ""
         for name in begin:
@@ -423,26 +392,44 @@ class SearchJob(TailJob[SearchResult]):
         if best is not None:
             compared.append((candidate(best.genome), False))
         held_out = [index for index in range(len(self.documents)) if index not in searched]
-        losses = measure([each for each, _ in compared], held_out, settings.lengths)
+        finalists = [each for each, _ in compared]
+        losses = dict(measure(finalists, held_out, settings.lengths))
+        if self.needles:
+            losses |= measure(finalists, self._scored(held_out), [settings.target])
         fields = {"search": dataclasses.asdict(own), "steps": steps, "searched": searched}
-        return SearchResult.measured(self, compared, losses, **fields)
+        needles = [needle.to_dict() for needle in self.needles]
+        return SearchResult.measured(self, compared, losses, **fields, needles=needles)
 
     @property
     def _lengths(self) -> Sequence[int]:
-        """Lengths that an individual is measured at: the original one only if it has a bound."""
+        """Lengths of the texts that an individual is scored on: the original one only of tails, if it has a bound."""
         settings = self.settings
-        return settings.lengths if settings.max_regression is not None else [settings.target]
+        bounded = settings.max_regression is not None and not self.needles
+        return settings.lengths if bounded else [settings.target]
 
     @property
     def forwarded(self) -> int:
         documents = range(len(self.documents))
         searched = split(len(self.documents), self.own.search_documents)
-        once = sum(self.tokens(d, self._lengths) for d in searched)
-        both = sum(self.tokens(d, self.settings.lengths) for d in documents if d not in searched)
-        return self.own.budget * once + (len(CONTROLS) + len(STARTS) + 1) * both
+        once = sum(self.tokens(d, self._lengths) for d in self._scored(searched))
+        held_out = [d for d in documents if d not in searched]
+        both = sum(self.tokens(d, self.settings.lengths) for d in held_out)
+        if self.needles:
+            both += sum(self.tokens(d, [self.settings.target]) for d in self._scored(held_out))
+            if self.settings.max_regression is not None:
+                once += sum(self.tokens(d, [self.settings.original]) for d in searched)
+        return self._evaluations * once + (len(CONTROLS) + len(STARTS) + 1) * both
+
+    @property
+    def _evaluations(self) -> int:
+        """Number of individuals: the budget, or fewer if DCIS ends before."""
+        if self.own.algorithm != "dcis":
+            return self.own.budget
+        pairs = rope_of(self.model, replace=self.own.replace).dim // 2
+        return min(self.own.budget, evaluations_of_division(pairs))
 
     def cost_line(self) -> str:
-        return f"{self.forwarded:,} tokens for {self.own.budget:,} evaluations."
+        return f"{self.forwarded:,} tokens for {self._evaluations:,} evaluations."
 
 
 def prepare_search(
@@ -456,4 +443,9 @@ def prepare_search(
     """Check the model's rotary table, and read documents of at least the target length; `about` as for `prepared`."""
     original = rope_of(model, replace=own.replace).original_max_position_embeddings
     fields = prepared(model, tokenizer, source, options, original, embedded_limit=24, **about)
-    return SearchJob(**fields, own=own)
+    needles: Sequence[Needle] = ()
+    if own.objective == "needle":
+        documents, target = fields["documents"], fields["settings"].target
+        searched = split(len(documents), own.search_documents)
+        needles = needles_in(documents, searched, tokenizer, fields["special"], target, own.seed)
+    return SearchJob(**fields, own=own, needles=needles)

@@ -16,19 +16,9 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.execute import Item
 from hf_posenc.evaluation.options import SearchSettings
 from hf_posenc.evaluation.tuning import Loss, TailSettings
+from hf_posenc.evaluation.tuning.algorithms import Genome, Plan, Space, Step, evolve, starts
 from hf_posenc.evaluation.tuning.results import Trial
-from hf_posenc.evaluation.tuning.search import (
-    Genome,
-    Plan,
-    SearchJob,
-    SearchResult,
-    Space,
-    Step,
-    evolve,
-    rope_of,
-    split,
-    starts,
-)
+from hf_posenc.evaluation.tuning.search import SearchJob, SearchResult, rope_of, split
 from hf_posenc.rope import RopeSpec
 from tests.support import zoo
 from tests.support.sweep_cases import ABOUT, SETTINGS, finished, reference, search_of, texts, tiny
