@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArg
 from hf_posenc import available_methods, from_pretrained, get_method, get_patch, patch_model
 from tests.patch.test_patching import OPTIONS
 from tests.support import zoo
+from tests.support.references import REQUIRED
 from tests.support.selection import late
 
 pytestmark = [
@@ -33,7 +34,8 @@ STEPS = 2
 
 def patched(method: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    return patch_model(zoo.build("llama"), method, **OPTIONS.get(method, {}))
+    options = REQUIRED[method](8) if method in REQUIRED else {}
+    return patch_model(zoo.build("llama"), method, **options | OPTIONS.get(method, {}))
 
 
 def settings(folder: Path, make: Any = TrainingArguments, **more: Any) -> Any:

@@ -344,6 +344,7 @@ KNOBS["yarn"] = KNOBS["ntk_by_parts"] | {
 
 REQUIRED: dict[str, Callable[[int], dict[str, Any]]] = {
     "clip": lambda pairs: {"pairs": 1},
+    "dpe": lambda pairs: {"factors": [1, 2, 4, 8]},
     "lampe": lambda pairs: {"growth": 0.01, "shift": -0.5, "capacity": 50.0},
     "power_basis": lambda pairs: {"power": 0.5},
     "truncated_basis": lambda pairs: {"wavelength": 40.0},
