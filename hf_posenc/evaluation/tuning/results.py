@@ -218,18 +218,25 @@ class TuningResult(Result):
 
     def tables(self) -> list[Grid]:
         """Return tail perplexities at the target length, the price on short texts, comparisons to the best method."""
-        definition = self.settings.protocol.definition("tail")
-        return [self._grid(self.rows, f"{self.title}, tail: {definition}", "tail")]
+        return [self._tails("best")]
 
-    def _grid(self, rows: Sequence[Row], title: str, scored: str) -> Grid:
-        """Return the table of some rows; `scored` names the tokens that the perplexity is of."""
+    def _tails(self, word: str) -> Grid:
+        definition = self.settings.protocol.definition("tail")
+        return self._grid(self.rows, f"{self.title}, tail: {definition}", "tail", word)
+
+    def _grid(self, rows: Sequence[Row], title: str, scored: str, word: str) -> Grid:
+        """Return the table of some rows.
+
+        `scored` names the tokens that the perplexity is of, `word` the chosen method: `chosen` where it was chosen by
+        other tokens, else `best`.
+        """
         settings = self.settings
         grid = Grid(title)
         grid.column("method", least=12)  # longer text is wrapped
         grid.column("docu-\nments", numeric=True)
         grid.column(f"{scored} at\n{settings.target:,}", numeric=True)
         grid.column(f"at {settings.original:,}, by\nunpatched", numeric=True)
-        grid.column("by the\nbest", numeric=True)
+        grid.column(f"by the\n{word}", numeric=True)
         grid.column("", least=9)
         for row in rows:
             grid.row(
@@ -238,18 +245,20 @@ class TuningResult(Result):
                 Field("-") if row.failed is not None else _field(row.perplexity, row.interval, 3),
                 _percent(row.short),
                 _field(row.to_best.ratio, row.to_best.interval, 4) if row.to_best else "",
-                verdict(row, settings, self.chosen),
+                verdict(row, settings, self.chosen, word),
                 mark="best" if row.label == self.chosen else "control" if row.control else "",
             )
         return grid
 
 
-def verdict(row: Row, settings: TailSettings, best: str | None) -> Field:
+def verdict(
+    row: Row, settings: TailSettings, best: str | None, word_of_best: str = "best"
+) -> Field:
     """Return the comparison of a row to the best method in a word; "undecided" if it is not significant."""
     if row.failed is not None:
         return failure_field(row.failed)
     if row.label == best:
-        return Field("best")
+        return Field(word_of_best)
     bound = settings.max_regression
     if bound is not None and row.short is not None and row.short.ratio > 1 + bound:
         word = "past the bound"

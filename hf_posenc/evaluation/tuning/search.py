@@ -172,7 +172,7 @@ class SearchResult(TuningResult):
         if not self.needles:
             return super().tables()
         title = "Search, needles in the held-out documents: perplexity of the answers' tokens alone"
-        return [self._grid(self.needle_rows, title, "needle"), *super().tables()]
+        return [self._grid(self.needle_rows, title, "needle", "best"), self._tails("chosen")]
 
     def plot(self) -> Figure:
         """Draw the path of the search, and the factors found beside those it began with. Needs matplotlib."""

@@ -277,6 +277,10 @@ def test_a_result_of_needles_says_so_and_reads_back(
     needles, tails = result.tables()
     assert "needles" in (needles.title or "")
     assert "tail" in (tails.title or "")
+    assert [grid.columns[4].head for grid in (needles, tails)] == [
+        "by the\nbest",
+        "by the\nchosen",
+    ]
     row = next(row for row in result.needle_rows if row.label == "search")
     assert f"{row.perplexity:.5g}" in about["description"]
     assert row.documents == 2
