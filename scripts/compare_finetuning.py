@@ -1,6 +1,8 @@
 """Train the embedded model in several ways with `scripts/finetune.py`, and write their perplexities.
 
     python scripts/compare_finetuning.py --output docs/data/benchmarks/finetuning.json
+    python scripts/compare_finetuning.py --output positions.json --group positions --steps 100 --seeds 42,43,44
+    python scripts/compare_finetuning.py --output conversions.json --group conversions --steps 100
 
 Every way gets the same number of steps and, unless positions are drawn, the same number of tokens. The held-out tokens
 are the same for all.
@@ -13,11 +15,17 @@ import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from queue import Queue
 from typing import Annotated, Any
 
+import torch
 import typer
+import yaml
 
+from hf_posenc import from_pretrained, unpatch_model
 from hf_posenc.evaluation import measure_perplexity
 from hf_posenc.evaluation.documents import read_embedded
 from hf_posenc.evaluation.measuring.identity import environment
@@ -45,80 +53,130 @@ WAYS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
+# Ways to reach 1,024 tokens; all but the first have blocks of 256.
+POSITIONS: dict[str, list[str]] = {
+    "blocks of 1,024 tokens": [],
+    "blocks of 256 tokens": ["--block_length", "256", *_SHORT],
+    "PoSE": ["--positions", "pose", *_SHORT],
+    "random (Randomized YaRN)": ["--positions", "random", *_SHORT],
+    "the same with a curriculum": ["--positions", "random", "--curriculum", "1,2,4", *_SHORT],
+    "random real numbers": ["--positions", "random_float", *_SHORT],
+}  # fmt: skip
+CONVERSIONS: dict[str, list[str]] = {
+    "no rotation at all (DroPE)": ["--recipe", "scripts/recipes/drope.yaml"],
+    "none in layers 1 and 3 (SWAN)": ["--recipe", "scripts/recipes/swan.yaml"],
+}
+GROUPS = {"ways": WAYS, "positions": POSITIONS, "conversions": CONVERSIONS}
+# The constant softmax scale of DroPE, for a model in which it was trained as 1.
+_TEMPERATURES = ("1.1", "1.2", "1.4")
+
+
 def main(
     output: Annotated[Path, typer.Option(help="JSON file to write.")],
+    group: Annotated[
+        str, typer.Option(help="Ways to compare: ways, positions, conversions.")
+    ] = "ways",
     only: Annotated[str, typer.Option(help="Only ways with this in their name.")] = "",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each.")] = 150,
+    seeds: Annotated[str, typer.Option(help="Seeds of each, separated by commas.")] = "42",
+    jobs: Annotated[int, typer.Option(help="Trainings at a time.")] = 1,
 ) -> None:
-    """Run every way and write tail perplexities before and after."""
-    rows: dict[str, Any] = {}
-    before = _untrained({_patch_of(options) for options in WAYS.values()})
+    """Run every way with every seed and write tail perplexities before and after."""
+    from hf_posenc.cli.loading import one_thread
+
+    one_thread()
+    ways, rows = GROUPS[group], dict[str, Any]()
+    chosen = [name for name in ways if only in name]
+    before = _untrained({_patch_of(ways[name]) for name in ways})
     if only and output.is_file():
         rows = json.loads(output.read_text(encoding="utf-8"))["ways"]
-    with tempfile.TemporaryDirectory() as work:
-        for name, options in WAYS.items():
-            if only in name:
-                rows[name] = {"options": options, **_trained(Path(work) / "run", options, steps)}
-                print(name, rows[name]["tail"])
-    rows = {
-        name: {**rows[name], "before": before[_patch_of(WAYS[name])]}
-        for name in WAYS
-        if name in rows
-    }
-    values = {
-        "kind": "finetuning",
-        "format": 1,
-        "steps": steps,
-        "environment": environment(),
-        "ways": rows,
-    }
-    write_atomically(output, to_json(values))
+    folders: Queue[Path] = Queue()  # of one training at a time; each keeps its blocks
+    with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(jobs) as pool:
+        for index in range(jobs):
+            folders.put(Path(work) / f"run{index}")
+
+        def trained(name: str, seed: int) -> dict[str, Any]:
+            folder = folders.get()
+            try:
+                cells = _trained(folder, ways[name], steps, seed)
+            finally:
+                folders.put(folder)
+            print(name, seed, cells["tail"], flush=True)
+            return {"seed": seed, **cells}
+
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
+        for seed in map(int, seeds.split(",")):
+            for name, run in zip(
+                chosen, pool.map(partial(trained, seed=seed), chosen), strict=True
+            ):
+                runs[name].append(run)
+                one = {k: v for k, v in runs[name][0].items() if k != "seed"}
+                rows[name] = {
+                    "options": ways[name],
+                    **(one if group != "positions" else {"runs": runs[name]}),
+                    "before": before[_patch_of(ways[name])],
+                }
+            values = {
+                "kind": "finetuning",
+                "format": 1,
+                "steps": steps,
+                "environment": environment(),
+                "ways": {name: rows[name] for name in ways if name in rows},
+            }
+            write_atomically(output, to_json(values))
 
 
-def _trained(folder: Path, options: list[str], steps: int) -> dict[str, Any]:
-    """Return perplexities by protocol and length at the end of a training."""
+def _trained(folder: Path, options: list[str], steps: int, seed: int) -> dict[str, Any]:
+    """Return tail perplexities by length at the end of a training; of DroPE also with a constant softmax scale."""
     command = [
-        *(sys.executable, str(ROOT / "scripts" / "finetune.py"), "--fresh"),
+        *(sys.executable, str(ROOT / "scripts" / "finetune.py"), "--fresh", "--no_score"),
         *("--output_dir", str(folder), "--max_steps", str(steps), "--save_strategy", "no"),
-        *("--score_lengths", *map(str, LENGTHS), *options),
+        *("--seed", str(seed), "--eval_strategy", "no", *options),
     ]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, check=False, text=True, capture_output=True, env=environ)
+    done = subprocess.run(
+        command, check=False, text=True, capture_output=True, env=environ, cwd=ROOT
+    )
     if done.returncode:
         raise typer.BadParameter(f"{' '.join(options)}: {done.stderr.strip().splitlines()[-1]}")
-    stored = (folder / "scores" / "perplexity.json").read_text(encoding="utf-8")
-    scores = PerplexityResult.from_dict(json.loads(stored))
-    return _cells(scores, scores.candidates[-1].label)
+    model = from_pretrained(str(folder), dtype=torch.float32)
+    cells = _measured(model, None)
+    if _patch_of(options) == "nope":
+        unpatch_model(model)
+        scaled = {f: f"nope+temperature:law=constant,factor={f}" for f in _TEMPERATURES}
+        cells["temperatures"] = {f: _measured(model, patch) for f, patch in scaled.items()}
+    return cells
 
 
 def _untrained(patches: set[str]) -> dict[str, Any]:
     """Return the same perplexities with every patch before any training."""
-    from hf_posenc.cli.loading import embedded_model, load_model, load_tokenizer, one_thread
+    from hf_posenc.cli.loading import embedded_model, load_model
 
-    one_thread()
-    model, tokenizer = (
-        load_model(embedded_model(), dtype="float32"),
-        load_tokenizer(embedded_model()),
+    model = load_model(embedded_model(), dtype="float32")
+    return {patch: _measured(model, patch) for patch in sorted(patches)}
+
+
+def _measured(model: Any, patch: str | None) -> dict[str, Any]:
+    from hf_posenc.cli.loading import embedded_model, load_tokenizer
+
+    tokenizer = load_tokenizer(embedded_model())
+    methods = None if patch is None else [patch]
+    result = measure_perplexity(
+        model, tokenizer, read_embedded(), methods=methods, lengths=LENGTHS, protocols=["tail"]
     )
-    perplexities = {}
-    for patch in sorted(patches):
-        result = measure_perplexity(
-            model, tokenizer, read_embedded(), methods=[patch], lengths=LENGTHS
-        )
-        perplexities[patch] = _cells(result, result.candidates[0].label)
-    return perplexities
+    return _cells(result, result.candidates[0].label)
 
 
 def _patch_of(options: list[str]) -> str:
+    if "--recipe" in options:
+        recipe = ROOT / options[options.index("--recipe") + 1]
+        return str(yaml.safe_load(recipe.read_text(encoding="utf-8"))["patch"])
     return options[options.index("--patch") + 1] if "--patch" in options else EMBEDDED_PATCH
 
 
 def _cells(scores: PerplexityResult, label: str) -> dict[str, Any]:
-    cells: dict[str, Any] = {"prefix": {}, "tail": {}}
-    for cell in scores.cells:
-        if cell.method == label:
-            cells[cell.protocol][str(cell.length)] = cell.perplexity
-    return cells
+    cells = [cell for cell in scores.cells if cell.method == label]
+    return {"tail": {str(cell.length): cell.perplexity for cell in cells}}
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.training import TrainingLog
 from hf_posenc.training.arguments import parse_arguments
 from hf_posenc.training.batches.collator import PositionCollator
+from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts.finetune import RECIPE, finetune, main
 from tests.support.selection import late
 from tests.support.verifying import verify_here
@@ -139,6 +140,23 @@ def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
     assert (patch.methods, patch.config.layers) == (("nope",), (1, 3))
     with pytest.raises(PosencError, match=r"lengths.curriculum was \[128, 256\], is \[128, 1024\]"):
         run(tmp_path, texts, *given, "0.5,4")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layers", "target"), [("drope", "full", 256), ("swan", (1, 3), 1024)]
+)
+def test_recipes_drop_the_rotation_of_the_embedded_model(
+    recipe: str, layers: Any, target: int
+) -> None:
+    given = ["--recipe", str(RECIPE.with_name(f"{recipe}.yaml")), "--use_cpu"]
+    choice, data, _ = parse_arguments(RECIPE, given)
+    model = from_pretrained(model_path(), dtype=torch.float32)
+    apply_patch(model, choice.patch, data.target_length)
+    patch = get_patch(model)
+    assert patch is not None
+    assert (patch.methods, patch.config.layers) == (("nope",), layers)
+    lengths = resolve_lengths(model, data.positions, data.target_length, data.block_length)
+    assert (lengths.target, lengths.block) == (target, target)
 
 
 @pytest.mark.slow
