@@ -55,6 +55,7 @@ class DPE(RotaryBands):
         super().__post_init__()
         # A tuple, so that the frozen method stays hashable.
         object.__setattr__(self, "factors", tuple(self.factors))
+        object.__setattr__(self, "_by_device", {})
 
     def query_position(self, m: Tensor, original: int) -> Tensor:
         """Return the rotary positions of a query at m in the far band, shape (*m.shape, parts)."""
@@ -66,4 +67,9 @@ class DPE(RotaryBands):
         return n[..., None] // self._factors(n)
 
     def _factors(self, like: Tensor) -> Tensor:
-        return torch.tensor(self.factors, device=like.device)
+        kept: dict[torch.device, Tensor] = self.__dict__["_by_device"]
+        if torch.compiler.is_compiling():
+            return torch.tensor(self.factors, device=like.device)
+        if like.device not in kept:  # a copy to the device once, and not in every layer
+            kept[like.device] = torch.tensor(self.factors, device=like.device)
+        return kept[like.device]

@@ -85,12 +85,12 @@ class RepositionedRotary(RotaryWrapper):
     def _joined(self, outputs: Sequence[Tensor]) -> Tensor:
         """Take the features of each part from its output; the two of a pair are neighbours or half a head apart."""
         features = outputs[0].shape[-1]
-        pair = torch.arange(features, device=outputs[0].device)
+        every = pair = torch.arange(features, device=outputs[0].device)
         pairs = features if outputs[0].is_complex() else features // 2
         if pairs < features:
             pair = pair // 2 if self._interleaved else pair % pairs
         part = pair * len(outputs) // pairs
-        return torch.stack(list(outputs), -1)[..., torch.arange(features), part]
+        return torch.stack(list(outputs), -1)[..., every, part]
 
 
 class RepositionedTable:

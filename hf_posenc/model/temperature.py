@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from transformers import DynamicCache
 
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import Temperature
-from hf_posenc.model.attention import IMPLEMENTATION, recording, register
+from hf_posenc.model.attention import IMPLEMENTATION, Recorded, recording, register
 from hf_posenc.model.calibration import trial_tokens
 from hf_posenc.model.repositioned import ENGINE
 from hf_posenc.model.unwrapping import trial
@@ -100,6 +100,9 @@ class _Past(DynamicCache):
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return key, value
 
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        return indexer_key_states
+
 
 def own_temperatures(owner: Any, ids: Tensor) -> dict[nn.Module, OwnTemperature | None]:
     """Return the attention modules that scale their queries by position, and their law; `None`: an unknown one.
@@ -113,29 +116,32 @@ def own_temperatures(owner: Any, ids: Tensor) -> dict[nn.Module, OwnTemperature 
     tolerance = _TOLERANCE.get(next(owner.parameters()).dtype, _HALF)
     with recording() as start:
         owner(input_ids=ids, use_cache=False)
-    norms = {module: calls[0].query.float().norm(dim=-1) for module, calls in start.items()}
+    near = {module: _norms(calls) for module, calls in start.items()}
 
-    def factors(past: int) -> dict[nn.Module, Tensor]:
-        """The factor of every module at each token after so many, shape (tokens,)."""
+    def norms(past: int) -> dict[nn.Module, Tensor]:
         with recording() as far:
             owner(input_ids=ids, past_key_values=_Past(past))
-        result = {}
-        for module, calls in far.items():
-            ratio = (calls[0].query.float().norm(dim=-1) / norms[module])[0].cpu()
-            # Where heads disagree it is no factor: the queries depend on the position in another way.
-            if bool((ratio.amax(0) - ratio.amin(0) <= tolerance * ratio.amax(0)).all()):
-                result[module] = ratio.mean(0)
-        return result
+        return {module: _norms(calls) for module, calls in far.items()}
+
+    def factors(past: int) -> dict[nn.Module, Tensor]:
+        """The factor of every module whose heads have one, at each token after so many, shape (tokens,)."""
+        ratios = {module: each / near[module] for module, each in norms(past).items()}
+        return {m: ratio.mean(0) for m, ratio in ratios.items() if _alike(ratio, 0, tolerance)}
 
     try:
         found = factors(_FAR)
+        far, half = norms(_FAR), norms(_FAR // 2)
     except Exception:  # a recurrent state, a convolution's past
         return {}
+    # Between two far texts a factor of each head is the same for all tokens; a norm after the rotation is not.
+    by_head = {m: far[m] / half[m] for m in far if m not in found}
+    moved = [m for m, r in by_head.items() if bool(((r - 1).abs() > tolerance).any())]
+    unnamed = dict.fromkeys(m for m in moved if _alike(by_head[m], 1, tolerance))
     changed = {
         m: ratio for m, ratio in found.items() if bool(((ratio - 1).abs() > tolerance).any())
     }
     if not changed:
-        return {}
+        return {**unnamed}
     measured = {past: factors(past) for past in _PAST} | {_FAR: found}
 
     def follows(law: OwnTemperature, past: int, module: nn.Module) -> bool:
@@ -143,7 +149,7 @@ def own_temperatures(owner: Any, ids: Tensor) -> dict[nn.Module, OwnTemperature 
         expected = law.factor(positions + past) / law.factor(positions)
         return ratio is not None and bool(((ratio - expected).abs() <= tolerance * expected).all())
 
-    laws: dict[nn.Module, OwnTemperature | None] = dict.fromkeys(changed)
+    laws: dict[nn.Module, OwnTemperature | None] = dict.fromkeys((*changed, *unnamed))
     for module, ratio in changed.items():
         known = [law for law in laws.values() if law is not None]
         for law in (*known, *_candidates(owner.config, float(ratio[0]))):
@@ -156,6 +162,18 @@ def own_temperatures(owner: Any, ids: Tensor) -> dict[nn.Module, OwnTemperature 
                 laws[module] = law
                 break
     return laws
+
+
+def _norms(calls: Sequence[Recorded]) -> Tensor:
+    """Return the norms of the queries of a module's first call, shape (heads, tokens)."""
+    norms: Tensor = calls[0].query.float().norm(dim=-1)[0].cpu()
+    return norms
+
+
+def _alike(ratio: Tensor, axis: int, tolerance: float) -> bool:
+    most = ratio.amax(axis)
+    same: Tensor = (most - ratio.amin(axis) <= tolerance * most).all()
+    return bool(same)
 
 
 def _candidates(config: Any, ratio: float) -> Iterator[OwnTemperature]:

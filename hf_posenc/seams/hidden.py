@@ -135,15 +135,30 @@ def _unexplained(model: nn.Module) -> dict[str, float]:
     keys and do not see their order. `""` is what happens outside of the blocks.
     """
     limit = probes.sharp_tolerance(model)
-    moved = probes.twice(model)
-    if paths := probes.innermost(moved, limit):
+    moved, rows = probes.twice(model), _rows_that_differ(model)
+    if paths := {*probes.innermost(moved, limit), *filter(None, rows)}:
         order = probes.relative(model, paths=paths)
         weighing = traces.weighing(model, paths)
         mixing = {path for path in paths if order.get(path, 0.0) > limit}
+        known = mixing - weighing
         with silenced(_sinks(model, weighing - mixing)):
-            moved = probes.twice(model, mended=mixing - weighing)
+            moved = probes.twice(model, mended=known)
+            rows = _rows_that_differ(model)
+        rows = {
+            path: size
+            for path, size in rows.items()
+            if not any(_within(path, one) or _within(one, path) for one in known)
+        }
     outside = [""] if moved[""] > limit else []
-    return {path: moved[path] for path in (*outside, *probes.innermost(moved, limit))}
+    return {path: moved[path] for path in (*outside, *probes.innermost(moved, limit))} | rows
+
+
+def _rows_that_differ(model: nn.Module) -> dict[str, float]:
+    """Return how far outputs for one repeated token differ by position, by innermost module; `""` for no module."""
+    moved, limit = probes.absolute(model), probes.tolerance(model)
+    whole = moved.pop("")
+    inner = {path: moved[path] for path in probes.innermost(moved, limit)}
+    return inner or ({"": whole} if whole > limit else {})
 
 
 def _sinks(model: nn.Module, paths: Collection[str]) -> list[Found]:

@@ -143,6 +143,28 @@ def _before_the_head(model: Any) -> None:
     )
 
 
+def _every_third_row(model: Any) -> None:
+    """Rows that a set of rows shown twice, three rows apart, would have in common."""
+    model.model.embed_tokens = _Around(
+        model.model.embed_tokens, after=lambda output: output + 0.1 * (_places(output) % 3)
+    )
+
+
+def _first_row(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    model.model.layers[1].mlp = _Around(
+        mlp, after=lambda output: output * (1 + 2 * (_places(output) == 0))
+    )
+
+
+def _sharper_queries(model: Any) -> None:
+    """Attention stays a mean of equal rows for one repeated token."""
+    attention = model.model.layers[0].self_attn
+    attention.q_proj = _Around(
+        attention.q_proj, after=lambda output: output * (1 + 0.2 * _places(output).log1p())
+    )
+
+
 HIDDEN: dict[str, tuple[Callable[[Any], None], str]] = {
     "learned table": (_learned_table, "a learned table model.embed_tokens.rows"),
     "list of rows": (_list_of_rows, "an unknown source outside of the blocks"),
@@ -152,6 +174,9 @@ HIDDEN: dict[str, tuple[Callable[[Any], None], str]] = {
     "rows in a layer": (_rows_in_a_layer, "a learned table model.layers.*.rows"),
     "positions in values": (_positions_in_values, "a relative encoding in code of its own"),
     "second rotation": (_second_rotation, "a relative encoding in code of its own"),
+    "every third row": (_every_third_row, "an unknown source outside of the blocks"),
+    "first row": (_first_row, "an unknown source model.layers"),
+    "sharper queries": (_sharper_queries, "an unknown source model.layers"),
     "before the head": (_before_the_head, "an unknown source outside of the blocks"),
 }
 """What is put into a model, and the words of the refusal."""
@@ -237,15 +262,15 @@ def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def test_an_ordinary_model_is_run_once(trials: list[str]) -> None:
+def test_an_ordinary_model_is_run_twice(trials: list[str]) -> None:
     model = _llama()
     patch_model(model, "pi", scale=4)
-    assert trials == ["forward"]
+    assert trials == ["forward", "forward"]
     patch_model(model, "yarn", scale=4, replace=True)
     unpatch_model(model)
     with patched(model, "rerope", window=16):
         pass
-    assert trials == ["forward"]
+    assert trials == ["forward", "forward"]
 
 
 def test_a_model_whose_weights_or_modules_have_changed_is_tried_again(trials: list[str]) -> None:
@@ -267,7 +292,7 @@ def test_a_model_whose_weights_or_modules_have_changed_is_tried_again(trials: li
 
 
 @pytest.mark.parametrize(
-    ("model_type", "forwards"), [("gpt_oss", 5), ("qwen3_next", 4), ("lfm2", 4)]
+    ("model_type", "forwards"), [("gpt_oss", 6), ("qwen3_next", 6), ("lfm2", 6)]
 )
 def test_known_reasons_need_no_full_inspection(
     trials: list[str], model_type: str, forwards: int

@@ -128,12 +128,16 @@ def _with_hidden(source: str) -> PreTrainedModel:
         model.transformer.wte = _HiddenTable(model.transformer.wte)
     elif source == "bias":
         model.transformer.h[2].attn = _HiddenBias()
+    elif source == "factor":  # on queries, keys and values of one layer
+        model.transformer.h[1].attn.c_attn.register_forward_hook(
+            lambda _, __, out: out * (1 + 0.2 * torch.arange(out.shape[1]).log1p())[None, :, None]
+        )
     else:
         model.transformer.h[1] = _HiddenShift(model.transformer.h[1])
     return model
 
 
-@pytest.mark.parametrize("source", ["table", "bias", "shift"])
+@pytest.mark.parametrize("source", ["table", "bias", "shift", "factor"])
 def test_a_hidden_source_leaves_the_certificate_open(source: str) -> None:
     positions = inspect_positions(_with_hidden(source))
     assert not positions.complete
@@ -141,7 +145,7 @@ def test_a_hidden_source_leaves_the_certificate_open(source: str) -> None:
     assert positions.of_kind(kinds.LEARNED)  # the one that is not hidden
 
 
-@pytest.mark.parametrize("source", ["table", "bias"])
+@pytest.mark.parametrize("source", ["table", "bias", "factor"])
 @pytest.mark.parametrize("method", ["interpolate", "nope"])
 def test_a_model_with_a_hidden_source_is_refused(method: str, source: str) -> None:
     model = _with_hidden(source)
