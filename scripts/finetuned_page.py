@@ -13,7 +13,10 @@ from hf_posenc.training.scoring import conclusion
 from scripts.make_finetuned import COMMANDS, FOLDER
 
 ROOT = Path(__file__).resolve().parents[1]
-WAYS = ROOT / "docs" / "data" / "benchmarks" / "finetuning.json"
+BENCHMARKS = ROOT / "docs" / "data" / "benchmarks"
+WAYS = BENCHMARKS / "finetuning.json"
+POSITIONS = BENCHMARKS / "positions.json"
+CONVERSIONS = BENCHMARKS / "conversions.json"
 _ENGINES = ("transformers4", "vllm", "llama.cpp")
 
 
@@ -76,6 +79,56 @@ def ways() -> str:
     by = f"torch {versions['torch']}, transformers {versions['transformers']}"
     table = markdown_table(header, lines, numeric=True)
     return f"{intro}\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py`."
+
+
+def positions() -> str:
+    """Return the tail perplexities after training on each kind of positions, over several seeds."""
+    result: dict[str, Any] = json.loads(POSITIONS.read_text(encoding="utf-8"))
+    rows = result["ways"]
+    runs = [row["runs"] for row in rows.values()]
+    lengths = list(runs[0][0]["tail"])
+    header = ["way", *(f"{int(length):,}" for length in lengths), "options"]
+    before = next(iter(rows.values()))["before"]["tail"]
+    lines = [["before", *(number(before[length]) for length in lengths), ""]]
+    for name, row in rows.items():
+        cells = []
+        for length in lengths:
+            every = [run["tail"][length] for run in row["runs"]]
+            mean = sum(every) / len(every)
+            spread = f" ({number(min(every))}-{number(max(every))})" if len(every) > 1 else ""
+            cells.append(f"{number(mean)}{spread}")
+        lines.append([name, *cells, f"`{' '.join(row['options'])}`" if row["options"] else ""])
+    versions = result["environment"]
+    seeds = min(len(each) for each in runs)
+    intro = (
+        f"Tail perplexity of the embedded Llama with `yarn:scale=4` after {result['steps']} steps of 2,048 tokens, "
+        + ("one seed." if seeds == 1 else f"mean (least-greatest) of {seeds} seeds.")
+    )
+    by = f"torch {versions['torch']}, transformers {versions['transformers']}"
+    table = markdown_table(header, lines, numeric=True)
+    return f"{intro}\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py --group positions`."
+
+
+def conversions() -> str:
+    """Return the tail perplexities before and after the rotation is dropped, also with a constant softmax scale."""
+    result: dict[str, Any] = json.loads(CONVERSIONS.read_text(encoding="utf-8"))
+    rows = result["ways"]
+    lengths = list(next(iter(rows.values()))["tail"])
+    header = ["rotation", *(f"{int(length):,}" for length in lengths), "recipe"]
+    lines = []
+    for name, row in rows.items():
+        recipe = row["options"][-1]
+        scaled = row.get("temperatures", {})
+        states = {"before": row["before"], "after": row}
+        states |= {f"after, scores times {factor}": cells for factor, cells in scaled.items()}
+        for state, cells in states.items():
+            values = [number(cells["tail"][length]) for length in lengths]
+            lines.append([f"{name}, {state}", *values, f"[{Path(recipe).name}](../{recipe})"])
+    versions = result["environment"]
+    intro = f"Tail perplexity of the embedded Llama, {result['steps']} steps, one seed."
+    by = f"torch {versions['torch']}, transformers {versions['transformers']}"
+    table = markdown_table(header, lines, numeric=True)
+    return f"{intro}\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py --group conversions`."
 
 
 def short() -> str:

@@ -27,7 +27,7 @@ from hf_posenc.evaluation.tuning.results import TuningResult
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS
-from scripts.finetuned_page import example, short, ways
+from scripts.finetuned_page import conversions, example, positions, short, ways
 from scripts.gpu_table import measured, table
 from scripts.rope_page import digits, divisors, properties
 
@@ -313,7 +313,12 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "sweep.md": {"sweep": sweep, "search": search},
     ROOT / "docs" / "methods.md": {"index": index},
     ROOT / "docs" / "shipping.md": {"shipping": shipping},
-    ROOT / "docs" / "finetuning.md": {"example": example, "ways": ways},
+    ROOT / "docs" / "finetuning.md": {
+        "example": example,
+        "ways": ways,
+        "positions": positions,
+        "conversions": conversions,
+    },
     ROOT / "docs" / "patching.md": {"attention": attention},
     ROOT / "docs" / "gpu.md": {"backends": table, "measured": measured},
     ROOT / "docs" / "rope.md": {"digits": digits, "divisors": divisors, "properties": properties},
