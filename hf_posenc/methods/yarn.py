@@ -126,7 +126,9 @@ class _ByParts(RopeScaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.beta_fast <= self.beta_slow:
+        # Equal ends make a ramp of one pair (Kimi K2), and none in turns.
+        equal = self.beta_fast == self.beta_slow and self.ramp == "index"
+        if self.beta_fast <= self.beta_slow and not equal:
             raise PosencError(
                 f"{self.name}: beta_fast ({self.beta_fast:g}) is above beta_slow ({self.beta_slow:g})."
             )

@@ -97,6 +97,9 @@ PUBLISHED = {
     "hunyuan-ntk-alpha": Published(
         "hunyuan_v1_moe", 128, 1e4, 32768, {"type": "dynamic", "alpha": 1000.0, "factor": 1.0}
     ),
+    "kimi-k2-128k": Published(
+        "deepseek_v3", 64, 5e4, 131072, _yarn(32.0, 4096, **{**_DEEPSEEK_YARN, "beta_fast": 1.0})
+    ),
     "kimi-k2.5-256k": Published("deepseek_v3", 64, 5e4, 262144, _yarn(64, 4096, **_DEEPSEEK_YARN)),
     "llama-2-yarn-128k": Published("llama", 128, 1e4, 131072, _yarn(32.0, 4096)),
     "llama-2-yarn-64k": Published("llama", 128, 1e4, 65536, _yarn(16.0, 4096)),
