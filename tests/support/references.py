@@ -343,7 +343,7 @@ KNOBS["yarn"] = KNOBS["ntk_by_parts"] | {
 """Values to try of the knobs besides the scale, by the method's name."""
 
 REQUIRED: dict[str, Callable[[int], dict[str, Any]]] = {
-    "clip": lambda pairs: {"pairs": 1},
+    "clip": lambda pairs: {"pairs": max(1, pairs // 2)},
     "dpe": lambda pairs: {"factors": [1, 2, 4, 8]},
     "lampe": lambda pairs: {"growth": 0.01, "shift": -0.5, "capacity": 50.0},
     "power_basis": lambda pairs: {"power": 0.5},
