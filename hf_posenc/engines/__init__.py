@@ -24,7 +24,7 @@ from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5
 from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.files import disk_errors
-from hf_posenc.methods import METHODS, Clip, LengthDependent, Method, seam_of
+from hf_posenc.methods import METHODS, LengthDependent, Method, seam_of
 from hf_posenc.patch.export import config_parts, reloaded
 from hf_posenc.patch.export import write as write_values
 from hf_posenc.patch.request import MethodLike
@@ -230,8 +230,6 @@ def _options(kind: type[Method], pairs: int) -> dict[str, Any]:
     options: dict[str, Any] = {knob: values[knob] for knob in required if knob in values}
     if kind.takes_scale():
         options["scale"] = 4.0
-    if kind is Clip:
-        options["share"] = 0.5
     if issubclass(kind, LengthDependent):
         options["update"] = "sequence"
     return options

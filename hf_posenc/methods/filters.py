@@ -16,10 +16,11 @@ from hf_posenc.rope import RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Clip(TableFilter):
-    """The slowest pairs slowed or stopped; a pair with frequency 0 does not rotate. Exactly one option is given.
+    """The slowest pairs slowed or stopped; a pair with frequency 0 does not rotate. At most one option is given.
 
     Args:
-        soft: CoPE (arXiv 2602.05258): the slowest c pairs times `0.5 (1 + cos(pi j / (c-1)))`, j = 0 .. c-1.
+        soft: CoPE (arXiv 2602.05258): the slowest c pairs times `0.5 (1 + cos(pi j / (c-1)))`, j = 0 .. c-1. The
+            default of the method: 20 of 64 pairs, as the authors have it, or as large a share of others.
         pairs: The slowest c pairs stopped ("HardClip" in the same code).
         share: p-RoPE (arXiv 2410.06205): all but the fastest `floor(p d/2)` pairs stopped.
         turns: Pairs stopped that make fewer turns than this over the original context.
@@ -38,8 +39,8 @@ class Clip(TableFilter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.options()) != 1:
-            given = ", ".join(self.options()) or "none"
+        if len(self.options()) > 1:
+            given = ", ".join(self.options())
             raise PosencError(
                 f"{self.name} takes one of soft, pairs, share and turns, not {given}."
             )
@@ -53,8 +54,8 @@ class Clip(TableFilter):
         if self.turns is not None:
             turns = frequencies * rope.original_max_position_embeddings / (2 * math.pi)
             return torch.where(turns < self.turns, torch.zeros_like(frequencies), frequencies)
-        if self.soft is not None:
-            clipped = min(self.soft, kept)
+        if self.pairs is None and self.share is None:
+            clipped = min(kept, round(kept * 20 / 64) if self.soft is None else self.soft)
             ramp = torch.linspace(
                 0, math.pi, clipped, dtype=torch.float64, device=frequencies.device
             )

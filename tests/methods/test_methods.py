@@ -57,6 +57,7 @@ def assert_close(got: Tensor, want: list[float]) -> None:
 
 
 CLIPS: tuple[dict[str, Any], ...] = (
+    {},
     *({"soft": soft} for soft in (1, 2, 20, 99)),
     *({"pairs": pairs} for pairs in (1, 3, 99)),
     *({"share": share} for share in (0.0, 0.25, 0.29, 1.0)),

@@ -153,7 +153,6 @@ def test_lists_without_an_order_are_refused(methods: list[Method], message: str)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "takes one of soft, pairs, share and turns, not none"),
         ({"soft": 2, "pairs": 1}, "not soft, pairs"),
         ({"share": 1.5}, "share is a part of the pairs"),
     ],
