@@ -207,8 +207,8 @@ def refuse_own(own: Mapping[str, OwnTemperature | None], *, replace: bool) -> No
     names = ", ".join([*own][:3]) + (", ..." if len(own) > 3 else "")
     if None in own.values():
         raise UnsupportedModelError(
-            f"{names}: the model scales its queries by their position already, by no law that hf_posenc knows, and a "
-            "second factor would multiply the first. Choose other layers with layers=, or leave this method out."
+            f"{names}: the model scales its queries already, by no law that hf_posenc knows, and a second factor would "
+            "multiply the first. Choose other layers with layers=, or leave this method out."
         )
     if not replace:
         laws = ", ".join(dict.fromkeys(str(law) for law in own.values()))

@@ -302,3 +302,10 @@ def test_an_implementation_that_is_set_afterwards_is_refused() -> None:
     model.set_attn_implementation("eager")
     with pytest.raises(PosencError, match="'eager' afterwards"):
         zoo.logits(model, IDS)
+
+
+def test_a_factor_of_each_head_is_found_and_has_no_law() -> None:
+    with pytest.raises(
+        PosencError, match="scales its queries already, by no law that hf_posenc knows"
+    ):
+        patch_model(zoo.build("mistral_large4_text"), "log_n", replace=True)
