@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,19 +50,27 @@ class OwnTemperature:
         return f"temperature({', '.join(f'{knob}={value}' for knob, value in options.items())})"
 
 
-def temperatures_of(model: nn.Module, place: str) -> dict[str, OwnTemperature | None]:
-    """Return the attention modules, by path, that scale their queries; `place` is a path in the text decoder.
+def temperatures_of(model: nn.Module, places: Iterable[str]) -> dict[str, OwnTemperature | None]:
+    """Return the attention modules, by path, that scale their queries, of the parts around some paths.
 
     The model's attention implementation is as before afterwards.
     """
-    owner: Any = None
-    for name, module in model.named_modules():
-        if (not name or place.startswith(f"{name}.")) and hasattr(
-            module, "set_attn_implementation"
-        ):
-            owner = module
-    if owner is None:
-        return {}
+    owners: dict[int, Any] = {}
+    for place in places:
+        around = [
+            module
+            for name, module in model.named_modules()
+            if (not name or place.startswith(f"{name}."))
+            and hasattr(module, "set_attn_implementation")
+        ]
+        owners |= {id(around[-1]): around[-1]} if around else {}
+    found: dict[nn.Module, OwnTemperature | None] = {}
+    for owner in owners.values():
+        found |= _tried(model, owner)
+    return {name: found[module] for name, module in model.named_modules() if module in found}
+
+
+def _tried(model: nn.Module, owner: Any) -> dict[nn.Module, OwnTemperature | None]:
     configs = {
         id(c): c for module in owner.modules() if (c := vars(module).get("config")) is not None
     }
@@ -74,14 +82,13 @@ def temperatures_of(model: nn.Module, place: str) -> dict[str, OwnTemperature | 
             for values, _ in before:
                 if IMPLEMENTATION in values:
                     values[IMPLEMENTATION] = ENGINE
-            found = own_temperatures(owner, trial_tokens(owner))
+            return own_temperatures(owner, trial_tokens(owner))
     except Exception:  # it cannot be run on a few tokens alone, or attends in code of its own
         return {}
     finally:
         for values, name in before:
             if IMPLEMENTATION in values:
                 values[IMPLEMENTATION] = name
-    return {name: found[module] for name, module in model.named_modules() if module in found}
 
 
 class _Past(DynamicCache):

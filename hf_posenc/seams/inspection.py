@@ -286,7 +286,7 @@ def _scaled_queries(model: nn.Module, found: Sequence[Found], beyond: float) -> 
     from hf_posenc.model.temperature import temperatures_of  # imports transformers
 
     by_law: dict[str, list[str]] = {}
-    for name, law in temperatures_of(model, rotary.places[0]).items():
+    for name, law in temperatures_of(model, rotary.places).items():
         by_law.setdefault("by an unknown law" if law is None else f"by {law}", []).append(name)
     for law_in_words, places in by_law.items():
         yield Source(QUERIES, tuple(places), law_in_words, beyond)
