@@ -183,7 +183,8 @@ def check_command(line: str, words: list[str]) -> None:
         path = path if "/" in path else f"{path.replace('.', '/')}.py"
         assert (ROOT / path).exists(), line
     if words[0] == "scripts/finetune.py":
-        parse_arguments(ROOT / "scripts/recipes/embedded.yaml", [*words[1:], "--use_cpu"])
+        given = [str(ROOT / word) if word.startswith("scripts/") else word for word in words[1:]]
+        parse_arguments(ROOT / "scripts/recipes/embedded.yaml", [*given, "--use_cpu"])
 
 
 @pytest.mark.parametrize(
