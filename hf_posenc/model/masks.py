@@ -208,7 +208,8 @@ def scores_mask(**kwargs: Any) -> Tensor | None:
     if handle is None and skips:
         return None
     size = kwargs["batch_size"], 1, queries, kwargs["kv_length"]
-    like = torch.Size(size), kwargs.get("dtype", torch.float32), torch.device(kwargs["device"])
+    device = torch.device(kwargs["device"]) if positions is None else positions.device
+    like = torch.Size(size), kwargs.get("dtype", torch.float32), device
     return UnwrittenMask.of(handle, lambda: masking_utils.eager_mask(**kwargs), like)
 
 

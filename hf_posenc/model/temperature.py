@@ -101,8 +101,10 @@ class _Past(DynamicCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return self.tokens
 
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return query_length, self.tokens
+    def get_mask_sizes(self, query_length: Any, layer_idx: int) -> tuple[int, int]:
+        # transformers before 5.4 gives the positions.
+        count = len(query_length) if isinstance(query_length, Tensor) else query_length
+        return count, self.tokens
 
     def update(self, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return key, value

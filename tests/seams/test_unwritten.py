@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,11 @@ def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def arguments(padded: bool = True) -> dict[str, Any]:
     padding = PADDING if padded else None
-    return {
-        "batch_size": 2, "q_length": 6, "kv_length": 6, "attention_mask": padding, "dtype": torch.float32,
-        "device": torch.device("cpu"),
-    }  # fmt: skip
+    queries: dict[str, Any] = {"q_length": 6, "device": torch.device("cpu")}
+    if "cache_position" in inspect.signature(eager_mask).parameters:  # transformers before 5.4
+        queries = {"cache_position": torch.arange(6)}
+    rest = {"batch_size": 2, "kv_length": 6, "attention_mask": padding, "dtype": torch.float32}
+    return rest | queries
 
 
 ALIBI = torch.arange(6.0).expand(2, 3, 1, 6) / 4
