@@ -27,7 +27,6 @@ class Clip(TableFilter):
     """
 
     name = "clip"
-    aliases = ("p_rope", "hard_clip")
     summary = "the slowest pairs slowed or stopped"
     source = "arXiv 2602.05258 (CoPE), 2410.06205 (p-RoPE); hrlics/CoPE"
     needs = "fine-tuning"

@@ -21,7 +21,7 @@ from hf_posenc.methods import Temperature
 from hf_posenc.model.attention import IMPLEMENTATION, Recorded, recording, register
 from hf_posenc.model.calibration import trial_tokens
 from hf_posenc.model.repositioned import ENGINE
-from hf_posenc.model.unwrapping import trial
+from hf_posenc.model.unwrapping import owner_of, trial
 
 _FAR = 1 << 22  # tokens: past the trained length of any model whose factor could still be 1
 _PAST = (0, 1000, 1 << 13, 1 << 16, 1 << 19)
@@ -55,15 +55,7 @@ def temperatures_of(model: nn.Module, places: Iterable[str]) -> dict[str, OwnTem
 
     The model's attention implementation is as before afterwards.
     """
-    owners: dict[int, Any] = {}
-    for place in places:
-        around = [
-            module
-            for name, module in model.named_modules()
-            if (not name or place.startswith(f"{name}."))
-            and hasattr(module, "set_attn_implementation")
-        ]
-        owners |= {id(around[-1]): around[-1]} if around else {}
+    owners = {id(owner): owner for owner in (owner_of(model, place) for place in places)}
     found: dict[nn.Module, OwnTemperature | None] = {}
     for owner in owners.values():
         found |= _tried(model, owner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -63,3 +64,13 @@ def trial(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def owner_of(model: nn.Module, place: str) -> Any:
+    """Return the innermost model of transformers around a path: the decoder."""
+    owner = model
+    for name, module in model.named_modules():
+        inside = not name or place.startswith(f"{name}.")
+        if inside and hasattr(module, "set_attn_implementation"):
+            owner = module
+    return owner

@@ -51,7 +51,7 @@ from hf_posenc.model.parameters import PARAMETERS, MethodParameters, share_param
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import native_rotary
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
-from hf_posenc.model.unwrapping import trial
+from hf_posenc.model.unwrapping import owner_of, trial
 from hf_posenc.patch.export import config_parts, quiet
 from hf_posenc.patch.state import State, replace_modules
 from hf_posenc.seams.handover import UnwrittenMasks, give_positions, hand_over, search, take_back
@@ -197,16 +197,6 @@ def patched_layers(model: nn.Module) -> Iterator[str]:
 
 
 # The seam is opened.
-
-
-def owner_of(model: nn.Module, place: str) -> Any:
-    """Return the innermost model of transformers around a path: the decoder."""
-    owner = model
-    for name, module in model.named_modules():
-        inside = not name or place.startswith(f"{name}.")
-        if inside and hasattr(module, "set_attn_implementation"):
-            owner = module
-    return owner
 
 
 def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> None:

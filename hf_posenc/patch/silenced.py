@@ -20,8 +20,8 @@ from hf_posenc.errors import (
     VerificationError,
 )
 from hf_posenc.methods import Method, NoPE
-from hf_posenc.model.unwrapping import trial
-from hf_posenc.patch.attention import install_biases, owner_of, warn_untrained
+from hf_posenc.model.unwrapping import owner_of, trial
+from hf_posenc.patch.attention import install_biases, warn_untrained
 from hf_posenc.patch.state import State
 from hf_posenc.seams import probes
 from hf_posenc.seams.held import InPlace, TableEnd, held

@@ -89,6 +89,8 @@ NO_NATIVE = {
 }
 """Types that transformers itself cannot build with another ``rope_type``: checked against reference tables instead."""
 
+WEAK = {"moonshine_streaming": 1e-4}
+"""Types whose tiny models hardly read positions: the least that a method must do."""
 TOLERANCE = {
     "hrm_text": 1e-2,  # recurrent, 32 calls of attention in a row: amplifies rounding
     "dia": 1e-2,  # scores that are not divided by sqrt(d): amplifies rounding
@@ -236,8 +238,8 @@ def test_equals_the_native_model(model: PreTrainedModel, model_type: str, case: 
     got = zoo.logits(model, tokens)
     error = zoo.relative_difference(got, want)
     assert error < TOLERANCE.get(model_type, 1e-4)
-    # Or the comparison says nothing.
-    assert zoo.relative_difference(got, unpatched) > max(1e-4, 10 * error)
+    least = WEAK.get(model_type, 1e-3)  # or the comparison says nothing
+    assert zoo.relative_difference(got, unpatched) > max(least, 10 * error)
 
 
 @pytest.mark.parametrize("case", ["linear", "yarn", "llama3"])

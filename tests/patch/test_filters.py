@@ -122,7 +122,7 @@ def test_a_filter_follows_a_dynamic_method_through_its_lengths() -> None:
 @pytest.mark.parametrize("model_type", ["llama", "gemma3_text"])
 def test_p_rope_saves_natively(model_type: str, tmp_path: Path) -> None:
     model = zoo.build(model_type)
-    patch_model(model, "p_rope", share=0.5)
+    patch_model(model, "clip", share=0.5)
     patch = get_patch(model)
     assert patch is not None
     assert patch.export == "rope_parameters"
