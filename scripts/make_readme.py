@@ -221,8 +221,8 @@ def _verdict(result: dict[str, Any], lengths: list[int]) -> str:
             f"{best.method} {best.ratio:.2f} ({low:.2f}-{high:.2f}) at {length:,} tokens"
         )
     return (
-        f"Perplexity of the best other method divided by that of the control, `{CONTROL}` (paired 95 % interval): "
-        f"{'; '.join(sentences)}."
+        f"Perplexity of the best other method divided by that of the control, `{CONTROL}` (paired intervals, "
+        f"which hold together in 95 % of samples for all methods): {'; '.join(sentences)}."
     )
 
 

@@ -279,7 +279,8 @@ class BenchResult(Result):
         yield (
             f"In each field the perplexity over {count} document{'s' * (count != 1)}, its 95 % interval over "
             f"documents, and in parentheses the difference in log-perplexity (nats per token) "
-            f"to {baseline} on the same documents; *: the paired 95 % interval of that difference excludes 0."
+            f"to {baseline} on the same documents; *: its paired interval excludes 0 (all of a column "
+            "hold together in 95 % of samples)."
         )
         ends = (end for c in measured.cells for end in (c.perplexity, *(c.interval or ())))
         if any(end > BOUND for end in ends):

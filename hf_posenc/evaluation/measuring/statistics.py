@@ -1,10 +1,17 @@
-"""Perplexities with intervals from sums per document."""
+"""Perplexities with intervals from sums per document.
+
+A comparison that a word such as `better` may be read off has a *simultaneous* interval: it is widened so that all
+comparisons of its family contain the true values together in 95 % of samples (Bonferroni's inequality; Dunn 1961,
+"Multiple comparisons among means", JASA 56). Equal methods then get any such word in at most 5 % of tables, however
+many are compared.
+"""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,9 +22,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 COVERAGE = 0.95
-"""Share of all samples of documents whose interval contains the true value."""
+"""Share of all samples of documents whose interval, or whose whole family of intervals, contains the true values."""
 FEW_DOCUMENTS = 5
 """With fewer documents no difference is called significant."""
+TOO_FEW = "too few documents"
+"""The verdict where there are fewer."""
 FEW_NOTE = f"Fewer than {FEW_DOCUMENTS} documents: the ranges are wide, and no difference is called significant."
 
 ROUNDING = 1e-4
@@ -82,7 +91,8 @@ class Cell:
         perplexity: `exp(total nats / total tokens)`, or as the run's aggregate says; NaN if a loss was not finite.
         interval: 95 % interval of the perplexity over documents; `None` with fewer than two documents.
         ratio: Perplexity divided by the baseline's (the run's first method) at the same protocol and length.
-        ratio_interval: 95 % interval of the ratio: paired by document, and so much tighter than `interval`.
+        ratio_interval: Interval of the ratio, paired by document; the intervals of all methods under a protocol at a
+            length hold together in 95 % of samples.
         bits_per_byte: `total nats / (ln 2 x total bytes)`: comparable between tokenizers.
         word_perplexity: `exp(total nats / total words)`, PG19's unit: comparable between tokenizers too.
         nats: Total of the negative log-likelihoods, as the following are totals of the `Record`s.
@@ -122,13 +132,15 @@ def estimate(
     sums: Sequence[float],
     weights: Sequence[float],
     baseline: tuple[Sequence[float], Sequence[float]] | None = None,
+    comparisons: int = 1,
 ) -> tuple[float, Interval | None]:
     """Return the total of the documents' sums by that of their weights, and its 95 % interval over documents.
 
     With the sums and weights of a baseline on the same documents, both are of the difference, paired by document.
     The interval is Student's t with the jackknife's standard error (Tukey 1958). Its degrees of freedom are those of as
     many equal documents as the unequal ones are worth, `total weight^2 / sum of squares - 1` (Kish 1965), at least 1.
-    There is none with fewer than two documents, or where a sum is not finite.
+    There is none with fewer than two documents, or where a sum is not finite. With several `comparisons`, it is one of
+    as many that contain the true values together in 95 % of samples: each misses its own in 5 % / `comparisons`.
     """
     mean, shifts = _left_out(sums, weights)
     if baseline is not None:
@@ -139,7 +151,7 @@ def estimate(
         return mean, None
     worth = math.fsum(weights) ** 2 / math.fsum(weight**2 for weight in weights)
     error = math.sqrt((count - 1) / count * math.fsum(shifts**2))
-    half = _student(max(1.0, worth - 1)) * error
+    half = _student(max(1.0, worth - 1), comparisons) * error
     return mean, (mean - half, mean + half)
 
 
@@ -153,12 +165,16 @@ def _left_out(
 
 
 @functools.lru_cache(maxsize=256)
-def _student(freedom: float) -> float:
-    """Return the end of the central 95 % of Student's t, whose density in arctan(t / sqrt(df)) is cos^(df - 1)."""
-    angles = np.linspace(0, min(math.pi / 2, 9 / math.sqrt(freedom)), 1001)
-    density = np.cos(angles) ** (freedom - 1)
-    mass = np.cumsum(density[1:] + density[:-1])
-    end = np.interp(COVERAGE * mass[-1], mass, angles[1:])
+def _student(freedom: float, comparisons: int) -> float:
+    """Return the value that the absolute of Student's t exceeds with probability 5 % / `comparisons`.
+
+    Its density in arctan(t / sqrt(df)) is proportional to cos^(df - 1).
+    """
+    from_the_end = np.linspace(0, 1, 2001) ** 2  # dense in the tail
+    angles = min(math.pi / 2, 12 / math.sqrt(freedom)) * (1 - from_the_end)
+    density = np.maximum(np.cos(angles), 0) ** (freedom - 1)
+    tail = np.cumsum((density[1:] + density[:-1]) * (angles[:-1] - angles[1:]))
+    end = np.interp((1 - COVERAGE) / comparisons * tail[-1], tail, angles[1:])
     return math.sqrt(freedom) * math.tan(end)
 
 
@@ -168,12 +184,14 @@ def summarize(
     aggregate: str = "tokens",
     base: float | None = None,
     baseline: str | None = None,
+    comparisons: int | None = None,
 ) -> list[Cell]:
     """Return the cell of each (method, protocol, length), in the order of their first appearance.
 
     With the aggregate `"documents"`, every document weighs the same; the others are in the records' weights. `base` is
     that of the power of the mean loss, by default e. Ratios refer to the method `baseline`, maybe without records where
-    it failed; by default to that of the first record.
+    it failed; by default to that of the first record. The methods compared to it under a protocol at a length are one
+    family of `comparisons`: their intervals hold together. Name their number if the records are those of a part.
     """
     groups: dict[tuple[str, str, int], dict[str, Record]] = {}
     documents: dict[str, dict[str, None]] = {}  # of every protocol, in order
@@ -183,6 +201,9 @@ def summarize(
         documents.setdefault(record.protocol, {})[record.document] = None
     if baseline is None and records:
         baseline = records[0].method
+    compared = Counter(
+        (protocol, length) for method, protocol, length in groups if method != baseline
+    )
     cells = []
     for (_, protocol, length), group in groups.items():
         names = documents[protocol]
@@ -193,12 +214,17 @@ def summarize(
         rows = [group[name] for name in names]
         reference = groups.get((baseline or "", protocol, length), {})
         others = [reference[name] for name in names if name in reference]
-        cells.append(_cell(rows, others, aggregate, base))
+        family = comparisons or max(1, compared[protocol, length])
+        cells.append(_cell(rows, others, aggregate, base, family))
     return cells
 
 
 def _cell(
-    rows: Sequence[Record], baseline: Sequence[Record], aggregate: str, base: float | None
+    rows: Sequence[Record],
+    baseline: Sequence[Record],
+    aggregate: str,
+    base: float | None,
+    comparisons: int,
 ) -> Cell:
     """Return the cell of records of all documents, and its ratio to the baseline if that is complete."""
 
@@ -212,7 +238,7 @@ def _cell(
     loss, interval = estimate(*own)
     difference = ratio_interval = None
     if len(baseline) == len(rows):
-        difference, ratio_interval = estimate(*own, _weighted(baseline, aggregate))
+        difference, ratio_interval = estimate(*own, _weighted(baseline, aggregate), comparisons)
     nats = math.fsum(row.nats for row in rows)
     size, words = _total(row.bytes for row in rows), _total(row.words for row in rows)
     return Cell(

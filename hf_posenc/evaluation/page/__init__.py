@@ -251,7 +251,10 @@ def _retrieval(sources: Sequence[Source]) -> list[dict[str, Any]]:
 
 
 def _found(group: Sequence[Source]) -> str:
-    """Compare the method that finds most to the control, at the longest length, by McNemar's exact test."""
+    """Compare the method that finds most to the control, at the longest length, by McNemar's exact test.
+
+    Its p is multiplied by the number of methods of which it is the best (Bonferroni).
+    """
     right: dict[str, dict[tuple[Any, ...], tuple[bool, bool]]] = {}
     methods: dict[str, str | None] = {}
     length = max(max(source.data["settings"]["lengths"]) for source in group)
@@ -277,14 +280,15 @@ def _found(group: Sequence[Source]) -> str:
     both = right[best].keys() & right[control].keys()
     won, lost = len(hits[best] - hits[control]), len(hits[control] & both - hits[best])
     tail = sum(math.comb(won + lost, count) for count in range(min(won, lost) + 1))
-    chance = min(1.0, 2 * tail / 2 ** (won + lost))
+    chance = min(1.0, len(rivals) * 2 * tail / 2 ** (won + lost))
     verb = "ranks the answer first in" if ranked else "answers"
     sure = "" if chance < 0.05 else "not "
     word = "different" if sure else "better" if won > lost else "worse"
     none = "" if word == "better" else "no method is significantly better; "
+    times = f", times {len(rivals)} methods" if len(rivals) > 1 else ""
     return (
         f"{where}, {control} as the control, {len(both)} prompts: {none}{best} {verb} {len(hits[best])}, {control} "
-        f"{len(hits[control] & both)}; {sure}significantly {word} (exact McNemar test, p = {chance:.2g})."
+        f"{len(hits[control] & both)}; {sure}significantly {word} (exact McNemar test{times}, p = {chance:.2g})."
     )
 
 
@@ -503,8 +507,9 @@ def _chosen(data: Mapping[str, Any]) -> str:
 def _tuning(data: Mapping[str, Any], title: str) -> Grid:
     original, target = data["settings"]["original"], data["settings"]["target"]
     caption = (
-        "Ratios are paired over the documents that both methods have read, with their 95 % interval: "
-        "below 1 is better."
+        "Ratios are paired over the documents that both methods have read: below 1 is better. The interval of a ratio "
+        "to the best method is widened until all that the measurements could have chosen hold together in 95 % of "
+        "samples."
     )
     heads = (
         *("method", "documents", f"at {target:,} tokens"),

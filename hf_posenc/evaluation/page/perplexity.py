@@ -224,11 +224,13 @@ def _baseline(lines: Sequence[Line]) -> Line:
     return next(loaded, lines[0])
 
 
-def _compared(baseline: Line, records: Sequence[Record]) -> list[Cell]:
-    """The numbers of records of a model, and their ratios to the baseline's."""
+def _compared(
+    baseline: Line, records: Sequence[Record], comparisons: int | None = None
+) -> list[Cell]:
+    """The numbers of records of a model, and their ratios to the baseline's; `comparisons` as in `summarize`."""
     settings = baseline.source.data["settings"]
     how = {name: settings.get(name) for name in ("aggregate", "base")}
-    return summarize(records, **how, baseline=baseline.label)
+    return summarize(records, **how, baseline=baseline.label, comparisons=comparisons)
 
 
 def _curve(lines: Sequence[Line]) -> dict[str, Any] | None:
@@ -246,10 +248,11 @@ def _curve(lines: Sequence[Line]) -> dict[str, Any] | None:
 
 
 def against(
-    line: Line, other: Line, length: int, other_length: int
+    line: Line, other: Line, length: int, other_length: int, comparisons: int
 ) -> tuple[float | None, Interval | None]:
-    """Divide a row's perplexity by another's, with the paired 95 % interval over documents; `None` if one is missing.
+    """Divide a row's perplexity by another's, with the paired interval over documents; `None` if one is missing.
 
+    So many `comparisons` with the other row are made: their intervals hold together in 95 % of samples.
     Both have read the same documents, and under `tail` the same targets at any length.
     """
     base, rows = other.records.get(other_length, []), line.records.get(length, [])
@@ -257,7 +260,8 @@ def against(
         return None, None
     records = [replace(record, method=other.label, length=0) for record in base]
     records += [replace(record, method="", length=0) for record in rows]
-    cell = next((cell for cell in _compared(other, records) if not cell.method), None)
+    cells = _compared(other, records, comparisons)
+    cell = next((cell for cell in cells if not cell.method), None)
     return (None, None) if cell is None else (cell.ratio, cell.ratio_interval)
 
 
@@ -371,7 +375,7 @@ def _verdict(lines: Sequence[Line], merged: Merged) -> str:
     control = next((line for line in lines if line.method == plots.CONTROL), baseline)
     rivals = []
     for line in lines:
-        ratio, interval = against(line, control, length, length)
+        ratio, interval = against(line, control, length, length, len(lines) - 1)
         if line.method not in (None, plots.CONTROL) and ratio is not None and math.isfinite(ratio):
             rivals.append((ratio, line.label, interval))
     where = f"{length:,} tokens, {control.label} as the control, {documents} documents"
@@ -418,8 +422,8 @@ def _summary(merged: Merged) -> Grid | None:
         return None
     base, title = merged.candidates[0], f"Short and long texts, {merged.protocol}"
     caption = (
-        f"{title}: perplexity as a multiple of another, with the paired 95 % interval over documents. The price on "
-        "texts of the trained length is shown beside the effect on long ones."
+        f"{title}: perplexity as a multiple of another, with the paired interval over documents (all of a column hold "
+        "together in 95 % of samples). The price on texts of the trained length is beside the effect on long ones."
     )
     heads = [f"{length:,} tokens, to the baseline" for length in (short, long)]
     others = [(line, long) for line in merged.candidates if line.method == plots.CONTROL][:1]
@@ -431,7 +435,7 @@ def _summary(merged: Merged) -> Grid | None:
     for line in merged.candidates:
         fields = [_to_baseline(line, short), _to_baseline(line, long)]
         for other, length in others:
-            ratio, interval = against(line, other, long, length)
+            ratio, interval = against(line, other, long, length, len(merged.candidates) - 1)
             count = len(line.source.data["documents"])
             itself = other is line and length == long
             fields.append(_BASELINE if itself else ratio_field(ratio, interval, count))
@@ -460,8 +464,8 @@ def _table(merged: Merged) -> Grid:
     title = f"Perplexity, {merged.protocol}"
     caption = (
         f"{title}. In each field: the perplexity, the lowest of its length underlined; its 95 % interval "
-        f"over documents; × its ratio to {baselines} with the paired interval, and better or worse where that interval "
-        "excludes 1."
+        f"over documents; × its ratio to {baselines} with the paired interval (all of a column hold together in "
+        "95 % of samples), and better or worse where that interval excludes 1."
     )
     names = [row_name(line.label, _about(line, merged)) for line in merged.candidates]
     fields = {length: _fields(merged, length) for length in lengths}
@@ -535,8 +539,8 @@ def pictures(merged: Merged) -> list[tuple[Markup, str, str]]:
         if any(cell.ratio_interval for line in lines for cell in line.cells.values()):
             svg = themed(plots.ratio_figure(merged, name), f"{key}-ratio")
             caption = (
-                "The same as a multiple of the baseline, with paired 95 % intervals: below 1 is better, and only an "
-                "interval that excludes 1 shows a difference."
+                "The same as a multiple of the baseline, with paired intervals (all at one length hold together in "
+                "95 % of samples): below 1 is better, and only an interval that excludes 1 shows a difference."
             )
             drawn.append((svg, caption, "The ratios are in the table."))
         points = [plots.position_points(curve, line.label) for line in lines] if curve else []

@@ -188,8 +188,8 @@ class PerplexityResult(MethodsResult[Cell]):
         )
         if any(cell.differs for cell in self.cells):
             yield (
-                f"↓ ↑: significantly lower or higher than {self._baseline} (paired 95 % interval of the ratio); no "
-                "arrow: the difference may be chance."
+                f"↓ ↑: significantly lower or higher than {self._baseline} (paired intervals of the ratios; all of a "
+                "column hold together in 95 % of samples: Bonferroni); no arrow: the difference may be chance."
             )
         if 1 < count < FEW_DOCUMENTS:
             yield FEW_NOTE

@@ -356,7 +356,7 @@ CLOSE = 0.012
 
 
 def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
-    """Draw the ratio to the first method's perplexity, with its paired 95 % interval at every point and a line at 1.
+    """Draw the ratio to the first method's perplexity, with its paired interval at every point and a line at 1.
 
     An interval that excludes 1 shows a difference. Overlap of two intervals of perplexity is no evidence about it.
     """
@@ -384,7 +384,7 @@ def ratio_figure(result: Measured, protocol: str = "tail") -> Figure:
                 _line(panel, candidate.label, ratios, look)  # the baseline is the line at 1
         length_axis(panel, lengths)
         mark_trained(panel, result.original, below=True)
-        panel.set_ylabel("ratio, paired 95 % interval")
+        panel.set_ylabel("ratio, paired interval")
         value_axis(panel)
     return drawn
 

@@ -22,7 +22,13 @@ from hf_posenc.evaluation.measuring import identity
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Item, Progress, Value, silent
 from hf_posenc.evaluation.measuring.result import nan_if_none
-from hf_posenc.evaluation.measuring.statistics import Interval, estimate, exp_or_inf, side_of_one
+from hf_posenc.evaluation.measuring.statistics import (
+    FEW_DOCUMENTS,
+    Interval,
+    estimate,
+    exp_or_inf,
+    side_of_one,
+)
 from hf_posenc.evaluation.measuring.store import ALONE, Key, Records, Shard, Store
 from hf_posenc.evaluation.options import TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, Window, plan
@@ -135,7 +141,7 @@ def failure_of(losses: Sequence[Loss]) -> str | None:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Ratio of two perplexities over the same documents, and its paired 95 % interval, with two documents or more."""
+    """Ratio of two perplexities over the same documents, and its paired interval, with two documents or more."""
 
     ratio: float
     interval: Interval | None
@@ -153,7 +159,9 @@ class Row:
         perplexity: At the target length, with its 95 % interval over documents; NaN if it failed.
         short: Its perplexity at the original length by that of the model as loaded, same tokens and documents: 1.02 is
             a regression of 2 %. `None` if one of them failed.
-        to_best: Its perplexity at the target length by that of the best method, over the documents of this row.
+        to_best: Its perplexity at the target length by that of the best method, over the documents of this row. The
+            interval is one of the board's `comparisons`; there is none on too few documents, or if it left early.
+        left: True if it left a sweep before the last round: no verdict, since a bad start made it leave.
     """
 
     label: str
@@ -164,10 +172,11 @@ class Row:
     short: Comparison | None
     to_best: Comparison | None
     failed: str | None
+    left: bool = False
 
     @property
     def significant(self) -> bool:
-        """True if it differs significantly from the best method."""
+        """True if it differs significantly from the best method, all comparisons of the table considered."""
         return self.to_best is not None and side_of_one(self.to_best.interval, self.documents) != 0
 
 
@@ -175,25 +184,32 @@ class Row:
 class Board:
     """Comparisons of everything measured so far; the baseline is the model as loaded.
 
-    Methods are named as in `losses`: by label, or by the candidate's key.
+    Methods are named as in `losses`: by label, or by the candidate's key. `comparisons` is the number of those with the
+    best method that could have been made: their intervals hold together.
     """
 
     losses: Losses
     settings: TailSettings
     baseline: str
+    comparisons: int = 1
 
     def of(self, label: str, length: int, documents: Sequence[int]) -> list[Loss]:
         """Return the losses of a method at a length on some documents."""
         return [self.losses[label, length, document] for document in documents]
 
     def compare(
-        self, label: str, other: str, length: int, documents: Sequence[int]
+        self,
+        label: str,
+        other: str,
+        length: int,
+        documents: Sequence[int],
+        comparisons: int = 1,
     ) -> Comparison | None:
         """Return the paired ratio of two methods; `None` if one of them has no number."""
         losses, others = (self.of(name, length, documents) for name in (label, other))
         if failure_of(losses) is not None or failure_of(others) is not None:
             return None
-        difference, interval = estimate(*_sums(losses), _sums(others))
+        difference, interval = estimate(*_sums(losses), _sums(others), comparisons)
         return Comparison(exp_or_inf(difference), _powers(interval))
 
     def short(self, label: str, documents: Sequence[int]) -> Comparison | None:
@@ -244,11 +260,17 @@ class Board:
         *,
         control: bool,
         short: Sequence[int] | None = None,
+        left: bool = False,
     ) -> Row:
-        """Return the row of a method over some documents; `short` as for `score`."""
+        """Return the row of a method over some documents; `short` as for `score`, `left` as in `Row`."""
         target = self.settings.target
         losses = self.of(label, target, documents)
         failed = failure_of(losses)
+        to_best = None
+        if best and best != label:
+            to_best = self.compare(label, best, target, documents, self.comparisons)
+        if to_best is not None and (left or len(documents) < FEW_DOCUMENTS):
+            to_best = Comparison(to_best.ratio, None)
         return Row(
             label=label,
             control=control,
@@ -258,10 +280,9 @@ class Board:
             short=None
             if label == self.baseline
             else self.short(label, documents if short is None else short),
-            to_best=self.compare(label, best, target, documents)
-            if best and best != label
-            else None,
+            to_best=to_best,
             failed=failed,
+            left=left,
         )
 
 

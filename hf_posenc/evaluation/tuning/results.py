@@ -14,6 +14,7 @@ from torch import nn
 from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.result import listed_fields
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, TOO_FEW
 from hf_posenc.evaluation.tuning import Board, Comparison, Loss, Losses, Row, TailJob, TailSettings
 from hf_posenc.files import finite
 from hf_posenc.patch.patching import get_patch
@@ -124,9 +125,14 @@ class TuningResult(Result):
         """The values of `to_dict` that only this kind of result has, and its own `settings`."""
 
     @property
+    @abc.abstractmethod
+    def comparisons(self) -> int:
+        """Number of comparisons with the best method that could have been made; their intervals hold together."""
+
+    @property
     def board(self) -> Board:
         """The comparisons of the losses."""
-        return Board(self.losses, self.settings, self.trials[0].label)
+        return Board(self.losses, self.settings, self.trials[0].label, self.comparisons)
 
     def row(self, label: str) -> Row:
         """Return the row of a method."""
@@ -171,6 +177,7 @@ class TuningResult(Result):
                 "kind": self.kind,
                 **self.about,
                 "settings": {**dataclasses.asdict(self.settings), **own["settings"]},
+                "comparisons": self.comparisons,
                 "protocol": self.settings.protocol.definition("tail"),
                 **{name: values[name] for name in _ORDER if name in values},
             }
@@ -254,7 +261,10 @@ class TuningResult(Result):
 def verdict(
     row: Row, settings: TailSettings, best: str | None, word_of_best: str = "best"
 ) -> Field:
-    """Return the comparison of a row to the best method in a word; "undecided" if it is not significant."""
+    """Return the comparison of a row to the best method in a word; "undecided" if it is not significant.
+
+    With fewer than five documents, or if it left a sweep early, there is no word about it.
+    """
     if row.failed is not None:
         return failure_field(row.failed)
     if row.label == best:
@@ -264,11 +274,23 @@ def verdict(
         word = "past the bound"
     elif row.to_best is None:
         return Field("control" if row.control else "")
+    elif row.left:
+        word = "left early"
+    elif row.documents < FEW_DOCUMENTS:
+        word = TOO_FEW
     elif row.significant:
         word = "worse" if row.to_best.ratio > 1 else "better"
     else:
         word = "undecided"
     return Field(word + (", control" if row.control else ""))
+
+
+def family_note(comparisons: int) -> str:
+    """Describe the intervals of the ratios in a table."""
+    return (
+        f"those of the ratios are paired, and all {comparisons:,} comparisons that could have been made hold together "
+        "in 95 % of samples (Bonferroni)"
+    )
 
 
 def on_short(row: Row, settings: TailSettings) -> str:
@@ -284,6 +306,8 @@ def against(control: Row, settings: TailSettings) -> str:
         "none": "the unpatched model",
         "sliding_window": f"sliding_window, which reads only the last {settings.original:,} tokens",
     }.get(control.label, control.label)
+    if control.documents < FEW_DOCUMENTS:
+        return f"There are {TOO_FEW} to compare it with {name}."
     if not control.significant:
         return f"It is not significantly different from {name}."
     if control.to_best.ratio > 1:

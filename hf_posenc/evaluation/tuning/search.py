@@ -44,7 +44,13 @@ from hf_posenc.evaluation.tuning.algorithms import (
     evolve,
     starts,
 )
-from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
+from hf_posenc.evaluation.tuning.results import (
+    CONTROLS,
+    TuningResult,
+    against,
+    family_note,
+    on_short,
+)
 from hf_posenc.model.discovery import original_length, read_spec, select, tables_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.rope import RopeSpec
@@ -130,6 +136,11 @@ class SearchResult(TuningResult):
         return None if self.best is None else LABEL
 
     @property
+    def comparisons(self) -> int:
+        """Number of the other methods in all tables; other documents have chosen the best one."""
+        return (len(self.trials) - 1) * (2 if self.needles else 1)
+
+    @property
     def held_out(self) -> list[int]:
         """Indices of the documents that the search has not read."""
         return [index for index in range(len(self.documents)) if index not in self.searched]
@@ -188,7 +199,7 @@ class SearchResult(TuningResult):
         table = "table is" if not self.needles else "tables are"
         yield (
             f"{len(self.steps)} evaluations on {len(self.searched)} documents; the {table} of the other {count}. "
-            f"Ranges and ratios: 95 % intervals over documents, ratios paired."
+            f"Ranges: 95 % intervals over documents; {family_note(self.comparisons)}."
         )
         if self.needles:
             yield (

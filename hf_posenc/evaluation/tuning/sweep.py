@@ -28,7 +28,13 @@ from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE
 from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.plots.results import sweep_figure
 from hf_posenc.evaluation.tuning import Batch, Board, Loss, Row, TailJob, prepared
-from hf_posenc.evaluation.tuning.results import CONTROLS, TuningResult, against, on_short
+from hf_posenc.evaluation.tuning.results import (
+    CONTROLS,
+    TuningResult,
+    against,
+    family_note,
+    on_short,
+)
 from hf_posenc.methods import get_method
 
 if TYPE_CHECKING:
@@ -189,13 +195,24 @@ class SweepResult(TuningResult):
             ranked = board.rank(entered, range(rung.documents))
             read |= dict.fromkeys([*ranked, *entered], range(rung.documents))
         self.rows = [
-            board.row(label, documents, self.winner, control=label in controls)
+            board.row(
+                label,
+                documents,
+                self.winner,
+                control=label in controls,
+                left=label not in controls and label not in last.entered,
+            )
             for label, documents in read.items()
         ]
 
+    @property
+    def comparisons(self) -> int:
+        """Number of pairs of methods: the measurements choose the winner and those compared to it on all documents."""
+        return math.comb(len(self.trials), 2)
+
     def undecided(self) -> list[Row]:
-        """Return the methods that do not differ significantly from the winner, the nearest first."""
-        racing = [row for row in self.rows if row.to_best and not row.control]
+        """Return the methods of the last round that do not differ significantly from the winner, the nearest first."""
+        racing = [row for row in self.rows if row.to_best and not row.control and not row.left]
         near = [row for row in racing if not row.significant]
         return sorted(near, key=lambda row: row.to_best.ratio if row.to_best else math.inf)
 
@@ -223,8 +240,8 @@ class SweepResult(TuningResult):
             for rung in self.rungs
         )
         yield (
-            f"Rounds: {rounds}. Ranges and ratios: 95 % intervals over documents, ratios paired; a "
-            "method that left early is compared on the documents that it has read."
+            f"Rounds: {rounds}. Ranges: 95 % intervals over documents; {family_note(self.comparisons)}. A method that "
+            "left early gets no verdict; its ratio is of the documents that it has read."
         )
         if self.rungs[-1].documents < FEW_DOCUMENTS:
             yield FEW_NOTE
@@ -240,7 +257,7 @@ class SweepResult(TuningResult):
         if undecided:
             yield f"Not significantly different from it on these documents: {', '.join(undecided)}."
         elif len(self.rungs[0].entered) > 1:
-            yield "It is significantly different from every other method."
+            yield "It is significantly different from every other method of the last round."
         for row in (row for row in self.rows if row.control):
             yield against(row, settings)
 

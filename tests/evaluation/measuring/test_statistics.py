@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hf_posenc.evaluation.measuring.statistics import Record, estimate, summarize
+from hf_posenc.evaluation.measuring.statistics import Record, _student, estimate, summarize
 
 
 def records(
@@ -64,6 +64,56 @@ def test_quantiles_of_student(documents: int, quantile: float) -> None:
     mean, interval = estimate(list(values), [1.0] * documents)
     error = np.std(values, ddof=1) / math.sqrt(documents)
     assert interval == pytest.approx((mean - quantile * error, mean + quantile * error), abs=1e-4)
+
+
+@pytest.mark.parametrize("comparisons", [1, 12, 459, 20_000])
+def test_quantiles_of_many_comparisons(comparisons: int) -> None:
+    """Closed forms of Student's t with 1, 2 and 4 degrees of freedom, and the normal one."""
+    p = 0.025 / comparisons
+    a = 4 * p * (1 - p)
+    q = math.cos(math.acos(math.sqrt(a)) / 3) / math.sqrt(a)
+    closed = {
+        1: 1 / math.tan(math.pi * p),
+        2: (1 - 2 * p) * math.sqrt(2 / a),
+        4: 2 * math.sqrt(q - 1),
+        1_000_000: statistics.NormalDist().inv_cdf(1 - p),
+    }
+    for freedom, expected in closed.items():
+        assert _student(freedom, comparisons) == pytest.approx(expected, rel=2e-3)
+
+
+def columns_with_an_arrow(
+    runs: int, methods: int, documents: int, gain: float = 0.0
+) -> np.ndarray[Any, Any]:
+    """For each simulated table, the arrows of methods that differ by noise; the first is better by `gain` nats."""
+    rng = np.random.default_rng([methods, documents])
+    arrows = []
+    for _ in range(runs):
+        losses = rng.normal(3, 0.3, documents) + rng.normal(0, 0.03, (methods + 1, documents))
+        losses[1] -= gain
+        rows = [records(f"m{n}", [(100 * v, 100) for v in row]) for n, row in enumerate(losses)]
+        arrows.append([cell.differs for cell in summarize([r for part in rows for r in part])[1:]])
+    return np.array(arrows)
+
+
+@pytest.mark.parametrize(
+    ("runs", "methods", "documents"),
+    [
+        (150, 12, 12),
+        pytest.param(4000, 12, 12, marks=pytest.mark.slow),
+        pytest.param(4000, 12, 5, marks=pytest.mark.slow),
+    ],
+)
+def test_a_column_of_equal_methods_hardly_ever_has_an_arrow(
+    runs: int, methods: int, documents: int
+) -> None:
+    share = columns_with_an_arrow(runs, methods, documents).any(1).mean()
+    assert share <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / runs)
+
+
+def test_a_real_difference_has_its_arrow() -> None:
+    arrows = columns_with_an_arrow(40, 12, 12, gain=0.06)  # 6 %, noise of 3 %
+    assert (arrows[:, 0] == -1).mean() > 0.8
 
 
 # Coverage: the documents' losses per token deviate by these from a true mean of zero. The per-document differences of

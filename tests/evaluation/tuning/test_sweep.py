@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -250,6 +251,68 @@ def test_a_difference_is_called_one_only_where_the_paired_interval_says_so() -> 
     assert "Not significantly different from it on these documents: near." in said
     words = [verdict(row, result.settings, "best").text for row in result.rows]
     assert words == ["worse, control", "best", "undecided", "worse"]
+
+
+def words_of(
+    rng: np.random.Generator, methods: int, documents: int, first: int, gain: float = 0.0
+) -> list[str]:
+    """The verdicts of a sweep whose methods differ by noise; the last one is better by `gain` nats per token."""
+    difficulty = rng.normal(3, 0.3, documents)
+    noise = rng.normal(0, 0.03, (methods + 2, documents))
+    noise[-1] -= gain
+    names = ["none", "control", *(f"m{index}" for index in range(methods))]
+    losses = {name: difficulty + row for name, row in zip(names, noise, strict=True)}
+    result = planted({name: row.tolist() for name, row in losses.items()}, first_documents=first)
+    return [verdict(row, result.settings, result.winner).text for row in result.rows]
+
+
+def share_with_a_false_word(runs: int, methods: int, documents: int, first: int) -> float:
+    rng = np.random.default_rng([methods, documents])
+    wrong = 0
+    for _ in range(runs):
+        words = words_of(rng, methods, documents, first)
+        wrong += any(word.startswith(("worse", "better")) for word in words)
+    return wrong / runs
+
+
+@pytest.mark.parametrize(
+    ("runs", "methods", "documents", "first"),
+    [
+        (60, 16, 20, 5),
+        (150, 4, 12, 6),
+        pytest.param(3000, 16, 20, 5, marks=pytest.mark.slow),
+        pytest.param(3000, 16, 12, 12, marks=pytest.mark.slow),
+        pytest.param(5000, 4, 6, 6, marks=pytest.mark.slow),
+    ],
+)
+def test_equal_methods_are_hardly_ever_told_apart(
+    runs: int, methods: int, documents: int, first: int
+) -> None:
+    # 95 % intervals of one comparison each give a false word in nearly every sweep of 16 equal methods
+    share = share_with_a_false_word(runs, methods, documents, first)
+    assert share <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / runs)
+
+
+def test_a_real_difference_is_still_found() -> None:
+    rng = np.random.default_rng(0)
+    sweeps = [words_of(rng, 16, 20, 5, gain=0.08) for _ in range(20)]  # 8 %, noise of 3 %
+    assert all(words.count("best") == 1 for words in sweeps)
+    rivals_in_the_last_round = [sum(w.startswith("worse") for w in words[:6]) for words in sweeps]
+    assert np.mean(rivals_in_the_last_round) > 4.5  # of 5: two controls and three methods
+
+
+def test_fewer_than_five_documents_get_no_word() -> None:
+    losses = {"none": [9.0] * 8, "a": [3.0] * 8, "b": [4.0] * 8, "c": [5.0] * 8, "d": [6.0] * 8}
+    result = planted(losses, first_documents=4)
+    words = {row.label: verdict(row, result.settings, "a").text for row in result.rows}
+    left, few = "left early", "too few documents"
+    assert words == {"none": "worse, control", "a": "best", "b": "worse", "c": left, "d": left}
+    assert [row.to_best.interval for row in result.rows[-2:] if row.to_best] == [None, None]
+    assert [row.label for row in result.undecided()] == []
+    short = planted({name: values[:4] for name, values in losses.items()}, first_documents=4)
+    words = {row.label: verdict(row, short.settings, "a").text for row in short.rows}
+    assert words == {"none": f"{few}, control", "a": "best", "b": few, "c": few, "d": few}
+    assert "There are too few documents to compare it with the unpatched model." in short.notes()
 
 
 def test_a_terminal_of_80_columns_shows_names_and_verdicts() -> None:
