@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import PosencError, one_line
+from hf_posenc.gguf_file import find_gguf, read_gguf_config
 
 
 @contextlib.contextmanager
@@ -55,7 +56,7 @@ def check_source(
     local_files_only: bool = False,
     **_: Any,
 ) -> None:
-    """Raise for what is neither a folder nor a model that is cached or on the hub, after one request without retries.
+    """Raise for what is no folder, no GGUF file and no model cached or on the hub, after one request without retries.
 
     `given` is the kind of thing in the messages; the other arguments are those of `from_pretrained`.
     """
@@ -65,12 +66,13 @@ def check_source(
             f"{article} {given} is given by its folder or hub name, not by {type(path_or_id).__name__}."
         )
     name, path = str(path_or_id), Path(path_or_id)
-    if path.is_dir() and name:
+    if name and (path.is_dir() or find_gguf(path) is not None):
         return
     below = name.startswith((".", "~")) or path.is_absolute() or len(path.parts) > 2
     if not name.strip() or path.exists() or below:
         raise PosencError(
-            f"There is no {given} folder {name or repr(name)}. Give a folder that save_pretrained wrote, or a hub name."
+            f"There is no {given} folder {name or repr(name)}. Give a folder that save_pretrained wrote, or a hub name "
+            "or a GGUF file."
         )
     from huggingface_hub import HfApi, constants, try_to_load_from_cache
     from huggingface_hub.errors import (
@@ -131,7 +133,8 @@ def read_config(name: str | Path, **options: Any) -> Any:
     from hf_posenc.patch.saving import stored_config
 
     folder = Path(name) / (options.get("subfolder") or "")
-    if Path(name).is_dir():
+    gguf = find_gguf(folder)
+    if Path(name).is_dir() and gguf is None:
         if not (folder / "config.json").is_file():
             if (folder / "config.json").is_dir() or (folder / "config.json").is_symlink():
                 raise PosencError(
@@ -148,10 +151,14 @@ def read_config(name: str | Path, **options: Any) -> Any:
             read_json(folder / "generation_config.json", name)
     try:
         with taken_warnings("modeling_rope_utils") as doubts:
-            config = stored_config(name, **options)
-    except PosencError:  # a damaged patch
+            config = stored_config(name, **options) if gguf is None else read_gguf_config(gguf)
+    except PosencError:  # a damaged patch or GGUF file
         raise
     except Exception as error:  # an unknown model type, values of a wrong type, custom code
+        if gguf is not None:
+            raise PosencError(
+                f"The config of {gguf} cannot be read: {reason_of(error)}. Give the checkpoint that it was made from."
+            ) from error
         raise PosencError(
             f"The config.json of {name} cannot be read: {reason_of(error)}{_misplaced(folder)}"
         ) from error

@@ -27,6 +27,7 @@ from hf_posenc.diagnosis import (
 )
 from hf_posenc.errors import PosencError, UntrainedWarning, unknown
 from hf_posenc.files import disk_errors
+from hf_posenc.gguf_file import as_plain_model, find_gguf, loading_gguf, loading_options
 from hf_posenc.methods import available_methods
 from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
@@ -200,9 +201,11 @@ def from_pretrained(
 
     Reads the `hf_posenc` block that `model.save_pretrained` writes into `config.json`, or else
     `posenc_config.json`. Of an adapter, loads the base model, patches it as the adapter requires and adds the adapter.
+    The weights of a GGUF file are dequantized; `save_pretrained` writes them as safetensors.
 
     Args:
-        path_or_id: As for `AutoModelForCausalLM.from_pretrained`.
+        path_or_id: As for `AutoModelForCausalLM.from_pretrained`; or a GGUF file, or a folder with one and no
+            `config.json`.
         auto_class: Another class to load with, e.g. `AutoModelForImageTextToText`. By default the masked or
             sequence-to-sequence class that the config names, else `AutoModelForCausalLM`.
         allow_missing_weights: Load a checkpoint that lacks weights of the model: they are drawn at random, the same
@@ -220,7 +223,9 @@ def from_pretrained(
     from transformers.utils.peft_utils import find_adapter_config_file
 
     check_source(path_or_id, "model", **_some(kwargs, _HUB))
-    adapter = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
+    adapter = None
+    if find_gguf(path_or_id) is None:
+        adapter = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
     if adapter is not None:
         kwargs["allow_missing_weights"] = allow_missing_weights
         return _with_adapter(path_or_id, adapter, auto_class, kwargs)
@@ -257,8 +262,14 @@ def _load(
     with_info = kwargs.pop("output_loading_info", False)
     any_shape = kwargs.pop("ignore_mismatched_sizes", False)
     kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with _loading_report(path_or_id), _same_random_weights(allow_missing_weights):
-        model, info = auto_class.from_pretrained(path_or_id, config=config, **kwargs)
+    gguf = find_gguf(Path(path_or_id, kwargs.get("subfolder") or ""))
+    folder = path_or_id if gguf is None else gguf.parent
+    if gguf is not None:
+        kwargs = loading_options(gguf) | kwargs
+    with _loading_report(path_or_id), _same_random_weights(allow_missing_weights), loading_gguf():
+        model, info = auto_class.from_pretrained(folder, config=config, **kwargs)
+    if gguf is not None:
+        as_plain_model(model, gguf)
     if patch is not None:  # its buffers may follow the new length, and get their values with it
         buffers = {name for name, _ in model.named_buffers()}
         info["mismatched_keys"] = [row for row in info["mismatched_keys"] if row[0] not in buffers]

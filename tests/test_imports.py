@@ -22,7 +22,7 @@ LAYERS = (
     ("files", "lengths"),
     ("rope", "embedded"),
     ("methods",),
-    ("attention", "adapters"),
+    ("attention", "adapters", "gguf_file"),
     ("model",),
     ("seams",),
     ("patch",),

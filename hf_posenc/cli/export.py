@@ -81,7 +81,7 @@ def export(options: ExportOptions) -> None:
         raise typer.Exit(1)
     if options.dry_run:
         return
-    folder = options.output or Path(f"{Path(name).resolve().name}-{to}")
+    folder = options.output or Path(f"{Path(name).resolve().name.removesuffix('.gguf')}-{to}")
     over = " over the export that was there" if (folder / "export.json").exists() else ""
     written = engines.write_export(exported, folder, weights=options.weights)
     about = _about(exported) | {"folder": str(folder), "files": [path.name for path in written]}

@@ -245,7 +245,8 @@ class InspectCommand(TyperCommand):
 
 def inspect_model(
     model: Annotated[
-        str | None, typer.Argument(help="A folder or a hub name. Default: the embedded model.")
+        str | None,
+        typer.Argument(help="A folder, a GGUF file or a hub name. Default: the embedded model."),
     ] = None,
     patch: Annotated[
         str | None,
@@ -278,8 +279,15 @@ def inspect_model(
     With a method that computes attention itself, also at which rotary distance each key lies. A scaling in the
     config is named as a patch, and one that does nothing is named with the reason.
     """
-    from hf_posenc.cli.loading import build_empty, embedded_model, live_model, parse_patch
+    from hf_posenc.cli.loading import (
+        build_empty,
+        check_name,
+        embedded_model,
+        live_model,
+        parse_patch,
+    )
     from hf_posenc.evaluation.grid import Column, Grid, to_rich
+    from hf_posenc.gguf_file import find_gguf, read_header
     from hf_posenc.methods import RotaryBands
     from hf_posenc.model.discovery import NoRotaryError
     from hf_posenc.patch.patching import (
@@ -294,7 +302,8 @@ def inspect_model(
 
     if model is not None and model.startswith("-"):  # flags alone
         flags, model = [model, *(flags or ())], None
-    name = model or embedded_model()
+    name = check_name(model or embedded_model(), revision)
+    gguf = find_gguf(name)
     candidate = None if patch is None else parse_patch(patch)
     reading = None
     if flags:
@@ -330,10 +339,15 @@ def inspect_model(
     patched = None if in_force is None else in_force.config.to_dict()
     found = None if positions is None else positions.to_dict()
     about = {"model": type(live).__name__, "patch": patched, "positions": found, "tables": tables}
+    if gguf is not None:
+        header = read_header(gguf)
+        about["gguf"] = {"weights": header.kinds, "rope": header.rope}
     if print_json(about | {"scaling": scaling}):
         return
     console = out()
     console.print(f"[bold]{name}[/bold]: {type(live).__name__}")
+    for line in () if gguf is None else read_header(gguf).describe():
+        console.print(line, markup=False)
     for line in (scaling or {}).get("lines", ()):
         console.print(line, markup=False)
     if in_force is not None:
@@ -390,6 +404,7 @@ def _scaling_of(
     from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
     from hf_posenc.engines.in_force import scaling_of
+    from hf_posenc.gguf_file import find_gguf
     from hf_posenc.patch.patching import get_patch
 
     config: Any = getattr(live, "config", None)
@@ -398,8 +413,9 @@ def _scaling_of(
         return None
     if reading is None:
         file: dict[str, Any] = {}
-        with contextlib.suppress(OSError):  # an adapter has none
-            file, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+        if find_gguf(name) is None:
+            with contextlib.suppress(OSError):  # an adapter has none
+                file, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
         scaling = scaling_of(config, values=file)
     else:
         scaling = scaling_of(config, reading.base, length=reading.length)
@@ -462,7 +478,9 @@ class RecommendOptions:
         kind=str,
     )
     model: str | None = plain_option(
-        "A folder or a hub name. Default: the embedded model.", metavar="[MODEL]", argument=True
+        "A folder, a GGUF file or a hub name. Default: the embedded model.",
+        metavar="[MODEL]",
+        argument=True,
     )
     original: int | None = plain_option(
         "The length that the model was trained at, in tokens, e.g. 4k, where its config names another.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from hf_posenc.diagnosis import (
 )
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.options import ModelOptions
+from hf_posenc.gguf_file import find_gguf, require_gguf
 
 if TYPE_CHECKING:
     from hf_posenc.evaluation.measuring.candidates import Candidate
@@ -56,12 +58,14 @@ def one_thread() -> None:
 
 
 def check_name(name: str, revision: str | None = None, *, given: str = "model") -> str:
-    """Return the name of a model; raise if it is neither a folder nor on the hub, after one request without retries."""
+    """Return the name of a model; raise if it is no folder, no GGUF file and not on the hub, after one request."""
     path = Path(name).expanduser()
-    if path.is_dir():
+    file = find_gguf(path)
+    if path.is_dir() or file is not None:
         if revision is not None:
+            kind = "folder" if path.is_dir() else "file"
             raise PosencError(
-                f"--revision {revision}: {name} is a folder, and only models on the hub have revisions. Leave it out."
+                f"--revision {revision}: {name} is a {kind}, and only models on the hub have revisions. Leave it out."
             )
         return str(path)
     check_source(name, given, revision=revision)
@@ -72,10 +76,10 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     """Return the config of a model, of an adapter that of its base model; raise if it cannot be read."""
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    try:
-        adapter = find_adapter_config_file(name, revision=revision)
-    except OSError:
-        adapter = None
+    adapter = None
+    if find_gguf(name) is None:
+        with contextlib.suppress(OSError):
+            adapter = find_adapter_config_file(name, revision=revision)
     if adapter is not None:
         values = read_json(Path(adapter), name)
         base = values.get("base_model_name_or_path")
@@ -120,13 +124,17 @@ def load_tokenizer(
     quiet_transformers()
     name = check_name(name, revision, given=given)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    folder = Path(name)
+    if (gguf := find_gguf(name)) is not None:
+        require_gguf()
+        options["gguf_file"] = str(gguf.resolve())
     try:
         with taken_warnings("tokenization_utils_tokenizers", "incorrect tokenization") as taken:
-            tokenizer = AutoTokenizer.from_pretrained(name, **options)
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent if gguf else name, **options)
         # transformers makes an empty tokenizer from a config.json alone.
         tokens = tokenizer("hf_posenc reads text", add_special_tokens=False)["input_ids"]
     except Exception as error:  # a family, a missing library or the hub: each raises in its own way
-        folder, cause = Path(name), reason_of(error).rstrip(".")
+        cause = reason_of(error).rstrip(".")
         try:
             for file in (path for one in _TOKENIZER_FILES if (path := folder / one).exists()):
                 read_json(file, name)
@@ -134,7 +142,11 @@ def load_tokenizer(
             cause = str(damaged).rstrip(".")
         reason = f"The tokenizer of {name} cannot be loaded: {cause}."
         kinds = ("*token*", "*vocab*", "*.model")
-        if folder.is_dir() and not any(path for kind in kinds for path in folder.glob(kind)):
+        if (
+            folder.is_dir()
+            and not gguf
+            and not any(path for kind in kinds for path in folder.glob(kind))
+        ):
             reason = f"{name} has no tokenizer files."
         advice = "Pass --tokenizer with a folder or a hub name that has one."
         raise PosencError(f"{reason} {advice}") from error

@@ -24,6 +24,7 @@ from hf_posenc.engines.servers import VLLM, SGLang, Transformers4, Transformers5
 from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.files import disk_errors
+from hf_posenc.gguf_file import find_gguf
 from hf_posenc.methods import METHODS, LengthDependent, Method, seam_of
 from hf_posenc.patch.export import config_parts, reloaded
 from hf_posenc.patch.export import write as write_values
@@ -257,7 +258,7 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
         export: From `export`.
         folder: The folder to write, which must not be the model's; made if it does not exist.
         weights: One of `WEIGHTS`. The weights of an adapter are merged into its base model, unless this is
-            `"none"`. Of a hub model the config alone is written.
+            `"none"`, and those of a GGUF file are dequantized. Of a hub model the config alone is written.
 
     Returns:
         The files that were written.
@@ -284,7 +285,7 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
     with disk_errors(f"The export cannot be written to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    if export.is_adapter and weights != "none":
+    if (export.is_adapter or find_gguf(source)) and weights != "none":
         written += _merge(export, folder)
     elif source.is_dir() and weights != "none":
         written += [
@@ -339,13 +340,19 @@ def _place(path: Path, target: Path, weights: str) -> Path:
 
 
 def _merge(export: Export, folder: Path) -> list[Path]:
+    """Write the weights of a model that is not stored as safetensors, and its tokenizer."""
     from transformers import AutoTokenizer
 
-    model: Any = from_pretrained(export.path, dtype=merged_dtype(export.path)).merge_and_unload()
+    model: Any = from_pretrained(export.path, dtype=merged_dtype(export.path))
+    if export.is_adapter:
+        model = model.merge_and_unload()
     model.save_pretrained(folder)
     for path in (export.path, export.base):
+        gguf = find_gguf(path)
+        options = {} if gguf is None else {"gguf_file": str(gguf.resolve())}
         try:
-            AutoTokenizer.from_pretrained(path).save_pretrained(folder)
+            tokenizer = AutoTokenizer.from_pretrained(gguf.parent if gguf else path, **options)
+            tokenizer.save_pretrained(folder)
             break
         except Exception:  # none there, or none that can be loaded
             continue

@@ -11,9 +11,7 @@ from typing import Any, ClassVar
 from hf_posenc.adapters import patches_folder
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.source import Source, SourceTable
-
-GGUF_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""The tensors of a GGUF file that hold divisors of frequencies."""
+from hf_posenc.gguf_file import ROPE_TENSORS as GGUF_TENSORS
 
 # Rounding between two ways to compute the same float32 table.
 _FREQUENCY_TOLERANCE = 1e-5

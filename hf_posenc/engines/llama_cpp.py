@@ -36,7 +36,6 @@ import torch
 
 from hf_posenc.engines import formulas
 from hf_posenc.engines.engine import (
-    GGUF_TENSORS,
     Divisors,
     Draft,
     Engine,
@@ -49,6 +48,8 @@ from hf_posenc.engines.engine import (
 from hf_posenc.engines.formulas import Table
 from hf_posenc.engines.source import Source, open_source
 from hf_posenc.errors import PosencError
+from hf_posenc.gguf_file import ROPE_TENSORS as GGUF_TENSORS
+from hf_posenc.gguf_file import require_gguf
 from hf_posenc.patch.request import MethodLike
 
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -348,12 +349,7 @@ def write_gguf(check: GGUFCheck, target: str | Path) -> Path:
 
 
 def _open(path: str | Path) -> Any:
-    try:
-        import gguf
-    except ModuleNotFoundError as error:
-        raise PosencError(
-            "GGUF files are read with the package gguf: pip install 'hf-posenc[gguf]'."
-        ) from error
+    gguf = require_gguf()
     if not isinstance(path, str | Path) or not Path(path).is_file():
         raise PosencError(f"There is no file {path}. Give a GGUF file of convert_hf_to_gguf.")
     try:

@@ -88,7 +88,9 @@ class ModelOptions:
     """The model, and options for loading it."""
 
     model: str | None = option(
-        "A folder or a hub name. Default: the embedded model.", metavar="[MODEL]", argument=True
+        "A folder, a GGUF file or a hub name. Default: the embedded model.",
+        metavar="[MODEL]",
+        argument=True,
     )
     tokenizer: str | None = model_option("Default: the model's.")
     dtype: str = model_option(

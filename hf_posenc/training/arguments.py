@@ -68,7 +68,9 @@ class Length(int):
 class PatchArguments:
     """The model, its patch, and the parameters that are trained."""
 
-    model: str | None = _option(None, "Folder or hub name of a model; by default the embedded one.")
+    model: str | None = _option(
+        None, "Folder, GGUF file or hub name of a model; by default the embedded one."
+    )
     tokenizer: str | None = _option(None, "Folder or hub name of a tokenizer, if not the model's.")
     dtype: str = _option("float32", "Dtype of the trained weights; --bf16 computes in bfloat16.")
     attn: str | None = _option(None, "transformers' attention implementation.")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_posenc.errors import PosencError
+from hf_posenc.gguf_file import origin_of
 from hf_posenc.model.parameters import damaged_weights
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
@@ -24,18 +25,22 @@ _BLOCK = 2**24
 
 
 def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
-    """Return everything about a loaded model that determines a number, and its size; JSON-ready."""
+    """Return everything about a loaded model that determines a number, and its size; JSON-ready.
+
+    The name of a model whose weights come from a GGUF file ends with their quantization.
+    """
     config: Any = model.config
     parameters = list(model.parameters())
     device = parameters[0].device  # the kind of the GPU may matter, their number does not
-    patch = get_patch(model)
+    patch, dtype = get_patch(model), str(parameters[0].dtype).removeprefix("torch.")
+    origin = origin_of(config, dtype)
     return {
-        "name": name,
+        "name": f"{name} ({origin})" if origin else name,
         "class": type(model).__name__,
         "model_type": getattr(config, "model_type", None),
         "revision": getattr(config, "_commit_hash", None),
         "parameters": sum(global_shape(parameter).numel() for parameter in parameters),
-        "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "dtype": dtype,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "attention": getattr(config, "_attn_implementation", None),
         "experts": getattr(config, "_experts_implementation", None),
