@@ -269,8 +269,8 @@ def search(
 ) -> None:
     """Search a factor for every pair of features, as LongRoPE does, and judge it on documents it has not read.
 
-    The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch. The same
-    command resumes an interrupted search.
+    The searches of LongRoPE, LongRoPE2 and DCIS; the best list is written as a longrope recipe for load_patch, and
+    advised if it beats PI, NTK and YaRN on those documents. The same command resumes an interrupted search.
     """
     from hf_posenc.evaluation.tuning.search import prepare_search
 
@@ -291,7 +291,11 @@ def _tune(frame: Frame, job: TailJob[Any]) -> Any:
         print_error("There is no winner, and so no recipe.")
         raise typer.Exit(1)
     recipe = str(frame.output / f"{result.kind}_recipe.json")
-    out().print(f"Use it: hf_posenc.load_patch(model, {recipe!r})", markup=False, soft_wrap=True)
+    line = f"Use it: hf_posenc.load_patch(model, {recipe!r})"
+    if result.kept is not None:
+        kept = result.trial(result.kept.label)
+        line = f"Use it: {kept.call}\n{recipe} has the factors found, which are not shown to be better."
+    out().print(line, markup=False, soft_wrap=True)
     return result
 
 

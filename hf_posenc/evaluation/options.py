@@ -276,7 +276,7 @@ class PerplexityOptions(ProtocolOptions):
     )
     longppl: str | None = option(
         "Also score the key tokens alone (LongPPL), those that this model predicts by far context: a name, or "
-        "self for the measured one; NAME@METHOD patches it, such as self@rerope.",
+        "self for the measured one; NAME@METHOD patches it, such as self@rerope: needed past its trained length.",
         metavar="EVALUATOR",
     )
     longppl_short: int | None = option(

@@ -356,6 +356,20 @@ def original_length(table: RotaryTable, *, compose: bool) -> int:
     )
 
 
+PER_LENGTH = ("dynamic", "longrope")
+"""Scalings with a table for each length: the config's length is the one that they reach."""
+
+
+def scaled_length(table: RotaryTable, trained: int) -> int:
+    """Return the context length in tokens that a checkpoint reaches with its own scaling, of `trained` without it."""
+    if not table.scaled:
+        return trained
+    reach = original_length(table, compose=True)
+    if table.rope_type not in PER_LENGTH:  # some configs name the length before the scaling
+        reach = max(reach, int(trained * float(table.parameters.get("factor") or 1)))
+    return reach
+
+
 def _required(theta: Any, table: RotaryTable) -> float:
     if theta is None:
         raise UnsupportedModelError(

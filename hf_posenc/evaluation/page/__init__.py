@@ -498,9 +498,11 @@ def _chosen(data: Mapping[str, Any]) -> str:
         word = f"significantly {'better' if side > 0 else 'worse'} than"
     times = ratio_span(1 / compared["ratio"]).text
     none = "" if side > 0 else "no method is significantly better than the control; "
+    kept = data.get("kept")
+    kept = f" It is not shown to be better than {kept}: keep that." if kept else ""
     return (
         f"{where}, {control['documents']} documents: {none}{best} is {word} {CONTROL}, with {times} "
-        "times the control's perplexity."
+        f"times the control's perplexity.{kept}"
     )
 
 

@@ -17,6 +17,7 @@ with and without such gaps can be compared.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,17 +25,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.evaluation.documents import TokenizedDocument
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.flags import read_whole
-from hf_posenc.evaluation.measuring.candidates import Candidate
+from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.measuring.identity import model_identity, tokenizer_hash
 from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings, special_tokens
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
+from hf_posenc.model.discovery import scaled_length, tables_of
+from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.patch.patching import get_patch
 
 SHORT = 4096
 """K, tokens of the short context, as in the authors' code."""
@@ -181,6 +185,10 @@ def evaluator_of(
     """Return the evaluator that `NAME` or `NAME@METHOD:option=value` describes: the measured model, or one to load.
 
     Its short context has the paper's 4,096 tokens; for shorter texts the trained length, or a quarter of the text.
+
+    Raises:
+        PosencError: An evaluator without a method would read texts longer than it was trained for: its predictions
+            there are broken, and so would be the choice of the tokens.
     """
     name, at, spec = (options.longppl or SELF).partition("@")
     if not name.strip() or (at and not spec.strip()):
@@ -192,16 +200,38 @@ def evaluator_of(
             raise PosencError(f"longppl={name!r}: in Python only {SELF!r}, with @METHOD or not.")
         model, tokenizer = load(name)
     short, longest = SHORT, settings.lengths[-1]
+    candidate = Candidate.parse(spec or UNPATCHED).checked(model)
+    reach = None if candidate.parts else _reach(model, original if name == SELF else None)
+    if reach is not None and longest > reach:
+        raise PosencError(
+            f"--longppl {options.longppl}: an evaluator has to be good at {longest:,} tokens, and unpatched this one "
+            f"is so up to its trained length, {reach:,}, at most. Give {name}@METHOD, such as {name}@rerope, the name "
+            f"of a model with a longer context, or --lengths up to {reach}."
+        )
     if longest <= SHORT:
         short = original if original is not None and original < longest else longest // 4
     return Evaluator(
         name=name,
         model=model,
         tokenizer=tokenizer,
-        candidate=Candidate.parse(spec or "none").checked(model),
+        candidate=candidate,
         special=special_tokens(tokenizer, policy),
         short=options.longppl_short or short,
     )
+
+
+def _reach(model: nn.Module, original: int | None) -> int | None:
+    """Return the tokens that a model reads as it was loaded, by its config or `original`; `None` if nothing says."""
+    if get_patch(model) is not None:
+        return None
+    trained = original or original_length(model, [])
+    if trained is None:
+        return None
+    with contextlib.suppress(
+        UnsupportedModelError
+    ):  # no rotary embedding, which a config could scale
+        return max(scaled_length(table, trained) for table in tables_of(unwrap(model)))
+    return trained
 
 
 def finder(

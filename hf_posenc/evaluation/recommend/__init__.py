@@ -35,10 +35,12 @@ from hf_posenc.evaluation.recommend.options import (
 from hf_posenc.lengths import read_length
 from hf_posenc.methods import METHODS, get_method
 from hf_posenc.model.discovery import (
+    PER_LENGTH,
     NoRotaryError,
     RotaryTable,
     original_length,
     read_spec,
+    scaled_length,
     select,
     tables_of,
 )
@@ -47,7 +49,6 @@ from hf_posenc.patch.patching import get_patch
 
 __all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommend"]
 
-_PER_LENGTH = ("dynamic", "longrope")  # a table that depends on the length cannot be composed
 _PROBE_TOKENS = 4
 LONGEST = 2**25
 """The longest target, in tokens: the distances of all keys are listed."""
@@ -232,12 +233,7 @@ def recommend(
 
 def _carried(table: RotaryTable, original: int | None) -> Carried:
     trained = original or original_length(table, compose=False)
-    if not table.scaled:
-        return Carried(table.rope_type, False, trained, trained)
-    reach = original_length(table, compose=True)
-    if table.rope_type not in _PER_LENGTH:  # some configs name the length before the scaling
-        reach = max(reach, int(trained * float(table.parameters.get("factor") or 1)))
-    return Carried(table.rope_type, True, reach, trained)
+    return Carried(table.rope_type, table.scaled, scaled_length(table, trained), trained)
 
 
 def _beside(table: RotaryTable, carried: Carried, original: int | None) -> dict[str, Any]:
@@ -245,7 +241,7 @@ def _beside(table: RotaryTable, carried: Carried, original: int | None) -> dict[
     length = {} if original is None else {"original_max_position_embeddings": original}
     if not table.scaled:
         return length
-    if table.rope_type in _PER_LENGTH:
+    if table.rope_type in PER_LENGTH:  # cannot be composed
         return {"replace": True, **length}
     return {"compose": True, **length, **_length(table, carried)}
 

@@ -31,7 +31,7 @@ CONTROLS = (UNPATCHED, "sliding_window")
 _ABOUT = ("model", "source", "environment", "command")
 _ORDER = (
     *("documents", "searched", "skipped", "methods", "rungs", "summary", "winner", "undecided"),
-    *("best", "recipe", "needles", "records", "steps"),
+    *("best", "kept", "recipe", "needles", "records", "steps"),
 )
 """The values of the JSON file from the documents on, of a sweep or a search."""
 
@@ -111,6 +111,11 @@ class TuningResult(Result):
     @abc.abstractmethod
     def chosen(self) -> str | None:
         """The label of the best method; `None` if no method gave numbers within the bound."""
+
+    @property
+    def kept(self) -> Row | None:
+        """A method to use instead of the best one, which did not beat it; `None` if the recipe is to be used."""
+        return None
 
     @abc.abstractmethod
     def plot(self) -> Figure:

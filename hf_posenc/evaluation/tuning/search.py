@@ -21,7 +21,7 @@ from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import Grid, number
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import check_tokenizer
-from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, exp_or_inf
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, TOO_FEW, exp_or_inf
 from hf_posenc.evaluation.measuring.store import Records
 from hf_posenc.evaluation.options import SearchSettings, TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Span, Window
@@ -158,11 +158,21 @@ class SearchResult(TuningResult):
         rows = [r for r in self.judged if self.trial(r.label).method in names and r.failed is None]
         return min(rows, key=lambda row: row.perplexity, default=None)
 
+    @property
+    def kept(self) -> Row | None:
+        """The best published start, unless the search is significantly better on the held-out documents."""
+        start = self.best_start()
+        if self.best is None or start is None or start.to_best is None:
+            return None
+        return None if start.significant and start.to_best.ratio > 1 else start
+
     def _own(self) -> dict[str, Any]:
+        kept = self.kept
         return {
             "settings": self.search,
             "searched": list(self.searched),
             "best": None if self.best is None else self.best.to_dict(),
+            "kept": None if kept is None else kept.label,
             "steps": [step.to_dict() for step in self.steps],
             **({"needles": list(self.needles)} if self.needles else {}),
         }
@@ -240,7 +250,9 @@ def _to_start(start: Row) -> str:
     if start.to_best is None:
         return f"There is no number to compare with {start.label}."
     verdict = f"is worse than {start.label}: keep that"
-    if not start.significant:
+    if start.documents < FEW_DOCUMENTS:
+        verdict = f"has {TOO_FEW} to be told from {start.label}: keep that"
+    elif not start.significant:
         verdict = f"is not significantly different from {start.label}: keep that"
     elif start.to_best.ratio > 1:
         gain = 100 * (1 - 1 / start.to_best.ratio)

@@ -17,13 +17,16 @@ from hf_posenc.evaluation.documents import Document, tokenize
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.store import fingerprint_of
+from hf_posenc.evaluation.options import PerplexityOptions
 from hf_posenc.evaluation.perplexity.longppl import (
     Evaluator,
     carry,
+    evaluator_of,
     finder,
     key_tokens,
     short_windows,
 )
+from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo
@@ -264,6 +267,34 @@ def test_ends_and_tokens_belong_together() -> None:
     ends = torch.tensor([1, 2, 3])
     with pytest.raises(PosencError, match="2 tokens have 3 ends"):
         carry(torch.tensor([True, False]), ends, ends)
+
+
+def evaluator_for(longest: int, longppl: str, model: Any, load: Any = None) -> Evaluator:
+    options = PerplexityOptions(longppl=longppl)
+    settings = Settings((32, longest), ("prefix",))
+    return evaluator_of(options, settings, model, byte_tokenizer(), 64, "never", load)
+
+
+def test_an_evaluator_that_would_be_broken_is_refused() -> None:
+    model = zoo.build("llama")  # trained at 64 tokens
+    assert evaluator_for(64, "self", model).candidate.parts == ()
+    with pytest.raises(
+        PosencError, match=r"--longppl self: .*up to its trained length, 64.*self@rerope"
+    ):
+        evaluator_for(65, "self", model)
+    assert evaluator_for(256, "self@rerope", model).candidate.spec == "rerope"
+    scaled: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+    scaled["original_max_position_embeddings"] = 64
+    longer = zoo.build(
+        "llama", rope_parameters=scaled
+    )  # its config names 64, its scaling reaches 256
+    assert evaluator_for(256, "self", longer).short == 64
+    assert (
+        evaluator_for(256, "other", model, lambda name: (longer, byte_tokenizer())).name == "other"
+    )
+    for name, loaded in (("self", longer), ("other", longer)):
+        with pytest.raises(PosencError, match=rf"length, 256.*{name}@rerope"):
+            evaluator_for(257, name, loaded, lambda name: (longer, byte_tokenizer()))
 
 
 def test_the_authors_package_finds_the_same_key_tokens_and_number() -> None:

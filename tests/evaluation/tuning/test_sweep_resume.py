@@ -98,6 +98,9 @@ def test_killed_shared_and_resumed_gives_the_same_bytes(
         resumed = invoke(*arguments(command, model, folder, torn))
     assert resumed.exit_code == 0, resumed.output
     assert records(torn) == total
+    kept = json.loads((torn / f"{command}.json").read_text()).get("kept")
+    assert (kept is None) == ("Use it: hf_posenc.load_patch(" in resumed.output)
+    assert (kept is None) == ("keep that" not in resumed.output)
     written = {name: (torn / name).read_bytes() for name in FILES[command]}
     for name, data in written.items():
         assert data == (whole / name).read_bytes(), name

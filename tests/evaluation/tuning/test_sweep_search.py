@@ -298,6 +298,9 @@ def test_the_outcome_is_judged_by_the_interval() -> None:
             searched=[],
         )
         said = list(result.notes())
+        kept = None if result.kept is None else result.kept.label
+        assert result.to_dict()["kept"] == kept
+        assert (kept == "yarn (scale 4)") == ("keep that" in said[-2])
         assert said[-1] == "It is better than the unpatched model."
         return said[-2]
 
