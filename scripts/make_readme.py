@@ -38,7 +38,7 @@ BENCH = ROOT / "docs" / "data" / "benchmarks" / "bench.json"
 RETRIEVAL = ROOT / "docs" / "data" / "benchmarks" / "retrieval.csv"
 UPDATES = ROOT / "docs" / "data" / "benchmarks" / "updates.json"
 PLAIN = "plain causal"
-CONTROL = "sliding_window"
+CONTROL = "truncation"
 SHAPE = "heads 8/8"
 """The head layout whose rows the README shows."""
 

@@ -35,12 +35,14 @@ from hf_posenc.evaluation.flags import (
 )
 from hf_posenc.lengths import read_length
 
-# The second is the control: plain attention to as many tokens as the model was trained at.
+# The second and the third are the controls: the end of the text alone, and a window behind the first tokens.
 PERPLEXITY_METHODS = (
-    *("none", "sliding_window", "pi", "ntk", "ntk_mixed", "ntk_by_parts", "llama3"),
-    *("yarn", "yarn:scale=16", "dynamic_ntk:scale=2", "dynamic_yarn", "rerope", "self_extend"),
+    *("none", "truncation", "attention_sinks", "pi", "ntk", "ntk_mixed", "ntk_by_parts"),
+    *("llama3", "yarn", "yarn:scale=16", "dynamic_ntk:scale=2", "dynamic_yarn", "rerope", "self_extend"),
 )
-RETRIEVAL_METHODS = ("none", "sliding_window", "pi", "ntk", "yarn", "dynamic_yarn", "rerope")
+RETRIEVAL_METHODS = (
+    *("none", "truncation", "attention_sinks", "pi", "ntk", "yarn", "dynamic_yarn", "rerope"),
+)
 SWEEP_METHODS = (
     *("pi", "ntk", "ntk_mixed", "ntk_by_parts", "yarn", "dynamic_ntk", "dynamic_yarn"),
     *("rerope", "self_extend"),

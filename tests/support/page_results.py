@@ -18,7 +18,7 @@ LENGTHS = (128, 256, 512, 1024)
 VOID = {"meta", "link", "br", "img", "hr", "input", "col"}
 CURVES = {
     "none": (15.0, 14.5, 46.0, 120.0),
-    "sliding_window": (15.0, 14.5, 14.0, 14.0),
+    "truncation": (15.0, 14.5, 14.0, 14.0),
     "yarn": (15.5, 14.7, 14.2, 15.6),
 }
 

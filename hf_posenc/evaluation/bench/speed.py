@@ -280,8 +280,10 @@ class SpeedRun(Measurement[Item, SpeedResult]):
         # reductions of a method are its own, and kept for the next round
         tokens.chunk, tokens.prefill = self._limits[candidate.label]
         try:
+            # Truncation reads the end of the window only.
+            cut = max(0, len(self.window) - (candidate.most or len(self.window)))
             with patched_in(self.model, self.scorer, candidate, len(self.window)):
-                forward = partial(self.scorer, [self.window], self._first)
+                forward = partial(self.scorer, [self.window[cut:]], max(1, self._first - cut))
                 forward()
                 self.scorer.stateful = False  # the warm-up has reset the model
                 while True:

@@ -23,6 +23,8 @@ from hf_posenc.patch.patching import get_patch, patched
 from hf_posenc.patch.state import state_of
 
 UNPATCHED = "none"
+TRUNCATION = "truncation"
+"""The model as loaded, which reads only as many of the last tokens as it was trained at: the control of every method."""
 # A plus sign in front of a name; the one in `rope_theta=1e+6` belongs to a number.
 _PLUS = re.compile(r"\+(?=\s*[A-Za-z_])")
 _MAX_SHOWN = 4  # numbers of a list in a label
@@ -61,14 +63,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A method with options, or several on different seams, or the model as it was loaded.
+    """A method with options, or several on different seams, or the model as it was loaded, maybe with truncated texts.
 
     Attributes:
         spec: The text of `--patch`, e.g. `"yarn:scale=8"`.
         parts: The methods, in their order; empty for the model as loaded.
         beside: `target_length`, `original_max_position_embeddings`, `layers`, `compose`, `replace`, where given.
         name: The label in reports; `None`: made from the parts.
-        original: The original length that the scale refers to, in tokens; `None` until `checked`.
+        original: The original length that the scale refers to, or that `truncation` reads, in tokens; `None` until
+            `checked`.
         moves: Whether a rotary table or a saved patch depends on the length of the text; set by `checked`.
         stateful: Whether one of these tables is the model's own: transformers' dynamic RoPE keeps the table of the
             longest text that it has read, whatever else is patched in; set by `checked`.
@@ -89,9 +92,12 @@ class Candidate:
 
     @classmethod
     def parse(cls, spec: str, *, unpatched: bool = True) -> Candidate:
-        """Read `none` (if `unpatched`), the short form `method:option=value,...`, or several of these joined by `+`."""
-        if unpatched and spec.strip().lower() == UNPATCHED:
-            return cls(spec)
+        """Read the short form `method:option=value,...`, or several of these joined by `+`.
+
+        With `unpatched`, `none` and `truncation` are read too.
+        """
+        if unpatched and spec.strip().lower() in (UNPATCHED, TRUNCATION):
+            return cls(spec.strip().lower())
         named: list[tuple[str, dict[str, Any]]] = []
         beside: dict[str, Any] = {}
         for text in _PLUS.split(spec):
@@ -155,12 +161,23 @@ class Candidate:
             options = {**part.options, **(self.beside if index == 0 else {})}
             shown = ["auto"] * part.auto + [_shown(*option) for option in options.items()]
             labels.append(f"{part.method} ({', '.join(shown)})" if shown else part.method)
-        return " + ".join(labels) or UNPATCHED
+        return " + ".join(labels) or (TRUNCATION if self.truncates else UNPATCHED)
+
+    @property
+    def truncates(self) -> bool:
+        """True if the model as loaded reads only as many of the last tokens as it was trained at."""
+        return self.spec == TRUNCATION and self.state is None
+
+    @property
+    def most(self) -> int | None:
+        """The most tokens that are read in front of a token, the nearest ones; `None`: all."""
+        return self.original if self.truncates else None
 
     @property
     def method(self) -> str | None:
-        """The method's name, several joined by `+`; `None` for the model as loaded."""
-        return "+".join(part.method for part in self.parts) or None
+        """The method's name, several joined by `+`, or `truncation`; `None` for the model as loaded."""
+        name = TRUNCATION if self.truncates else None
+        return "+".join(part.method for part in self.parts) or name
 
     @property
     def patches(self) -> bool:
@@ -189,7 +206,7 @@ class Candidate:
     def key(self) -> str:
         """Everything that determines the candidate, in one canonical line."""
         parts = [[part.method, part.options, part.auto] for part in self.parts]
-        state = [] if self.state is None else [self.state]
+        state = [self.state] if self.state is not None else [TRUNCATION] * self.truncates
         return json.dumps([parts, self.beside, self.original, *state], sort_keys=True)
 
     @property
@@ -231,16 +248,25 @@ class Candidate:
 
     def checked(self, model: nn.Module) -> Candidate:
         """Patch the model on trial; return the candidate with its `original` length, `moves` and `stateful`."""
-        if not self.parts:
+        saved = get_patch(model)
+        if not self.parts and not self.truncates:
             moves, stateful = movement(model)
             reach = position_limit(model)
             return dataclasses.replace(self, moves=moves, stateful=stateful, reach=reach)
-        saved = get_patch(model)
         if saved is not None:
             raise PosencError(
                 f"--patch {self.spec}: this model carries a saved patch ({str(saved).splitlines()[0]}); it is "
                 "measured as it is, with --patch none only."
             )
+        if self.truncates:
+            moves, stateful = movement(model)
+            original = original_length(model, ())
+            if original is None:
+                raise PosencError(
+                    f"--patch {TRUNCATION}: the model's config names no context length to truncate texts to. Leave it "
+                    "out."
+                )
+            return dataclasses.replace(self, original=original, moves=moves, stateful=stateful)
         trial = dataclasses.replace(self, original=1)
         try:
             with trial.applied(model, 1):

@@ -397,7 +397,7 @@ def _verdict(lines: Sequence[Line], merged: Merged) -> str:
             f"no method is significantly better; {label} is nearest, {size}, and "
             f"{'' if worse == 'worse' else 'not '}significantly {worse}"
         )
-    broken = "" if control.method else ". An unpatched model breaks down: add sliding_window"
+    broken = "" if control.method else ". An unpatched model breaks down: add truncation"
     return f"{where}: {text}{broken if merged.original and length > merged.original else ''}."
 
 

@@ -73,6 +73,10 @@ NOTHING = (0.0, 0, 0, 0, 0.0, 0.0)
 """Nats, tokens, bytes, words, weighted loss and weight of no token: the last fields of a `Record`."""
 
 
+def _sum_of_curves(one: dict[str, list[Any]], two: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    return {name: [a + b for a, b in zip(one[name], two[name], strict=True)] for name in one}
+
+
 def _plus(total: Sequence[Any], part: Sequence[Any]) -> list[Any]:
     """Add totals over tokens; unknown bytes and words stay unknown, and a loss that was not finite stays NaN."""
     pairs = zip(total, part, strict=True)
@@ -120,18 +124,19 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
         special = len(self.special)
 
         @cache  # most candidates have the same windows, and there may be many
-        def windows(index: int, lengths: tuple[int, ...], shared: bool) -> tuple[Window, ...]:
+        def windows(
+            index: int, lengths: tuple[int, ...], shared: bool, most: int | None
+        ) -> tuple[Window, ...]:
+            where: dict[str, Any] = {"special": special, "shared_prefix": shared}
             tokens = len(self.documents[index].ids)
-            return tuple(
-                plan(tokens, self.settings, special=special, shared_prefix=shared, lengths=lengths)
-            )
+            return tuple(plan(tokens, self.settings, **where, lengths=lengths, most=most))
 
         items, lengths = [], self.settings.lengths
         keys = [_document_key(document) for document in self.documents]
         for candidate in self.candidates:
             groups = [(length,) for length in lengths] if candidate.auto_scale else [lengths]
             for group, index in itertools.product(groups, range(len(keys))):
-                planned = windows(index, group, not candidate.length_dependent)
+                planned = windows(index, group, not candidate.length_dependent, candidate.most)
                 for block, begin in enumerate(range(0, len(planned), WINDOWS_PER_ITEM)):
                     part = planned[begin : begin + WINDOWS_PER_ITEM]
                     cells = (span.cell for window in part for span in window.spans)
@@ -182,7 +187,8 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
                 else:
                     forwarded += sum(window.forwarded for window in same)
                     for window, part in zip(same, losses, strict=True):
-                        longest = self._add(sums, item, window, part) or longest
+                        if added := self._add(sums, item, window, part):
+                            longest = added if longest is None else _sum_of_curves(longest, added)
             attempt.advance(advanced)
         return {
             "sums": [[*cell, *total] for cell, total in sums.items() if not attempt.is_lost(cell)],
@@ -221,7 +227,7 @@ class PerplexityRun(machine.Measurement[Item, PerplexityResult]):
             new = (nats, len(part), size, words, weighted, weight)
             sums[span.cell] = _plus(sums.get(span.cell, NOTHING), new)
             if span.cell == ("prefix", self.settings.lengths[-1]):
-                longest = curve(part, span.first, span.length, self.settings.buckets)
+                longest = curve(part, first + window.special, span.length, self.settings.buckets)
         return longest
 
     @property

@@ -290,12 +290,14 @@ def plan(
     special: int,
     shared_prefix: bool,
     lengths: Sequence[int] | None = None,
+    most: int | None = None,
 ) -> list[Window]:
     """Return the forwards that a method needs for one document of so many tokens, behind `special` special tokens.
 
     They come shortest first: transformers' own dynamic RoPE keeps the largest length that it has read. With
     `shared_prefix`, one forward at the longest length gives the prefix of every length: correct only where the
-    result for a token does not depend on the tokens behind it. `lengths` are some of the settings'.
+    result for a token does not depend on the tokens behind it. `lengths` are some of the settings'. `most` is the most
+    tokens of a window, special tokens included: longer ones are read in pieces, which score `tail_tokens` each.
     """
     lengths = sorted(settings.lengths if lengths is None else lengths)
     spans: dict[Window, list[Span]] = {}
@@ -313,9 +315,32 @@ def plan(
                 weight = float(new - 1)
             elif settings.aggregate == "batches":
                 weight = 1 / min(BATCH, len(cuts) - index // BATCH * BATCH)
-            spans.setdefault(window, []).append(Span(protocol, length, first, stop, weight))
+            for piece, start, end in _pieces(window, first, stop, most, settings.tail_tokens):
+                share = weight if piece is window else weight * (end - start) / (stop - first)
+                spans.setdefault(piece, []).append(Span(protocol, length, start, end, share))
     windows = [dataclasses.replace(window, spans=tuple(own)) for window, own in spans.items()]
     return sorted(windows, key=lambda window: window.tokens)
+
+
+def _pieces(
+    window: Window, first: int, stop: int, most: int | None, step: int
+) -> Iterator[tuple[Window, int, int]]:
+    """Yield pieces of a window of at most so many tokens, which score its tokens `first .. stop-1`.
+
+    With the last target unread, a piece has one token more, as the window itself. Every piece is full; one at the
+    window's begin scores all that it holds, the others `step` tokens.
+    """
+    size = window.tokens if most is None else most + (0 if window.read_last else 1)
+    if size >= window.tokens:
+        yield window, first, stop
+        return
+    while first < stop:
+        end = min(stop, max(size, first + step))
+        shift = max(0, end - size)  # a shared prefix may end within the first piece
+        begin = window.begin + shift
+        piece = Window(begin, begin + size - window.special, window.special, window.read_last)
+        yield piece, first - shift, end - shift
+        first = end
 
 
 def _tail(tokens: int, settings: Settings, special: int, length: int) -> Iterator[Cut]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hf_posenc.errors import PosencError, one_line
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION
 from hf_posenc.evaluation.measuring.statistics import Cell
 from hf_posenc.files import replace_atomically
 
@@ -33,7 +34,7 @@ BASELINE = "#222222"
 CONTROL_COLOUR = "#888888"
 REMARK = "#666666"
 GRID = "#e6e6e6"
-CONTROL = "sliding_window"
+CONTROL = TRUNCATION
 MARKERS = "osD^vP*X<>"
 MARKED = {"markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.5, "linewidth": 1.3}
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)))

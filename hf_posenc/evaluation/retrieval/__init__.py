@@ -109,7 +109,7 @@ class RetrievalRun(machine.Measurement[Item, RetrievalResult]):
                 key=(candidate.key, name, length, sample.depth, sample.number),
                 candidate=candidate,
                 length=length,
-                cost=length,
+                cost=min(length, candidate.most or length),
                 cells=((name, length),),
                 order=order,
                 sample=sample,
@@ -125,12 +125,15 @@ class RetrievalRun(machine.Measurement[Item, RetrievalResult]):
         return {} if scores is None else {**scores, "distance": prompt.distance}
 
     def _score(self, item: Item, prompt: Prompt) -> dict[str, Any]:
-        if self.settings.decode == "teacher-forced":
-            self.scorer.scorer.check_length(item.length)
+        task = get_task(item.sample.task)
+        forced = self.settings.decode == "teacher-forced"
+        behind = len(prompt.answer.ids) if forced else task.new_tokens
+        if item.candidate is not None and item.candidate.most is not None:
+            prompt = prompt.truncated(item.candidate.most, len(self.special), behind)
+        self.scorer.scorer.check_length(len(prompt.ids) + behind)
+        if forced:
             return asdict(self._answers(prompt))
         self.scorer.reset(prompt.ids)
-        task = get_task(item.sample.task)
-        self.scorer.scorer.check_length(len(prompt.ids) + task.new_tokens)
         text = generate(self.model, self.tokenizer, prompt, task.new_tokens)
         score = task.hit(text, prompt.references)
         return {"correct": score == 1.0, "score": score, "text": text}

@@ -6,6 +6,7 @@ at the trained length nothing lies past it, and the guarantees of a method for s
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -235,6 +236,15 @@ class Prompt:
     distractors: tuple[Answer, ...]
     references: tuple[str, ...]
     distance: int | None
+
+    def truncated(self, most: int, special: int, behind: int) -> Prompt:
+        """Return the end of the prompt that has, with `behind` tokens after it, at most `most` tokens.
+
+        The special tokens in front, so many, stay there.
+        """
+        cut = max(0, len(self.ids) + behind - most)
+        ids = torch.cat([self.ids[:special], self.ids[special + cut :]])
+        return dataclasses.replace(self, ids=ids)
 
 
 def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int) -> Prompt:

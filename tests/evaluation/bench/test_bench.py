@@ -325,7 +325,7 @@ def test_the_suites_are_what_they_say() -> None:
     model = tiny()
     for suite in SUITES.values():
         candidates = [c.checked(model) for c in parse_candidates(suite.methods)]
-        assert [c.label for c in candidates[:2]] == ["none", "sliding_window"]
+        assert [c.label for c in candidates[:2]] == ["none", "truncation"]
         assert all(get_task(name) for name in suite.tasks)
         assert suite.rounds >= 3
     assert SUITES["quick"].documents == 10

@@ -158,11 +158,11 @@ def test_short_texts_stand_beside_long_ones(one: Page) -> None:
     short, long = "256 tokens, to the baseline", "1,024 tokens, to the baseline"
     assert exact(cells["yarn", short]) == ratio("yarn", 256, "none", 256)
     assert exact(cells["yarn", long]) == ratio("yarn", 1024, "none", 1024)
-    control = "1,024 tokens, to sliding_window"
-    assert exact(cells["yarn", control]) == ratio("yarn", 1024, "sliding_window", 1024)
+    control = "1,024 tokens, to truncation"
+    assert exact(cells["yarn", control]) == ratio("yarn", 1024, "truncation", 1024)
     assert _verdict(cells["yarn", control]) == "worse"
     gain = "1,024 tokens, to none at 256"
-    assert exact(cells["sliding_window", gain]) == ratio("sliding_window", 1024, "none", 256)
+    assert exact(cells["truncation", gain]) == ratio("truncation", 1024, "none", 256)
     assert cells["none", short].text.startswith("baseline")
     parts = [th.text for th in one.root.all("th", scope="colgroup")]
     assert parts == ["up to the trained length", "longer than trained"] * 2
@@ -201,7 +201,7 @@ def test_what_could_not_be_measured_is_shown_as_such(tmp_path: Path) -> None:
     assert cells["yarn", "1,024×4"].text == "failed"
     assert cells["yarn", "1,024×4"].attributes["title"] == "ValueError: no"
     assert cells["pi", "512×2"].text == "nan"
-    assert exact(cells["sliding_window", "1,024×4"])[3:] == []  # its baseline has no number there
+    assert exact(cells["truncation", "1,024×4"])[3:] == []  # its baseline has no number there
     reasons = {
         tr.text for tr in made.root.all("tr") if "out of memory" in tr.text or "finite" in tr.text
     }

@@ -254,11 +254,11 @@ def test_the_page_opens_with_the_best_method_against_the_control(tmp_path: Path)
     made = page(write(tmp_path / "a", data), tmp_path / "wrong")
     yarn, control = (
         next(c for c in data["summary"] if (c["method"], c["length"]) == (method, 1024))
-        for method in ("yarn", "sliding_window")
+        for method in ("yarn", "truncation")
     )
     (said,) = verdicts(made)
     assert said.startswith(
-        "Perplexity, tail, 1,024 tokens, sliding_window as the control, 6 documents: yarn is "
+        "Perplexity, tail, 1,024 tokens, truncation as the control, 6 documents: yarn is "
         f"significantly better, with {yarn['perplexity'] / control['perplexity']:.3g} ("
     )
     assert said.endswith("the best of 2; so are pi.")
@@ -271,7 +271,7 @@ def test_the_page_opens_with_the_best_method_against_the_control(tmp_path: Path)
         (CURVES, 6, "no method is significantly better; yarn is nearest, with 1.1"),
         (CURVES, 3, "too few for a verdict; yarn is lowest"),
         ({"none": CURVES["none"]}, 6, "no method has a number to compare"),
-        ({"none": CURVES["none"], "yarn": CURVES["yarn"]}, 6, "breaks down: add sliding_window"),
+        ({"none": CURVES["none"], "yarn": CURVES["yarn"]}, 6, "breaks down: add truncation"),
     ],
 )
 def test_the_verdict_claims_no_more_than_was_shown(
@@ -307,10 +307,10 @@ def test_retrieval_is_judged_by_the_same_prompts(tmp_path: Path) -> None:
         (
             1.25,
             [1.1, 1.4],
-            "yarn (scale 4) is significantly better than sliding_window, with 0.800",
+            "yarn (scale 4) is significantly better than truncation, with 0.800",
         ),
         (1.25, [0.9, 1.6], "no method is significantly better than the control"),
-        (0.8, [0.7, 0.9], "is significantly worse than sliding_window, with 1.25"),
+        (0.8, [0.7, 0.9], "is significantly worse than truncation, with 1.25"),
     ],
 )
 def test_the_verdict_on_a_sweep(
@@ -318,7 +318,7 @@ def test_the_verdict_on_a_sweep(
 ) -> None:
     data = sweep()
     to_best = {"ratio": ratio, "interval": interval}
-    window = {"label": "sliding_window", "control": True, "to_best": to_best}
+    window = {"label": "truncation", "control": True, "to_best": to_best}
     data["summary"].append({**data["summary"][0], **window})
     assert expected in verdicts(page(write(tmp_path / "a", data, "sweep")))[0]
     assert "no method has a number" in verdicts(page(write(tmp_path / "b", sweep(), "sweep")))[0]

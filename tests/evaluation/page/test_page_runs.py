@@ -18,7 +18,7 @@ from tests.support.page_results import CURVES, LENGTHS, Page, exact, page, resul
 
 def test_runs_of_one_model_share_a_table_and_a_baseline(tmp_path: Path) -> None:
     first = result({name: CURVES[name] for name in ("none", "yarn")})
-    second = result({"sliding_window": CURVES["sliding_window"], "yarn": (15.6, 14.8, 14.3, 15.7)})
+    second = result({"truncation": CURVES["truncation"], "yarn": (15.6, 14.8, 14.3, 15.7)})
     for index, document in enumerate(second["documents"]):  # another machine has them elsewhere
         document["name"] = f"/elsewhere/{index}.txt"
     for record in second["records"]:
@@ -26,13 +26,13 @@ def test_runs_of_one_model_share_a_table_and_a_baseline(tmp_path: Path) -> None:
     made = page(write(tmp_path / "a", first), write(tmp_path / "b", second))
     assert len([h for h in made.root.all("h2") if h.text.startswith("Perplexity")]) == 1
     cells = made.table("Perplexity, tail")
-    row = "sliding_windowrun 2"
+    row = "truncationrun 2"
     assert {name for name, _ in cells} == {"nonerun 1", "yarn [1]run 1", row, "yarn [2]run 2"}
     for length in LENGTHS:
         numbers = next(
             c
             for c in second["summary"]
-            if (c["method"], c["protocol"], c["length"]) == ("sliding_window", "tail", length)
+            if (c["method"], c["protocol"], c["length"]) == ("truncation", "tail", length)
         )
         shown = exact(cells[row, f"{length:,}×{length / 256:.3g}"])
         assert shown[:3] == [numbers["perplexity"], *numbers["interval"]]
@@ -41,7 +41,7 @@ def test_runs_of_one_model_share_a_table_and_a_baseline(tmp_path: Path) -> None:
             for k, d in enumerate((first, second))
             for r in d["records"]
             if (r["protocol"], r["length"]) == ("tail", length)
-            and r["method"] == ("none", "sliding_window")[k]
+            and r["method"] == ("none", "truncation")[k]
         ]
         expected = summarize(records, comparisons=3)[-1]  # of four rows
         assert shown[3:] == [expected.ratio, *(expected.ratio_interval or ())]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from functools import cache
 from typing import Any
@@ -118,6 +119,45 @@ def test_every_number_is_what_full_logits_give(special: tuple[int, ...]) -> None
         assert record.nats == pytest.approx(nats, rel=2e-6)
         stop = length - len(special) if protocol == "prefix" else len(document.ids)
         assert record.bytes == sum(i % 4 + 1 for i in range(stop - tokens, stop))
+
+
+def test_truncation_reads_the_last_trained_tokens_in_front_of_each_target() -> None:
+    model, tail = tiny(), 16
+    result = run(model, ["none", "truncation"], special=(0,))
+    records = by_cell(result)
+    expected: dict[tuple[str, int, str], float] = {}
+    for document, length in itertools.product(DOCUMENTS, LENGTHS):
+        most = min(length, 64)
+        expected["tail", length, document.name] = reference(
+            model, document, "tail", most, tail, (0,)
+        )[0]
+        nats = reference(model, document, "prefix", most, tail, (0,))[0]
+        for stop in range(
+            64 + tail, length + 1, tail
+        ):  # the text in front of a target, cut to 64 tokens
+            part = dataclasses.replace(document, ids=document.ids[: stop - 1])
+            nats += reference(model, part, "tail", 64, tail, (0,))[0]
+        expected["prefix", length, document.name] = nats
+    for key, nats in expected.items():
+        assert records["truncation", *key].nats == pytest.approx(nats, rel=2e-6)
+    longest = [records["truncation", "prefix", 256, d.name] for d in DOCUMENTS]
+    sums, tokens = result.curves["truncation"]
+    assert math.fsum(sums) == pytest.approx(math.fsum(r.nats for r in longest))
+    assert tokens == result.curves["none"][1]
+    # It differs from what the model gives past its trained length, and not within it.
+    for name in ("tail", "prefix"):
+        for length in LENGTHS:
+            pair = [records[m, name, length, "d0"].nats for m in ("none", "truncation")]
+            assert (pair[0] == pair[1]) == (length <= 64)
+
+
+def test_truncation_is_refused_where_there_is_nothing_to_truncate_to() -> None:
+    model = hf_posenc.patch_model(tiny(), "yarn", scale=2)
+    with pytest.raises(PosencError, match="carries a saved patch"):
+        Candidate.parse("truncation").checked(model)
+    model = tiny("bloom")
+    with pytest.raises(PosencError, match="names no context length"):
+        Candidate.parse("truncation").checked(model)
 
 
 def test_one_forward_gives_the_prefix_of_every_length_for_static_methods_only() -> None:

@@ -189,3 +189,41 @@ def test_default_lengths_follow_the_model() -> None:
     assert default_lengths(4096) == (4096, 8192, 16384)
     with pytest.raises(PosencError, match="give --lengths"):
         default_lengths(None)
+
+
+@pytest.mark.parametrize("protocol", ["prefix", "tail", "sliding", "disjoint", "longppl", "stream"])
+@pytest.mark.parametrize(("special", "read_last"), [(0, True), (1, True), (1, False)])
+def test_truncated_windows_score_the_same_tokens(
+    protocol: str, special: int, read_last: bool
+) -> None:
+    settings = make(
+        protocols=(protocol,),
+        tail_tokens=5,
+        stride=7,
+        read_last=read_last,
+        evaluator={} if protocol == "longppl" else None,
+    )
+    whole = plan(100, settings, special=special, shared_prefix=True)
+    windows = plan(100, settings, special=special, shared_prefix=True, most=16)
+    assert max(window.forwarded for window in whole) > 16
+    assert max(window.forwarded for window in windows) <= 16
+    ours, theirs = scored(windows, protocol), scored(whole, protocol)
+    assert {n: sorted(ours[n]) for n in ours} == {n: sorted(theirs[n]) for n in theirs}
+    for window in windows:
+        for span in window.spans:
+            # The first piece of a text is whole; behind it, all but the last few tokens are context.
+            if span.length > 16 and window.begin and protocol not in ("stream", "disjoint"):
+                assert span.first >= 16 - 7
+    for length in (16, 32, 64):
+        weights = [
+            sum(span.weight for window in way for span in window.spans if span.length == length)
+            for way in (whole, windows)
+        ]
+        assert weights[0] == pytest.approx(weights[1])
+
+
+def test_a_truncated_tail_is_that_of_the_shorter_text() -> None:
+    settings = make(protocols=("tail",), tail_tokens=5)
+    (window,) = plan(100, settings, special=1, shared_prefix=True, most=16)
+    assert (window.begin, window.end, window.tokens) == (85, 100, 16)
+    assert [span.length for span in window.spans] == [16, 32, 64]

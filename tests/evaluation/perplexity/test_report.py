@@ -390,13 +390,13 @@ def test_the_control_is_grey_and_a_dynamic_method_has_the_colour_of_its_static_f
     pytest.importorskip("matplotlib")
     from matplotlib.colors import to_rgb
 
-    curves = dict.fromkeys(("none", "sliding_window", "yarn", "dynamic_yarn", "rerope"), (9.0,) * 3)
+    curves = dict.fromkeys(("none", "truncation", "yarn", "dynamic_yarn", "rerope"), (9.0,) * 3)
     lines = {
         str(line.get_label()): line for line in plots.figure(example(curves)).axes[0].get_lines()
     }
     assert lines["dynamic_yarn"].get_color() == lines["yarn (auto)"].get_color()
     assert lines["dynamic_yarn"].get_linestyle() != lines["yarn (auto)"].get_linestyle()
-    red, green, blue = to_rgb(lines["sliding_window"].get_color())
+    red, green, blue = to_rgb(lines["truncation"].get_color())
     assert red == green == blue
     assert (
         len({line.get_color() for label, line in lines.items() if not label.startswith("_")}) == 4

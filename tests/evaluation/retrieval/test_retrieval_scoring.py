@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -267,3 +268,37 @@ def test_generated_texts_are_judged_as_the_papers_do() -> None:
     assert (
         vt.hit("abcde and FGHIJ", ["ABCDE", "FGHIJ", "KLMNO", "PQRST"]) == 0.5
     )  # string_match_all
+
+
+@pytest.mark.parametrize("decode", ["teacher-forced", "generate"])
+def test_truncation_reads_the_end_of_the_prompt(decode: str) -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=2)
+    model.config.max_position_embeddings = 200
+    candidates = [c.checked(model) for c in parse_candidates(["none", "truncation"])]
+    settings = RetrievalSettings(
+        lengths=(LENGTH,),
+        tasks=("passkey",),
+        depths=(0.0,),
+        samples=1,
+        distractors=6,
+        decode=decode,
+    )
+    metadata = {"model": {}, "haystack": {"kind": "noise"}, "original": 200, "command": None}
+    run = RetrievalRun(
+        model, byte_tokenizer(), candidates, settings, special=[0], metadata=metadata
+    )
+    assert [item.cost for item in run.items] == [LENGTH, 200]
+    prompt = run.prompt(run.items[1].sample)
+    seen = forwards(model)
+    execute(run, records := Records())
+    value = records.get(run.items[1].key) or {}
+    if decode == "generate":
+        tokens = TASKS["passkey"].new_tokens
+        assert 200 - tokens in seen
+        return
+    ids = prompt.ids[-(200 - 1 - len(prompt.answer.ids)) :]
+    end = dataclasses.replace(prompt, ids=torch.cat([torch.tensor([0]), ids]))
+    assert value["nats"] == pytest.approx(-reference(model, end, prompt.answer)[0], abs=2e-3)
+    whole = -reference(model, prompt, prompt.answer)[0]
+    assert (records.get(run.items[0].key) or {})["nats"] == pytest.approx(whole, abs=2e-3)
+    assert abs(value["nats"] - whole) > 0.01
