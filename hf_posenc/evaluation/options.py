@@ -176,7 +176,7 @@ _METHODS: dict[str, Any] = {
     "name": "patch",
     "metavar": "METHOD",
     "rank": -1,
-    "help": "none, or method:option=value,... such as yarn:scale=8, or several joined by +, such as "
+    "help": "none, truncation, or method:option=value,... such as yarn:scale=8, or several joined by +, such as "
     "yarn:scale=4+log_n; may be given several times. Without a scale, a method that scales to a target gets "
     "length / original length, anew at every length.",
 }
