@@ -38,7 +38,8 @@ from hf_posenc.lengths import read_length
 # The second and the third are the controls: the end of the text alone, and a window behind the first tokens.
 PERPLEXITY_METHODS = (
     *("none", "truncation", "attention_sinks", "pi", "ntk", "ntk_mixed", "ntk_by_parts"),
-    *("llama3", "yarn", "yarn:scale=16", "dynamic_ntk:scale=2", "dynamic_yarn", "rerope", "self_extend"),
+    *("llama3", "yarn", "yarn:scale=16", "dynamic_ntk:scale=2", "dynamic_yarn"),
+    *("rerope", "self_extend"),
 )
 RETRIEVAL_METHODS = (
     *("none", "truncation", "attention_sinks", "pi", "ntk", "yarn", "dynamic_yarn", "rerope"),

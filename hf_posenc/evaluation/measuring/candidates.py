@@ -24,7 +24,7 @@ from hf_posenc.patch.state import state_of
 
 UNPATCHED = "none"
 TRUNCATION = "truncation"
-"""The model as loaded, which reads only as many of the last tokens as it was trained at: the control of every method."""
+"""The model as loaded, which reads only as many of the last tokens as it was trained at: the control."""
 # A plus sign in front of a name; the one in `rope_theta=1e+6` belongs to a number.
 _PLUS = re.compile(r"\+(?=\s*[A-Za-z_])")
 _MAX_SHOWN = 4  # numbers of a list in a label

@@ -139,7 +139,7 @@ def test_truncation_reads_the_last_trained_tokens_in_front_of_each_target() -> N
             nats += reference(model, part, "tail", 64, tail, (0,))[0]
         expected["prefix", length, document.name] = nats
     for key, nats in expected.items():
-        assert records["truncation", *key].nats == pytest.approx(nats, rel=2e-6)
+        assert records[("truncation", *key)].nats == pytest.approx(nats, rel=2e-6)
     longest = [records["truncation", "prefix", 256, d.name] for d in DOCUMENTS]
     sums, tokens = result.curves["truncation"]
     assert math.fsum(sums) == pytest.approx(math.fsum(r.nats for r in longest))
