@@ -172,7 +172,7 @@ def accepts_moving(call: Call, encoding: Encoding) -> bool:
         bucket = plan.bucket(m)
         return bool((bucket == bucket[:, :1]).all())
 
-    return call.mask.decided(("one bucket", encoding.original), alike)
+    return call.mask.decided(("one bucket", id(encoding.method), encoding.original), alike)
 
 
 def moving(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:

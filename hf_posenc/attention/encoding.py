@@ -14,7 +14,7 @@ from hf_posenc.errors import PosencError
 from hf_posenc.methods import (
     Band,
     DistanceBias,
-    LaMPE,
+    GrowingBands,
     LengthDependent,
     Method,
     RelativeKeys,
@@ -368,7 +368,7 @@ class GrowingPlan(Plan):
 
     def __init__(self, encoding: Encoding) -> None:
         super().__init__(encoding)
-        assert isinstance(encoding.method, LaMPE)
+        assert isinstance(encoding.method, GrowingBands)
         self.method, self.original = encoding.method, encoding.original
         self._bands: dict[int, tuple[Band, ...]] = {}
 
@@ -472,7 +472,7 @@ class OffsetPlan(Plan):
 PLANS: Mapping[type[Method], type[Plan]] = {
     RotaryBands: BandPlan,
     LengthDependent: MovingPlan,
-    LaMPE: GrowingPlan,
+    GrowingBands: GrowingPlan,
     XPos: XPosPlan,
     RopeBias: OffsetPlan,
 }

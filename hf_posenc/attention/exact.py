@@ -60,7 +60,11 @@ def _blocks(call: Call, encoding: Encoding) -> Iterator[tuple[int, int]]:
             return found
 
         # One method object serves all layers.
-        borders = [0, *call.mask.decided(("changes", id(encoding.method)), changes), queries]
+        borders = [
+            0,
+            *call.mask.decided(("changes", id(encoding.method), encoding.original), changes),
+            queries,
+        ]
     for start, stop in itertools.pairwise(borders):
         for begin in range(start, stop, size):
             yield begin, min(begin + size, stop)

@@ -13,10 +13,11 @@ import pkgutil
 from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
-from hf_posenc.methods.bands import Band, RotaryBands
+from hf_posenc.methods.bands import Band, GrowingBands, RotaryBands
 from hf_posenc.methods.base import (
     REGISTRY,
     Dynamic,
+    Growing,
     Length,
     LengthDependent,
     Method,
@@ -76,8 +77,16 @@ __all__ = [
     "needs_no_rotation",
     "seam_of",
 ]
-__all__ += ["Length", "RopeScaling", "Scaled", "LengthDependent", "Dynamic", "TableFilter"]
-__all__ += ["Band", "RotaryBands", "DistanceBias", "RelativeKeys"]
+__all__ += [
+    "Length",
+    "RopeScaling",
+    "Scaled",
+    "Growing",
+    "LengthDependent",
+    "Dynamic",
+    "TableFilter",
+]
+__all__ += ["Band", "RotaryBands", "GrowingBands", "DistanceBias", "RelativeKeys"]
 # Methods stand in the order of the documentation, which decides that of `METHODS`.
 __all__ += ["PositionInterpolation", "NTKAware", "DynamicPI", "DynamicNTK", "PartialNTK"]
 __all__ += ["NTKByParts", "YaRN", "DynamicPartialNTK", "DynamicYaRN"]

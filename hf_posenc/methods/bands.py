@@ -11,7 +11,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from hf_posenc.errors import PosencError
-from hf_posenc.methods.base import Method, count, switch
+from hf_posenc.methods.base import Growing, Method, count, switch
 from hf_posenc.methods.temperature import log_n_factor
 
 PositionMap = Callable[[Tensor], Tensor]
@@ -176,3 +176,25 @@ class RotaryBands(Method):
 
     def query_factor(self, m: Tensor, original: int) -> Tensor | None:
         return log_n_factor(m, original) if self.log_n else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrowingBands(Growing):
+    """Rotary bands that depend on the length of the text: of each row of a batch, pinned while its cache lives.
+
+    To write one, override `bands`. Keys are cached at their own positions.
+    """
+
+    kind = "bands"
+    seam = "attention"
+    follows_text = True
+    update = "request"
+
+    def bands(self, original: int, length: int) -> tuple[Band, ...]:
+        """Return the bands of a text, three at most: first that of plain RoPE, which contains all pairs of short texts.
+
+        Args:
+            original: The original context length L, in tokens.
+            length: N, in tokens.
+        """
+        raise NotImplementedError

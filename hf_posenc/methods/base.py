@@ -293,7 +293,27 @@ class Scaled(RopeScaling):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthDependent(RopeScaling):
+class Growing(Method):
+    """A method that depends on the length of the running text, which it may follow by whole buckets.
+
+    Args:
+        bucket: Tokens by which the length grows at once; half of the original context by default.
+    """
+
+    bucket: int | None = field(default=None, metadata=count())
+
+    @property
+    def update(self) -> str:
+        """The length to follow, one of `UPDATES`."""
+        raise NotImplementedError
+
+    def bucket_size(self, original: int) -> int:
+        """Return the tokens by which the length grows at once, given the original context length."""
+        return max(1, original // 2) if self.bucket is None else self.bucket
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthDependent(RopeScaling, Growing):
     """A frequency method whose table depends on the length of the running sequence.
 
     Args:
@@ -308,16 +328,11 @@ class LengthDependent(RopeScaling):
     length_dependent: ClassVar[bool] = True
 
     update: str = "row"
-    bucket: int | None = field(default=None, metadata=count())
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.update not in UPDATES:
             raise unknown(f"update mode of {self.name}", str(self.update), UPDATES)
-
-    def bucket_size(self, original: int) -> int:
-        """Return the tokens by which the length grows at once, given the original context length."""
-        return max(1, original // 2) if self.bucket is None else self.bucket
 
 
 @dataclass(frozen=True, kw_only=True)

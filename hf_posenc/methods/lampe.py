@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hf_posenc.methods.bands import Band
-from hf_posenc.methods.base import Method, count, number
+from hf_posenc.methods.bands import Band, GrowingBands
+from hf_posenc.methods.base import count, number
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaMPE(Method):
+class LaMPE(GrowingBands):
     """Length-aware multi-grained positional encoding (arXiv 2508.02308), for texts past the original context.
 
-    A text of N tokens has room for `T = capacity / (1 + exp(-(growth N + shift)))` positions, to which
-    `M(p) = floor(T p / (N-1))` maps those of its middle:
+    A text of N tokens has room for `T = floor(capacity / (1 + exp(-(growth N + shift))))` positions, to
+    which `M(p) = floor(T p / (N-1))` maps those of its middle:
 
     - fewer than `head` tokens back, the relative position is `m - n`;
     - from there, it is `M(m) - M(n) + b`, with `b = head - M(head) - 1`;
@@ -42,33 +42,18 @@ class LaMPE(Method):
     )
     source = "arXiv 2508.02308; scar-on/LaMPE"
     needs = "nothing"
-    kind = "bands"
-    seam = "attention"
-    follows_text = True
-    update = "request"
 
     growth: float = field(metadata=number(0))
     shift: float
     capacity: float = field(metadata=number(1))
     head: int = field(default=512, metadata=count())
     tail: int = field(default=200, metadata=count(0))
-    bucket: int | None = field(default=None, metadata=count())
-
-    def bucket_size(self, original: int) -> int:
-        """Return the tokens by which the length grows at once, given the original context length."""
-        return max(1, original // 2) if self.bucket is None else self.bucket
 
     def room(self, length: int) -> int:
         """Return T, the positions that a text of so many tokens is mapped to."""
         return int(self.capacity / (1 + math.exp(-(self.growth * length + self.shift))))
 
     def bands(self, original: int, length: int) -> tuple[Band, ...]:
-        """Return the bands of a text of so many tokens: the near one, and none or two more.
-
-        Args:
-            original: The original context length L, in tokens.
-            length: N, in tokens.
-        """
         room, last = self.room(length), length - 1
         if length <= original or length < 2 * self.head or room >= last or room < 1:
             return (Band(query_position=_same, key_position=_same),)

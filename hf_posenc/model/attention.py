@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +18,10 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_posenc.attention.call import Beside, Call, Mask, RotatedKeys, forget, shared
+from hf_posenc.attention.call import Beside, Call, Mask, RotatedKeys, shared
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.engine import attend
 from hf_posenc.errors import PosencError
-from hf_posenc.methods import LaMPE, LengthDependent
 from hf_posenc.model.masks import (
     HANDLE,
     CausalMask,
@@ -35,6 +34,7 @@ from hf_posenc.model.masks import (
     visible,
 )
 from hf_posenc.model.parameters import parameters_in_force
+from hf_posenc.model.positions import LAYER, PinnedLength, named_arguments
 from hf_posenc.model.repositioned import (
     ENGINE,
     SCORES,
@@ -46,8 +46,6 @@ from hf_posenc.model.repositioned import (
 _SCALED = f"{ENGINE}_"
 IMPLEMENTATION = "_attn_implementation_internal"
 """The attribute of a config that holds the name of its attention implementation."""
-LAYER = "_hf_posenc_layer"
-"""The attribute of a patched attention module that holds its `Layer`."""
 KNOWN = frozenset(
     {
         "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
@@ -58,180 +56,6 @@ KNOWN = frozenset(
     }
 )  # fmt: skip
 """Arguments of attention functions beside the tensors that this one understands or may ignore."""
-_PINNED = "_hf_posenc_lengths"
-_LAST = "_hf_posenc_last_positions"
-
-# Positions of a padded batch, which a model that gets none counts with the padding.
-
-
-def count_positions(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    """Add the positions that a mask shows to a call without `position_ids`: a forward pre-hook.
-
-    Returns:
-        The arguments of the forward; `None` where they stay.
-    """
-    if len(args) > 1:  # by their names
-        args, kwargs = (), named_arguments(module, args, kwargs)
-    tokens = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-    inputs = next((value for value in tokens if isinstance(value, Tensor)), None)
-    if inputs is None or kwargs.get("position_ids") is not None:
-        return None
-    cache = kwargs.get("past_key_values")
-    seen = 0 if cache is None else cache.get_seq_length()
-    positions = _shown_positions(kwargs.get("attention_mask"), seen, inputs.shape[1])
-    if positions is None:
-        return None
-    return args, {**kwargs, "position_ids": positions.to(inputs.device)}
-
-
-def refuse_padding(module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Refuse padding before a text: a forward pre-hook for an encoder that takes no positions."""
-    mask = named_arguments(module, args, kwargs).get("attention_mask")
-    if torch.compiler.is_compiling() or not isinstance(mask, Tensor) or mask.dim() != 2:
-        return
-    if not bool(mask[:, 0].all()):
-        raise PosencError(
-            f"{type(module).__name__} takes no positions and counts padding before a text as tokens. Pad texts behind "
-            "their end."
-        )
-
-
-def _shown_positions(mask: Any, seen: int | Tensor, queries: int) -> Tensor | None:
-    """The positions of the queries, counted over the tokens that a mask shows; `None` where it hides none."""
-    by_type = isinstance(mask, Mapping)  # made by the model around the decoder
-    if by_type:
-        mask = mask.get("full_attention")
-    if isinstance(mask, Tensor) and mask.dtype == HANDLE and mask.dim() == 4:
-        mask, by_type = described(mask).arguments.get("attention_mask"), True
-    if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
-        return None
-    shown = mask != 0 if mask.dim() == 2 else visible(mask).any(1).any(-2)
-    if not torch.compiler.is_compiling():
-        present = int(seen) + queries
-        if shown.shape[1] < present or bool(shown[:, :present].all()):
-            return None
-        if mask.dim() == 4 and seen and not by_type:
-            raise PosencError(
-                "This 4-D attention_mask hides cached tokens, which may be padding or another document. Pass "
-                "position_ids, or an attention_mask of shape (batch, tokens)."
-            )
-    positions = (shown.long().cumsum(-1) - 1).clamp(min=0)
-    return positions.index_select(1, torch.arange(queries, device=shown.device) + seen)
-
-
-class PositionCounter:
-    """A forward pre-hook of a model without rotation: counts positions and hands them to its attention modules."""
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self.modules = list(modules)
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Read the decoder's arguments: `position_ids`, or else the mask and the cache."""
-        if len(args) > 1:  # by their names
-            args, kwargs = (), named_arguments(module, args, kwargs)
-        tokens = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-        inputs = next((value for value in tokens if isinstance(value, Tensor)), None)
-        if inputs is None:
-            return
-        cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
-        seen, queries = 0 if cache is None else cache.get_seq_length(), inputs.shape[1]
-        if positions is None:
-            positions = _shown_positions(kwargs.get("attention_mask"), seen, queries)
-        if positions is None:
-            positions = (torch.arange(queries, device=inputs.device) + seen)[None]
-        for attention in self.modules:
-            layer: Layer = attention.__dict__[LAYER]
-            layer.positions = positions.to(inputs.device)
-
-
-# The cache, which the attention function does not see.
-
-
-class CacheWatch:
-    """A forward pre-hook of the decoder, which sees the cache before the layers write to it.
-
-    It refuses positions that leave gaps, since the position of a key is its place in the cache. Where frequencies move
-    with the length, it drops rotated keys that are no longer those of the cache. With `update="request"` it pins the
-    length in force for each row of the batch while its cache lives: that of its first forward, or the original one if
-    that is longer. Where generation outgrows it, the length grows by whole buckets.
-    """
-
-    def __init__(self, method: LengthDependent | LaMPE | None, original: int) -> None:
-        self.method, self.original = method, original
-        self.current: Tensor | None = None
-        self.kept: list[tuple[int, RotatedKeys]] = []
-
-    def keep(self, index: int) -> RotatedKeys:
-        """Return a store for the rotated keys of one layer, by its index in the cache."""
-        keys = RotatedKeys()
-        self.kept.append((index, keys))
-        return keys
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Read the decoder's arguments, and refuse positions that leave a gap."""
-        if torch.compiler.is_compiling():
-            return
-        cache, positions = kwargs.get("past_key_values"), kwargs.get("position_ids")
-        masks = kwargs.get("attention_mask")
-        forget(positions, *(masks.values() if isinstance(masks, Mapping) else (masks,)))
-        layers = getattr(cache, "layers", [])
-        for index, keys in self.kept:
-            keys.check(getattr(layers[index], "keys", None) if index < len(layers) else None)
-        self.current = None
-        if cache is None:
-            return
-        seen = int(cache.get_seq_length())
-        candidates = (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args)
-        inputs = next((value for value in candidates if isinstance(value, Tensor)), None)
-        if inputs is None:
-            return
-        batch, queries = inputs.shape[:2]
-        if positions is None:
-            positions = torch.arange(seen, seen + queries, device=inputs.device)[None]
-        positions = positions.reshape(-1, *positions.shape[-2:])[0]
-        _refuse_gaps(cache, seen, positions)
-        if self.method is not None and self.method.update == "request":
-            bucket = self.method.bucket_size(self.original)
-            self.current = self._pinned(cache, seen, positions.expand(batch, -1), bucket)
-
-    def _pinned(self, cache: Any, seen: int, positions: Tensor, bucket: int) -> Tensor:
-        needed = positions.amax(-1) + 1
-        pinned: Tensor | None = getattr(cache, _PINNED, None)
-        if not seen:
-            pinned = needed.clamp(min=self.original)
-        elif pinned is None or pinned.shape != needed.shape:  # filled before, or repeated
-            pinned = positions[:, 0].clamp(min=self.original)
-        beyond = (needed - pinned).clamp(min=0)
-        pinned = pinned + (beyond + bucket - 1) // bucket * bucket
-        setattr(cache, _PINNED, pinned)
-        return pinned
-
-    def lengths(self, positions: Tensor, batch: int) -> Tensor | None:
-        """Return the length in force for each row, shape (batch,); without a cache, that of the row itself.
-
-        `None` with `update="row"`, where it is each query's own.
-        """
-        if self.method is None or self.method.update != "request":
-            return None
-        if self.current is not None and len(self.current) == batch:
-            return self.current
-        return (positions.amax(-1) + 1).clamp(min=self.original).expand(batch)
-
-
-def _refuse_gaps(cache: Any, seen: int, positions: Tensor) -> None:
-    counted = positions.new_full((len(positions), 1), seen - 1)
-    length, last = getattr(cache, _LAST, (seen, counted))
-    if length != seen or len(last) != len(positions):  # cropped or repeated since
-        last = counted
-    setattr(cache, _LAST, (seen + positions.shape[1], positions[:, -1:]))
-    text = torch.cat((last, positions), 1) if seen else positions
-    if bool((text.diff(dim=1) > 1).any()):
-        raise PosencError(
-            "position_ids leaves a gap and there is a cache, from whose order the methods that compute attention "
-            "themselves derive the position of a key. Pass contiguous positions, or use_cache=False."
-        )
-
-
 # The attention function
 
 
@@ -242,7 +66,7 @@ class Layer:
     encoding: Encoding
     patched: bool = False
     rotary: RepositionedRotary | None = None  # inside the attention module
-    watch: CacheWatch | None = None  # where frequencies move with the length
+    length: PinnedLength | None = None  # of a method with update="request"
     rotated: RotatedKeys | None = None
     native: str | None = None  # the implementation that computes attention with scaled queries
     turn: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
@@ -331,12 +155,6 @@ def catch_mask(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return value
 
     return tuple(map(written, args)), {name: written(value) for name, value in kwargs.items()}
-
-
-def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """Return the arguments of a module's forward by their names."""
-    names = inspect.signature(module.forward).parameters
-    return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
 @dataclass(frozen=True, eq=False)
@@ -449,7 +267,7 @@ def posenc_attention(
         sinks=kwargs.get("s_aux"),
         dropout=dropout if module.training else 0.0,
         weights=bool(kwargs.get("output_attentions")),
-        lengths=None if layer.watch is None else layer.watch.lengths(query_position, len(query)),
+        lengths=None if layer.length is None else layer.length.of(query_position, len(query)),
         rotated=layer.rotated,
         beside=beside,
     )

@@ -25,14 +25,13 @@ from hf_posenc.errors import FREQUENCY_METHODS_WORK, PosencError, UnsupportedMod
 from hf_posenc.methods import METHODS, Method, needs_no_rotation, seam_of
 from hf_posenc.model.attention import (
     KNOWN,
-    LAYER,
     Layer,
     Recorded,
     catch_positions,
-    named_arguments,
     recording,
 )
 from hf_posenc.model.discovery import RotaryTable, layer_type
+from hf_posenc.model.positions import LAYER, named_arguments
 from hf_posenc.model.repositioned import RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.model.unwrapping import trial

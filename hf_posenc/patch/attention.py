@@ -13,18 +13,13 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
-from hf_posenc.methods import LaMPE, LengthDependent, LogN, Method, needs_no_rotation, seam_of
+from hf_posenc.methods import Growing, LengthDependent, LogN, Method, needs_no_rotation, seam_of
 from hf_posenc.model.attention import (
     IMPLEMENTATION,
-    LAYER,
-    CacheWatch,
     Layer,
-    PositionCounter,
     catch_mask,
     catch_positions,
-    count_positions,
     recording,
-    refuse_padding,
     register,
     register_scaled,
 )
@@ -48,6 +43,13 @@ from hf_posenc.model.discovery import (
 )
 from hf_posenc.model.masks import WithWrittenMasks
 from hf_posenc.model.parameters import PARAMETERS, MethodParameters, share_parameters
+from hf_posenc.model.positions import (
+    LAYER,
+    CacheWatch,
+    PositionCounter,
+    count_positions,
+    refuse_padding,
+)
 from hf_posenc.model.repositioned import ENGINE, RepositionedRotary, RepositionedTable
 from hf_posenc.model.rotary import native_rotary
 from hf_posenc.model.temperature import OwnTemperature, own_temperatures, refuse_own
@@ -109,7 +111,7 @@ def install_attention(
             if _is_pair(model) and not hooks:
                 owner.register_forward_pre_hook(refuse_padding, with_kwargs=True)
             if native is None:
-                _watch_cache(owner, of_owner, state.original)
+                _watch_cache(owner, of_owner)
         run(subject, text)  # the patched model runs
     warn_untrained(state.in_attention, stacklevel=5)
 
@@ -156,7 +158,7 @@ def install_biases(model: nn.Module, state: State, place: str) -> None:
             encoding = encoding_of(base, layer, state.in_attention, compose=state.config.compose)
             setattr(layer.module, LAYER, Layer(encoding, patched=True))
         _share(owner, layers)
-        _watch_cache(owner, layers, state.original)
+        _watch_cache(owner, layers)
         run(subject, ids)
 
 
@@ -467,16 +469,17 @@ def count_positions_of(model: nn.Module, owner: nn.Module) -> list[RemovableHand
     ]
 
 
-def _watch_cache(owner: nn.Module, layers: Sequence[CalibratedLayer], original: int) -> None:
-    seams = [(layer, getattr(layer.module, LAYER)) for layer in layers]
-    moving = [
-        pair for pair in seams if isinstance(pair[1].encoding.method, LengthDependent | LaMPE)
-    ]
-    watch = CacheWatch(moving[0][1].encoding.method if moving else None, original)
+def _watch_cache(owner: nn.Module, layers: Sequence[CalibratedLayer]) -> None:
+    watch = CacheWatch()
     owner.register_forward_pre_hook(watch, with_kwargs=True)
-    for layer, seam in moving:
+    for layer in layers:
+        seam: Layer = getattr(layer.module, LAYER)
+        method, original = seam.encoding.method, seam.encoding.original
+        if not isinstance(method, Growing):
+            continue
+        if method.update == "request":
+            seam.length = watch.pinned(method.bucket_size(original), original)
         index = layer_index(layer.name, layer.module)
-        seam.watch = watch
         # A module that serves several layers (Zamba 2) writes to several places of the cache.
         own = index is not None and index >= 0 and layer.calls == 1
         seam.rotated = watch.keep(index) if own and index is not None else None

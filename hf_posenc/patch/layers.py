@@ -12,9 +12,10 @@ from hf_posenc.attention.rotation import Rotation
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.methods import LengthDependent, Method, RopeScaling, YaRN, needs_no_rotation
 from hf_posenc.methods.bands import moved
-from hf_posenc.model.attention import LAYER, Layer
+from hf_posenc.model.attention import Layer
 from hf_posenc.model.calibration import CalibratedLayer, Wrappers
 from hf_posenc.model.discovery import RotaryTable, layer_index, read_spec
+from hf_posenc.model.positions import LAYER
 from hf_posenc.model.temperature import OwnTemperature, refuse_own
 from hf_posenc.patch.attention import encoding_of, install_attention, of_queries
 from hf_posenc.patch.state import LayerPart, State

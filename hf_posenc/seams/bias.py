@@ -26,11 +26,12 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationErr
 from hf_posenc.methods import ALiBi, Method
 from hf_posenc.methods.base import real
 from hf_posenc.model import masks
-from hf_posenc.model.attention import IMPLEMENTATION, LAYER, Layer, register
+from hf_posenc.model.attention import IMPLEMENTATION, Layer, register
 from hf_posenc.model.calibration import TOKENS, run, trial_tokens
 from hf_posenc.model.discovery import LENGTH_KEYS, layer_index
 from hf_posenc.model.lazy import UnwrittenMask, nothing
 from hf_posenc.model.masks import seen_keys, visible
+from hf_posenc.model.positions import LAYER
 from hf_posenc.model.repositioned import SCORES
 from hf_posenc.model.unwrapping import trial
 from hf_posenc.seams import probes

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_posenc.errors import PosencError, UnsupportedModelError
-from hf_posenc.methods import LaMPE, LengthDependent
+from hf_posenc.methods import Growing
 from hf_posenc.patch.patching import get_patch, inspect_rope
 from hf_posenc.patch.report import Patch
 from hf_posenc.training.chunked_loss.loss import ChunkedLoss
@@ -224,7 +224,7 @@ def _moving_tables(model: nn.Module, patch: Patch | None) -> dict[str, str]:
     moving = {
         method.name: method.update
         for method in (() if patch is None else patch.config.build())
-        if isinstance(method, LengthDependent | LaMPE)
+        if isinstance(method, Growing)
     }
     with contextlib.suppress(UnsupportedModelError):  # no rotary embedding
         for table in inspect_rope(model):  # transformers' own, unless a patch replaced them

@@ -18,6 +18,7 @@ from hf_posenc.methods import (
     Clip,
     DynamicNTK,
     DynamicYaRN,
+    LaMPE,
     LogN,
     NoPE,
     PositionInterpolation,
@@ -30,7 +31,7 @@ from hf_posenc.methods import (
 from tests.attention.test_attention import assert_close, build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, ORIGINAL, Case, randomise, reference
-from tests.support.attention_ways import WAYS
+from tests.support.attention_ways import WAYS, in_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
 IDS = zoo.tokens(50)
@@ -53,6 +54,13 @@ REQUESTS: dict[str, tuple[Any, dict[int, Case]]] = {
     "by row, xpos": (
         {0: DynamicNTK(scale=2.0, update="row", bucket=8), 1: XPos(scale_base=12)},
         {0: CASES["dynamic_ntk_row"], 1: CASES["xpos"]},
+    ),
+    "two buckets": (
+        {layer: DynamicNTK(scale=2.0, bucket=bucket) for layer, bucket in ((0, 10), (1, 3))},
+        {
+            layer: replace(CASES["dynamic_ntk_row"], options={"bucket": bucket})
+            for layer, bucket in ((0, 10), (1, 3))
+        },
     ),
     "nope, temperature": (
         {0: [NoPE(), Temperature(law="llama4", beta=0.7)], 1: Temperature(law="ssmax")},
@@ -96,10 +104,43 @@ def test_every_layer_has_its_own_methods(which: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("which", ["yarn, rerope", "bias, bands", "by row, xpos"])
+@pytest.mark.parametrize("which", ["yarn, rerope", "bias, bands", "by row, xpos", "two buckets"])
 def test_every_way_to_run_a_text_agrees(which: str, way: Any) -> None:
     model, cases = patched(which)
     assert_close(way(model, IDS), reference(model, cases, IDS))
+
+
+ROOM: dict[str, Any] = {"growth": 0.01, "shift": -0.5, "capacity": 50.0, "head": 6, "tail": 4}
+NTK = CASES["dynamic_ntk_row"]
+GROWING: dict[str, tuple[Any, Any]] = {
+    "row": (DynamicNTK(scale=2.0, bucket=8), lambda texts: NTK),
+    "request": (
+        DynamicNTK(scale=2.0, update="request", bucket=4),
+        lambda texts: replace(NTK, options={"text": texts(4)}),
+    ),
+    "lampe": (
+        LaMPE(**ROOM, bucket=16),
+        lambda texts: Case("lampe", {**ROOM, "text": texts(16)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("first", [50, 40])
+@pytest.mark.parametrize("pair", [("row", "request"), ("request", "lampe"), ("lampe", "row")])
+def test_every_layer_follows_its_own_length(pair: tuple[str, str], first: int) -> None:
+    """Of a prompt, and of steps after it, by whole buckets."""
+
+    def texts(bucket: int) -> list[int]:
+        return [first] * first + [
+            first - (first - m - 1) // bucket * bucket for m in range(first, 50)
+        ]
+
+    model = build()
+    methods = {layer: GROWING[name][0] for layer, name in enumerate(pair)}
+    patch_model(model, methods, original_max_position_embeddings=ORIGINAL)
+    got = in_steps(model, IDS, [first, *[1] * (50 - first)])
+    cases = {layer: GROWING[name][1](texts) for layer, name in enumerate(pair)}
+    assert_close(got, reference(model, cases, IDS))
 
 
 def test_gradients_flow_through_layers_that_differ() -> None:

@@ -27,7 +27,8 @@ from hf_posenc import (
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.evaluation.scoring.positions import position_limit
 from hf_posenc.methods import ALiBi, LogN, ReRoPE, YaRN
-from hf_posenc.model.attention import LAYER, Layer
+from hf_posenc.model.attention import Layer
+from hf_posenc.model.positions import LAYER
 from hf_posenc.seams.handover import hand_over, search, take_back
 from tests.support import attention_references as naive
 from tests.support import zoo

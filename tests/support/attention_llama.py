@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -190,8 +190,10 @@ def _scores(
     position = torch.arange(length, dtype=torch.float64)
     relative = position[:, None] - position[None]
     if case.method == "lampe":
-        given = dict(case.options)
-        relative = naive.lampe(given.pop("text", length), length, **given)
+        given = {name: knob for name, knob in case.options.items() if name != "text"}
+        relative = torch.zeros(length, length, dtype=torch.float64)
+        for m, text in enumerate(_texts(case, length)):
+            relative[m, : m + 1] = _lampe(text, min(length, text), **given)[m, : m + 1]
     if case.relative is not None:
         relative = _relative(case.method, length, tuple(case.relative.items()))
     content = query + trained["u"][:, None] if "u" in trained else query
@@ -219,6 +221,12 @@ def _scores(
     return scores.masked_fill(relative.isnan(), -math.inf)
 
 
+def _texts(case: Case, length: int) -> Sequence[int]:
+    """The length in force for each query: the option `text`, one or for each its own, else the whole text's."""
+    text = case.options.get("text", length)
+    return [text] * length if isinstance(text, int) else list(text)
+
+
 def _rotated(case: Case, query: Tensor, key: Tensor, relative: Tensor, theta: float) -> Tensor:
     """`q R(relative) k`, with the frequencies of each query, shape (heads, length, length)."""
     _, length, width = query.shape
@@ -228,6 +236,7 @@ def _rotated(case: Case, query: Tensor, key: Tensor, relative: Tensor, theta: fl
         past = max(0, m + 1 - ORIGINAL)
         buckets = math.ceil(past / case.options.get("bucket", 1))
         reach = ORIGINAL + buckets * case.options.get("bucket", 1)
+        reach = _texts(case, length)[m] if "text" in case.options else reach
         table_of = getattr(references, name)
         tables.append(table_of(width, theta, ORIGINAL, reach, **options))
     frequencies = torch.tensor([table for table, _ in tables], dtype=torch.float64)
@@ -253,6 +262,9 @@ def _dpe(length: int, pair: int, pairs: int, factors: list[int], window: int) ->
     """The relative positions of one pair (arXiv 2504.18857): SelfExtend's, by the group size of its part."""
     group = factors[pair * len(factors) // pairs]
     return _relative("self_extend", length, (("window", window), ("group", group)))
+
+
+_lampe = functools.cache(naive.lampe)
 
 
 @functools.cache

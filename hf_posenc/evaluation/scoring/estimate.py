@@ -32,9 +32,10 @@ from hf_posenc.attention.exact import SCRATCH
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.head_replay import LOGITS_PER_CHUNK
 from hf_posenc.evaluation.scoring.mlp import linear_features, mlps
-from hf_posenc.model.attention import LAYER, native_implementation
+from hf_posenc.model.attention import native_implementation
 from hf_posenc.model.discovery import layer_type
 from hf_posenc.model.masks import DENSE, CausalMask
+from hf_posenc.model.positions import LAYER
 
 # Activations that create one tensor in one call; others are composed of several.
 _FUSED_ACTIVATIONS = (nn.SiLU, nn.ReLU, nn.GELU, nn.Sigmoid, nn.Tanh)
