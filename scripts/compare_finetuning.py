@@ -2,7 +2,7 @@
 
     python scripts/compare_finetuning.py --output docs/data/benchmarks/finetuning.json
     python scripts/compare_finetuning.py --output positions.json --group positions --steps 100 --seeds 42,43,44
-    python scripts/compare_finetuning.py --output conversions.json --group conversions --steps 100
+    python scripts/compare_finetuning.py --output conversions.json --group conversions --steps 100 --seeds 42,43,44
 
 Every way gets the same number of steps and, unless positions are drawn, the same number of tokens. The held-out tokens
 are the same for all.
@@ -113,7 +113,7 @@ def main(
                 one = {k: v for k, v in runs[name][0].items() if k != "seed"}
                 rows[name] = {
                     "options": ways[name],
-                    **(one if group != "positions" else {"runs": runs[name]}),
+                    **(one if group == "ways" else {"runs": runs[name]}),
                     "before": before[_patch_of(ways[name])],
                 }
             values = {

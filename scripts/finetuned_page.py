@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -85,50 +86,56 @@ def positions() -> str:
     """Return the tail perplexities after training on each kind of positions, over several seeds."""
     result: dict[str, Any] = json.loads(POSITIONS.read_text(encoding="utf-8"))
     rows = result["ways"]
-    runs = [row["runs"] for row in rows.values()]
-    lengths = list(runs[0][0]["tail"])
+    first = next(iter(rows.values()))
+    lengths = list(first["before"]["tail"])
     header = ["way", *(f"{int(length):,}" for length in lengths), "options"]
-    before = next(iter(rows.values()))["before"]["tail"]
-    lines = [["before", *(number(before[length]) for length in lengths), ""]]
+    lines = [["before", *_over_seeds([first["before"]], lengths), ""]]
     for name, row in rows.items():
-        cells = []
-        for length in lengths:
-            every = [run["tail"][length] for run in row["runs"]]
-            mean = sum(every) / len(every)
-            spread = f" ({number(min(every))}-{number(max(every))})" if len(every) > 1 else ""
-            cells.append(f"{number(mean)}{spread}")
-        lines.append([name, *cells, f"`{' '.join(row['options'])}`" if row["options"] else ""])
-    versions = result["environment"]
-    seeds = min(len(each) for each in runs)
-    intro = (
-        f"Tail perplexity of the embedded Llama with `yarn:scale=4` after {result['steps']} steps of 2,048 tokens, "
-        + ("one seed." if seeds == 1 else f"mean (least-greatest) of {seeds} seeds.")
-    )
-    by = f"torch {versions['torch']}, transformers {versions['transformers']}"
-    table = markdown_table(header, lines, numeric=True)
-    return f"{intro}\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py --group positions`."
+        options = f"`{' '.join(row['options'])}`" if row["options"] else ""
+        lines.append([name, *_over_seeds(row["runs"], lengths), options])
+    intro = f"Tail perplexity of the embedded Llama with `yarn:scale=4` after {result['steps']} steps of 2,048 tokens"
+    return _of_seeds(result, intro, header, lines, "positions")
 
 
 def conversions() -> str:
     """Return the tail perplexities before and after the rotation is dropped, also with a constant softmax scale."""
     result: dict[str, Any] = json.loads(CONVERSIONS.read_text(encoding="utf-8"))
     rows = result["ways"]
-    lengths = list(next(iter(rows.values()))["tail"])
+    lengths = list(next(iter(rows.values()))["before"]["tail"])
     header = ["rotation", *(f"{int(length):,}" for length in lengths), "recipe"]
     lines = []
     for name, row in rows.items():
-        recipe = row["options"][-1]
-        scaled = row.get("temperatures", {})
-        states = {"before": row["before"], "after": row}
-        states |= {f"after, scores times {factor}": cells for factor, cells in scaled.items()}
+        recipe, runs = row["options"][-1], row["runs"]
+        states = {"before": [row["before"]], "after": runs}
+        for factor in runs[0].get("temperatures", {}):
+            scaled = [run["temperatures"][factor] for run in runs]
+            states[f"after, scores times {factor}"] = scaled
         for state, cells in states.items():
-            values = [number(cells["tail"][length]) for length in lengths]
+            values = _over_seeds(cells, lengths)
             lines.append([f"{name}, {state}", *values, f"[{Path(recipe).name}](../{recipe})"])
-    versions = result["environment"]
-    intro = f"Tail perplexity of the embedded Llama, {result['steps']} steps, one seed."
+    intro = f"Tail perplexity of the embedded Llama, {result['steps']} steps"
+    return _of_seeds(result, intro, header, lines, "conversions")
+
+
+def _over_seeds(runs: Sequence[Mapping[str, Any]], lengths: Sequence[str]) -> list[str]:
+    """Return the mean over the runs at every length; of several also the least and the greatest."""
+    cells = []
+    for length in lengths:
+        every = [run["tail"][length] for run in runs]
+        spread = f" ({number(min(every))}-{number(max(every))})" if len(every) > 1 else ""
+        cells.append(f"{number(sum(every) / len(every))}{spread}")
+    return cells
+
+
+def _of_seeds(
+    result: Mapping[str, Any], intro: str, header: list[str], lines: list[list[str]], group: str
+) -> str:
+    """Return a table below its introduction and the number of seeds."""
+    seeds = min(len(row["runs"]) for row in result["ways"].values())
+    many = "one seed" if seeds == 1 else f"mean (least-greatest) of {seeds} seeds"
+    versions, table = result["environment"], markdown_table(header, lines, numeric=True)
     by = f"torch {versions['torch']}, transformers {versions['transformers']}"
-    table = markdown_table(header, lines, numeric=True)
-    return f"{intro}\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py --group conversions`."
+    return f"{intro}, {many}.\n\n{table}\n\n{by}; measured by `scripts/compare_finetuning.py --group {group}`."
 
 
 def short() -> str:
