@@ -99,11 +99,13 @@ class PatchConfig:
         """Return the arguments of `patch_model`, beside the model, that make this patch."""
         every = (dataclasses.replace(self, elsewhere=()), *self.elsewhere)
         lengths = {part.original_max_position_embeddings for part in every}
+        replaced = any(part.replace for part in every)
         shared: dict[str, Any] = {
             # Layers that start from different lengths read theirs from the model.
             "original_max_position_embeddings": lengths.pop() if len(lengths) == 1 else None,
-            "compose": any(part.compose for part in every),
-            "replace": any(part.replace for part in every),
+            # Beside replace=True, a method that changes no frequencies still starts from those in force.
+            "compose": not replaced and any(part.compose for part in every),
+            "replace": replaced,
         }
         if self.elsewhere:
             return {"method": {part.layers: list(part.build()) for part in every}, **shared}

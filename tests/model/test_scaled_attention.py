@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+import hf_posenc
 from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
 from hf_posenc.attention import engine
 from hf_posenc.methods import LogN, ReRoPE, Temperature, YaRN
@@ -227,8 +229,11 @@ def test_a_model_that_scales_its_queries_keeps_one_factor(model_type: str) -> No
     assert torch.equal(zoo.logits(model, ids), before)
 
 
-def test_the_factor_of_ministral_can_be_put_in_and_taken_out() -> None:
-    """Without its own, the model is as it was with the law's; with the constant 1 in its place, as without."""
+def test_the_factor_of_ministral_can_be_put_in_and_taken_out(tmp_path: Path) -> None:
+    """Without its own, the model is as it was with the law's; with the constant 1 in its place, as without.
+
+    It is saved so, although its table is scaled.
+    """
     model, ids = zoo.build("ministral3"), zoo.tokens(200)
     before = zoo.logits(model, ids)
     bare = copy.deepcopy(model)
@@ -240,6 +245,9 @@ def test_the_factor_of_ministral_can_be_put_in_and_taken_out() -> None:
     assert zoo.relative_difference(without, before) > 1e-2
     patch_model(model, "temperature", law="constant", factor=1.0, replace=True)
     assert zoo.relative_difference(zoo.logits(model, ids), without) < 1e-5
+    model.save_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert torch.equal(zoo.logits(loaded, ids), zoo.logits(model, ids))
     patch_model(bare, "temperature", law="ministral", beta=0.1, original_max_position_embeddings=64)
     assert zoo.relative_difference(zoo.logits(bare, ids), before) < 1e-5
 

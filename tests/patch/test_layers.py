@@ -212,6 +212,21 @@ def test_a_scaled_checkpoint_keeps_its_scaling_in_the_other_layers() -> None:
     assert_close(zoo.logits(model, IDS), reference(model, cases, IDS))
 
 
+def test_a_dropped_scaling_beside_bands_is_saved(tmp_path: Path) -> None:
+    """Bands start from the frequencies in force, also where `replace=True` drops those of other layers."""
+    parameters = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": ORIGINAL}
+    model = zoo.build("llama", rope_parameters={"rope_theta": 10_000.0, **parameters})
+    patch_model(model, {0: PositionInterpolation(scale=2), 1: ReRoPE(window=8)}, replace=True)
+    cases = dict.fromkeys((2, 3), Case("yarn", table=YARN4)) | {
+        0: Case("pi", table=("pi", {"scale": 2.0})),
+        1: replace(CASES["rerope"], table=YARN4),
+    }
+    assert_close(zoo.logits(model, IDS), reference(model, cases, IDS))
+    model.save_pretrained(tmp_path)
+    loaded = hf_posenc.from_pretrained(tmp_path)
+    assert torch.equal(zoo.logits(loaded, IDS), zoo.logits(model, IDS))
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
