@@ -312,6 +312,10 @@ def _set_rope(header: Header, text: Any) -> None:
                 header, f"{text.model_type} has no rope_parameters in transformers"
             )
         return
+    for entry in rope.values():  # a table with pairs that do not rotate, which its config has
+        if isinstance(entry, dict) and entry.get("rope_type") == "proportional" and scaling:
+            factors = scaling.get("long_factor", (0.0,))
+            scaling = {} if all(f == 1 or f > 1e29 for f in factors) else scaling
     bases = {
         "": "rope.freq_base",
         "full_attention": "rope.freq_base",
@@ -322,10 +326,8 @@ def _set_rope(header: Header, text: Any) -> None:
     for label, entry in entries.items():
         if (theta := header.get(bases.get(label, ""))) is not None:
             entry["rope_theta"] = float(theta)
-        if scaling and label != "sliding_attention":
-            same = entry.get("rope_type") == scaling["rope_type"]
-            kept = (*_OTHER_KEYS, *(("truncate",) if same else ()))
-            entries[label] = {key: entry[key] for key in kept if key in entry} | scaling
+        if label != "sliding_attention":
+            entries[label] = _scaled(entry, scaling)
     if not by_layer:
         _set_dimension(header, text, entries[""])
     text.rope_parameters = entries if by_layer else entries[""]
@@ -335,8 +337,24 @@ def _set_dimension(header: Header, text: Any, entry: dict[str, Any]) -> None:
     """Set the rotated part of each head where the file has another one than the config."""
     count = header.get("rope.dimension_count")
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if count and count != int(head * entry.get("partial_rotary_factor", 1.0)):
-        entry["partial_rotary_factor"] = count / head
+    if not count or count == int(head * entry.get("partial_rotary_factor", 1.0)):
+        return
+    if "partial_rotary_factor" not in entry:
+        raise _inexpressible(
+            header,
+            f"it rotates {count} of the {head} dimensions of each head, {text.model_type} all of them",
+        )
+    entry["partial_rotary_factor"] = count / head
+
+
+def _scaled(entry: Mapping[str, Any], scaling: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entry of a table with the file's scaling in place of the one that its class has by default."""
+    before = entry.get("rope_type", "default")
+    if not scaling and before not in ("linear", "dynamic", "yarn", "longrope", "llama3"):
+        return dict(entry)
+    scaling = scaling or {"rope_type": "default"}
+    kept = (*_OTHER_KEYS, *(("truncate",) if before == scaling["rope_type"] else ()))
+    return {**{key: entry[key] for key in kept if key in entry}, **scaling}
 
 
 def _scaling(header: Header, text: Any) -> dict[str, Any]:
@@ -419,8 +437,8 @@ def _of_divisors(
         short = long = single
         if all(divisor == 1 for divisor in single) and magnitude == 1:
             return {}
-        theta = float(header.get("rope.freq_base") or text.rope_parameters["rope_theta"])
-        by_formula = _llama3(single, theta) if magnitude == 1 else None
+        theta = header.get("rope.freq_base") or text.rope_parameters.get("rope_theta")
+        by_formula = _llama3(single, float(theta)) if magnitude == 1 and theta else None
         if by_formula is not None:
             return by_formula
     lists = {"short_factor": short, "long_factor": long, "attention_factor": magnitude}

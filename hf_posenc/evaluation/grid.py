@@ -419,7 +419,7 @@ class Result(abc.ABC):
         Raises:
             PosencError: A file cannot be written, or matplotlib is not installed.
         """
-        from hf_posenc.evaluation.plots import write_figure
+        from hf_posenc.evaluation.plots import add_footer, write_figure
 
         files, folder = self.files(), Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -428,9 +428,16 @@ class Result(abc.ABC):
         written = list(files)
         for name, figure in self.figures().items() if plots else ():
             names = [f"{name}.{format}" for format in self.formats]
+            add_footer(figure, self._quantized_model())
             write_figure(figure, *(folder / name for name in names))
             written += names
         return written
+
+    def _quantized_model(self) -> str:
+        """Return the name of the measured model if it ends with a quantization, which a figure must not hide."""
+        values = self.to_dict()
+        model = (values.get("perplexity") or values).get("model") or {}
+        return str(model["name"]) if model.get("weights") else ""
 
     def _repr_html_(self) -> str:
         return to_notebook(self.tables(), self.notes(), self.width)

@@ -19,10 +19,11 @@ from hf_posenc import from_pretrained, inspect_rope, patch_model
 from hf_posenc.cli.app import app
 from hf_posenc.cli.loading import load_tokenizer
 from hf_posenc.engines.llama_cpp import runtime
+from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.identity import model_identity
-from hf_posenc.gguf_file import _llama3, find_gguf, read_header
-from tests.support.gguf_files import model_file
+from hf_posenc.gguf_file import _llama3, find_gguf, read_gguf_config
+from tests.support.gguf_files import header_file, model_file
 
 gguf = pytest.importorskip("gguf")
 CONTEXT = 128
@@ -267,11 +268,54 @@ class TestRope:
         with pytest.raises(PosencError, match=f"cannot be expressed in transformers: .*{reason}"):
             from_pretrained(file)
 
-    def test_part_of_each_head(self, tmp_path: Path) -> None:
-        keys = {"attention.key_length": 16, "rope.dimension_count": 16}
-        header = read_header(model_file(tmp_path / "m.gguf", llama(), keys=keys))
-        assert header.get("attention.key_length") == 16
-        assert header.rope == {"rope.freq_base": 5000.0, "rope.dimension_count": 16}
+    @pytest.mark.parametrize(
+        ("architecture", "keys", "expected"),
+        [
+            ("phi3", {"rope.dimension_count": 12}, {"partial_rotary_factor": 0.75}),
+            ("stablelm", {"rope.dimension_count": 16}, {"partial_rotary_factor": 1.0}),
+            ("starcoder2", {"rope.freq_base": 2e5}, {"rope_theta": 2e5}),
+            ("gpt-oss", {"rope.freq_base": 2e5}, {"rope_type": "default", "rope_theta": 2e5}),
+        ],
+    )
+    def test_what_transformers_does_not_read(
+        self, architecture: str, keys: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+    ) -> None:
+        config = read_gguf_config(header_file(tmp_path / "m.gguf", architecture, **keys))
+        assert config.rope_parameters.items() >= expected.items()
+        assert config.vocab_size == 300
+        dim = keys.get("rope.dimension_count")
+        tables = (b for name, b in empty_model(config).named_buffers() if name.endswith("inv_freq"))
+        assert not dim or {2 * len(table) for table in tables} == {dim}
+
+    def test_scaling_of_the_layers_with_full_attention(self, tmp_path: Path) -> None:
+        scaling = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
+        sizes = {"attention.key_length": 16, "attention.sliding_window": 64}
+        keys: dict[str, Any] = {
+            **scaling,
+            **sizes,
+            "rope.freq_base": 1e6,
+            "rope.freq_base_swa": 2e4,
+        }
+        config = read_gguf_config(header_file(tmp_path / "m.gguf", "gemma3", **keys))
+        assert config.rope_parameters == {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        }
+
+    @pytest.mark.parametrize(("divisor", "kind"), [(1e30, "proportional"), (2.0, "longrope")])
+    def test_pairs_that_do_not_rotate(self, divisor: float, kind: str, tmp_path: Path) -> None:
+        """A config that has them keeps its form."""
+        keys: dict[str, Any] = {"rope.freq_base": 1e6}
+        divisors = [1.0] * 2 + [divisor] * 6
+        config = read_gguf_config(header_file(tmp_path / "m.gguf", "gemma4", divisors, **keys))
+        assert config.rope_parameters["full_attention"]["rope_type"] == kind
+        assert config.rope_parameters["full_attention"]["rope_theta"] == 1e6
+
+    def test_a_part_of_each_head_that_the_class_does_not_have(self, tmp_path: Path) -> None:
+        keys: dict[str, Any] = {"rope.dimension_count": 8}
+        file = header_file(tmp_path / "m.gguf", "qwen2", **keys)
+        with pytest.raises(PosencError, match="it rotates 8 of the 16 dimensions of each head"):
+            read_gguf_config(file)
 
 
 class TestCommands:
@@ -301,6 +345,7 @@ class TestCommands:
         assert told in " ".join(result.output.split())
         values = json.loads((tmp_path / "out" / "perplexity.json").read_text())
         assert values["model"]["name"].endswith(told)
+        assert told in (tmp_path / "out" / "perplexity.svg").read_text()
         assert run("report", tmp_path / "out", "--output", tmp_path / "page.html").exit_code == 0
         assert told in " ".join((tmp_path / "page.html").read_text().split())
 

@@ -32,6 +32,30 @@ def converted_file(path: Path, config: Mapping[str, Any], architecture: str = "l
     return path
 
 
+def header_file(
+    path: Path, architecture: str, rope_freqs: list[float] | None = None, **keys: Any
+) -> Path:
+    """Write a file with a header that describes a small model, and none of its weights."""
+    gguf = pytest.importorskip("gguf")
+    types = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
+    sizes = {"context_length": 4096, "embedding_length": 64, "block_count": 6}
+    heads = {"attention.head_count": 4, "attention.head_count_kv": 2}
+    writer = gguf.GGUFWriter(path, architecture)
+    for name, value in {**sizes, **heads, "feed_forward_length": 128, **keys}.items():
+        kind = types.get(type(value), gguf.GGUFValueType.STRING)
+        writer.add_key_value(f"{architecture}.{name}", value, kind)
+    writer.add_token_list([f"t{number}" for number in range(300)])
+    writer.add_pad_token_id(0)
+    writer.add_tensor("token_embd.weight", torch.zeros(300, 64).numpy())
+    if rope_freqs is not None:
+        writer.add_tensor("rope_freqs.weight", torch.tensor(rope_freqs).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
 def model_file(
     path: Path, model: Any, kind: str = "F32", keys: Mapping[str, Any] | None = None, **tensors: Any
 ) -> Path:

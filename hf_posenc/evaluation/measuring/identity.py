@@ -36,6 +36,7 @@ def model_identity(model: nn.Module, name: str) -> dict[str, Any]:
     origin = origin_of(config, dtype)
     return {
         "name": f"{name} ({origin})" if origin else name,
+        **({"weights": origin} if origin else {}),
         "class": type(model).__name__,
         "model_type": getattr(config, "model_type", None),
         "revision": getattr(config, "_commit_hash", None),

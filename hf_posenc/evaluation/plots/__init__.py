@@ -287,6 +287,12 @@ def spread(places: list[float], gap: float) -> list[float]:
 # Files.
 
 
+def add_footer(drawn: Figure, text: str) -> None:
+    """Write a line below a figure, if there is one."""
+    if text:
+        drawn.text(0.01, -0.01, text, ha="left", va="top", fontsize=LABEL_SIZE, color=REMARK)
+
+
 def write_figure(drawn: Figure, *paths: Path) -> None:
     """Write a figure to every path, in the format of its suffix; each file is whole or as it was before."""
     for path in paths:
