@@ -1,4 +1,4 @@
-"""Files that are either complete or absent."""
+"""Files that are either complete or absent, and the folder of the cache."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.errors import PosencError
+
+
+def cache_folder() -> Path:
+    """Return the folder of the cache: HF_POSENC_CACHE, or `hf_posenc` in the user's cache folder (XDG_CACHE_HOME)."""
+    if own := os.environ.get("HF_POSENC_CACHE"):
+        return Path(own)
+    shared = os.environ.get("XDG_CACHE_HOME")
+    return (Path(shared) if shared else Path("~/.cache").expanduser()) / "hf_posenc"
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_posenc import catalog
 from hf_posenc.errors import PosencError, one_line
 
 SUFFIX = ".gguf"
@@ -126,10 +127,13 @@ def require_gguf() -> Any:
 
 
 def find_gguf(path_or_id: Any) -> Path | None:
-    """Return the GGUF file that a path names: itself, or the one of a folder without a config; else `None`.
+    """Return the GGUF file of a path or of a name of the catalog, or else `None`.
+
+    It is the path itself, or the one file in a folder without a config. Files and folders come before names.
 
     Raises:
-        PosencError: A path ends in .gguf and is no file, or a folder has several GGUF files.
+        PosencError: A path ends in .gguf and is no file, a folder has several GGUF files, or a checkpoint of the
+            catalog was not fetched.
     """
     if not isinstance(path_or_id, str | Path) or not str(path_or_id).strip():
         return None
@@ -141,7 +145,7 @@ def find_gguf(path_or_id: Any) -> Path | None:
     if not path.is_dir():
         if path.suffix == SUFFIX:
             raise PosencError(f"There is no file {path}. Give a GGUF file that exists.")
-        return None
+        return _fetched(str(path)) if str(path) in catalog.checkpoints() else None
     if any((path / name).exists() for name in _CONFIG_FILES):
         return None
     files = sorted(path.glob(f"*{SUFFIX}"))
@@ -151,6 +155,16 @@ def find_gguf(path_or_id: Any) -> Path | None:
             f"The folder {path} has {len(files)} GGUF files ({listed}). Give one of them: {files[0]}"
         )
     return files[0] if files else None
+
+
+def _fetched(name: str) -> Path:
+    file, checkpoint = catalog.fetched_file(name), catalog.checkpoints()[name]
+    if not file.is_file():
+        raise PosencError(
+            f"{name} is not here yet. To download it ({checkpoint.megabytes} MB, {checkpoint.licence}): hf-posenc "
+            f"fetch {name}"
+        )
+    return file
 
 
 def read_header(path: str | Path) -> Header:

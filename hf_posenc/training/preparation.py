@@ -24,6 +24,7 @@ from transformers.utils.hub import cached_file
 
 from hf_posenc.errors import PosencError, UntrainedWarning
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
+from hf_posenc.gguf_file import find_gguf
 from hf_posenc.model.parameters import PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
@@ -228,6 +229,8 @@ def loading_dtype(name: str, dtype: str, arguments: TrainingArguments) -> str:
 
 def _stored_dtype(name: str) -> str | None:
     """Return the dtype of a checkpoint's weights, if all have the same; those of a patch are always float32."""
+    if find_gguf(name) is not None:  # dequantized
+        return None
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False}
     files, dtypes = {SAFE_WEIGHTS_NAME}, set()
     try:

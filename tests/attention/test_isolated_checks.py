@@ -19,6 +19,7 @@ from hf_posenc.attention.checks import isolation, verdicts
 from hf_posenc.attention.checks.comparison import Comparison, problem_of
 from hf_posenc.attention.checks.samples import Case, call_of, encoding_of, kinds, methods
 from hf_posenc.attention.exact import exact
+from hf_posenc.files import cache_folder
 from hf_posenc.methods import seam_of
 from tests.attention.test_attention import apply, assert_close, build
 from tests.attention.test_backend_check import logits_of
@@ -210,9 +211,9 @@ def test_a_folder_that_cannot_be_written(cache: Path, monkeypatch: pytest.Monkey
 def test_the_folder_is_the_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HF_POSENC_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert verdicts.folder() == tmp_path / "hf_posenc"
+    assert cache_folder() == tmp_path / "hf_posenc"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert verdicts.folder() == Path.home() / ".cache" / "hf_posenc"
+    assert cache_folder() == Path.home() / ".cache" / "hf_posenc"
 
 
 # The samples.

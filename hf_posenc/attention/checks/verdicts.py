@@ -21,20 +21,12 @@ import torch
 
 from hf_posenc.attention.checks.samples import Case
 from hf_posenc.errors import PosencError
-from hf_posenc.files import to_json, write_atomically
+from hf_posenc.files import cache_folder, to_json, write_atomically
 
 Verdicts = dict[Case, str | None]
 """By case, the reason not to use its backend; `None`: it may be used."""
 EXTRA = "HF_POSENC_EXTRA_BACKENDS"
 """A module in this environment variable has `BACKENDS` that come first in the table, in every process."""
-
-
-def folder() -> Path:
-    """Return the folder of the cache: HF_POSENC_CACHE, or `hf_posenc` in the user's cache folder."""
-    if own := os.environ.get("HF_POSENC_CACHE"):
-        return Path(own)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    return (Path(shared) if shared else Path("~/.cache").expanduser()) / "hf_posenc"
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
@@ -77,7 +69,7 @@ def _source() -> str:
 def path_of(device: torch.device) -> Path:
     """Return the file of a device's verdicts."""
     text = json.dumps(fingerprint(device), sort_keys=True)
-    return folder() / f"backends-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"backends-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 
 def read(device: torch.device) -> Verdicts:
