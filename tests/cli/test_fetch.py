@@ -36,7 +36,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "hidden_size": 64,
         "intermediate_size": 64,
         "num_hidden_layers": 1,
-        "vocab_size": 258,
+        "vocab_size": 259,
     }
     config = LlamaConfig(**sizes, num_attention_heads=4, max_position_embeddings=64)
     file = model_file(folder / "tiny.Q8_0.gguf", LlamaForCausalLM(config), "Q8_0")
@@ -144,7 +144,7 @@ def test_already_there(cache: Path, downloads: list[list[str]]) -> None:
 def test_a_folder_of_ones_own(cache: Path, downloads: list[list[str]], tmp_path: Path) -> None:
     result = run("fetch", "tiny", "--directory", tmp_path / "own")
     assert f"Try: hf-posenc perplexity {tmp_path / 'own' / 'tiny'}" in result.stdout
-    assert from_pretrained(tmp_path / "own" / "tiny").config.vocab_size == 258
+    assert from_pretrained(tmp_path / "own" / "tiny").config.vocab_size == 259
     assert not cache.exists()
     with pytest.raises(PosencError, match="hf-posenc fetch tiny"):
         from_pretrained("tiny")

@@ -36,7 +36,7 @@ def llama(**values: Any) -> Any:
         "hidden_size": 64,
         "intermediate_size": 64,
         "num_hidden_layers": 2,
-        "vocab_size": 258,
+        "vocab_size": 259,
     }
     heads: dict[str, Any] = {
         "num_attention_heads": 4,
@@ -130,10 +130,10 @@ class TestWeights:
 
     def test_tokenizer(self, plain: tuple[Any, Path]) -> None:
         tokenizer = load_tokenizer(str(plain[1]))
-        tokens = tokenizer("the rest")["input_ids"]
+        tokens = tokenizer("the rest", add_special_tokens=False)["input_ids"]
         assert tokenizer.decode(tokens) == "the rest"
-        assert tokens[0] == 256
-        assert tokenizer.eos_token_id == 257
+        assert tokens[0] == 257
+        assert tokenizer.eos_token_id == 258
 
 
 YARN = {
@@ -154,6 +154,15 @@ def llama3_divisors(rope: dict[str, Any], head_dim: int) -> list[float]:
     scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
     default = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2).float() / head_dim)
     return (default / scaled).tolist()
+
+
+def config_of(file: Path) -> Any:
+    try:
+        return read_gguf_config(file)
+    except ValueError as error:
+        if "is not supported yet" in str(error):
+            pytest.skip("this transformers has no such architecture")
+        raise
 
 
 class TestRope:
@@ -280,7 +289,7 @@ class TestRope:
     def test_what_transformers_does_not_read(
         self, architecture: str, keys: dict[str, Any], expected: dict[str, Any], tmp_path: Path
     ) -> None:
-        config = read_gguf_config(header_file(tmp_path / "m.gguf", architecture, **keys))
+        config = config_of(header_file(tmp_path / "m.gguf", architecture, **keys))
         assert config.rope_parameters.items() >= expected.items()
         assert config.vocab_size == 300
         dim = keys.get("rope.dimension_count")
@@ -296,7 +305,7 @@ class TestRope:
             "rope.freq_base": 1e6,
             "rope.freq_base_swa": 2e4,
         }
-        config = read_gguf_config(header_file(tmp_path / "m.gguf", "gemma3", **keys))
+        config = config_of(header_file(tmp_path / "m.gguf", "gemma3", **keys))
         assert config.rope_parameters == {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
@@ -307,7 +316,7 @@ class TestRope:
         """A config that has them keeps its form."""
         keys: dict[str, Any] = {"rope.freq_base": 1e6}
         divisors = [1.0] * 2 + [divisor] * 6
-        config = read_gguf_config(header_file(tmp_path / "m.gguf", "gemma4", divisors, **keys))
+        config = config_of(header_file(tmp_path / "m.gguf", "gemma4", divisors, **keys))
         assert config.rope_parameters["full_attention"]["rope_type"] == kind
         assert config.rope_parameters["full_attention"]["rope_theta"] == 1e6
 
@@ -367,7 +376,7 @@ class TestCommands:
         torch.testing.assert_close(
             logits(AutoModelForCausalLM.from_pretrained(folder)), logits(model)
         )
-        assert load_tokenizer(str(folder))("the")["input_ids"][0] == 256
+        assert load_tokenizer(str(folder)).encode("the", add_special_tokens=False) == [257]
 
 
 class TestErrors:

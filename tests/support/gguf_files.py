@@ -86,10 +86,11 @@ def model_file(
     letters = list(bytes_to_unicode().values())
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm")
-    writer.add_token_list([*letters, "th", "<|endoftext|>"])
-    writer.add_token_types([gguf.TokenType.NORMAL] * 257 + [gguf.TokenType.CONTROL])
-    writer.add_token_merges(["t h"])
-    writer.add_eos_token_id(257)
+    writer.add_token_list([*letters, "th", "the", "<|endoftext|>"])
+    writer.add_token_types([gguf.TokenType.NORMAL] * 258 + [gguf.TokenType.CONTROL])
+    writer.add_token_merges(["t h", "th e"])
+    writer.add_bos_token_id(258)
+    writer.add_eos_token_id(258)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for name, tensor in model.state_dict().items():
