@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,6 +104,10 @@ _READ = {
 """The flags that are read, by the engine (empty: a length alone names none) and the kind of their value."""
 _SHORT = {"-c": "--ctx-size", "--max-model-length": "--max-model-len"}
 _REMOVED = ("--grp-attn-n", "--grp-attn-w", "-gan", "-gaw")
+# The options of trainers as their files and calls have them: `rope_scaling: yarn`, `max_seq_length=16384`.
+_WITHOUT_DASHES = re.compile(
+    r"(rope_scaling|cutoff_len|overrides_of_model_config|max_seq_length)\s*[:=]\s*(.*)", re.DOTALL
+)
 _OF_POSITIONS = ("rope", "yarn", "override", "position")
 
 
@@ -122,13 +127,7 @@ def _words(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
             continue
         if index + 1 == len(words):
             raise PosencError(f"{word} has no value.")
-        value = words[index + 1]
-        if name == "--rope-scaling" and value.lstrip().startswith("{"):
-            raise PosencError(
-                f"vLLM has no {word} since 0.11.1 (pull request 28006) and does not start with it. Give "
-                f"--hf-overrides '{{\"rope_parameters\": {value}}}', with the folder's rope_theta in it."
-            )
-        yield name, value
+        yield name, words[index + 1]
 
 
 def _name(word: str) -> str:
@@ -138,12 +137,24 @@ def _name(word: str) -> str:
 
 
 def _split(word: str) -> list[str]:
+    if option := _WITHOUT_DASHES.fullmatch(word.strip()):
+        name, value = option[1], option[2].rstrip(",").strip("'\"")
+        return [f"--{name}", value] if value else [f"--{name}"]
     name, equals, value = word.partition("=")
     return [name, value] if equals and name.startswith("--") else [word]
 
 
 def _owner_of_rope_scaling(values: Mapping[str, str]) -> str:
-    """Return the engine of `--rope-scaling NAME`: LLaMA-Factory has a length beside it, and no other of these flags."""
+    """Return the engine of `--rope-scaling`: the trainers have a length beside it, and no other of these flags."""
+    value = values["--rope-scaling"]
+    if value.lstrip().startswith("{"):
+        if "--max-seq-length" in values:
+            return "unsloth"
+        raise PosencError(
+            "vLLM has no --rope-scaling since 0.11.1 (pull request 28006) and does not start with it. Give "
+            f"--hf-overrides '{{\"rope_parameters\": {value}}}', with the folder's rope_theta in it. (unsloth's "
+            "rope_scaling= is read beside its max_seq_length=.)"
+        )
     others = [name for name in values if name not in ("--rope-scaling", "--cutoff-len")]
     return "llama.cpp" if others or "--cutoff-len" not in values else "LLaMA-Factory"
 
@@ -266,6 +277,15 @@ def _unsloth(reading: Reading, values: Mapping[str, str]) -> Reading:
     text = reading.config.get_text_config(decoder=True)
     rope = dict(getattr(text, "rope_parameters", None) or {})
     length, trained = reading.length or 0, getattr(text, _LENGTH)
+    if "--rope-scaling" in values:
+        block = _object("rope_scaling", values["--rope-scaling"])
+        kind = block.get("rope_type") or block.get("type")
+        if kind not in ("linear", "yarn", "llama3"):
+            return replace(reading, notes=(f"unsloth ignores a rope_scaling of type {kind}.",))
+        if kind == "yarn":
+            block.setdefault(_ORIGINAL, rope.get(_ORIGINAL) or trained)
+        text.rope_parameters = {"rope_theta": rope.get("rope_theta"), **block, "rope_type": kind}
+        return reading
     if length <= trained:
         return replace(reading, notes=(f"unsloth scales nothing up to {trained:,} tokens.",))
     if rope.get("rope_type") == "llama3":

@@ -143,6 +143,26 @@ def test_trainers_flags() -> None:
         read("--overrides_of_model_config", overrides({"rope_type": "linear", "factor": 2.0}))
 
 
+@pytest.mark.parametrize(
+    ("words", "engine", "option"),
+    [
+        (["rope_scaling: yarn", "cutoff_len: 200"], "LLaMA-Factory", "yarn:scale=4"),
+        (["rope_scaling:", "llama3", "cutoff_len=128"], "LLaMA-Factory", "llama3:scale=2"),
+        (["llamafactory-cli", "train", "rope_scaling=linear", "cutoff_len=128"], "LLaMA-Factory", "pi:scale=2"),
+        ([f"overrides_of_model_config: '{overrides(YARN)}'"], "axolotl", "yarn:scale=4"),
+        (["max_seq_length=160"], "unsloth", "pi:scale=2.5"),
+        (['rope_scaling={"type": "yarn", "factor": 8.0},', "max_seq_length=160,"], "unsloth", "yarn:scale=8"),
+        (["--rope_scaling", '{"rope_type": "linear", "factor": 3}', "--max_seq_length", "64"], "unsloth", "pi:scale=3"),
+        (['rope_scaling={"type": "dynamic", "factor": 8.0}', "max_seq_length=160"], "unsloth", ""),
+    ],
+)  # fmt: skip
+def test_trainers_options_as_files_and_calls_have_them(
+    words: list[str], engine: str, option: str
+) -> None:
+    reading, scaling = read(*words)
+    assert (reading.engine, scaling.option) == (engine, option)
+
+
 class TestFlagsThatDoNothing:
     @pytest.mark.parametrize("flag", ["--hf-overrides", "--json-model-override-args"])
     def test_type_beside_a_rope_type(self, flag: str) -> None:
