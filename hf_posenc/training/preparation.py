@@ -162,6 +162,12 @@ def _stages(
             f"{given} reaches {stages[-1]:,} tokens, beyond the target of {target:,}. Give the patch a scale of "
             f"{stages[-1] / original:g}, or end with a factor of {target / original:g}."
         )
+    if stages[-1] < target:
+        warnings.warn(
+            f"{given} ends at {stages[-1]:,} tokens: no step reads positions up to the target of {target:,}. End with "
+            f"a factor of {target / original:g}, or give --target_length {stages[-1]}.",
+            stacklevel=3,
+        )
     return stages
 
 

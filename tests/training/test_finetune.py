@@ -129,7 +129,8 @@ def test_a_curriculum_and_a_choice_of_layers_from_the_command_line(
     monkeypatch.setattr(PositionCollator, "_of_stage", recorded)
     given = [*RANDOM[:2], "--no_score", "--patch", "nope:layers=[1,3]", "--target_length", "1024"]
     given += ["--per_device_train_batch_size", "4", "--curriculum"]
-    output = run(tmp_path, texts, *given, "0.5,1")
+    with pytest.warns(UserWarning, match="ends at 256 tokens: .*1,024. End with a factor of 4"):
+        output = run(tmp_path, texts, *given, "0.5,1")
     assert len(reached) == 2
     assert 64 <= reached[0] < 128 <= reached[1] < 256
     data = TrainingLog.read(output).data
