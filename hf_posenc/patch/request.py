@@ -233,6 +233,11 @@ def _part(source: Sequence[RotaryTable], value: Any, shared: Mapping[str, Any]) 
 
 def _numbers(tables: Sequence[RotaryTable], config: Any, key: Any) -> tuple[int, ...]:
     """Return the layers of a key: a name, a number, or several numbers."""
+    if key in ("encoder", "decoder"):
+        raise PosencError(
+            f"{key!r} is no key of a dictionary: a key chooses layers in both parts of an encoder-decoder model. One "
+            f"part alone takes one method or list, with layers={key!r}."
+        )
     if isinstance(key, str):
         return layers_of_type(config, key)
     numbers = tuple(key) if isinstance(key, range | tuple | frozenset) else (key,)

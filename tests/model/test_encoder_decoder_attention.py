@@ -22,9 +22,10 @@ from hf_posenc import (
     patch_model,
     unpatch_model,
 )
+from hf_posenc.methods import LogN, NoPE, ReRoPE
 from hf_posenc.model import masks
 from tests.support import zoo
-from tests.support.attention_native import KEEPING, RULES, Rule, reference
+from tests.support.attention_native import KEEPING, RULES, WINDOW, Rule, reference
 from tests.support.selection import covering, late
 from tests.support.zoo_registry import quiet
 
@@ -85,6 +86,43 @@ def test_one_part_alone(choice: tuple[str, str], model_type: str) -> None:
     patched = get_patch(model)
     assert patched is not None
     assert all(f"{part}." in path for path in patched.layers)
+
+
+@pytest.mark.parametrize("model_type", ["t5gemma", *late(["dia"])])
+def test_a_number_of_a_dictionary_is_that_layer_of_both_parts(model_type: str) -> None:
+    model, ids = zoo.build(model_type), zoo.tokens(LENGTH)
+    before, other = zoo.logits(model, ids), zoo.twin(model)
+    chosen = [m for n, m in other.named_modules() if n.endswith("layers.0")]
+    assert len(chosen) == 2
+    want = reference(other, ids, RULES["rerope"][1], nn.ModuleList(chosen))
+    patch_model(model, {0: ReRoPE(window=WINDOW)})
+    assert want is not None
+    assert zoo.relative_difference(want, before) > 10 * TOLERANCE.get(model_type, 1e-5)
+    got = zoo.logits(model, ids)
+    assert close(model, got, want)
+    assert close(model, in_steps(model, ids, [7, 1, 12]), got)
+    assert torch.equal(zoo.logits(unpatch_model(model), ids), before)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "request_", "message"),
+    [
+        ("t5gemma", {"decoder": ReRoPE()}, "'decoder' is no key of a dictionary.*layers='decoder'"),
+        (
+            "t5gemma2",
+            {0: ReRoPE(), 1: NoPE()},
+            "reads two texts in one softmax, where layers cannot",
+        ),
+        ("t5gemma", {0: LogN()}, 'layers="decoder" patches the decoder alone'),
+    ],
+)
+def test_dictionaries_that_parts_exclude(model_type: str, request_: Any, message: str) -> None:
+    model, ids = zoo.build(model_type), zoo.tokens(9)
+    before = zoo.logits(model, ids)
+    with pytest.raises(PosencError, match=message):
+        patch_model(model, request_)
+    assert get_patch(model) is None
+    assert torch.equal(zoo.logits(model, ids), before)
 
 
 def _full_layers(model: PreTrainedModel, part: str) -> nn.Module:
