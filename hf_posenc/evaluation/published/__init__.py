@@ -279,18 +279,22 @@ def verdict(evidence: Sequence[Evidence], factor: float) -> int:
     return int(any(one.held >= factor for one in evidence))
 
 
-def summary(evidence: Sequence[Evidence]) -> str:
-    """Return the evidence in a few words; empty if there is none."""
+def summary(evidence: Sequence[Evidence], factor: float) -> str:
+    """Return the evidence in a few words, with the factor and the model of each measurement, and how far it reaches."""
+    if not evidence:
+        return "published, untrained: nothing"
     parts = []
     held = [(one.held, one) for one in evidence if one.held > 0]
     broken = [(one.broke, one) for one in evidence if one.broke is not None]
     if held:
-        factor, one = max(held, key=lambda pair: pair[0])
-        parts.append(f"held at x{factor:g} ({one.table}, {one.model})")
+        longest, one = max(held, key=lambda pair: pair[0])
+        parts.append(f"held at x{longest:g} ({one.model}, {one.table})")
     if broken:
-        factor, one = min(broken, key=lambda pair: pair[0])
-        parts.append(f"not at x{factor:g} ({one.table}, {one.model})")
-    return f"published, untrained: {', '.join(parts)}" if parts else ""
+        shortest, one = min(broken, key=lambda pair: pair[0])
+        parts.append(f"not at x{shortest:g} ({one.model}, {one.table})")
+    elif factor > longest:
+        parts.append(f"x{factor:.3g} is beyond what was measured")
+    return f"published, untrained: {', '.join(parts)}"
 
 
 def _read_evidence(id: str, model: str, method: str) -> Evidence:

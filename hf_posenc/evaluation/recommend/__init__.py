@@ -1,6 +1,6 @@
 """Recommendation of a method for a length: closed-form limits, published evidence, and a trial on the model.
 
-From a model and a target length to a ranked list of methods, each with its reason, and the cost of the cache.
+From a model and a target length to classes of methods, each with its reason, and the cost of the cache.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import nn
 
 from hf_posenc.adapters import available_architectures
 from hf_posenc.errors import PosencError, UnsupportedModelError
+from hf_posenc.evaluation import published
 from hf_posenc.evaluation.grid import Grid
 from hf_posenc.evaluation.published import TOLERANCE
 from hf_posenc.evaluation.recommend.options import (
@@ -24,6 +25,7 @@ from hf_posenc.evaluation.recommend.options import (
     FAST_TURNS,
     REFUSED,
     TRAINED,
+    WORKS,
     Option,
     RotaryLimits,
     Start,
@@ -50,6 +52,8 @@ from hf_posenc.patch.patching import get_patch
 __all__ = ["Advice", "CacheCost", "Carried", "Option", "RotaryLimits", "recommend"]
 
 _PROBE_TOKENS = 4
+SHOWN = 3
+"""Methods of one kind that the table shows in a class; the notes name the others."""
 LONGEST = 2**25
 """The longest target, in tokens: the distances of all keys are listed."""
 
@@ -99,9 +103,9 @@ class Advice:
         target: The target length, in tokens.
         beside: Arguments of `patch_model` that start a frequency method from it: `compose`, `replace`, or neither.
         limits: The limits of the table that frequency methods start from.
-        least_base: The least base for the target, by the fit of arXiv 2405.14591.
+        least_base: The least base for the target, by the condition of arXiv 2405.14591; `None`: no base meets it.
         cache: The memory of keys and values at the target; `None` if it is unknown.
-        options: Every method, the best first.
+        options: Every method, by how it works at the target; within such a class the order is no finding.
     """
 
     name: str
@@ -112,7 +116,7 @@ class Advice:
     carried: Carried
     beside: dict[str, Any]
     limits: RotaryLimits
-    least_base: float
+    least_base: float | None
     cache: CacheCost | None
     options: tuple[Option, ...]
 
@@ -128,8 +132,15 @@ class Advice:
 
     @property
     def best(self) -> list[Option]:
-        """The options that work as they are, the best first."""
+        """The options that work as they are."""
         return [option for option in self.options if option.works == AS_IT_IS]
+
+    @property
+    def first(self) -> list[Option]:
+        """The options to measure first: two of each kind that work as they are, which no published table refutes."""
+        kept = [o for o in self.best if published.verdict(o.evidence, self.factor) >= 0]
+        kinds = dict.fromkeys(option.kind for option in kept)
+        return [o for kind in kinds for o in [o for o in kept if o.kind == kind][:2]]
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -151,7 +162,7 @@ class Advice:
         lengths = ",".join(map(str, sorted({min(self.carried.reach, self.target), self.target})))
         specs = ["none"]
         if self.needed:
-            specs += ["sliding_window", *(str(one.spec) for one in self.best[:3])]
+            specs += ["attention_sinks", *(str(one.spec) for one in self.first)]
         patches = " ".join(f"--patch {spec}" for spec in specs)
         commands = (
             f"perplexity {self.name} {text} --lengths {lengths} {patches}",
@@ -170,11 +181,11 @@ def recommend(
     original: int | str | None = None,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Advice:
-    """Rank the methods for a target length in closed form: the model reads no text.
+    """Sort the methods into classes for a target length in closed form: the model reads no text.
 
     The base bound is a rule of thumb, and so is the assumption that a model breaks at angles not met in training. The
-    published tables were measured on a few Llamas. The ranking is the order in which to try methods; `perplexity`
-    measures them.
+    published tables were measured on a few Llamas. The classes say what to try; within one, only measurements decide
+    (`perplexity`).
 
     Args:
         model: A transformers model. On the meta device only its config is read, and methods that compute attention
@@ -205,7 +216,7 @@ def recommend(
         table = select(tables_of(inner), "full", whole=True)[0]
     except NoRotaryError as error:
         raise UnsupportedModelError(
-            f"{type(inner).__name__} has no rotary embedding, for which methods are ranked. `hf-posenc inspect {name}` "
+            f"{type(inner).__name__} has no rotary embedding, which the advice is about. `hf-posenc inspect {name}` "
             "finds where its positions come from and names the methods for that; `hf-posenc perplexity` compares them."
         ) from error
     carried = _carried(table, original)
@@ -225,7 +236,7 @@ def recommend(
         carried=carried,
         beside=beside,
         limits=rotary_limits(spec, target_length),
-        least_base=least_base(target_length),
+        least_base=least_base(spec, target_length) if target_length > carried.reach else None,
         cache=cache_cost(inner, target_length, dtype),
         options=tuple(rank(options, start.factor)),
     )
@@ -352,10 +363,15 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
     similar = "no distance up to the target"
     if limits.similar_until is not None:
         similar = f"{limits.similar_until:,} tokens"
+    least = (
+        "no base avoids that"
+        if advice.least_base is None
+        else f"{advice.least_base:,.0f} is the least that does not"
+    )
     base = (
-        f"{limits.theta:,.0f}, the least to train {limits.base_context:,} tokens with; {advice.target:,} take "
-        f"{advice.least_base:,.0f} (a fit, arXiv 2405.14591). The first distance at which a similar token may lose "
-        f"to a random one: {similar} (the theorem behind the fit). Rules of thumb, for training."
+        f"{limits.theta:,.0f}. The first distance at which a similar token may lose to a random one: {similar}; up to "
+        f"{advice.target:,} tokens {least} (arXiv 2405.14591, for this model's {limits.rotated} pairs). A rule of "
+        "thumb, for training."
     )
     yield "base", base
     unknown = "unknown: this model does not run without its weights."
@@ -376,22 +392,40 @@ def facts(advice: Advice) -> Iterator[tuple[str, str]]:
 
 
 def table(advice: Advice) -> Grid:
-    """Return the methods that work without training from scratch, the best first."""
-    shown = [option for option in advice.options if option.works not in (TRAINED, REFUSED)]
-    grid = Grid(f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to try first")
-    grid.column("", numeric=True)
-    grid.column("method", least=max((len(option.method) for option in shown), default=0))
-    grid.column("works", least=max((len(option.works) for option in shown), default=0))
+    """Return the classes of methods that work without training from scratch, with up to three methods of each kind."""
+    grid = Grid(
+        f"Methods for {advice.target:,} tokens, x{advice.factor:.4g}: what to measure first"
+    )
+    groups = _groups(advice)
+    grid.column("works", least=max((len(works) for works, _ in groups), default=0))
+    grid.column("changes", least=max((len(kind) for _, kind in groups), default=0))
+    grid.column("method", least=max((len(option.method) for option in advice.options), default=0))
     grid.column("why")
-    for number, option in enumerate(shown, 1):
-        reason = option.reason + (" [*]" if _untried(option) else "")
-        mark = "best" if number == 1 else ""
-        grid.row(str(number), option.method, option.works, reason, mark=mark)
+    for (works, kind), options in groups.items():
+        for number, option in enumerate(options[:SHOWN]):
+            reason = option.reason + (" [*]" if _untried(option) else "")
+            heads = ("", "") if number else (works, kind)
+            grid.row(*heads, option.method, reason, rule=not number)
     return grid
+
+
+def _groups(advice: Advice) -> dict[tuple[str, str], list[Option]]:
+    """Return the methods of each class and kind that `table` shows."""
+    groups: dict[tuple[str, str], list[Option]] = {}
+    for option in advice.options:
+        if option.works not in (TRAINED, REFUSED):
+            groups.setdefault((option.works, option.kind), []).append(option)
+    order = sorted(
+        groups, key=lambda group: WORKS.index(group[0])
+    )  # stable: kinds by their first method
+    return {group: groups[group] for group in order}
 
 
 def notes(advice: Advice) -> Iterator[str]:
     """Yield the notes that belong to the table."""
+    for (works, kind), options in _groups(advice).items():
+        if more := [option.method for option in options[SHOWN:]]:
+            yield f"Also {works}, {kind}: {', '.join(more)}."
     if any(_untried(option) for option in advice.options):
         covered = "covers" if advice.tested else "does not cover"
         yield (
@@ -408,7 +442,8 @@ def notes(advice: Advice) -> Iterator[str]:
         yield f"Not {', '.join(methods)}: {reason}"
     yield (
         f"Published, untrained: a perplexity within {TOLERANCE - 1:.0%} of the unpatched model's at its trained "
-        "length, on the model and text of that table. It is the order in which to try methods; your text decides."
+        "length, on the model and text of that table; it says little about other models and longer texts. The classes "
+        "are what the formulas tell. Within a class the order is no finding: measure two or three of each kind."
     )
 
 

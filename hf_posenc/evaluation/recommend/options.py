@@ -26,14 +26,19 @@ from hf_posenc.methods import (
     RopeScaling,
     RotaryBands,
     TableFilter,
+    get_method,
 )
 from hf_posenc.rope import RopeSpec
 
 FAST_TURNS = 32
 """Pairs with at least this many turns in training are fast: YaRN's beta_fast (arXiv 2309.00071)."""
 
-FIT_FACTOR, FIT_EXPONENT = 0.0424, 1.628
-"""The fit `b >= 0.0424 L^1.628` of Men et al. 2024 (arXiv 2405.14591, figure 1), made for 128 rotary dimensions."""
+SEARCHED = 2**17
+"""Longest length, in tokens, whose least base is searched for; beyond it, the base grows by `EXPONENT`."""
+EXPONENT = 1.628
+"""Growth of the least base with the length in figure 1 of Men et al. 2024 (arXiv 2405.14591)."""
+LARGEST_BASE = 1e12
+"""The search for a base ends here: with few pairs there is none."""
 
 AS_IT_IS = "as it is"
 FINE_TUNED = "after fine-tuning"
@@ -42,7 +47,7 @@ WINDOW = "a window only"
 TRAINED = "after training"
 BESIDE = "beside another"
 REFUSED = "not on this model"
-WORKS = (AS_IT_IS, FINE_TUNED, SHORT, WINDOW, BESIDE, TRAINED, REFUSED)
+WORKS = (AS_IT_IS, FINE_TUNED, WINDOW, SHORT, BESIDE, TRAINED, REFUSED)
 """The ways in which a method works at the target, the best first."""
 
 _BLOCK = 1 << 14
@@ -59,7 +64,6 @@ class RotaryLimits:
         rotated: Number of pairs that rotate; `full_turns` made one whole turn in training, `fast` `FAST_TURNS`.
         critical_dimension: Features of these whole-turn pairs, `2 ceil(d/2 log_b(L / (2 pi)))` for a plain table (Liu
             et al. 2023, arXiv 2310.05209); those past it have not seen all their angles.
-        base_context: The length for which this base is the least, by the fit.
         similar_until: The first distance at which `sum_i cos(m f_i)` is negative, so that a similar token no longer
             gets more attention than a random one (arXiv 2405.14591, theorem 1); `None`: not up to the target.
     """
@@ -72,7 +76,6 @@ class RotaryLimits:
     full_turns: int
     fast: int
     critical_dimension: int
-    base_context: int
     similar_until: int | None
 
     @property
@@ -96,14 +99,31 @@ def rotary_limits(spec: RopeSpec, target: int) -> RotaryLimits:
         full_turns=full,
         fast=int((turns >= FAST_TURNS).sum()),
         critical_dimension=2 * full,
-        base_context=math.floor((spec.theta / FIT_FACTOR) ** (1 / FIT_EXPONENT)),
         similar_until=_similar_until(table, target),
     )
 
 
-def least_base(length: int) -> float:
-    """Return the least base for a length, by the fit of arXiv 2405.14591."""
-    return FIT_FACTOR * math.pow(length, FIT_EXPONENT)
+def least_base(spec: RopeSpec, length: int) -> float | None:
+    """Return the least base of two digits with which a similar token gets more attention at all distances < `length`.
+
+    That is `sum_i cos(m f_i) >= 0` for all `m < length` (arXiv 2405.14591, theorem 1 and its least base), of the pairs
+    that this model rotates: with half of the pairs, five times the base. Past `SEARCHED` tokens it is extrapolated.
+    `None` if there is no such base up to `LARGEST_BASE`.
+    """
+    searched = min(length, SEARCHED)
+    probes = [  # most bases fail at a few of them
+        torch.linspace(searched // 64, searched - 1, count, dtype=torch.float64).round()
+        for count in (100, 3_000, 50_000)
+    ]
+    for exponent in range(1, round(math.log10(LARGEST_BASE))):
+        for digits in range(10, 100):
+            base = digits * 10.0 ** (exponent - 1)
+            table = ABF(rope_theta=base).inv_freq(spec)
+            if any(bool((torch.outer(each, table).cos().sum(1) < 0).any()) for each in probes):
+                continue
+            if _similar_until(table, searched) is None:
+                return base * math.pow(length / searched, EXPONENT)
+    return None
 
 
 def met_until(trained: Tensor, patched: Tensor, original: int) -> float:
@@ -190,6 +210,12 @@ class Option:
     slowed: float = 1.0
 
     @property
+    def kind(self) -> str:
+        """The part of a model that it changes, as the tables of methods name it."""
+        table_alone = issubclass(get_method(self.method), (RopeScaling, TableFilter))
+        return "frequencies" if table_alone else "attention"
+
+    @property
     def candidate(self) -> Candidate | None:
         """The method with its options; `None` if some of them have to be searched first."""
         return None if self.options is None else Candidate.of([Part(self.method, self.options)], {})
@@ -252,7 +278,7 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
     if slowed != 1:
         near = f"fast pairs turn up to {slowed:.3g} times slower"
     evidence = published.evidence_of(kind.name)
-    reason = "; ".join(filter(None, (f"{angles}, {near}", published.summary(evidence))))
+    reason = f"{angles}, {near}; {published.summary(evidence, start.factor)}"
     options = {**options, **start.beside}
     return Option(kind.name, works, reason, options, moving, None, evidence, met, slowed)
 
@@ -260,14 +286,15 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
 def _another_base(start: Start) -> Option:
     """A larger base, for a model that is then trained with it."""
     dim = start.spec.dim
-    least = least_base(start.target)
+    least = least_base(start.spec, start.target)
     ntk = start.spec.theta * start.factor ** (dim / max(1, dim - 2))
-    base = max(least, ntk)
+    base = max(least or 0.0, ntk)
     step = 10.0 ** (math.floor(math.log10(base)) - 1)
     base = math.ceil(base / step) * step  # two significant digits, rounded up
+    needed = "no base suffices for" if least is None else f"{least:,.0f} is the least for"
     reason = (
-        f"rope_theta {base:,.0f}: {start.target:,} tokens take {least:,.0f} (arXiv 2405.14591), and {ntk:,.0f} slow "
-        "the slowest pair as NTK does"
+        f"rope_theta {base:,.0f}: {needed} {start.target:,} tokens with {dim // 2} pairs (arXiv 2405.14591), and "
+        f"{ntk:,.0f} slows the slowest pair as NTK does"
     )
     scaled = {"compose", "replace"} & set(start.beside)
     options = {"rope_theta": base, **({"replace": True} if scaled else {})}
@@ -309,38 +336,42 @@ def _bands(kind: type[RotaryBands], start: Start) -> Option:
     takes_scale = kind.takes_scale()
     method = kind.from_options(**({"scale": target / original} if takes_scale else {}))
     assert isinstance(method, RotaryBands)
-    farthest, read = _distances(method, original, target)
+    farthest, read, sees_first = _distances(method, original, target)
     works, reason = AS_IT_IS, f"reads every distance as one of at most {farthest:,.0f} tokens"
     if read < target:
         works = WINDOW
-        reason = f"reads {read:,} of {target:,} tokens: never breaks, and cannot use the rest"
+        reason = f"reads {read:,} of {target:,} tokens, and cannot use the rest"
+        if not sees_first:
+            reason += "; without the first tokens a model may collapse (arXiv 2309.17453)"
     elif farthest > original:
         works, far = SHORT, f"{farthest:,.0f}"
         reason = f"reads distances of up to {far} tokens, trained on less than {original:,}"
     evidence = published.evidence_of(kind.name)
-    reason = "; ".join(filter(None, (reason, published.summary(evidence))))
+    if works != WINDOW:
+        reason = f"{reason}; {published.summary(evidence, target / original)}"
     options = {**({"target_length": target} if takes_scale else {}), **start.beside_attention}
     return Option(kind.name, works, reason, options, attention=True, evidence=evidence)
 
 
-def _distances(method: RotaryBands, original: int, target: int) -> tuple[float, int]:
-    """Return the largest rotary distance at which the last query reads a key, and the number of keys it reads."""
+def _distances(method: RotaryBands, original: int, target: int) -> tuple[float, int, bool]:
+    """Return what the last query reads: the largest rotary distance, the number of keys, and if the first is one."""
     query, keys = torch.tensor(target - 1), torch.arange(target)
-    farthest, read = 0.0, 0
+    farthest, read, sees_first = 0.0, 0, False
     for band in method.bands(original):
         inside = keys[band.contains(query, keys)]
         if len(inside):
             distance = band.query_position(query) - band.key_position(inside)
             farthest, read = max(farthest, float(distance.max())), read + len(inside)
-    return farthest, read
+            sees_first = sees_first or int(inside[0]) == 0
+    return farthest, read, sees_first
 
 
 def rank(options: list[Option], factor: float) -> list[Option]:
-    """Rank options, the best first; ties keep their order, that of the documentation.
+    """Sort options by class: how they work, the most useful class first.
 
-    The order is decided by how they work; by published evidence at this factor, for or against; by whether they change
-    the table alone, which costs nothing and can be exported; by how little they slow fast pairs; and by the largest
-    factor at which published tables show them hold.
+    Within a class the order is a listing, not a finding: by published evidence at this factor, for or against; by
+    whether they change the table alone, which costs nothing and can be exported; by how little they slow fast pairs;
+    by the largest factor at which published tables show them hold; then that of the documentation.
     """
 
     def key(option: Option) -> tuple[int, int, bool, float, float]:
