@@ -416,7 +416,8 @@ class SweepOptions(TailOptions):
 
     methods: Sequence[str] | None = option(
         "method, method:option=value,... or several joined by +; may be given several times. One that takes a "
-        "scale and is given none is tried at every one of --scales. none and sliding_window are always measured.",
+        "scale and is given none is tried at every one of --scales. none, truncation and attention_sinks are always "
+        "measured.",
         name="patch",
         metavar="METHOD",
         shown=" ".join(SWEEP_METHODS),

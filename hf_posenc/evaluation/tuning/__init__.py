@@ -389,14 +389,16 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
             result = self.course(batch)
         return None if shard.index else result
 
-    def tokens(self, document: int, lengths: Sequence[int]) -> int:
-        """Return the tokens that one candidate reads of a document."""
-        return sum(window.forwarded for window in self._windows(document, lengths))
+    def tokens(self, document: int, lengths: Sequence[int], most: int | None = None) -> int:
+        """Return the tokens that a candidate, which has so many in a window at most, reads of a document."""
+        windows = (w for length in lengths for w in self._windows(document, [length], most))
+        return sum(window.forwarded for window in windows)
 
     def score(self, item: Item) -> Loss:
         """Return the loss of the tails of a document; the candidate is patched in."""
         nats, tokens = 0.0, 0
-        for window in self._windows(item.order, [item.length]):
+        most = None if item.candidate is None else item.candidate.most
+        for window in self._windows(item.order, [item.length], most):
             front = torch.tensor(list(self.special[: window.special]), dtype=torch.int64)
             body = self.document(item.order).tokens(window.begin, window.end)
             losses = self.scorer([torch.cat([front, body])], window.first_scored)[0]
@@ -427,7 +429,7 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
                 key=("tail", candidate.key, length, self.hashes[document]),
                 candidate=candidate,
                 length=length,
-                cost=self.tokens(document, [length]),
+                cost=self.tokens(document, [length], candidate.most),
                 cells=(("tail", candidate.key, length),),
                 order=document,
             )
@@ -436,10 +438,12 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
             for document in documents
         ]
 
-    def _windows(self, document: int, lengths: Sequence[int]) -> list[Window]:
-        tokens, special = len(self.documents[document].ids), len(self.special)
-        settings = self.settings.protocol
-        return plan(tokens, settings, special=special, shared_prefix=False, lengths=lengths)
+    def _windows(
+        self, document: int, lengths: Sequence[int], most: int | None = None
+    ) -> list[Window]:
+        where: dict[str, Any] = {"special": len(self.special), "shared_prefix": False}
+        tokens, settings = len(self.documents[document].ids), self.settings.protocol
+        return plan(tokens, settings, **where, lengths=lengths, most=most)
 
 
 def prepared(

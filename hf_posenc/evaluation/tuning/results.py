@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from torch import nn
 
 from hf_posenc.evaluation.grid import Field, Grid, Result, failure_field, number
-from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate
 from hf_posenc.evaluation.measuring.result import listed_fields
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, TOO_FEW
 from hf_posenc.evaluation.tuning import Board, Comparison, Loss, Losses, Row, TailJob, TailSettings
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 ResultT = TypeVar("ResultT", bound="TuningResult")
 
 FORMAT = 1
-CONTROLS = (UNPATCHED, "sliding_window")
+CONTROLS = (UNPATCHED, TRUNCATION, "attention_sinks")
 """The model as loaded, and plain attention to the last original-context tokens, which no length breaks."""
 
 _ABOUT = ("model", "source", "environment", "command")
@@ -309,7 +309,7 @@ def against(control: Row, settings: TailSettings) -> str:
         return f"{control.label} gave no number to compare with."
     name = {
         "none": "the unpatched model",
-        "sliding_window": f"sliding_window, which reads only the last {settings.original:,} tokens",
+        TRUNCATION: f"{TRUNCATION}, which reads only the last {settings.original:,} tokens",
     }.get(control.label, control.label)
     if control.documents < FEW_DOCUMENTS:
         return f"There are {TOO_FEW} to compare it with {name}."

@@ -293,11 +293,16 @@ class Needle:
         """Hash of the tokens, and the number of them that count."""
         return f"{self.to_dict()['tokens_sha256']} needle {self.answer}"
 
-    def window(self, special: int, length: int) -> Window:
-        """Return the only forward: all tokens behind the special ones; those of the answer are scored."""
-        stop = special + len(self.document)
+    def window(self, special: int, length: int, most: int | None = None) -> Window:
+        """Return the only forward: all tokens behind the special ones, or the last of them so that there are `most`.
+
+        The tokens of the answer are scored.
+        """
+        tokens = special + len(self.document)
+        begin = 0 if most is None else max(0, tokens - most)
+        stop = tokens - begin
         span = Span("needle", length, stop - self.answer, stop, float(self.answer))
-        return Window(0, len(self.document), special, True, (span,))
+        return Window(begin, len(self.document), special, True, (span,))
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-ready values."""
@@ -368,11 +373,14 @@ class SearchJob(TailJob[SearchResult]):
         count = len(self.documents)
         return self.documents[index] if index < count else self.needles[index - count].document
 
-    def _windows(self, document: int, lengths: Sequence[int]) -> list[Window]:
+    def _windows(
+        self, document: int, lengths: Sequence[int], most: int | None = None
+    ) -> list[Window]:
         count = len(self.documents)
         if document < count:
-            return super()._windows(document, lengths)
-        return [self.needles[document - count].window(len(self.special), self.settings.target)]
+            return super()._windows(document, lengths, most)
+        needle, target = self.needles[document - count], self.settings.target
+        return [needle.window(len(self.special), target, most)]
 
     def _scored(self, documents: Sequence[int]) -> list[int]:
         """Return what an individual is scored on: documents, or the needles in them."""
@@ -398,7 +406,9 @@ class SearchJob(TailJob[SearchResult]):
             board = Board(losses, settings, plain.key)
             return [board.score(each.key, scored, searched) for each in candidates]
 
-        compared = [(Candidate.parse(spec), True) for spec in CONTROLS]
+        controls = (Candidate.parse(spec) for spec in CONTROLS)
+        original = settings.original  # as many tokens as truncation reads
+        compared = [(dataclasses.replace(each, original=original), True) for each in controls]
         scored = self._scored(searched)
         if own.algorithm == "dcis":
             steps = divide(begin, own.budget, score)
@@ -436,12 +446,18 @@ class SearchJob(TailJob[SearchResult]):
         searched = split(len(self.documents), self.own.search_documents)
         once = sum(self.tokens(d, self._lengths) for d in self._scored(searched))
         held_out = [d for d in documents if d not in searched]
-        both = sum(self.tokens(d, self.settings.lengths) for d in held_out)
-        if self.needles:
-            both += sum(self.tokens(d, [self.settings.target]) for d in self._scored(held_out))
-            if self.settings.max_regression is not None:
-                once += sum(self.tokens(d, [self.settings.original]) for d in searched)
-        return self._evaluations * once + (len(CONTROLS) + len(STARTS) + 1) * both
+        if self.needles and self.settings.max_regression is not None:
+            once += sum(self.tokens(d, [self.settings.original]) for d in searched)
+
+        def both(most: int | None) -> int:
+            cost = sum(self.tokens(d, self.settings.lengths, most) for d in held_out)
+            needles = self._scored(held_out) if self.needles else ()
+            return cost + sum(self.tokens(d, [self.settings.target], most) for d in needles)
+
+        whole = (len(CONTROLS) + len(STARTS)) * both(
+            None
+        )  # the result too, and all controls but truncation
+        return self._evaluations * once + whole + both(self.settings.original)
 
     @property
     def _evaluations(self) -> int:

@@ -18,7 +18,6 @@ from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.evaluation.grid import number
 from hf_posenc.evaluation.measuring.candidates import (
-    UNPATCHED,
     Candidate,
     Part,
     check_unique,
@@ -52,15 +51,13 @@ def crossed(specs: Sequence[str], scales: Sequence[float]) -> list[tuple[Candida
     """
     requested = [candidate for spec in specs for candidate in at_scales(spec, scales)]
     check_unique(requested)
-    labels = [candidate.label for candidate in requested]
     competing = [candidate for candidate in requested if candidate.parts]
+    labels = [candidate.label for candidate in competing]
     if not competing:
         raise PosencError(
             "There is nothing to compare: --patch none is always measured. Name a method, such as --patch yarn."
         )
-    controls = [
-        Candidate.parse(spec) for spec in CONTROLS if spec == UNPATCHED or spec not in labels
-    ]
+    controls = [Candidate.parse(spec) for spec in CONTROLS if spec not in labels]
     return [*((c, True) for c in controls), *((c, False) for c in competing)]
 
 
@@ -312,18 +309,19 @@ class SweepJob(TailJob[SweepResult]):
     @property
     def forwarded(self) -> int:
         costs, sizes = self._costs(), self._sizes()
-        controls = sum(control for _, control in self.candidates)
-        racers = planned(len(self.candidates) - controls, sizes)
+        controls = [candidate.most for candidate, control in self.candidates if control]
+        racers = planned(len(self.candidates) - len(controls), sizes)
         rounds = zip(racers, itertools.pairwise([0, *sizes]), strict=True)
-        return sum((count + controls) * sum(costs[begin:end]) for count, (begin, end) in rounds)
+        racing = sum(count * sum(costs[begin:end]) for count, (begin, end) in rounds)
+        return racing + sum(sum(self._costs(most)) for most in controls)
 
     def cost_line(self) -> str:
-        full = len(self.candidates) * sum(self._costs())
+        full = sum(sum(self._costs(candidate.most)) for candidate, _ in self.candidates)
         return f"{self.forwarded:,} tokens instead of {full:,} for everything on every document."
 
-    def _costs(self) -> list[int]:
+    def _costs(self, most: int | None = None) -> list[int]:
         lengths = self.settings.lengths
-        return [self.tokens(document, lengths) for document in range(len(self.documents))]
+        return [self.tokens(document, lengths, most) for document in range(len(self.documents))]
 
 
 def prepare_sweep(

@@ -364,7 +364,8 @@ def test_the_estimate_counts_the_needles() -> None:
     job = job_of(tiny())
     evaluations = 10 * 2 * 640
     finalists = 6 * 2 * (640 + 64 + 640)
-    assert job.forwarded == evaluations + finalists
+    truncated = 2 * (64 + 64 + 64)
+    assert job.forwarded == evaluations + finalists + truncated
     dcis = job_of(tiny(), dataclasses.replace(OWN, algorithm="dcis", budget=10**6))
     pairs = hf_posenc.inspect_rope(dcis.model)[0].inv_freq.numel()
     assert f"{evaluations_of_division(pairs)} evaluations" in dcis.cost_line()

@@ -64,7 +64,8 @@ def test_methods_are_crossed_with_scales_where_they_take_one() -> None:
     labels = [(c.label, control) for c, control in crossed(specs, (2.0, 4.0))]
     assert labels == [
         ("none", True),
-        ("sliding_window", True),
+        ("truncation", True),
+        ("attention_sinks", True),
         ("yarn (scale 2)", False),
         ("yarn (scale 4)", False),
         ("ntk (scale 3)", False),
@@ -78,10 +79,11 @@ def test_methods_are_crossed_with_scales_where_they_take_one() -> None:
 
 
 def test_a_named_control_competes() -> None:
-    named = crossed(["sliding_window", "none", "yarn"], (2.0,))
+    named = crossed(["attention_sinks", "none", "truncation", "yarn"], (2.0,))
     assert [(c.label, control) for c, control in named] == [
         ("none", True),
-        ("sliding_window", False),
+        ("truncation", True),
+        ("attention_sinks", False),
         ("yarn (scale 2)", False),
     ]
 
@@ -160,12 +162,14 @@ def test_work_is_what_is_forwarded(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(self, windows, first)
 
     monkeypatch.setattr(FrugalScorer, "__call__", scorer)
-    candidates = crossed(("pi", "ntk", "yarn"), (2.0, 4.0))
-    job = sweep_of(tiny(), 5, candidates)
+    model = tiny()
+    candidates = tried(model, crossed(("pi", "ntk", "yarn"), (2.0, 4.0)))
+    job = sweep_of(model, 5, candidates)
     forwarded.clear()
     finished(job)
-    assert sum(forwarded) == job.forwarded < 8 * 5 * (64 + 160)
-    assert f"instead of {8 * 5 * (64 + 160):,} " in job.cost_line()
+    everything = 8 * 5 * (64 + 160) + 5 * (64 + 64)  # truncation reads 64 tokens only
+    assert sum(forwarded) == job.forwarded < everything
+    assert f"instead of {everything:,} " in job.cost_line()
 
 
 # The numbers
@@ -180,7 +184,8 @@ def test_every_number_is_what_full_logits_give() -> None:
         trial = result.trial(label)
         twin = zoo.twin(model)
         with Candidate.parse(trial.spec).applied(twin, 160):
-            expected = reference(twin, documents[document], length, 32)
+            most = min(length, 64) if label == "truncation" else length
+            expected = reference(twin, documents[document], most, 32)
         assert loss.tokens == 32
         assert loss.nats == pytest.approx(expected, rel=2e-6)
     row = result.row("pi (scale 4)")
@@ -431,7 +436,7 @@ def test_the_result_reads_back_draws_and_shows() -> None:
     assert any(name == result.winner for name in names)
     assert any(name.endswith("2 documents") for name in names)
     page = result._repr_html_()
-    assert "sliding_window" in page
+    assert "attention_sinks" in page
     assert "Rounds: 8 on 2 documents; 4 on 4 documents; 2 on 6 documents." in page
 
 

@@ -206,9 +206,9 @@ def test_the_search_reads_no_held_out_document(monkeypatch: pytest.MonkeyPatch) 
     result = finished(job)
     assert {document for _, document in read[: 24 * 2]} == {0, 2}
     assert {document for _, document in read[24 * 2 :]} == {1, 3, 4}
-    assert len({key for key, _ in read[24 * 2 :]}) == 6  # the controls, the starts, the best
+    assert len({key for key, _ in read[24 * 2 :]}) == 7  # the controls, the starts, the best
     tokens = sum(job.tokens(d, [160]) for _, d in read[:48])
-    tokens += 6 * sum(job.tokens(d, [64, 160]) for d in (1, 3, 4))
+    tokens += 6 * sum(job.tokens(d, [64, 160]) for d in (1, 3, 4)) + 3 * 2 * 64
     assert job.forwarded == tokens
     assert result.best is not None
 
