@@ -89,10 +89,11 @@ class AttentionSinks(_WithSinks):
 
 @dataclass(frozen=True, kw_only=True)
 class SlidingWindow(RotaryBands):
-    """Plain attention to the last keys only: the control that every other method has to beat.
+    """Plain attention to the last keys only.
 
-    It reads as far as the model was trained and forgets the rest. Its perplexity does not rise with
-    the length, and it can use nothing that lies farther back.
+    It reads as far as the model was trained and can use nothing that lies farther back. A pretrained
+    model may collapse once its first tokens have left the window (arXiv 2309.17453): `attention_sinks`
+    keeps them.
 
     Args:
         window: Last keys that are read, the query's own among them; the original context by default.

@@ -20,6 +20,7 @@ from hf_posenc.evaluation.flags import parse_scales
 from hf_posenc.evaluation.grid import to_rich
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.execute import Item
+from hf_posenc.evaluation.measuring.statistics import estimate
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.tuning import Loss, TailSettings
 from hf_posenc.evaluation.tuning.results import Trial, verdict
@@ -318,6 +319,27 @@ def test_fewer_than_five_documents_get_no_word() -> None:
     words = {row.label: verdict(row, short.settings, "a").text for row in short.rows}
     assert words == {"none": f"{few}, control", "a": "best", "b": few, "c": few, "d": few}
     assert "There are too few documents to compare it with the unpatched model." in short.notes()
+
+
+def test_the_page_compares_the_committed_winner_to_truncation() -> None:
+    docs = Path(__file__).parents[3] / "docs"
+    file = docs / "data" / "benchmarks" / "sweep.json"
+    result = SweepResult.from_dict(json.loads(file.read_text()))
+    assert result.winner is not None
+    board, documents = result.board, range(len(result.documents))
+    sums = [
+        ([loss.nats for loss in losses], [float(loss.tokens) for loss in losses])
+        for losses in (
+            board.of(result.winner, result.settings.target, documents),
+            board.of("none", result.settings.original, documents),
+        )
+    ]
+    difference, interval = estimate(*sums[0], sums[1])
+    assert interval is not None
+    ratio, low, high = (math.exp(value) for value in (difference, *interval))
+    said = f"{ratio:.3f} times that, with a paired 95 % interval of {low:.3f} to {high:.3f}"
+    assert said in " ".join((docs / "sweep.md").read_text().split())
+    assert low < 1 < high  # the page: not told apart
 
 
 def test_a_terminal_of_80_columns_shows_names_and_verdicts() -> None:
