@@ -101,7 +101,7 @@ def retrieval(
         ),
     ] = None,
 ) -> None:
-    """Measure what a model finds in long prompts: passkeys, and RULER's tasks that need no download.
+    """Measure what a model finds in long prompts: passkeys, RULER's tasks that need no download, facts, associations.
 
     Without arguments: the embedded model, in about a minute. The same command resumes an interrupted run.
     """

@@ -24,9 +24,9 @@ from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import RetrievalOptions
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, generate
-from hf_posenc.evaluation.retrieval.prompts import Prompt, Sample, lay_out
+from hf_posenc.evaluation.retrieval.prompts import Kit, Prompt, Sample, lay_out
 from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
-from hf_posenc.evaluation.retrieval.tasks import DEFAULT_TASKS, Kit, RetrievalSettings, get_task
+from hf_posenc.evaluation.retrieval.tasks import DEFAULT_TASKS, RetrievalSettings, get_task
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer

@@ -12,7 +12,9 @@ import hashlib
 import itertools
 import json
 import random
+import re
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -26,6 +28,8 @@ from hf_posenc.errors import PosencError
 T = TypeVar("T")
 Name: TypeAlias = tuple[str | int | float | None, ...]
 
+TRIES = 40
+"""Draws per requested distractor, to have enough with as many tokens as the answer."""
 CACHED = 1024
 """Pieces whose tokens are cached: those that recur, and not every line of a haystack."""
 SENTENCES = (
@@ -197,6 +201,7 @@ class Scene:
         distractors: Wrong answers, better ones first; drawn once the filler is laid out.
         references: Strings that a generated text must contain.
         least_filler: Tokens of filler without which the task makes no sense.
+        asked: Index of the needle whose distance counts.
     """
 
     head: Sequence[int]
@@ -207,6 +212,7 @@ class Scene:
     distractors: Iterator[Answer]
     references: tuple[str, ...]
     least_filler: int = 0
+    asked: int = 0
 
     @property
     def shortest(self) -> int:
@@ -228,7 +234,8 @@ class Prompt:
         ids: The tokens of the prompt, special tokens included, shape (L - tokens of the answer,), int64.
         answer: The right answer, whose last token is token L.
         references: Strings that a generated text must contain.
-        distance: Tokens from the end of the (first) needle to the end of the prompt; `None` without a needle.
+        distance: Tokens from the end of the needle (of several, `Scene.asked`) to the end of the prompt; `None` without
+            a needle.
     """
 
     ids: Tensor
@@ -261,11 +268,11 @@ def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int)
         )
     ids = [*special, *scene.head]
     used, end = 0, None
-    for fraction, needle in scene.needles:
+    for index, (fraction, needle) in enumerate(scene.needles):
         piece = scene.filler.whole(round(fraction * room) - used)
         used += len(piece)
         ids += [*piece, *needle]
-        end = len(ids) if end is None else end
+        end = len(ids) if index == scene.asked else end
     ids += [*scene.filler.exactly(room - used), *scene.question]
     return Prompt(
         ids=torch.tensor(ids, dtype=torch.int64),
@@ -345,3 +352,69 @@ ADJECTIVES, NOUNS = (tuple(_WORDS[kind].split()) for kind in ("adjectives", "nou
 def word_key(draws: Draws) -> str:
     """Draw an adjective and a noun, joined by a hyphen as in RULER."""
     return f"{draws.choice(ADJECTIVES)}-{draws.choice(NOUNS)}"
+
+
+class Kit:
+    """Tools shared by all prompts of a run: the encoder, the number of distractors, and the user's own text, if any."""
+
+    def __init__(self, tokenizer: Any, distractors: int = 10, haystack: str | None = None) -> None:
+        self.encoder, self.distractors = Encoder(tokenizer), distractors
+        self._text = haystack or ""
+        self._words = " ".join(["", *re.findall(r"[^\W_]+", self._text.lower()), ""])
+        self._unused: dict[str, bool] = {}
+        self._sentences = list(sentences(self.encoder, self._text)) if haystack else []
+
+    def noise(self, *, running: bool = False) -> Filler:
+        """Return noise in lines of five sentences or as a running text; or the user's own, repeated as in RULER."""
+        if self._sentences:
+            return Filler(itertools.cycle(self._sentences), self.encoder.newline)
+        return noise(self.encoder) if running else lines(self.encoder, lambda: NOISE)
+
+    def absent(self, draw: Callable[[], str]) -> str:
+        """Draw until the value is not in the user's own text."""
+        return next(value for value in iter(draw, None) if value not in self._text)
+
+    def unused(self, words: Sequence[str], needed: int) -> list[str]:
+        """Return those of the names or phrases that are not in the user's own text, whatever their capitals.
+
+        Raise if they are fewer than `needed`.
+        """
+        for word in words:
+            if word not in self._unused:
+                self._unused[word] = f" {word.lower()} " not in self._words
+        left = [word for word in words if self._unused[word]]
+        if len(left) < needed:
+            raise PosencError(
+                f"The haystack has all but {len(left)} of the {len(words)} names that this task draws {needed} from "
+                f"({words[0]}, {words[1]}, ...). Give another --haystack, or leave the task out."
+            )
+        return left
+
+    def others(self, draw: Callable[[], str], value: str) -> Iterator[str]:
+        """Yield different random values other than `value`, more than are needed."""
+        seen = {value}
+        for _ in range(TRIES * self.distractors):
+            other = self.absent(draw)
+            if other not in seen:
+                seen.add(other)
+                yield other
+
+
+class Task(ABC):
+    """One kind of prompt, with its question (`definition`) and the tokens to generate where answers are generated.
+
+    Without one needle that has a depth (`has_depth`), depths do not apply.
+    """
+
+    name: str
+    definition: str
+    has_depth: bool = True
+    new_tokens: int
+
+    @abstractmethod
+    def scene(self, sample: Sample, kit: Kit) -> Scene:
+        """Return the pieces of a sample; the needle depends on `sample.needle`, the filler on `sample.filler`."""
+
+    def hit(self, text: str, references: Sequence[str]) -> float:
+        """Return the share of the answer that a generated text contains: RULER's `string_match_all`, from 0 to 1."""
+        return sum(reference.lower() in text.lower() for reference in references) / len(references)

@@ -384,8 +384,8 @@ class RetrievalResult(MethodsResult[Cell]):
         )
         if settings.ranks:
             yield (
-                f"1st: how often the answer is the most probable of {settings.distractors + 1} candidates, each after "
-                "the same prompt; dim where chance (last row) is within its range."
+                f"1st: how often the answer is the most probable of {settings.distractors + 1} candidates (fewer where "
+                "the task offers fewer), each after the same prompt; dim where chance (last row) is within its range."
             )
         yield (
             f"passes {YARN_SUCCESS:.0%}: YaRN's passkey context, the longest with that accuracy. k_max "

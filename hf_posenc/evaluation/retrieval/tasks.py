@@ -8,79 +8,28 @@ import functools
 import itertools
 import math
 import string
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.retrieval.prompts import (
     NOISE,
+    TRIES,
     Draws,
-    Encoder,
     Filler,
+    Kit,
     Sample,
     Scene,
+    Task,
     answer_of,
     lines,
-    noise,
-    sentences,
     word_key,
 )
+from hf_posenc.evaluation.retrieval.reasoning import Associations, Whereabouts
 from hf_posenc.lengths import plain
 
-TRIES = 40
 MOST_PROMPTS = 100_000
 MOST_DISTRACTORS = 10_000
-"""Draws per requested distractor, to have enough with as many tokens as the answer."""
-
-
-class Kit:
-    """Tools shared by all prompts of a run: the encoder, the number of distractors, and the user's own text, if any."""
-
-    def __init__(self, tokenizer: Any, distractors: int = 10, haystack: str | None = None) -> None:
-        self.encoder, self.distractors = Encoder(tokenizer), distractors
-        self._text = haystack or ""
-        self._sentences = list(sentences(self.encoder, self._text)) if haystack else []
-
-    def noise(self, *, running: bool = False) -> Filler:
-        """Return noise in lines of five sentences or as a running text; or the user's own, repeated as in RULER."""
-        if self._sentences:
-            return Filler(itertools.cycle(self._sentences), self.encoder.newline)
-        return noise(self.encoder) if running else lines(self.encoder, lambda: NOISE)
-
-    def absent(self, draw: Callable[[], str]) -> str:
-        """Draw until the value is not in the user's own text."""
-        return next(value for value in iter(draw, None) if value not in self._text)
-
-    def others(self, draw: Callable[[], str], value: str) -> Iterator[str]:
-        """Yield different random values other than `value`, more than are needed."""
-        seen = {value}
-        for _ in range(TRIES * self.distractors):
-            other = self.absent(draw)
-            if other not in seen:
-                seen.add(other)
-                yield other
-
-
-class Task(ABC):
-    """One kind of prompt, with its question (`definition`) and the tokens to generate where answers are generated.
-
-    Without one needle that has a depth (`has_depth`), depths do not apply.
-    """
-
-    name: str
-    definition: str
-    has_depth: bool = True
-    new_tokens: int
-
-    @abstractmethod
-    def scene(self, sample: Sample, kit: Kit) -> Scene:
-        """Return the pieces of a sample; the needle depends on `sample.needle`, the filler on `sample.filler`."""
-
-    def hit(self, text: str, references: Sequence[str]) -> float:
-        """Return the share of the answer that a generated text contains: RULER's `string_match_all`, from 0 to 1."""
-        return sum(reference.lower() in text.lower() for reference in references) / len(references)
 
 
 class Passkey(Task):
@@ -397,6 +346,11 @@ TASKS: dict[str, Task] = {
         ),
         VariableTracking(),
         FrequentWords(),
+        *map(Whereabouts, (1, 2, 3)),
+        Associations("tools", "the tool of a profession"),
+        Associations(
+            "world", "the kind of a thing, the city of a landmark, the capital of a country, ..."
+        ),
     )
 }
 

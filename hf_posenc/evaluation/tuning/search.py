@@ -26,8 +26,8 @@ from hf_posenc.evaluation.measuring.store import Records
 from hf_posenc.evaluation.options import SearchSettings, TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Span, Window
 from hf_posenc.evaluation.plots.results import search_figure
-from hf_posenc.evaluation.retrieval.prompts import Sample, lay_out
-from hf_posenc.evaluation.retrieval.tasks import Kit, get_task
+from hf_posenc.evaluation.retrieval.prompts import Kit, Sample, lay_out
+from hf_posenc.evaluation.retrieval.tasks import get_task
 from hf_posenc.evaluation.tuning import Batch, Board, Row, TailJob, prepared
 from hf_posenc.evaluation.tuning.algorithms import (
     ALGORITHMS,

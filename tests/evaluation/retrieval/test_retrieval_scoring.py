@@ -14,8 +14,8 @@ from hf_posenc.evaluation.measuring.execute import execute
 from hf_posenc.evaluation.measuring.store import Records
 from hf_posenc.evaluation.retrieval import RetrievalRun
 from hf_posenc.evaluation.retrieval.answers import AnswerScorer, NotFiniteError, generate
-from hf_posenc.evaluation.retrieval.prompts import Answer, Prompt, Sample, lay_out
-from hf_posenc.evaluation.retrieval.tasks import TASKS, Kit, RetrievalSettings
+from hf_posenc.evaluation.retrieval.prompts import Answer, Kit, Prompt, Sample, lay_out
+from hf_posenc.evaluation.retrieval.tasks import TASKS, RetrievalSettings
 from hf_posenc.evaluation.scoring.frugal import FrugalScorer
 from hf_posenc.evaluation.scoring.head_replay import TokenScorer
 from tests.support import zoo

@@ -1,0 +1,221 @@
+"""Facts about people, and associations: an interpreter of the text finds the answer, and nothing gives it away."""
+
+from __future__ import annotations
+
+import collections
+import json
+import re
+from importlib import resources
+from typing import Any
+
+import pytest
+
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation.retrieval import measure_retrieval
+from hf_posenc.evaluation.retrieval.prompts import Draws, Kit, Prompt, Sample, lay_out
+from hf_posenc.evaluation.retrieval.tasks import TASKS
+from tests.support import zoo
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
+
+DATA = json.loads(
+    resources.files("hf_posenc.evaluation.retrieval").joinpath("facts.json").read_text("utf-8")
+)
+FACTS = ["babilong_qa1", "babilong_qa2", "babilong_qa3"]
+KINDS = ["nolima_tools", "nolima_world"]
+DEPTHS = (0.0, 0.3, 1.0)
+KIT = Kit(byte_tokenizer())
+BOOK = Kit(byte_tokenizer(), haystack=prose(900))
+
+
+def prompt_of(task: str, number: int, depth: float = 0.3, kit: Kit = KIT) -> Prompt:
+    sample = Sample(0, task, 1600, depth, number)
+    return lay_out(TASKS[task].scene(sample, kit), sample.length, [], kit.distractors)
+
+
+def text_of(ids: Any) -> str:
+    return str(KIT.encoder.tokenizer.decode(ids))
+
+
+def parts_of(prompt: Prompt) -> tuple[str, str, str]:
+    """The worked example, the text and the question."""
+    shown = text_of(prompt.ids)
+    example, rest = shown.split("\n\nExample:\n")[1].split("\n\nText:\n")
+    text, question = rest.rsplit("Question: ", 1)
+    return example, text, question
+
+
+def interpreted(text: str, question: str) -> str:
+    """The answer, by following persons and objects through the sentences of the text."""
+    where: dict[str, str] = {}
+    holds: dict[str, str] = {}  # object: person
+    places: dict[str, list[str]] = collections.defaultdict(list)
+    for person, verb, word in re.findall(r"(\w+) (went to|took|dropped) the (\w+)\.", text):
+        if verb == "went to":
+            where[person] = word
+        elif verb == "took":
+            holds[word] = person
+        else:
+            assert holds.pop(word) == person
+        for seen in [person, *(thing for thing, who in holds.items() if who == person)]:
+            if places[seen][-1:] != [where[person]]:
+                places[seen].append(where[person])
+    if found := re.match(r"Where was the (\w+) before the (\w+)\?", question):
+        thing, later = found.groups()
+        return places[thing][places[thing].index(later) - 1]
+    (asked,) = re.findall(r"Where is (?:the )?(\w+) now\?", question)
+    return places[asked][-1]
+
+
+@pytest.mark.parametrize("task", FACTS)
+def test_the_answer_follows_from_the_facts_in_their_order(task: str) -> None:
+    """An interpreter of the prompt's text finds it, in the worked example too, and not with the facts reversed."""
+    reversed_right = 0
+    for number in range(24):
+        prompt = prompt_of(task, number, DEPTHS[number % 3], (KIT, BOOK)[number % 2])
+        example, text, question = parts_of(prompt)
+        (answer,) = prompt.references
+        assert interpreted(text, question) == answer
+        told, asked = example.split("Question: ")
+        assert asked.endswith(f" {interpreted(told, asked)}.")
+        if task == "babilong_qa1":
+            facts = re.findall(r"\w+ went to the \w+\.", text)
+            reversed_right += interpreted(" ".join(reversed(facts)), question) == answer
+    assert reversed_right < 18
+
+
+@pytest.mark.parametrize("task", FACTS)
+def test_every_place_is_a_candidate_and_named_once(task: str) -> None:
+    for number in range(20):
+        prompt = prompt_of(task, number)
+        example, text, question = parts_of(prompt)
+        places = re.findall(r"went to the (\w+)\.", text)
+        asked = re.findall(r"before the (\w+)\?", question)
+        offered = [
+            *prompt.references,
+            *(text_of(other.ids).strip() for other in prompt.distractors),
+        ]
+        assert sorted([*offered, *asked]) == sorted({*places})
+        assert len(offered) == 6
+        named = re.findall(r"\w+", text)
+        assert all(named.count(place) == 1 for place in places)
+        people = {*re.findall(r"(\w+) (?:went|took|dropped)", text)}
+        assert not {*places, *people}.intersection(re.findall(r"\w+", example))
+
+
+@pytest.mark.parametrize("task", FACTS)
+def test_no_place_is_right_by_its_position_alone(task: str) -> None:
+    """Of 300 stories: the answer's number among the places, against the shares that the docstring promises."""
+    numbers: collections.Counter[int] = collections.Counter()
+    just_before = 0
+    for number in range(300):
+        sample = Sample(0, task, 1600, 0.5, number)
+        story, _ = TASKS[task].riddles(Draws(*sample.needle), KIT)  # type: ignore[attr-defined]
+        places = re.findall(r"went to the (\w+)\.", " ".join(story.sentences))
+        place = places.index(story.answer)
+        numbers[place] += 1
+        if task == "babilong_qa3":
+            (later,) = re.findall(r"before the (\w+)\?", story.question)
+            just_before += places.index(later) == place + 1
+    shares = [(6 - i) / 21 if task == "babilong_qa3" else 1 / 6 for i in range(6)]
+    assert sorted(numbers) == list(range(6))
+    assert [numbers[i] / 300 for i in range(6)] == pytest.approx(shares, abs=0.07)
+    assert just_before / 300 == pytest.approx(6 / 21 if task == "babilong_qa3" else 0, abs=0.07)
+
+
+GRAMMAR = set(
+    re.findall(
+        r"\w+",
+        "a an and at by can every for from has have in is it last next of on the to up was who with year day",
+    )
+)
+
+
+def stems(text: str) -> set[str]:
+    """The content words of a text without common endings, at most six letters of each."""
+    words = [word for word in re.findall(r"[a-z]+", text.lower()) if word not in GRAMMAR]
+    return {re.sub(r"(ing|ers|er|ed|es|s|e)$", "", word)[:6] for word in words}
+
+
+@pytest.mark.parametrize("kind", ["tools", "world"])
+def test_needle_and_question_have_no_word_in_common(kind: str) -> None:
+    asked = DATA["nolima"]["question"]
+    for relation in DATA["nolima"][kind]:
+        pairs = [pair.split(": ") for pair in relation["pairs"].split(", ")]
+        sides = list(zip(*pairs, strict=True))
+        assert all(len({*side}) == len(side) for side in sides)  # nothing belongs to two
+        for needle, known in relation["templates"]:
+            for pair in pairs:
+                said = needle.format(*pair, person="")
+                question = asked.format(known.format(*pair))
+                assert not stems(said) & stems(question), (said, question)
+                assert sum(word in said for word in pair) == 1
+                assert sum(word in question for word in pair) == 1
+
+
+@pytest.mark.parametrize("task", KINDS)
+def test_the_association_leads_to_one_needle(task: str) -> None:
+    directions = set()
+    for number in range(24):
+        prompt = prompt_of(task, number, DEPTHS[number % 3])
+        example, text, question = parts_of(prompt)
+        (answer,) = prompt.references
+        found = []
+        for relation in DATA["nolima"][task.removeprefix("nolima_")]:
+            pairs = [pair.split(": ") for pair in relation["pairs"].split(", ")]
+            for direction, (needle, known) in enumerate(relation["templates"]):
+                for pair in pairs:
+                    if question.startswith(f"Who {known.format(*pair)}?"):
+                        said = re.escape(needle.format(*pair, person="NAME"))
+                        found += re.findall(said.replace("NAME", r"(\w+)"), text)
+                        directions.add(direction)
+        assert found == [answer]
+        offered = {answer, *(text_of(other.ids).strip() for other in prompt.distractors)}
+        assert len(offered) == 6
+        assert all(len(re.findall(rf"\b{person}\b", text)) == 1 for person in offered)
+        assert not offered.intersection(re.findall(r"\w+", example))
+    assert directions == {0, 1}
+
+
+@pytest.mark.parametrize("task", [*FACTS, *KINDS])
+def test_names_of_the_users_own_text_are_not_drawn(task: str) -> None:
+    names = [*DATA["persons"].split(), *DATA["places"].split(), *DATA["objects"].split()]
+    taken = [name for name in names if name not in names[::5]]
+    kit = Kit(byte_tokenizer(), haystack=" ".join(taken).upper() + ". carpenters!\n")
+    if task == "nolima_tools":
+        assert kit.unused(["carpenter"], 1) == ["carpenter"]  # another word
+    for number in range(6):
+        prompt = prompt_of(task, number, kit=kit)
+        assert prompt.references[0] in names[::5]
+    everything = Kit(byte_tokenizer(), haystack=f"{' '.join(names)}.\n")
+    with pytest.raises(PosencError, match=r"all but 0 of the 50 names.*another --haystack"):
+        prompt_of(task, 0, kit=everything)
+
+
+def test_a_text_with_all_associations_is_refused() -> None:
+    pairs = [relation["pairs"] for relation in DATA["nolima"]["world"]]
+    kit = Kit(byte_tokenizer(), haystack=" ".join(pairs))
+    with pytest.raises(PosencError, match="too many of the words that nolima_world"):
+        prompt_of("nolima_world", 0, kit=kit)
+    assert prompt_of("nolima_tools", 0, kit=kit).references
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["babilong_qa2", "nolima_tools"])
+def test_an_untrained_model_is_at_chance_which_is_one_in_six(task: str) -> None:
+    model: Any = zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1)
+    result = measure_retrieval(
+        model, byte_tokenizer(), methods=["none"], lengths=[900], tasks=(task,), samples=24
+    )
+    (cell,) = result.cells
+    assert cell.chance == pytest.approx(1 / 6)
+    assert cell.first is not None
+    assert cell.first == pytest.approx(1 / 6, abs=0.09)  # 120 samples
+    assert not cell.beats_chance
+    assert cell.accuracy == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "score"), [("kitchen", 1), ("Kitchen.\nJohn", 1), ("the kitchen", 0), ("kitchens", 0)]
+)
+def test_the_first_word_of_a_generated_text_is_the_answer(text: str, score: int) -> None:
+    assert TASKS["babilong_qa1"].hit(text, ["kitchen"]) == score
