@@ -401,7 +401,8 @@ def select(
 ) -> tuple[RotaryTable, ...]:
     """Return the tables that serve the chosen layers; those of `"full"` are neither sliding-window nor chunked ones.
 
-    `"encoder"` and `"decoder"` are the same of one part of a model that has both.
+    `"encoder"` and `"decoder"` are the same of one part of a model that has both. If `whole`, the name of a block of
+    `rope_parameters` selects its tables.
 
     If `whole`, the tables themselves are to be changed, so indices must be exactly those of one or more tables. If not
     `rotated`, the layers are chosen whether they rotate or not: all tables.
@@ -414,6 +415,8 @@ def select(
             )
     if layers == "all" or (layers == "full" and not rotated):
         return tuple(tables)
+    if whole and (named := tuple(table for table in tables if table.label == layers)):
+        return named
     if layers == "full":
         chosen = tuple(table for table in tables if not table.label.startswith(_LOCAL))
         if not chosen:
@@ -435,6 +438,11 @@ def select(
         return tuple(tables)
     requested = set(layers)
     groups = [(table, _layers_of(table)) for table in tables]
+    if whole and (names := _of_no_layer_type(tables)):
+        raise PosencError(
+            f"layers={sorted(requested)}: the tables of this model, {' and '.join(names)}, are not those of layer "
+            f"types, and a layer may read several. Name one, as in layers={names[-1]!r}."
+        )
     rotating = frozenset[int]().union(*(served for _, served in groups))
     if unserved := sorted(requested - rotating):
         raise PosencError(
@@ -473,6 +481,15 @@ def layers_of_type(config: Any, kind: str) -> tuple[int, ...]:
             'key is "full", "sliding", "all", one of these types, a layer\'s number, or a range.'
         )
     return tuple(found)
+
+
+def _of_no_layer_type(tables: Tables) -> list[str]:
+    """Return the names of the tables where a config names none of them by a layer type."""
+    labels = {table.label: table.config for table in tables if table.label}
+    by_type = any(
+        label in (getattr(config, "layer_types", None) or ()) for label, config in labels.items()
+    )
+    return [] if by_type else list(labels)
 
 
 def _in_parts(tables: Tables) -> Tables:

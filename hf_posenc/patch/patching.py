@@ -68,7 +68,8 @@ def patch_model(
             `config.original_max_position_embeddings`, the key of that name in `rope_parameters`, and
             `config.max_position_embeddings`.
         layers: `"full"` (all but sliding-window layers, where these have a rotary table of their own), `"all"`, or a
-            list of layer indices. In an encoder-decoder model also `"encoder"` or `"decoder"`: its full layers.
+            list of layer indices. In an encoder-decoder model also `"encoder"` or `"decoder"`: its full layers. For
+            frequency methods also the name of a block of `rope_parameters`.
         compose: On a checkpoint that is scaled already: start from its scaled frequencies.
         replace: Start from the plain rotation: undo a patch that is in force, unless that has parameters to train, and
             drop the scaling of a checkpoint that is scaled already.

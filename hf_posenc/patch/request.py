@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_posenc.errors import PosencError
 from hf_posenc.lengths import plain, read_length
-from hf_posenc.methods import Method, RopeScaling, TableFilter, needs_no_rotation, seam_of
+from hf_posenc.methods import Growing, Method, RopeScaling, TableFilter, needs_no_rotation, seam_of
 from hf_posenc.model.discovery import (
     CutTableError,
     RotaryTable,
@@ -140,6 +140,14 @@ def _rotary(
     whole = any(part.seam == "rotary" for part in parts)
     if isinstance(layers, tuple):
         _check_layers(tables, layers)
+    names = {table.label for table in tables} - {""}
+    if isinstance(layers, str) and layers in names:
+        moving = [p.name for p in parts if not _of_kind(p, RopeScaling) or _of_kind(p, Growing)]
+        if moving:
+            raise PosencError(
+                f"layers={layers!r} names a table, which {', '.join(moving)} would not change. Name the layers, or "
+                "give a frequency method that does not depend on the length."
+            )
     cut, rotated = False, not needs_no_rotation(parts)
     try:
         tables = select(tables, layers, whole=whole, rotated=rotated)

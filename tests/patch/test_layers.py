@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import hf_posenc
-from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
+from hf_posenc import PosencError, get_patch, inspect_rope, patch_model, unpatch_model
 from hf_posenc.methods import (
     ALiBi,
     Clip,
@@ -176,6 +177,27 @@ def test_layers_with_tables_of_their_own_keep_their_attention() -> None:
     assert patch.attention is None
     by_type = {table.layer_type: bool(table.inv_freq.any()) for table in patch.tables}
     assert by_type == {"full_attention": False, "sliding_attention": True}
+
+
+def test_the_name_of_a_table_chooses_it(tmp_path: Path) -> None:
+    model, ids = zoo.build("gemma3_text"), zoo.tokens(50)
+    before = zoo.logits(model, ids)
+    with pytest.raises(PosencError, match="names a table, which rerope would not change"):
+        patch_model(model, "rerope", layers="sliding_attention")
+    patch_model(model, "pi", scale=2, layers="sliding_attention")
+    types = {table.layer_type: table.rope_type for table in inspect_rope(model)}
+    assert types == {"sliding_attention": "pi", "full_attention": "default"}
+    after = zoo.logits(model, ids)
+    assert zoo.relative_difference(after, before) > 1e-2
+    model.save_pretrained(tmp_path)
+    assert torch.equal(zoo.logits(AutoModelForCausalLM.from_pretrained(tmp_path), ids), after)
+    assert torch.equal(zoo.logits(unpatch_model(model), ids), before)
+
+
+def test_numbers_do_not_choose_tables_of_no_layer_type() -> None:
+    """Layers of DeepSeek V4 read two tables, and their compressors too: half of them would be changed."""
+    with pytest.raises(PosencError, match=r"main and compress, are not .*layers='compress'"):
+        patch_model(zoo.build("deepseek_v4"), "yarn", scale=4, layers=[0])
 
 
 def test_sliding_layers_that_share_the_table_stay() -> None:

@@ -87,6 +87,9 @@ PUBLISHED = {
     "apertus-64k": Published("apertus", 128, 12e6, 65536, _llama3(8.0)),
     "codellama": Published("llama", 128, 1e6, 16384, base_theta=1e4),
     "deepseek-v3": Published("deepseek_v3", 64, 1e4, 163840, _yarn(40, 4096, **_DEEPSEEK_YARN)),
+    "deepseek-v4-1m": Published(
+        "deepseek_v4", 128, 1e4, 1048576, _yarn(16.0, 65536, beta_fast=32, beta_slow=1)
+    ),
     "gemma-3-128k": Published(
         "gemma3_text", 256, 1e6, 131072, _linear(8.0), more={"rope_local_base_freq": 1e4}
     ),
@@ -179,6 +182,27 @@ _SMALL = {
     "eos_token_id": 2,
 }
 _SMALL_OF_TYPE: dict[str, dict[str, Any]] = {
+    "deepseek_v4": {
+        "num_hidden_layers": 4,
+        "hidden_size": 64,
+        "partial_rotary_factor": 64 / 128,
+        "q_lora_rank": 16,
+        "o_lora_rank": 16,
+        "o_groups": 2,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 64,
+        "sliding_window": 16,
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+    },
     "deepseek_v3": {
         "num_key_value_heads": 2,
         "hidden_size": 64,
