@@ -268,7 +268,7 @@ def read_gguf_config(path: str | Path) -> Any:
     Raises:
         PosencError: transformers has no such architecture, or no config can express the rotary embedding.
     """
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     header = read_header(path)
     with tempfile.TemporaryDirectory() as folder:
@@ -287,6 +287,9 @@ def read_gguf_config(path: str | Path) -> Any:
     if tokens:
         text.vocab_size = tokens
     _set_rope(header, text)
+    causal: Any = AutoModelForCausalLM._model_mapping
+    if not config.architectures and type(config) in causal:  # servers choose their code by it
+        config.architectures = [causal[type(config)].__name__]
     setattr(config, ORIGIN, {"file": Path(path).name, "tensor_types": header.kinds})
     return config
 

@@ -285,7 +285,8 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
     with disk_errors(f"The export cannot be written to {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
     written: list[Path] = []
-    if (export.is_adapter or find_gguf(source)) and weights != "none":
+    dequantized = weights != "none" and find_gguf(source) is not None
+    if dequantized or (export.is_adapter and weights != "none"):
         written += _merge(export, folder)
     elif source.is_dir() and weights != "none":
         written += [
@@ -297,6 +298,8 @@ def write_export(export: Export, folder: str | Path, *, weights: str = "link") -
     config = dict(export.config)
     if export.is_adapter and merged_dtype(export.path) != "auto":
         config |= {key: "float32" for key in ("dtype", "torch_dtype") if key in config}
+    if dequantized:
+        config["dtype"] = read_json(folder / "config.json", folder).get("dtype")
     record = asdict(export)
     del record["config"]
     written += [_write_json(folder / "config.json", config), _write_json(folder / RECORD, record)]

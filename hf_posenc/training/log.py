@@ -21,6 +21,7 @@ from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment, global_shape
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.files import finite
+from hf_posenc.gguf_file import origin_of
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch.patching import get_patch
 from hf_posenc.training.scoring import precision_of, rows_of
@@ -83,6 +84,8 @@ class TrainingLog:
         """Return the log of a Trainer after `train()`; folders and files in `base` and `data` lose their paths."""
         model: Any = trainer.model
         patch = get_patch(model)
+        dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+        origin = origin_of(model.config, dtype)
         sizes = [(global_shape(each).numel(), each.requires_grad) for each in model.parameters()]
         return cls(
             base=shown_name(base),
@@ -90,7 +93,8 @@ class TrainingLog:
                 "class": type(unwrap(model)).__name__,
                 "parameters": sum(size for size, _ in sizes),
                 "trained": sum(size for size, trained in sizes if trained),
-                "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+                "dtype": dtype,
+                **({"weights": origin} if origin else {}),
             },
             label=None if patch is None else Candidate.installed(patch.config).label,
             patch=None if patch is None else patch.config.to_dict(),

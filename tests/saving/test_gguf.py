@@ -376,6 +376,8 @@ class TestCommands:
         torch.testing.assert_close(
             logits(AutoModelForCausalLM.from_pretrained(folder)), logits(model)
         )
+        config = json.loads((folder / "config.json").read_text())
+        assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
         assert load_tokenizer(str(folder)).encode("the", add_special_tokens=False) == [257]
 
 

@@ -49,13 +49,15 @@ DATA = {
 
 
 def fine_tuned(
-    folder: Path, method: str = "yarn", train: Any = "full", **options: Any
+    folder: Path, method: str = "yarn", train: Any = "full", types: Any = None, **options: Any
 ) -> tuple[TrainingLog, PerplexityResult]:
     """Trains for a few steps, measures, and saves: what a card is made of."""
     base = folder / "base"
     tiny_model().save_pretrained(base)
     byte_tokenizer().save_pretrained(base)
     model: Any = from_pretrained(base)
+    if types is not None:
+        model.config.gguf_source = {"file": "base.gguf", "tensor_types": types}
     scores = make_scores()
     scores.measure(model)
     model = choose_parameters(patch_model(model, method, **options), train)
@@ -174,9 +176,10 @@ def test_an_adapter_says_what_it_is(tmp_path: Path) -> None:
     assert "library_name: hf_posenc" in text
 
 
-def test_without_scores_the_card_says_so(tmp_path: Path) -> None:
-    log, _ = fine_tuned(tmp_path, scale=2)
+def test_without_scores_and_from_a_quantized_file_the_card_says_so(tmp_path: Path) -> None:
+    log, _ = fine_tuned(tmp_path, types={"Q4_0": 99, "F32": 1}, scale=2)
     text = write_card(tmp_path / "made", log, exports=[]).read_text()
+    assert " parameters, weights from Q4_0 GGUF, dequantized to float32), trained at" in text
     assert "No perplexity was measured." in text
     assert PERPLEXITY_PLOT not in text
     assert not (tmp_path / "made" / SCORES).exists()
