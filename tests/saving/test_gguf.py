@@ -22,7 +22,7 @@ from hf_posenc.engines.llama_cpp import runtime
 from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.identity import model_identity
-from hf_posenc.gguf_file import _llama3, find_gguf, read_gguf_config
+from hf_posenc.gguf_file import _llama3, find_gguf, loading_options, read_gguf_config
 from tests.support.gguf_files import header_file, model_file
 
 gguf = pytest.importorskip("gguf")
@@ -110,6 +110,8 @@ class TestWeights:
     def test_trainable(self, plain: tuple[Any, Path]) -> None:
         loaded = from_pretrained(plain[1])
         assert not getattr(loaded, "is_quantized", False)
+        config = loading_options(plain[1]).get("quantization_config")  # of transformers since 5.2x
+        assert config is None or config.dequantize
         loaded(IDS, labels=IDS).loss.backward()
         assert loaded.model.layers[0].self_attn.q_proj.weight.grad.abs().max() > 0
 
@@ -117,7 +119,8 @@ class TestWeights:
         self, plain: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """transformers alone would take the file of the working directory."""
-        other = llama(rms_norm_eps=0.5)
+        other = llama()
+        other.model.norm.weight.data *= 3.0
         model_file(tmp_path / plain[1].name, other)
         monkeypatch.chdir(tmp_path)
         assert torch.equal(logits(from_pretrained(plain[1])), logits(plain[0]))
