@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import time
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from rich.markup import escape
 from hf_posenc.cli.command import command_line
 from hf_posenc.cli.console import err, out, print_error, print_json, print_note, print_warning
 from hf_posenc.cli.loading import open_session
-from hf_posenc.errors import PosencError
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.options import DocumentOptions, ModelOptions, OutputOptions, RunOptions
 from hf_posenc.files import disk_errors, finite
 
@@ -38,6 +39,12 @@ PreparedT = TypeVar("PreparedT")
 SHOWN_SKIPPED = 5
 GIB = 2**30
 _MORE_FILES = {"bench": ("table.md", "curve.*", "heatmap.*")}
+TIMED = 512
+"""Tokens of the window that `--dry-run` times."""
+MENTIONED = 60.0
+"""Seconds from which on the time left is printed."""
+FAR_OFF = 1.5
+"""Factor of an expected time, beyond which another one is printed."""
 ANSWER = 64  # tokens of an answer, in the estimate of a retrieval's cost
 
 
@@ -119,6 +126,7 @@ class Frame:
             print_cost()
             return None
         with self._progress() as progress:
+            progress = progress if self.shard.index else _with_time(progress)
             result = job.run(self.output, self.shard, progress, _report_waiting)
         if result is None and job.missing and not self.shard.launched:
             print_json({"shard": self.shard.index + 1, "missing": job.missing, "parts": job.total})
@@ -149,7 +157,7 @@ class Frame:
         ) as bars:
             task = bars.add_task("starting", total=1)
             yield lambda label, done, total: bars.update(
-                task, description=escape(label), completed=done, total=total
+                task, description=escape(label) or None, completed=done, total=total
             )
 
     def present(
@@ -185,6 +193,69 @@ class Frame:
             print_note(kept)
         if not available():
             print_note("No plot: it needs matplotlib (pip install 'hf-posenc[plot]').")
+
+
+def _with_time(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Return a progress that also prints the time left after the first window, and again if that was far off.
+
+    Longer windows take longer for each token, so the first, short ones may promise too much.
+    """
+    at, read, spent, expected, last = clock(), 0, 0.0, 0.0, 0
+
+    def report(label: str, done: int, total: int) -> None:
+        nonlocal at, read, spent, expected, last
+        progress(label, done, total)
+        now = clock()
+        if label:  # else nothing was read: so much was stored already
+            read, spent = read + done - last, spent + now - at
+        at, last = now, done
+        if not label or read <= 0 or done >= total:
+            return
+        left = (total - done) * spent / read
+        far_off = not 1 / FAR_OFF < (spent + left) / expected < FAR_OFF if expected else True
+        if left >= MENTIONED and far_off:
+            expected = spent + left
+            err().print(
+                f"{about(left)} left: {read:,} tokens took {spent:,.0f} s, {total - done:,} are left.",
+                style="dim",
+            )
+
+    return report
+
+
+def about(seconds: float) -> str:
+    """Return a time in words, of two digits at most."""
+    for unit, size, until in (("s", 1, 90), ("min", 60, 5_400), ("h", 3_600, 172_800)):
+        if seconds < until:
+            return f"about {seconds / size:.2g} {unit}" if seconds >= 1 else "about a second"
+    return f"about {seconds / 86_400:,.0f} days"
+
+
+def timed(run: Any, flops: float, longest: int) -> tuple[float | None, str]:
+    """Run and time one window; return the seconds that so many operations take at that speed, and a sentence."""
+    import torch
+
+    from hf_posenc.evaluation.scoring.decoder import evaluation_mode
+    from hf_posenc.evaluation.scoring.estimate import run_cost
+
+    count = min(TIMED, longest)
+    ids = torch.zeros(count, dtype=torch.int64)
+    try:
+        cost = run_cost(run.model, [(count, 1)], full_logits=not run.scorer.scorer.replays)
+        with evaluation_mode(run.model):
+            run.scorer([ids[:2]], 1)  # the first forward of a process also loads kernels
+            began = time.perf_counter()
+            run.scorer([ids], count - 1)
+            seconds = (time.perf_counter() - began) * flops / cost.flops
+    except Exception as error:  # a family may fail in its own way: the cost is known all the same
+        return (
+            None,
+            f"The time is unknown: a window of {count:,} tokens failed ({one_line(error)}).",
+        )
+    return (
+        seconds,
+        f"All of it takes {about(seconds)}, at the speed of one window of {count:,} tokens.",
+    )
 
 
 def _keep_other_run(result: Result, folder: Path) -> str:
@@ -265,7 +336,11 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
         | {"peak_bytes": row[4].total, "logit_bytes": row[4].logits, "attention": dict(row[5])}
         for row in rows
     ]
-    if print_json({"cost": records, "weight_bytes": rows[0][4].weights, **more}):
+    flops, longest = sum(row[3] for row in rows), max(max(_lengths(item)) for item in jobs)
+    seconds, takes = timed(run, flops, longest)
+    if print_json(
+        {"cost": records, "weight_bytes": rows[0][4].weights, "seconds": seconds, **more}
+    ):
         return
     grid = Grid()
     grid.column("method", footer="in all")
@@ -287,7 +362,7 @@ def print_cost(run: PerplexityRun | RetrievalRun, **more: Any) -> None:
     rest = "" if free is None else f"{free / GIB:,.1f} GiB are free on {device}."
     console.print(
         f"{rows[0][4].weights / GIB:,.2f} GiB are the weights. {rest} An estimate from the model's sizes, on the "
-        "high side (hf_posenc/evaluation/scoring/estimate.py lists the terms); nothing was run.",
+        f"high side (hf_posenc/evaluation/scoring/estimate.py lists the terms). {takes} Nothing else was run.",
         markup=False,
     )
     if not all(shown for row in rows for shown in row[5].values()):

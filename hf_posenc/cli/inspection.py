@@ -529,7 +529,7 @@ class RecommendOptions:
 
 
 def recommend(options: RecommendOptions) -> None:
-    """Rank the methods for a length, with reasons: from the config alone, nothing is measured."""
+    """Sort the methods into classes for a length, with reasons: from the config alone, nothing is measured."""
     import torch
 
     from hf_posenc.cli.loading import embedded_model, live_model

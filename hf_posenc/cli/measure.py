@@ -10,7 +10,7 @@ import typer
 
 from hf_posenc.cli.command import Command, expand
 from hf_posenc.cli.console import out, print_error, print_json, print_note, print_warning
-from hf_posenc.cli.frame import Frame, exit_on, print_cost
+from hf_posenc.cli.frame import Frame, exit_on, print_cost, timed
 from hf_posenc.cli.loading import check_name, load_config, open_session
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.flags import DOCUMENTS
@@ -300,8 +300,13 @@ def _tune(frame: Frame, job: TailJob[Any]) -> Any:
 
 
 def _print_line(job: TailJob[Any]) -> None:
-    print_json({"tokens": job.forwarded, "cost": job.cost_line()})
-    out().print(job.cost_line(), markup=False)
+    from hf_posenc.evaluation.scoring.estimate import run_cost
+
+    target = job.settings.target
+    each = run_cost(job.model, [(target, job.settings.tail_tokens)]).flops / target
+    seconds, takes = timed(job, job.forwarded * each, target)
+    print_json({"tokens": job.forwarded, "cost": job.cost_line(), "seconds": seconds})
+    out().print(f"{job.cost_line()} {takes}", markup=False)
 
 
 def report(

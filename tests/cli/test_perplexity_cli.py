@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from hf_posenc import patched
+from hf_posenc.cli.frame import _with_time, about
 from hf_posenc.cli.loading import load_model, load_tokenizer
 from hf_posenc.embedded import held_out_documents, model_path
 from hf_posenc.evaluation.documents import Document, special_prefix, tokenize
@@ -155,7 +157,56 @@ def test_a_dry_run_says_what_it_costs_and_measures_nothing(
     assert rows["none"][1:3] == ["20", f"{5 * (128 + 32 + 64 + 128):,}"]
     assert rows["yarn"][2:4] == ["30", f"{5 * 2 * (32 + 64 + 128):,}"]
     assert rows["in"][2:4] == ["50", "4,000"]
+    said = " ".join(result.stdout.split())
+    assert re.search(
+        r"takes about .*, at the speed of one window of 128 tokens\. Nothing else", said
+    )
     assert not output.exists()
+
+
+class Clock:
+    """Time that passes only where the test says so."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_the_time_left_is_that_of_the_first_window(capsys: pytest.CaptureFixture[str]) -> None:
+    clock, seen = Clock(), list[int]()
+    report = _with_time(lambda label, done, total: seen.append(done), clock)
+
+    def after(seconds: float, label: str, done: int) -> str:
+        clock.now += seconds
+        report(label, done, 10_000)
+        return " ".join(capsys.readouterr().err.split())
+
+    assert after(5, "", 2_000) == ""  # stored by an earlier run, which says nothing about the speed
+    assert after(10, "none", 2_500) == "about 2.5 min left: 500 tokens took 10 s, 7,500 are left."
+    assert after(10, "none", 3_000) == ""  # as expected
+    said = after(140, "yarn", 4_000)  # longer windows are slower: 2,000 tokens took 160 s
+    assert said == "about 8 min left: 2,000 tokens took 160 s, 6,000 are left."
+    assert after(1, "yarn", 10_000) == ""
+    assert seen == [2_000, 2_500, 3_000, 4_000, 10_000]
+    quick = _with_time(lambda *call: None, Clock())
+    quick("none", 1, 10_000)
+    assert capsys.readouterr().err == ""  # less than a minute
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.2, "about a second"),
+        (40, "about 40 s"),
+        (100, "about 1.7 min"),
+        (720, "about 12 min"),
+        (9_000, "about 2.5 h"),
+        (400_000, "about 5 days"),
+    ],
+)
+def test_times_in_words(seconds: float, words: str) -> None:
+    assert about(seconds) == words
 
 
 def test_a_preset_sets_what_its_peer_has(

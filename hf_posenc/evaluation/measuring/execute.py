@@ -30,7 +30,10 @@ from hf_posenc.evaluation.scoring.positions import position_limit
 from hf_posenc.files import to_json, write_atomically
 
 Progress = Callable[[str, int, int], None]
-"""Called with the candidate's label, the tokens read so far and those of this process's share."""
+"""Called with the candidate's label, the tokens read so far and those of this process's share.
+
+Without a label, so many tokens were read by an earlier run.
+"""
 Cell = tuple[str | int, ...]
 """One number of a candidate's results, such as `("tail", 4096)`."""
 Value = Mapping[str, Any]

@@ -370,6 +370,7 @@ class TailJob(machine.Measurement[Item, Any], abc.ABC, Generic[ResultT]):
             mine = shard.mine(self.items)
             before = done + sum(item.cost for item in mine if store.get(item.key) is not None)
             done += sum(item.cost for item in mine)
+            progress("", min(before * shard.count, total), total)
 
             def report(label: str, tokens: int, _: int) -> None:
                 # the other processes do as much meanwhile
