@@ -136,7 +136,7 @@ def test_names_are_whole_at_any_width(width: int, places: dict[str, Path], tmp_p
         "show yarn": list(METHODS[6].knobs()),
         "recipes": [*available_recipes(), "codellama/CodeLlama-7b-hf"],
         "inspect {model}": ["wavelength", "(rad/token)", "0.000316228"],
-        "recommend {model} --target-length 512": ["dynamic_partial_ntk", "(pose-t6-govreport,"],
+        "recommend {model} --target-length 512": ["dual_chunk", "pose-t6-govreport)"],
         COMMANDS[7]: ["128", "yarn", "(auto)", "tokens"],
     }
     for line, expected in names.items():
