@@ -568,7 +568,6 @@ def origin_of(config: Any, dtype: str) -> str:
     if not kinds:
         return ""
     total = sum(kinds.values())
-    ranked = sorted(kinds, key=lambda kind: -kinds[kind])  # a saved config sorts them by name
-    main = " and ".join(kind for kind in ranked if 20 * kinds[kind] >= total)
+    main = " and ".join(kind for kind, count in kinds.items() if 20 * count >= total)
     quantized = any(kind not in _FLOATS for kind in main.split(" and "))
     return f"{main} GGUF{f', dequantized to {dtype}' if quantized else ''}"

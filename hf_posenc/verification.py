@@ -1,4 +1,4 @@
-"""Verification of a saved model: a clean process without hf_posenc must compute the same logits."""
+"""Verification of a saved model: a clean process, by default without hf_posenc, must compute the same logits."""
 
 from __future__ import annotations
 
@@ -34,13 +34,18 @@ class Absent:
         if name.partition(".")[0] == "hf_posenc":
             raise ModuleNotFoundError("hf_posenc is kept out of this process")
 
-sys.meta_path.insert(0, Absent())
 task = json.loads(sys.argv[1])
+plain = task["plain"]
+if plain:
+    sys.meta_path.insert(0, Absent())
 sys.path[:0] = task["packages"]
 import torch, transformers
 torch.set_num_threads(task["threads"])
 transformers.logging.set_verbosity_error()
-auto = getattr(transformers, task["class"], transformers.AutoModelForCausalLM)
+if plain:
+    auto = getattr(transformers, task["class"], transformers.AutoModelForCausalLM)
+else:
+    import hf_posenc as auto
 model, info = auto.from_pretrained(
     task["directory"], dtype=getattr(torch, task["dtype"]), output_loading_info=True
 )
@@ -48,7 +53,7 @@ model.eval()
 probes = torch.load(task["probes"])
 with torch.no_grad():
     logits = [model(**probe, use_cache=False).logits.float() for probe in probes]
-if "hf_posenc" in sys.modules:
+if plain and "hf_posenc" in sys.modules:
     raise SystemExit("hf_posenc was imported")
 torch.save(logits, task["logits"])
 json.dump({"version": transformers.__version__, "missing": sorted(info["missing_keys"])}, open(task["report"], "w"))
@@ -65,6 +70,7 @@ class Verification:
         tokens: Number of tokens that were compared.
         reach: The largest position among them, plus one.
         missing: Weights that are missing in the directory.
+        plain: hf_posenc was kept out of the process.
     """
 
     directory: str
@@ -74,6 +80,7 @@ class Verification:
     tokens: int
     reach: int
     missing: tuple[str, ...]
+    plain: bool = True
 
     @property
     def passed(self) -> bool:
@@ -82,9 +89,11 @@ class Verification:
     def __str__(self) -> str:
         verdict = "the same model" if self.passed else "ANOTHER model"
         missing = f"; weights missing: {', '.join(self.missing[:3])}" if self.missing else ""
+        how = "without" if self.plain else "with"
         return (
-            f"{self.directory} in a clean process, transformers {self.version}, without hf_posenc: {verdict}; logits "
-            f"differ by {self.error:.1e} of the largest ({self.tokens} tokens, positions to {self.reach:,}){missing}"
+            f"{self.directory} in a clean process, transformers {self.version}, {how} hf_posenc: {verdict}; "
+            f"logits differ by {self.error:.1e} of the largest ({self.tokens} tokens, positions to "
+            f"{self.reach:,}){missing}"
         )
 
 
@@ -93,8 +102,9 @@ def verify_export(
     model: nn.Module | None = None,
     *,
     packages: str | Path | None = None,
+    plain: bool = True,
 ) -> Verification:
-    """Load a saved model in a process in which hf_posenc cannot be imported, and compare logits.
+    """Load a saved model in a process of its own, in which hf_posenc cannot be imported, and compare logits.
 
     Two texts of random tokens are read: one from position 0 on, and one whose positions are spread over the whole
     context that the patch reaches, so that far positions cost no long text.
@@ -104,6 +114,7 @@ def verify_export(
         model: The expected model; by default that of the folder, loaded with its patch.
         packages: A folder of packages that come first there, such as another transformers
             (`pip install --target FOLDER transformers==4.57.1`).
+        plain: False: the process loads it with `hf_posenc.from_pretrained`, as methods require that compute attention.
 
     Raises:
         PosencError: The clean process could not load or run it.
@@ -118,7 +129,9 @@ def verify_export(
     probes = probes[: len(expected)]
     positions = probes[-1].get("position_ids", torch.arange(probes[-1]["input_ids"].shape[1]))
     with tempfile.TemporaryDirectory() as folder:
-        logits, report = _in_a_clean_process(Path(folder), str(directory), inner, probes, packages)
+        logits, report = _in_a_clean_process(
+            Path(folder), str(directory), inner, probes, packages, plain
+        )
     error = max(
         float((one - two).abs().max() / two.abs().max())
         for one, two in zip(logits, expected, strict=True)
@@ -131,13 +144,15 @@ def verify_export(
         sum(probe["input_ids"].numel() for probe in probes),
         int(positions.max()) + 1,
         tuple(report["missing"]),
+        plain,
     )
 
 
 def require(verification: Verification) -> None:
     """Refuse a directory that holds another model."""
     if not verification.passed:
-        raise VerificationError(f"{verification}. Load it with hf_posenc.from_pretrained instead.")
+        instead = " Load it with hf_posenc.from_pretrained instead." if verification.plain else ""
+        raise VerificationError(f"{verification}.{instead}")
 
 
 def _probes(model: Any) -> list[dict[str, Tensor]]:
@@ -185,14 +200,17 @@ def _in_a_clean_process(
     model: Any,
     probes: list[dict[str, Tensor]],
     packages: str | Path | None,
+    plain: bool,
 ) -> tuple[list[Tensor], dict[str, Any]]:
     files = {name: str(folder / name) for name in ("probes", "logits", "report")}
+    first = [] if packages is None else [str(Path(packages).resolve())]
     task = {
         **files,
+        "plain": plain,
         "directory": directory,
         "class": type(model).__name__,
         "dtype": str(model.dtype).removeprefix("torch."),
-        "packages": [] if packages is None else [str(Path(packages).resolve())],
+        "packages": first if plain else [*first, str(Path(__file__).resolve().parents[1])],
         "threads": torch.get_num_threads(),
     }
     torch.save(probes, files["probes"])

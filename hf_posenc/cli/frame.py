@@ -25,6 +25,7 @@ from hf_posenc.files import disk_errors, finite
 if TYPE_CHECKING:
     from hf_posenc.evaluation.bench.run import BenchJob
     from hf_posenc.evaluation.documents import Skipped
+    from hf_posenc.evaluation.extend import ExtendJob
     from hf_posenc.evaluation.grid import Grid, Result
     from hf_posenc.evaluation.measuring.execute import Measurement, Progress
     from hf_posenc.evaluation.perplexity import PerplexityRun
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.scoring.estimate import Cost
     from hf_posenc.evaluation.tuning import TailJob
 
-    Job = Measurement[Any, Any] | BenchJob | TailJob[Any]
+    Job = Measurement[Any, Any] | BenchJob | TailJob[Any] | ExtendJob
 
 PreparedT = TypeVar("PreparedT")
 SHOWN_SKIPPED = 5

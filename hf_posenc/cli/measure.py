@@ -1,8 +1,11 @@
-"""`hf-posenc perplexity`, `retrieval`, `bench`, `sweep` and `search`: a Python function each; `report`, their page."""
+"""`hf-posenc perplexity`, `retrieval`, `bench`, `sweep`, `search`, `extend`: a function each; `report`, their page."""
 
 from __future__ import annotations
 
 import dataclasses
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +23,7 @@ from hf_posenc.evaluation.options import (
     SWEEP_METHODS,
     BenchOptions,
     DocumentOptions,
+    ExtendOptions,
     ModelOptions,
     PerplexityOptions,
     RetrievalOptions,
@@ -41,7 +45,7 @@ MOST_TEXT = 2**24  # characters of a haystack that are read: some four million t
 
 def register(app: typer.Typer) -> None:
     """Add the commands that measure."""
-    for command in (perplexity, retrieval, bench, sweep, search):
+    for command in (perplexity, retrieval, bench, sweep, search, extend):
         app.command(command.__name__, cls=Command)(expand(command))
 
 
@@ -307,6 +311,68 @@ def _print_line(job: TailJob[Any]) -> None:
     seconds, takes = timed(job, job.forwarded * each, target)
     print_json({"tokens": job.forwarded, "cost": job.cost_line(), "seconds": seconds})
     out().print(f"{job.cost_line()} {takes}", markup=False)
+
+
+def extend(
+    context: typer.Context,
+    model: ModelOptions,
+    documents: DocumentOptions,
+    options: ExtendOptions,
+    run: RunOptions,
+    train: Annotated[
+        bool,
+        typer.Option(
+            "--train",
+            help="Where the verdict is not to extend, fine-tune the embedded model; of another, print how.",
+        ),
+    ] = False,
+) -> None:
+    """Extend a model to a longer context and prove it, or say not to.
+
+    Chooses a method on one half of the documents and judges it on the other: it must not lose to truncation, must find
+    passkeys beyond the original length, and must leave short texts alone. Then the patched model is saved in --output,
+    with card, recipe and exports. Without arguments: the embedded model at four times its length. The same command
+    resumes an interrupted run.
+    """
+    from hf_posenc.evaluation.extend import prepare, write_page
+
+    frame = Frame(context, run)
+    job = frame.prepare(prepare, model, documents, options)
+    job.say = print_note
+
+    def print_estimate() -> None:
+        values = job.estimate()
+        print_json(values)
+        out().print(values["cost"], markup=False)
+
+    result = frame.measure(job, print_estimate)
+    if result is None:
+        return
+    frame.present(result, result.about["model"])
+    print_note(f"Wrote {write_page(frame.output)}")
+    if train and not result.extended:
+        _train(
+            result.training,
+            frame.output / "trained",
+            embedded=model.model is None and not documents.text,
+        )
+
+
+def _train(command: str, output: Path, *, embedded: bool) -> None:
+    """Run the fine-tuning of the embedded model; of another, print its command, which lacks a training text."""
+    script = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
+    arguments = [*shlex.split(command)[3:], "--output_dir", str(output)]
+    if not embedded or not script.is_file():
+        reason = (
+            "it needs text that is not measured on" if script.is_file() else "it runs in a clone"
+        )
+        out().print(
+            f"Not trained: {reason}. {command} --output_dir {output}", markup=False, soft_wrap=True
+        )
+        return
+    done = subprocess.run([sys.executable, str(script), *arguments], check=False)
+    if done.returncode:
+        raise typer.Exit(done.returncode)
 
 
 def report(

@@ -1,8 +1,8 @@
 """Measuring what a method does to long documents. Takes any causal language model, patched or not.
 
 What a program or a notebook calls stands here and is imported on first use. Functions that share their name with a
-folder are in it: `hf_posenc.evaluation.bench.bench`, `hf_posenc.evaluation.recommend.recommend`,
-`hf_posenc.evaluation.selftest.selftest`.
+folder are in it: `hf_posenc.evaluation.bench.bench`, `hf_posenc.evaluation.extend.extend`,
+`hf_posenc.evaluation.recommend.recommend`, `hf_posenc.evaluation.selftest.selftest`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hf_posenc.evaluation.bench import GpuResult as GpuResult
     from hf_posenc.evaluation.documents import read_dataset as read_dataset
     from hf_posenc.evaluation.documents import read_paths as read_paths
+    from hf_posenc.evaluation.extend.result import ExtendResult as ExtendResult
     from hf_posenc.evaluation.perplexity import measure_perplexity as measure_perplexity
     from hf_posenc.evaluation.perplexity.result import PerplexityResult as PerplexityResult
     from hf_posenc.evaluation.retrieval import measure_retrieval as measure_retrieval
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 # A command that only lists methods, or prints its help, must not wait for datasets, statistics and models.
 _HOMES = {
     "BenchResult": "bench",
+    "ExtendResult": "extend.result",
     "GpuResult": "bench",
     "PerplexityResult": "perplexity.result",
     "RetrievalResult": "retrieval.result",

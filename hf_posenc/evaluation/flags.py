@@ -5,10 +5,12 @@ Nothing heavy is imported here, since `--help` reads this module.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,6 +129,41 @@ def parse_tasks_or_none(text: str) -> tuple[str, ...]:
 def parse_target(text: str) -> int:
     """Return the length given to `--target-length`, such as `512` or `4k`."""
     return read_length(text, f"--target-length {text}")
+
+
+def parse_budget(text: str) -> float:
+    """Return the seconds given to `--budget`."""
+    return read_duration(text, "--budget")
+
+
+def read_duration(value: Any, name: str) -> float:
+    """Return a time in seconds: a number of them, or text such as `90s`, `30m` or `1h30m`."""
+    seconds = 0.0
+    if isinstance(value, str):
+        match = re.fullmatch(
+            r"(?:([\d.]{1,9})h)?(?:([\d.]{1,9})m)?(?:([\d.]{1,9})s)?", value.strip()
+        )
+        with contextlib.suppress(ValueError):  # 1.2.3
+            parts = match.groups() if match else ()
+            seconds = sum(
+                float(p) * unit for p, unit in zip(parts, (3600, 60, 1), strict=False) if p
+            )
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value)
+    if not 0 < seconds < math.inf:
+        raise PosencError(f"{name}: {value!r} is no time; give it as 90s, 30m or 1h30m.")
+    return seconds
+
+
+def duration(seconds: float) -> str:
+    """Format a time in seconds with its largest two units."""
+    whole = max(1, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min" + (f" {whole % 60} s" if whole % 60 and whole < 600 else "")
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h" + (f" {minutes % 60} min" if minutes % 60 else "")
 
 
 def parse_lengths(text: str, option: str = "--lengths") -> tuple[int, ...]:

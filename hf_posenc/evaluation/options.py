@@ -23,6 +23,7 @@ from hf_posenc.evaluation.flags import (
     model_option,
     option,
     output_option,
+    parse_budget,
     parse_lengths,
     parse_names,
     parse_scales,
@@ -30,6 +31,7 @@ from hf_posenc.evaluation.flags import (
     parse_tasks,
     parse_tasks_or_none,
     plain_option,
+    read_duration,
     read_values,
     read_whole,
 )
@@ -493,6 +495,42 @@ class SearchSettings:
         if self.attention_factor is not None and not 0 < self.attention_factor < math.inf:
             raise PosencError(
                 f"--attention-factor is a number above 0, not {self.attention_factor}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtendOptions(ReadingOptions):
+    """Options of `hf-posenc extend` and `extend`.
+
+    Attributes:
+        budget: Time for the measurements, in seconds or as text such as `"30m"`.
+    """
+
+    target_length: int | None = option(
+        "The length to extend to, in tokens, e.g. 16k. Default: four times the original length.",
+        metavar="N",
+        parse=parse_target,
+    )
+    budget: float = option(
+        "Time for the measurements, e.g. 90s, 30m or 2h. Documents, methods and prompts are fitted to it.",
+        1800.0,
+        metavar="TIME",
+        parse=parse_budget,
+        value=None,
+        shown="30m",
+    )
+    max_regression: float = option(
+        "Accepted growth of perplexity, 0.02 for 2 %: on short texts, and on long ones against truncation.",
+        0.02,
+        metavar="FRACTION",
+    )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", read_duration(self.budget, "budget"))
+        super().__post_init__()
+        if not 0 <= self.max_regression < math.inf:
+            raise PosencError(
+                f"--max-regression is a fraction of at least 0, such as 0.02, not {self.max_regression}."
             )
 
 

@@ -22,7 +22,7 @@ from hf_posenc.engines.llama_cpp import runtime
 from hf_posenc.engines.source import empty_model
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.measuring.identity import model_identity
-from hf_posenc.gguf_file import _llama3, find_gguf, loading_options, origin_of, read_gguf_config
+from hf_posenc.gguf_file import _llama3, find_gguf, loading_options, read_gguf_config
 from tests.support.gguf_files import header_file, model_file
 
 gguf = pytest.importorskip("gguf")
@@ -106,13 +106,6 @@ class TestWeights:
         assert model_identity(again, "saved")["name"].endswith(
             "(Q8_0 GGUF, dequantized to float32)"
         )
-
-    def test_several_types_are_named_by_their_number(self) -> None:
-        types = {"F32": 1, "Q4_1": 21, "Q8_0": 78}
-        config: Any = LlamaConfig()
-        config.gguf_source = {"file": "a.gguf", "tensor_types": types}
-        assert origin_of(config, "bfloat16") == "Q8_0 and Q4_1 GGUF, dequantized to bfloat16"
-        assert origin_of(LlamaConfig(), "float32") == ""
 
     def test_trainable(self, plain: tuple[Any, Path]) -> None:
         loaded = from_pretrained(plain[1])

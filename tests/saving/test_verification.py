@@ -40,6 +40,11 @@ def test_another_method(tmp_path: Path) -> None:
     patched.save_pretrained(tmp_path / "rerope")
     with pytest.raises(PosencError, match=r"cannot load .*rerope needs hf_posenc"):
         verify_export(tmp_path / "rerope")
+    found = verify_export(tmp_path / "rerope", patched, plain=False)
+    assert found.passed
+    assert "with hf_posenc: the same model" in str(found)
+    other = patch_model(zoo.build("llama"), "rerope", window=8)
+    assert not verify_export(tmp_path / "rerope", other, plain=False).passed
 
 
 @pytest.mark.parametrize("clean", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -92,7 +97,7 @@ def test_what_passes(
     missing: list[str],
     passed: bool,
 ) -> None:
-    def found(_: Path, __: str, inner: Any, probes: list[dict[str, Any]], ___: object) -> Any:
+    def found(_: Path, __: str, inner: Any, probes: list[dict[str, Any]], *___: object) -> Any:
         logits = verification._logits(inner, probes)
         for one in logits:
             one[0, 0, 0] += error * one.abs().max()

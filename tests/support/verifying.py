@@ -21,7 +21,7 @@ def verify_here(patch: pytest.MonkeyPatch) -> None:
 
 
 def _in_this_process(
-    _: Path, directory: str, model: Any, probes: list[dict[str, Any]], __: object
+    _: Path, directory: str, model: Any, probes: list[dict[str, Any]], *__: object
 ) -> tuple[list[torch.Tensor], dict[str, Any]]:
     auto: Any = transformers.AutoModelForCausalLM
     saved, info = auto.from_pretrained(directory, dtype=model.dtype, output_loading_info=True)

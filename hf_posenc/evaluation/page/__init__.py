@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation import published
 from hf_posenc.evaluation.bench.gpu_result import GpuResult
+from hf_posenc.evaluation.extend.result import ExtendResult
 from hf_posenc.evaluation.grid import Field, Grid, Span, listed, number, percent
 from hf_posenc.evaluation.measuring.identity import version_of
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, side_of_one
@@ -35,6 +35,7 @@ from hf_posenc.evaluation.page.perplexity import (
 )
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.plots import CONTROL, available
+from hf_posenc.evaluation.retrieval.result import mcnemar
 
 __all__ = ["TITLE", "Collection", "Source", "Unfinished", "collect", "render"]
 
@@ -48,6 +49,7 @@ _ELSEWHERE = frozenset(
         *("kind", "format", "command", "summary", "records", "curve", "documents", "skipped"),
         *("failures", "methods", "protocols", "perplexity", "retrieval", "speed", "by_depth"),
         *("scores", "tasks", "recipe", "rungs", "steps", "remarks"),
+        *("choosing", "choice", "demands", "lines", "kinds", "saved"),
     }
 )
 
@@ -110,6 +112,7 @@ def _page(collection: Collection, title: str, figures: bool) -> str:
         bench=_bench(sources),
         gpu=[(s, GpuResult.from_dict(s.data)) for s in sources if s.kind == GpuResult.kind],
         tuning=_tuning_sections(sources),
+        extending=[(s, ExtendResult.from_dict(s.data)) for s in sources if s.kind == "extend"],
     )
 
 
@@ -279,8 +282,7 @@ def _found(group: Sequence[Source]) -> str:
     best = max(rivals, key=lambda label: len(hits[label]))
     both = right[best].keys() & right[control].keys()
     won, lost = len(hits[best] - hits[control]), len(hits[control] & both - hits[best])
-    tail = sum(math.comb(won + lost, count) for count in range(min(won, lost) + 1))
-    chance = min(1.0, len(rivals) * 2 * tail / 2 ** (won + lost))
+    chance = min(1.0, len(rivals) * mcnemar(won, lost))
     verb = "ranks the answer first in" if ranked else "answers"
     sure = "" if chance < 0.05 else "not "
     word = "different" if sure else "better" if won > lost else "worse"

@@ -18,6 +18,7 @@ KINDS = {
     "perplexity": (*_TUNING, "curve", "failures", "summary"),
     "retrieval": ("model", "settings", "methods", "records", "failures", "haystack"),
     "bench": ("perplexity",),
+    "extend": ("choosing", "model", "settings", "plan"),
     "gpu": ("model", "sizes", "machine", "environment", "records"),
     "sweep": _TUNING,
     "search": _TUNING,
@@ -25,12 +26,13 @@ KINDS = {
 """Each kind of result, with the objects and lists that every result of the kind has."""
 RECORDS = "records"
 PARTS = ("perplexity", "retrieval")
-"""Results inside a benchmark's."""
+WHOLES = ("bench", "extend")
+"""The parts of the results of these kinds are results themselves."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """One result: a file, or a part of a benchmark's file; the parts have the file's number, which begins at 1."""
+    """One result: a file, or a part of one (`WHOLES`); the parts have the file's number, which begins at 1."""
 
     number: int
     name: str
@@ -112,7 +114,7 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) 
     if first is not file:
         return f"the same result as {first}"
     whole = Source(len(collection.files) + 1, name.as_posix(), kind, data)
-    parts = [part for part in PARTS if kind == "bench" and data.get(part)]
+    parts = [part for part in PARTS if kind in WHOLES and data.get(part)]
     collection.sources.append(whole)
     collection.sources += [replace(whole, kind=p, data=data[p], part=True) for p in parts]
     return ""
@@ -121,7 +123,7 @@ def _add(collection: Collection, file: Path, name: Path, seen: dict[str, Path]) 
 def _lacking(kind: str, data: dict[str, Any]) -> str:
     """List the necessary parts that a result lacks; empty for a whole one."""
     lacking = [name for name in KINDS[kind] if not isinstance(data.get(name), dict | list)]
-    parts = [part for part in PARTS if kind == "bench" and data.get(part) is not None]
+    parts = [part for part in PARTS if kind in WHOLES and data.get(part) is not None]
     for part in parts:
         whole = isinstance(data[part], dict)
         if more := _lacking(part, data[part]) if whole else "everything":

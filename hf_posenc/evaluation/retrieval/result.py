@@ -140,6 +140,12 @@ def wilson(successes: int, trials: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
+def mcnemar(won: int, lost: int) -> float:
+    """Return the exact two-sided p of pairs of which one side alone has `won` or `lost` (McNemar 1947)."""
+    tail = sum(math.comb(won + lost, count) for count in range(min(won, lost) + 1))
+    return min(1.0, math.ldexp(2 * tail, -(won + lost)))
+
+
 def summarize(records: Iterable[Record], *, by_depth: bool) -> list[Cell]:
     """Return the cells of all methods, tasks and lengths, and maybe depths, in the order of their first appearance."""
     groups: dict[tuple[str, str, int, float | None], list[Record]] = {}

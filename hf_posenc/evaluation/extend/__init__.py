@@ -1,0 +1,520 @@
+"""Extend a checkpoint to a longer context, and prove it on the user's own documents; or say not to.
+
+Methods are chosen by one half of the documents and judged by the other (`result.py` has choice, demands and verdict).
+Here is the rest: candidates, the fit to a budget of time, the measurements, and the saved model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import shlex
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_posenc.embedded import model_path
+from hf_posenc.engines import ENGINES, export, write_export
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import perplexity, published, retrieval
+from hf_posenc.evaluation.documents import Entry
+from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.extend.result import (
+    ATTENTION,
+    SINKS,
+    TABLE,
+    Choice,
+    ExtendResult,
+    choose,
+    few,
+)
+from hf_posenc.evaluation.flags import duration, output_folder, with_fields
+from hf_posenc.evaluation.measuring import identity
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, UNPATCHED, Candidate
+from hf_posenc.evaluation.measuring.execute import (
+    Measurement,
+    Progress,
+    collected,
+    execute,
+    silent,
+    wait_for_all,
+)
+from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS
+from hf_posenc.evaluation.measuring.store import ALONE, Records, Shard
+from hf_posenc.evaluation.options import ExtendOptions, PerplexityOptions, RetrievalOptions
+from hf_posenc.evaluation.perplexity import PerplexityRun
+from hf_posenc.evaluation.recommend import Advice, recommend
+from hf_posenc.files import disk_errors, write_atomically
+from hf_posenc.patch.patching import get_patch
+from hf_posenc.verification import require, verify_export
+
+EACH = (2, 3)
+"""Least and largest number of methods of each kind."""
+HALF = 20
+"""Most documents in each half."""
+ENOUGH = 10
+"""Documents in each half before a third method of each kind is worth more than further documents."""
+DEPTHS = 4
+SAMPLES = (3, 5, 10)
+"""Numbers of passkeys at every depth. Of 12 in all, 6 that the winner alone finds are significant."""
+ANSWERS = 1.25
+"""Tokens of a passkey prompt are multiplied by this: eleven answers are read behind it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Amounts that are measured: methods of each kind, documents in each half, passkeys at every depth; and tokens."""
+
+    each: int
+    documents: int
+    samples: int
+    tokens: float
+
+
+@dataclass(kw_only=True)
+class ExtendJob:
+    """An extension whose model and documents are ready.
+
+    `whole` has all documents and candidates and is never run; `specs` are the values of `--patch` by kind, the best
+    first, and `controls` those of the reporting half. `say` is called with lines on the course.
+    """
+
+    whole: PerplexityRun
+    tokenizer: Any
+    options: ExtendOptions
+    name: str | None
+    specs: dict[str, list[str]]
+    controls: list[str]
+    remarks: list[str]
+    say: Callable[[str], None] = silent
+    missing: int = 0
+    total: int = 0
+    _memory: Records = field(default_factory=Records)
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The original and the target length, in tokens."""
+        original, target = self.whole.settings.lengths
+        return original, target
+
+    @property
+    def halves(self) -> tuple[Sequence[Any], Sequence[Any]]:
+        """The documents that choose, and those that report: every second one, so that an order is in both alike."""
+        return self.whole.documents[0::2], self.whole.documents[1::2]
+
+    def run(
+        self,
+        folder: Path | None = None,
+        shard: Shard = ALONE,
+        progress: Progress = silent,
+        waiting: Callable[[int], None] = silent,
+    ) -> ExtendResult | None:
+        """Measure, choose, report and, if the demands are met, save; records in `folder` are measured once.
+
+        Processes share every measurement and wait for each other; only the first has the result.
+        """
+        stale = folder is not None and self._holds_model(folder)
+        spent = done = 0.0
+
+        def measured(run: Measurement[Any, Any]) -> Any:
+            nonlocal spent, done
+            with contextlib.ExitStack() as stack:
+                store = self._memory
+                if folder is not None:
+                    store = stack.enter_context(run.open(folder, shard))
+                before, total = int(done), int(max(plan.tokens, done + run.forwarded))
+                progress("", before, total)
+                execute(run, store, shard, lambda label, n, _: progress(label, before + n, total))
+                wait_for_all(run, store, shard, waiting, everyone=True, patience=0)
+                done += run.forwarded
+                values = [store.get(item.key) or {} for item in run.items]
+                spent += sum(value.get("seconds") or 0 for value in values)
+                return collected(run, store)
+
+        plan, rate = self.fit(folder, shard)
+        self.say(self._announcement(plan, rate))
+        chosen_by, reported_by = (half[: plan.documents] for half in self.halves)
+        kinds = {_label(s): kind for kind, own in self.specs.items() for s in own[: plan.each]}
+        remarks, parts = [*self.remarks, *self._left_out(plan)], {}
+        choosing = measured(self._part(chosen_by, [TRUNCATION, *kinds]))
+        choice = choose(choosing, kinds, self.options.max_regression)
+        chosen = next((c for c in self.whole.candidates if c.label == choice.winner), None)
+        if chosen is not None:
+            labels = [TRUNCATION, *self.controls, chosen.label]
+            parts["perplexity"] = measured(self._part(reported_by, labels))
+            try:
+                parts["retrieval"] = measured(self._passkeys(chosen, plan))
+            except PosencError as error:
+                remarks.append(f"No retrieval: {error}")
+        for part in (choosing, *parts.values()):
+            remarks += [f"{f.method} gave no number: {f.reason}." for f in part.failures]
+        metadata = self.whole.metadata
+        result = ExtendResult(
+            about={
+                **{name: metadata[name] for name in ("model", "source", "command")},
+                "environment": identity.environment(),
+            },
+            settings={
+                "original": self.lengths[0],
+                "target": self.lengths[1],
+                "budget": self.options.budget,
+                "max_regression": self.options.max_regression,
+            },
+            plan={**asdict(plan), "seconds_per_token": rate, "measured": spent},
+            kinds=kinds,
+            remarks=list(dict.fromkeys(remarks)),
+            choosing=choosing,
+            training=self.training(choice, kinds),
+            **parts,
+        )
+        if result.extended and chosen is not None and shard.index == 0:
+            self._save(result, chosen, folder)
+        elif stale:
+            result.remarks.append(
+                f"{folder} holds the model that an earlier run saved, and this one does not confirm it: remove it."
+            )
+        return None if shard.index else result
+
+    def _holds_model(self, folder: Path) -> bool:
+        """Return whether an earlier run saved a model in the folder; refuse one that holds another."""
+        holds = (folder / "config.json").exists()
+        if holds and not (folder / "records").exists():
+            raise PosencError(f"{folder} holds another model. Give another folder with --output.")
+        return holds
+
+    def _part(self, documents: Sequence[Any], labels: Sequence[str]) -> PerplexityRun:
+        """Return the measurement of some candidates, in this order, on some documents."""
+        candidates = {candidate.label: candidate for candidate in self.whole.candidates}
+        return PerplexityRun(
+            self.whole.model,
+            documents,
+            [candidates[label] for label in labels],
+            self.whole.settings,
+            special=self.whole.special.tolist(),
+            metadata=self.whole.metadata,
+        )
+
+    def _passkeys(self, chosen: Candidate, plan: Plan) -> Measurement[Any, Any]:
+        """Return the retrieval of the chosen method and of truncation."""
+        options = RetrievalOptions(
+            methods=(TRUNCATION, chosen.spec),
+            lengths=self.lengths,
+            tasks=("passkey",),
+            depths=far_depths(*self.lengths),
+            samples=plan.samples,
+            bos=self.options.bos,
+            chunk=self.options.chunk,
+        )
+        about = {"name": self.name, "command": self.whole.metadata["command"]}
+        return retrieval.prepare(self.whole.model, self.tokenizer, options, **about)
+
+    # The fit to the budget.
+
+    def fit(self, folder: Path | None = None, shard: Shard = ALONE) -> tuple[Plan, float]:
+        """Return the largest plan that fits the budget, and the seconds per token of one timed window.
+
+        The window is the first that the choice needs, so that its record serves both.
+
+        Raises:
+            PosencError: The least sensible plan takes longer, or no method gives a number.
+        """
+        first = [specs[0] for specs in reversed(self.specs.values()) if specs]  # the slower kind
+        rate = next(filter(None, (self._rate(spec, folder, shard) for spec in first)), None)
+        if rate is None:
+            raise PosencError(
+                f"Neither {' nor '.join(first)} gives a number at {self.lengths[1]:,} tokens: nothing can be chosen. "
+                "`hf-posenc perplexity` shows why."
+            )
+        plans = self._plans()
+        fitting = [plan for plan in plans if plan.tokens * rate <= self.options.budget]
+        if not fitting:
+            least = min(plans, key=lambda plan: plan.tokens)
+            needed = duration(least.tokens * rate)
+            raise PosencError(
+                f"--budget {duration(self.options.budget)} is too short: the least that makes sense, "
+                f"{self._amounts(least)}, takes about {needed} here ({duration(rate * self.lengths[1])} a window of "
+                f"{self.lengths[1]:,} tokens). Give --budget {math.ceil(least.tokens * rate / 60)}m, or a shorter "
+                "--target-length. What was measured is kept."
+            )
+
+        def worth(plan: Plan) -> tuple[int, ...]:
+            return min(plan.documents, ENOUGH), plan.each, plan.samples, plan.documents
+
+        return max(fitting, key=worth), rate
+
+    def _rate(self, spec: str, folder: Path | None, shard: Shard) -> float | None:
+        """Return the seconds per token of one document under a method; `None` if it fails."""
+        run = self._part(self.halves[0][:1], [_label(spec)])
+        with contextlib.ExitStack() as stack:
+            store = self._memory
+            if folder is not None:
+                store = stack.enter_context(run.open(folder, shard))
+            execute(run, store, shard)
+            wait_for_all(run, store, shard, everyone=True, patience=0)
+            value = store.get(run.items[0].key) or {}
+        if value.get("failed"):
+            self.remarks.append(f"{spec} gave no number: {value['failed'][0][-1]}.")
+            return None
+        return float(value["seconds"]) / run.forwarded
+
+    def _plans(self) -> list[Plan]:
+        """Return every sensible plan; fewer documents than `FEW_DOCUMENTS` only if there are no more."""
+        costs: Counter[str] = Counter()
+        for item in self.whole.items:
+            costs[item.label] += item.cost * (item.order == 0)
+        most, plans = min(HALF, len(self.halves[1])), []
+        prompt = ANSWERS * (sum(self.lengths) + 2 * self.lengths[0])
+        for each, samples in itertools.product(EACH, SAMPLES):
+            methods = [_label(spec) for own in self.specs.values() for spec in own[:each]]
+            dearest = max(methods, key=costs.__getitem__)
+            labels = (TRUNCATION, *methods, TRUNCATION, *self.controls, dearest)
+            tokens = sum(costs[label] for label in labels)
+            for documents in range(min(FEW_DOCUMENTS, most), most + 1):
+                total = tokens * documents + DEPTHS * samples * prompt
+                plans.append(Plan(each, documents, samples, total))
+        return plans
+
+    def _amounts(self, plan: Plan) -> str:
+        methods = sum(len(specs[: plan.each]) for specs in self.specs.values())
+        return f"{methods} methods, {plan.documents} + {plan.documents} documents and {DEPTHS * plan.samples} passkeys"
+
+    def _announcement(self, plan: Plan, rate: float) -> str:
+        takes, budget = duration(plan.tokens * rate), duration(self.options.budget)
+        return f"{self._amounts(plan)}: about {takes} of {budget}."
+
+    def estimate(self) -> dict[str, Any]:
+        """Time one window, and return the plan with the seconds that it takes, and as a line."""
+        plan, rate = self.fit()
+        seconds = plan.tokens * rate
+        return {**asdict(plan), "seconds": seconds, "cost": self._announcement(plan, rate)}
+
+    def _left_out(self, plan: Plan) -> list[str]:
+        """Return what the budget leaves out, and what too few documents leave unsaid."""
+        rest = [spec for specs in self.specs.values() for spec in specs[plan.each :]]
+        unread = min(HALF, len(self.halves[1])) - plan.documents
+        left = [
+            f"the methods {', '.join(rest)}" if rest else "",
+            f"{2 * unread} documents" if unread else "",
+            f"{unasked} passkeys" if (unasked := DEPTHS * (SAMPLES[-1] - plan.samples)) else "",
+        ]
+        named = "; ".join(filter(None, left))
+        budget = (
+            f"The budget of {duration(self.options.budget)} leaves out {named}." if named else ""
+        )
+        return list(filter(None, (budget, few(len(self.whole.documents)))))
+
+    # The end: the saved model, or the training that is advised instead.
+
+    def _save(self, result: ExtendResult, chosen: Candidate, folder: Path | None) -> None:
+        """Write the recipe into the result; with a folder, save the patched model and verify what was saved."""
+        model: Any = self.whole.model
+        with chosen.applied(model, 1):
+            patch = get_patch(model)
+            assert patch is not None
+            about = {
+                "name": result.kind,
+                "model_types": [model.config.model_type],
+                "checkpoint": result.about["model"]["name"],
+                "source": "hf-posenc extend: chosen on one half of the documents, judged on the other",
+                "description": " ".join(result.lines()[1:4]),
+            }
+            result.recipe = {**patch.config.to_dict(), "recipe": about}
+            if folder is None:
+                return
+            with disk_errors(f"The model cannot be saved to {folder}"):
+                model.save_pretrained(folder)
+                self.tokenizer.save_pretrained(folder)
+            plain = patch.export is not None
+            verified = verify_export(folder, model, plain=plain)
+            require(verified)
+        exports = {}
+        for engine in ENGINES:
+            made = export(folder, engine)
+            exports[engine] = made.reason and f"no: {made.reason}"
+            if made.possible:
+                exports[engine] = "yes, as it is"
+                if not engine.startswith("transformers"):
+                    target = folder / "exports" / engine
+                    for name in (
+                        "config.json",
+                        "export.json",
+                    ):  # of an earlier run, maybe elsewhere
+                        (target / name).unlink(missing_ok=True)
+                    write_export(made, target)
+                    flags = f", with {' '.join(made.flags)}" if made.flags else ""
+                    exports[engine] = f"yes: exports/{engine}{flags}"
+                elif engine != "transformers5":
+                    exports[engine] = f"yes: hf-posenc export {folder} --to {engine}"
+        line = str(verified).replace(str(folder), "The saved model", 1)
+        result.saved = {"folder": str(folder), "verified": line, "exports": exports}
+        write_atomically(folder / "README.md", result.card(plain, patch.methods))
+
+    def training(self, choice: Choice, kinds: Mapping[str, str]) -> str:
+        """Return the command that fine-tunes the model with the best table, or with yarn."""
+        tables = [label for label in choice.ranked if kinds[label] == TABLE]
+        specs = {candidate.label: candidate.spec for candidate in self.whole.candidates}
+        spec = specs[tables[0]] if tables else f"yarn:target_length={self.lengths[1]}"
+        command = ["accelerate", "launch", "scripts/finetune.py", "--patch", spec]
+        command += ["--target_length", str(self.lengths[1])]
+        if name := _argument(self.whole.model, self.name):
+            command += ["--model", name]
+        source = self.whole.metadata["source"]
+        if (
+            source["kind"] != Source().about["kind"]
+        ):  # those are held out from the training's default text
+            command += ["--text", "YOUR_TRAINING_TEXT", "--score_text"]
+            command += source.get("paths") or ["OTHER_TEXT"]
+        return shlex.join(command)
+
+
+def _label(spec: str) -> str:
+    return Candidate.parse(spec).label
+
+
+def _argument(model: Any, name: str | None) -> str:
+    """Return the model's name on a command line; empty for the embedded one."""
+    path = getattr(model.config, "_name_or_path", "")
+    return "" if path == str(model_path()) else name or path or "MODEL"
+
+
+def far_depths(original: int, target: int) -> tuple[float, ...]:
+    """Return depths of needles that lie farther back than the original length, with a quarter of that to spare."""
+    deepest = 0.75 * (1 - original / target)
+    return tuple(round(deepest * index / (DEPTHS - 1), 4) for index in range(DEPTHS))
+
+
+def extend(
+    model: nn.Module,
+    tokenizer: Any,
+    documents: Iterable[str | Entry] | None = None,
+    options: ExtendOptions | None = None,
+    *,
+    output: Path | str | None = None,
+    progress: Progress = silent,
+    **fields: Any,
+) -> ExtendResult:
+    """Find a method that extends a model to a longer context, and prove it, or say not to.
+
+    Args:
+        model: A causal language model of transformers, unchanged at the end.
+        tokenizer: Its tokenizer.
+        documents: Texts, or the entries of a reader of `hf_posenc.evaluation.documents`, of at least the target length;
+            by default the held-out modules of the standard library.
+        options: Target length, budget, accepted regression and how documents are read.
+        output: Folder of the records and, where the verdict is to extend, of the saved model. An interrupted call, made
+            again, resumes.
+        progress: Called after every forward with the method's label, tokens done and tokens in all.
+        **fields: Fields of `ExtendOptions` that replace those of `options`, such as `budget="30m"`.
+
+    Raises:
+        PosencError: The model is long enough, scaled or patched already; there are too few documents; or the budget is
+            too short for the least sensible amount.
+    """
+    folder = output_folder(output, progress)
+    options = with_fields(ExtendOptions, options, fields)
+    source = Source() if documents is None else Source.of(documents)
+    result = prepare(model, tokenizer, source, options).run(folder, progress=progress)
+    assert result is not None
+    if folder is not None:
+        result.write(folder, plots=False)
+        write_page(folder)
+    return result
+
+
+def prepare(
+    model: nn.Module,
+    tokenizer: Any,
+    source: Source,
+    options: ExtendOptions,
+    *,
+    name: str | None = None,
+    command: str | None = None,
+) -> ExtendJob:
+    """Refuse what needs no extension, find candidates, and read documents of at least the target length."""
+    identity.check_weights(model)
+    identity.check_tokenizer(tokenizer)
+    advice = _advice(model, options, name)
+    original, target = advice.carried.trained, advice.target
+    specs: dict[str, list[str]] = {TABLE: [], ATTENTION: []}
+    for option in advice.best:
+        own = specs[ATTENTION if option.attention else TABLE]
+        if len(own) < EACH[1] and published.verdict(option.evidence, advice.factor) >= 0:
+            own.append(str(option.spec))
+    if not any(specs.values()):
+        raise PosencError(
+            f"No method works as it is at {target:,} tokens on this model: `hf-posenc recommend {advice.name} "
+            f"--target-length {target}` says why, and which work after fine-tuning."
+        )
+    controls, remarks = [UNPATCHED], []
+    try:
+        Candidate.parse(SINKS).checked(model)
+        controls.append(SINKS)
+    except PosencError as error:
+        remarks.append(f"{SINKS} is no control here: {error}")
+    reading = ("limit", "max_doc_tokens", "prefill", "chunk", "bos")
+    given = {field: getattr(options, field) for field in reading}
+    measured = PerplexityOptions(
+        **{**given, "limit": options.limit or 2 * HALF},
+        methods=(TRUNCATION, *controls, *(spec for own in specs.values() for spec in own)),
+        lengths=(original, target),
+        protocols=("tail",),
+    )
+    whole = perplexity.prepare(model, tokenizer, source, measured, name=name, command=command)
+    if len(whole.documents) < 4:
+        raise PosencError(
+            f"{len(whole.documents)} of the documents have {target:,} tokens; 4 are needed, two to choose a method and "
+            f"two to judge it, and with {2 * FEW_DOCUMENTS} differences can be told from chance. One document is not "
+            "split: its halves are not independent. Give more --text, or a shorter --target-length."
+        )
+    return ExtendJob(
+        whole=whole,
+        tokenizer=tokenizer,
+        options=options,
+        name=name,
+        specs=specs,
+        controls=controls,
+        remarks=remarks,
+    )
+
+
+def _advice(model: Any, options: ExtendOptions, name: str | None) -> Advice:
+    """Return the ranked methods; raise for a model that is patched, scaled or long enough already."""
+    target, patch = options.target_length, get_patch(model)
+    argument = _argument(model, name)
+    named, measure = name or argument or "The model", f"`hf-posenc perplexity {argument}".rstrip()
+    if patch is not None:
+        raise PosencError(
+            f"{named} is extended already: it carries a saved patch ({str(patch).splitlines()[0]}). Measure it as it "
+            f"is ({measure} --patch none`), or extend the checkpoint that it was made from."
+        )
+    advice = recommend(model, target or 1, name=argument)
+    carried = advice.carried
+    target = target or 4 * carried.trained
+    if target <= carried.reach:
+        by = f" by its rope_type {carried.rope_type}" if carried.scaled else ""
+        raise PosencError(
+            f"{named} reads {carried.reach:,} tokens{by}, and --target-length {target:,} is no more: it is long enough "
+            f"as it is. {measure} --lengths {target}` measures it there."
+        )
+    if carried.scaled:
+        raise PosencError(
+            f"{named} is scaled already, by rope_type {carried.rope_type} from {carried.trained:,} to "
+            f"{carried.reach:,} tokens. Extend the checkpoint without that scaling. To scale a scaled one once more: "
+            f"`hf-posenc recommend {argument} --target-length {target}` names the calls, `hf-posenc sweep` compares."
+        )
+    return recommend(model, target, name=argument) if options.target_length is None else advice
+
+
+def write_page(folder: Path) -> Path:
+    """Write the report page of a folder's `extend.json`, the verdict first."""
+    from hf_posenc.evaluation.page import collect, render  # shows results of this room
+
+    page = folder / "report.html"
+    title = "Extending a checkpoint"
+    write_atomically(page, render(collect([folder / "extend.json"]), title=title))
+    return page

@@ -1,0 +1,419 @@
+"""Result of `hf-posenc extend`: the choice of a method, the demands on it, the verdict, and the card."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCardData
+
+from hf_posenc.evaluation.flags import duration
+from hf_posenc.evaluation.grid import (
+    Field,
+    Grid,
+    Result,
+    number,
+    percent_range,
+    to_markdown,
+)
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION
+from hf_posenc.evaluation.measuring.statistics import (
+    FEW_DOCUMENTS,
+    Cell,
+    Interval,
+    side_of_one,
+    summarize,
+)
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.retrieval.result import Record, RetrievalResult, mcnemar, wilson
+from hf_posenc.files import finite
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SINKS = "attention_sinks"
+TABLE, ATTENTION = "table", "attention"
+"""Kinds of methods: those that change the rotary table alone cost nothing, and engines can have them."""
+SIGNIFICANT = 0.05
+CAN_ANSWER = 0.5
+"""Where the unpatched model writes out this share of the answers at its original length, answers count, else ranks."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice by one half of the documents.
+
+    Attributes:
+        ranked: Methods with numbers, the lowest perplexity first; those past the bound on short texts come last.
+        equal: The first of them, and those that are not told apart from it.
+        winner: The cheapest of the equal ones; `None` without numbers.
+    """
+
+    ranked: tuple[str, ...] = ()
+    equal: tuple[str, ...] = ()
+    winner: str | None = None
+
+
+def choose(choosing: PerplexityResult, kinds: Mapping[str, str], bound: float) -> Choice:
+    """Choose a method by tail perplexity at the target length; among equals a table before attention.
+
+    Equal to the best is a method whose paired interval contains 1, corrected for all pairs, and whose ratio is at most
+    1 + `bound`: with few documents intervals are wide, and do not make a much worse method equal.
+    """
+    original, target = choosing.settings.lengths
+    order: dict[str, tuple[float, float]] = {}
+    for label in kinds:
+        cell, short = (choosing.cell(label, "tail", length) for length in (target, original))
+        if cell is None or short is None or short.ratio is None:
+            continue
+        if math.isfinite(cell.perplexity) and math.isfinite(short.ratio):
+            past = short.ratio if short.ratio > 1 + bound else 0.0
+            order[label] = past, cell.perplexity
+    ranked = sorted(order, key=order.__getitem__)
+    if not ranked:
+        return Choice()
+    pairs, equal = max(1, math.comb(len(ranked), 2)), [ranked[0]]
+    for cell in summarize(choosing.records, baseline=ranked[0], comparisons=pairs):
+        rival = cell.method in ranked[1:] and order[cell.method][0] == order[ranked[0]][0]
+        if rival and cell.length == target and cell.ratio is not None and cell.ratio <= 1 + bound:
+            equal += [cell.method] * (side_of_one(cell.ratio_interval, cell.documents) == 0)
+    winner = min(equal, key=lambda label: (kinds[label] != TABLE, order[label]))
+    return Choice(tuple(ranked), tuple(equal), winner)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A demand on the winner, whether it is met, and the numbers in a sentence."""
+
+    name: str
+    met: bool
+    numbers: str
+
+
+@dataclass(repr=False, kw_only=True)
+class ExtendResult(Result):
+    """Verdict on extending a model; the choice and the demands are computed from the parts.
+
+    Attributes:
+        about: The model, the source of the documents, the versions, the command.
+        settings: `original` and `target` length in tokens, `budget` in seconds, `max_regression`.
+        plan: The amounts that fit the budget, and the seconds that they took.
+        kinds: `"table"` or `"attention"` by method, in the order of `recommend`.
+        remarks: What was left out, and what the verdict cannot say.
+        choosing: The methods on one half of the documents.
+        perplexity: The winner and the controls on the other half; `None` without a winner.
+        retrieval: Passkeys of the winner and of truncation; `None` where none could be measured.
+        training: The command that fine-tunes the model instead.
+        recipe: The winner as `load_patch` reads it, where the verdict is to extend.
+        saved: Folder, verification and exports of the saved model.
+    """
+
+    kind = "extend"
+
+    about: dict[str, Any]
+    settings: dict[str, Any]
+    plan: dict[str, Any]
+    kinds: dict[str, str]
+    remarks: list[str]
+    choosing: PerplexityResult
+    perplexity: PerplexityResult | None = None
+    retrieval: RetrievalResult | None = None
+    training: str = ""
+    recipe: dict[str, Any] | None = None
+    saved: dict[str, Any] | None = None
+    choice: Choice = field(init=False)
+    demands: list[Demand] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.choice = choose(self.choosing, self.kinds, self.bound)
+        self.demands = list(self._demands())
+
+    def __repr__(self) -> str:
+        return f"ExtendResult({self.lines()[0]})"
+
+    @property
+    def bound(self) -> float:
+        """The accepted growth of perplexity."""
+        return float(self.settings["max_regression"])
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The original and the target length, in tokens."""
+        return self.settings["original"], self.settings["target"]
+
+    @property
+    def winner(self) -> str | None:
+        """The chosen method; `None` if none gave numbers."""
+        return self.choice.winner
+
+    @property
+    def extended(self) -> bool:
+        """True if all demands on the winner are met."""
+        return self.winner is not None and all(demand.met for demand in self.demands)
+
+    def against(self, label: str, control: str, length: int) -> Cell | None:
+        """Return the number of a method on the reporting half, with its paired ratio to a control."""
+        records = () if self.perplexity is None else self.perplexity.records
+        # All demands must be met together, so that a single one needs no correction for their number.
+        cells = summarize(records, baseline=control, comparisons=1)
+        return next((c for c in cells if (c.method, c.length) == (label, length)), None)
+
+    def far(self, label: str) -> dict[tuple[float | None, int], Record]:
+        """Return the answers about needles that lie farther back than the original length, by depth and sample."""
+        original, target = self.lengths
+        return {
+            (record.depth, record.sample): record
+            for record in ([] if self.retrieval is None else self.retrieval.records)
+            if record.method == label and record.length == target
+            if record.distance is not None and record.distance > original
+        }
+
+    @property
+    def answers(self) -> bool:
+        """True if the unpatched model writes out passkeys at its original length: else ranks are compared."""
+        # truncation leaves texts of this length as they are
+        part = self.retrieval and self.retrieval.cell(TRUNCATION, "passkey", self.lengths[0])
+        return bool(part) and part.accuracy >= CAN_ANSWER  # type: ignore[union-attr]
+
+    def _demands(self) -> Iterator[Demand]:
+        original, target = self.lengths
+        if self.winner is None or self.perplexity is None:
+            return
+        labels = [entry.label for entry in self.perplexity.candidates]
+        for control in (label for label in (TRUNCATION, SINKS) if label in labels):
+            if self.perplexity.failure(control, "tail", target) and control != TRUNCATION:
+                continue  # in the remarks
+            yield self._compared(f"long texts against {control}", control, target)
+        yield self._retrieved()
+        yield self._compared("short texts", TRUNCATION, original)
+
+    def _compared(self, name: str, control: str, length: int) -> Demand:
+        """Demand that the winner is not significantly worse, and its ratio itself not above the bound.
+
+        On short texts the ratio alone counts: they may cost what the user accepts.
+        """
+        assert self.winner is not None
+        assert self.perplexity is not None
+        cell = self.against(self.winner, control, length)
+        if cell is None or cell.ratio is None or not math.isfinite(cell.ratio):
+            reason = self.perplexity.failure(self.winner, "tail", length)
+            return Demand(name, False, reason or f"no number at {length:,} tokens")
+        worse = length > self.lengths[0] and side_of_one(cell.ratio_interval, cell.documents) > 0
+        met = cell.ratio <= 1 + self.bound and not worse
+        whose = "the unpatched model" if length == self.lengths[0] else control
+        numbers = f"{number(cell.ratio)} times {whose}{_ends(cell.ratio_interval)}"
+        return Demand(name, met, f"{numbers}{', significantly worse' * worse}")
+
+    def _retrieved(self) -> Demand:
+        """Demand that the winner finds more needles beyond the original length than truncation, which sees none."""
+        assert self.winner is not None
+        name, own, others = (
+            f"needles beyond {self.lengths[0]:,} tokens",
+            *map(self.far, (self.winner, TRUNCATION)),
+        )
+        both = own.keys() & others.keys()
+        if not both:
+            return Demand(name, False, "none could be measured")
+        hits = [
+            {key for key in both if (part[key].correct if self.answers else part[key].rank == 1)}
+            for part in (own, others)
+        ]
+        chance = mcnemar(len(hits[0] - hits[1]), len(hits[1] - hits[0]))
+        shares = [
+            f"{len(found)} ({percent_range(wilson(len(found), len(both)))} %)" for found in hits
+        ]
+        candidates = next(iter(own.values())).candidates
+        verb = "answers" if self.answers else f"ranks the key first of {candidates} in"
+        numbers = f"{verb} {shares[0]} of {len(both)}, truncation {shares[1]}; p = {chance:.2g}"
+        return Demand(name, len(hits[0]) > len(hits[1]) and chance < SIGNIFICANT, numbers)
+
+    def lines(self) -> list[str]:
+        """Return the verdict in five lines: what to do, long texts, far needles, short texts, the choice."""
+        original, target = self.lengths
+        unmet = [demand.name for demand in self.demands if not demand.met]
+        finds = any(demand.met for demand in self.demands if demand.name.startswith("needles"))
+        if self.extended:
+            verdict = f"Extend to {target:,} tokens: {self.winner} meets every demand."
+        else:
+            reason = (
+                f"{self.winner} fails on {', '.join(unmet)}" if unmet else "no method gave numbers"
+            )
+            although = ", although it finds needles that truncation cannot" * finds
+            verdict = (
+                f"Do not extend to {target:,} tokens: {reason}{although}. Truncate texts to the last {original:,} "
+                f"tokens, or fine-tune: {self.training}"
+            )
+        long = [demand for demand in self.demands if demand.name.startswith("long")]
+        cell = self.winner and self.against(self.winner, TRUNCATION, target)
+        perplexity = f"perplexity {number(cell.perplexity)}{_ends(cell.interval)}, " if cell else ""
+        documents = 0 if self.perplexity is None else len(self.perplexity.documents)
+        met = _met(long)
+        lines = [
+            verdict,
+            f"Long texts, {documents} documents that did not choose: {met}{perplexity}{_numbers(long)}.",
+        ]
+        for word in ("needles", "short"):
+            demands = [demand for demand in self.demands if demand.name.startswith(word)]
+            title = f"Needles beyond {original:,} tokens" if word == "needles" else "Short texts"
+            lines.append(f"{title}: {_met(demands)}{_numbers(demands)}.")
+        others = [label for label in self.choice.equal if label != self.winner]
+        equal = f"; not told apart from it: {', '.join(others)}" if others else ""
+        lines.append(
+            f"Chosen among {len(self.kinds)} methods by {len(self.choosing.documents)} other documents{equal}. "
+            f"Measured in {duration(self.plan['measured'])} of {duration(self.settings['budget'])}; ranges: 95 %."
+        )
+        return lines
+
+    def notes(self) -> Iterator[str]:
+        yield from self.lines()
+        yield from self.remarks
+        if self.saved is not None:
+            yield self.saved["verified"]
+            engines: dict[str, list[str]] = {}
+            for engine, support in self.saved["exports"].items():
+                engines.setdefault(support, []).append(engine)
+            yield from (f"{', '.join(names)}: {support}" for support, names in engines.items())
+
+    def problems(self) -> Iterator[str]:
+        return iter(())  # a method that fails is an answer
+
+    def figures(self) -> dict[str, Figure]:
+        return {}
+
+    def tables(self) -> list[Grid]:
+        """Return the winner beside the controls, and the methods that it was chosen from."""
+        original, target = self.lengths
+        parts = [(self.choosing, "by which the method was chosen", tuple(self.choice.ranked))]
+        if self.perplexity is not None:
+            parts.insert(0, (self.perplexity, "that did not choose it", ()))
+        grids = []
+        for part, which, ranked in parts:
+            count = len(part.documents)
+            title = f"Tail perplexity, {count} document{'s' * (count != 1)} {which}"
+            grid = Grid(
+                title,
+                caption=f"{title}; ratios to truncation, paired (all of a column hold together in 95 %).",
+            )
+            grid.column("method", least=12)
+            grid.column("kind")
+            for head in (f"at\n{target:,}", "by trun-\ncation", f"at {original:,}, by\nunpatched"):
+                grid.column(head, numeric=True)
+            labels = [entry.label for entry in part.candidates]
+            for label in sorted(labels, key=lambda each: ((*ranked, each)).index(each)):
+                long, short = (part.cell(label, "tail", n) for n in (target, original))
+                mark = (
+                    "best" if label == self.winner else "control" if label not in self.kinds else ""
+                )
+                values = [_field(long, "perplexity"), _field(long, "ratio"), _field(short, "ratio")]
+                grid.row(label, self.kinds.get(label, "control"), *values, mark=mark)
+            grids.append(grid)
+        return grids
+
+    def to_dict(self) -> dict[str, Any]:
+        parts = {name: getattr(self, name) for name in ("choosing", "perplexity", "retrieval")}
+        names = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
+        ready: dict[str, Any] = finite(
+            {
+                "format": 1,
+                "kind": self.kind,
+                "verdict": "extend" if self.extended else "do not extend",
+                "winner": self.winner,
+                "lines": self.lines(),
+                "choice": dataclasses.asdict(self.choice),
+                "demands": [dataclasses.asdict(demand) for demand in self.demands],
+                **self.about,
+                **{name: getattr(self, name) for name in names},
+                **{name: None if part is None else part.to_dict() for name, part in parts.items()},
+            }
+        )
+        return ready
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ExtendResult:
+        """Read what `to_dict` returned; the choice and the demands are computed again."""
+        names = ("settings", "plan", "kinds", "remarks", "training", "recipe", "saved")
+        part, found = values["perplexity"], values["retrieval"]
+        return cls(
+            about={name: values[name] for name in ("model", "source", "environment", "command")},
+            **{name: values[name] for name in names},
+            choosing=PerplexityResult.from_dict(values["choosing"]),
+            perplexity=None if part is None else PerplexityResult.from_dict(part),
+            retrieval=None if found is None else RetrievalResult.from_dict(found),
+        )
+
+    def files(self) -> dict[str, str]:
+        files = super().files()
+        if self.recipe is not None:
+            files["extend_recipe.json"] = json.dumps(self.recipe, indent=2, allow_nan=False) + "\n"
+        return files
+
+    def card(self, plain: bool, methods: Sequence[str]) -> str:
+        """Return the model card of the saved model; `plain` transformers can load it."""
+        assert self.saved is not None
+        name, (original, target) = self.about["model"]["name"], self.lengths
+        metadata = ModelCardData(
+            base_model=name if "/" in name else None,
+            library_name="transformers" if plain else "hf_posenc",
+            pipeline_tag="text-generation",
+            tags=["hf_posenc", "long-context", "positional-encoding", *methods],
+        )
+        loader = (
+            "transformers import AutoModelForCausalLM as loader"
+            if plain
+            else "hf_posenc import from_pretrained"
+        )
+        call = "loader.from_pretrained" if plain else "from_pretrained"
+        engines = Grid.of("", "engine", "computes this model")
+        for engine, support in self.saved["exports"].items():
+            engines.row(engine, support)
+        sections = (
+            f"---\n{metadata.to_yaml()}\n---\n\n# {name} for {target:,} tokens with {self.winner}",
+            (
+                f"{name}, trained at {original:,} tokens and not trained further: only its positions are changed. "
+                "extend_recipe.json has the patch, extend.json every number."
+            ),
+            f'```python\nfrom {loader}\n\nmodel = {call}("PATH")\n```',
+            to_markdown(engines),
+            self.saved["verified"],
+            "## Measured",
+            "\n".join(f"- {line}" for line in (*self.lines(), *self.remarks)),
+            *map(to_markdown, self.tables()),
+            f"```bash\n{self.about['command']}\n```" if self.about["command"] else "",
+        )
+        return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def _met(demands: Sequence[Demand]) -> str:
+    return "" if all(demand.met for demand in demands) else "NOT MET: "
+
+
+def _numbers(demands: Sequence[Demand]) -> str:
+    return ", ".join(demand.numbers for demand in demands) or "not measured"
+
+
+def _ends(interval: Interval | None) -> str:
+    return "" if interval is None else f" ({number(interval[0])}-{number(interval[1])})"
+
+
+def _field(cell: Cell | None, name: str) -> Field:
+    if cell is None or (value := getattr(cell, name)) is None:
+        return Field("-")
+    interval = cell.interval if name == "perplexity" else cell.ratio_interval
+    field = Field(number(value), value=value)
+    return field if interval is None else field.append("\n" + _ends(interval)[2:-1], "aside")
+
+
+def few(documents: int) -> str:
+    """Return what a verdict by so many documents cannot say; empty where there are enough."""
+    needed = 2 * FEW_DOCUMENTS
+    if documents >= needed:
+        return ""
+    return (
+        f"{documents} documents are long enough, {needed} are needed: with fewer than {FEW_DOCUMENTS} in each half no "
+        "difference is called significant. The verdict cannot say that the method is no worse, only that its ratio "
+        "is within the bound."
+    )

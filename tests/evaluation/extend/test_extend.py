@@ -1,0 +1,570 @@
+"""extend: refusals, the fit to the budget, the choice on one half, every demand on the other, saving and resuming.
+
+Losses and answers are planted at the boundary of the measuring, so that every verdict is known beforehand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from hf_posenc import from_pretrained, get_patch, patch_model
+from hf_posenc.cli.app import app
+from hf_posenc.errors import PosencError
+from hf_posenc.evaluation import extend as room
+from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.extend import ExtendJob, extend, far_depths, prepare
+from hf_posenc.evaluation.extend.result import ExtendResult
+from hf_posenc.evaluation.flags import duration, read_duration
+from hf_posenc.evaluation.measuring.store import Records
+from hf_posenc.evaluation.options import ExtendOptions
+from hf_posenc.evaluation.perplexity import PerplexityRun
+from hf_posenc.evaluation.recommend import Advice, recommend
+from hf_posenc.evaluation.retrieval import RetrievalRun
+from tests.support import zoo
+from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose, tiny_checkpoint
+
+ORIGINAL, TARGET = 64, 512
+LEAST = 3.3
+"""Seconds that 4 methods, 5 + 5 documents and 12 passkeys take at the planted speed."""
+WORDS = byte_tokenizer()
+TEXTS = [prose(TARGET + 8, seed) for seed in range(24)]
+Loss = Callable[[str, int, int], float]
+Finds = Callable[[str, int], bool]
+CONTROLS = ("truncation", "attention_sinks", "none")
+
+
+def tiny(**config: Any) -> Any:
+    return zoo.build("llama", vocab_size=VOCABULARY, num_hidden_layers=1, **config)
+
+
+def job_of(model: Any, texts: Any = TEXTS, **options: Any) -> ExtendJob:
+    given: dict[str, Any] = {"target_length": TARGET, "budget": LEAST, **options}
+    return prepare(model, WORDS, Source.of(texts), ExtendOptions(**given), command="hf-posenc test")
+
+
+@pytest.fixture(scope="module")
+def advice() -> Advice:
+    return recommend(tiny(), TARGET, name="")
+
+
+@pytest.fixture
+def advised(advice: Advice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do not try every method on the model once more, and draw no figures: both take seconds."""
+    monkeypatch.setattr("hf_posenc.evaluation.page.available", lambda: False)
+    monkeypatch.setattr(room, "recommend", lambda *_, **__: advice)
+
+
+@pytest.fixture(scope="module")
+def prepared(advice: Advice) -> ExtendJob:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "recommend", lambda *_, **__: advice)
+        return job_of(tiny())
+
+
+def with_budget(job: ExtendJob, budget: Any) -> ExtendJob:
+    """The same job without its records."""
+    options = dataclasses.replace(job.options, budget=budget)
+    return dataclasses.replace(job, options=options, remarks=[], _memory=Records())
+
+
+@pytest.fixture
+def job(prepared: ExtendJob) -> ExtendJob:
+    return with_budget(prepared, LEAST)
+
+
+def wobble(document: int) -> float:
+    """A difference between documents that two halves have alike."""
+    return 0.001 * (document // 2 % 3)
+
+
+def good(label: str, length: int, document: int) -> float:
+    """Tables and attention are a little better than the controls, and the same on short texts."""
+    if length == ORIGINAL:
+        return 2.0
+    worst = 5.0 if label == "none" else 2.0
+    return worst - 0.01 * (label not in CONTROLS) + wobble(document)
+
+
+def only_methods(label: str, order: int) -> bool:
+    """Whether a method finds the needle of a sample, given by its rank."""
+    return label != "truncation"
+
+
+def nobody(label: str, order: int) -> bool:
+    return False
+
+
+@dataclasses.dataclass
+class Planted:
+    """Plants losses by label, length and document, and finds; counts what is measured."""
+
+    loss: Loss = good
+    finds: Finds = only_methods
+    seconds: float = 1e-4  # a token
+    stop_after: int | None = None
+    count: int = 0
+
+    def install(self, patch: pytest.MonkeyPatch) -> Planted:
+        patch.setattr(PerplexityRun, "measure", lambda _, item, attempt: self.losses(item, attempt))
+        patch.setattr(RetrievalRun, "measure", lambda _, item, attempt: self.answer(item, attempt))
+        return self
+
+    def _spend(self, item: Any, attempt: Any) -> None:
+        if self.count == self.stop_after:
+            raise KeyboardInterrupt
+        self.count += 1
+        attempt._seconds = self.seconds * item.cost
+
+    def losses(self, item: Any, attempt: Any) -> dict[str, Any]:
+        self._spend(item, attempt)
+        sums = []
+        for span in (span for window in item.windows for span in window.spans):
+            tokens = span.stop - span.first
+            nats = (
+                self.loss(item.label, span.length, int(re.findall(r"\d+", item.document)[-1]))
+                * tokens
+            )
+            sums.append([*span.cell, nats, tokens, None, None, nats, float(tokens)])
+        return {"sums": sums, "curve": None, "forwarded": item.cost}
+
+    def answer(self, item: Any, attempt: Any) -> dict[str, Any]:
+        self._spend(item, attempt)
+        found = self.finds(item.label, item.order)
+        distance = round((1 - item.sample.depth) * item.length)
+        values = {"correct": found, "score": float(found), "nats": 1.0, "rank": 1 if found else 5}
+        return {**values, "candidates": 11, "distance": distance}
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Planted:
+    return Planted().install(monkeypatch)
+
+
+def verdict(job: ExtendJob, folder: Path | None = None) -> ExtendResult:
+    result = job.run(folder)
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize(
+    ("options", "config", "message"),
+    [
+        (
+            {"target_length": 64},
+            {},
+            "reads 64 tokens, and --target-length 64 is no more: it is long",
+        ),
+        (
+            {"target_length": 100},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "reads 128 tokens by its rope_type linear, and --target-length 100 is no more",
+        ),
+        (
+            {},
+            {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+            "is scaled already, by rope_type linear from 64 to 128 tokens. Extend the checkpoint wit",
+        ),
+        ({"target_length": 700}, {}, "No document can be used"),
+    ],
+)
+def test_a_model_that_needs_no_extension_is_refused(
+    options: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PosencError, match=re.escape(message)):
+        job_of(tiny(**config), **options)
+
+
+def test_a_patched_model_is_refused() -> None:
+    model = patch_model(tiny(), "yarn", scale=2)
+    with pytest.raises(PosencError, match="is extended already: it carries a saved patch"):
+        job_of(model)
+    assert get_patch(model) is not None
+
+
+@pytest.mark.usefixtures("advised")
+def test_too_few_documents_are_refused_and_few_are_named(planted: Planted) -> None:
+    with pytest.raises(PosencError, match="3 of the documents have 512 tokens; 4 are needed"):
+        job_of(tiny(), TEXTS[:3])
+    result = verdict(job_of(tiny(), TEXTS[:6]))
+    assert result.extended
+    assert [line for line in result.remarks if "6 documents are long enough, 10 are needed" in line]
+
+
+def test_what_the_options_cannot_be() -> None:
+    assert [read_duration(text, "t") for text in ("90s", "30m", "1h30m", 7)] == [90, 1800, 5400, 7]
+    assert [duration(s) for s in (0.2, 59, 90, 600, 5400)] == [
+        *("1 s", "59 s", "1 min 30 s", "10 min", "1 h 30 min")
+    ]
+    for budget in ("", "30", "m", "1.2.3s", -1, True):
+        with pytest.raises(PosencError, match="is no time; give it as 90s, 30m or 1h30m"):
+            ExtendOptions(budget=budget)  # type: ignore[arg-type]
+    with pytest.raises(PosencError, match="--max-regression is a fraction of at least 0"):
+        ExtendOptions(max_regression=-0.1)
+
+
+def test_another_model_in_the_folder_stays(
+    job: ExtendJob, planted: Planted, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(PosencError, match=r"holds another model\. Give another folder"):
+        job.run(tmp_path)
+    assert planted.count == 0
+
+
+@pytest.mark.parametrize("budget", [4, 7, 9, 100])
+def test_the_plan_fits_the_budget_and_says_what_it_leaves_out(
+    budget: int, job: ExtendJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Planted().install(monkeypatch)
+    small = with_budget(job, budget)
+    plan, rate = small.fit()
+    assert rate == pytest.approx(1e-4)
+    assert plan.tokens * rate <= budget
+    result = verdict(small)
+    # the estimate covers what is measured; the answers of passkeys come on top of the planted cost
+    assert 0.7 * plan.tokens * rate < result.plan["measured"] <= plan.tokens * rate
+    assert len(result.choosing.documents) == plan.documents
+    assert len(result.kinds) == 2 * plan.each
+    assert result.perplexity is not None
+    assert len(result.perplexity.documents) == plan.documents
+    left = [line for line in result.remarks if "leaves out" in line]
+    assert bool(left) == (budget < 100)
+    if budget == 4:
+        assert "the methods" in left[0]
+        assert "documents" in left[0]
+
+
+def test_a_larger_budget_never_takes_less(job: ExtendJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    Planted().install(monkeypatch)
+    plans = [with_budget(job, budget).fit()[0] for budget in (4, 5, 6, 7, 8, 9, 100)]
+    kept = [(min(plan.documents, 10), plan.each, plan.samples) for plan in plans]
+    assert kept == sorted(kept)
+    assert len(set(kept)) > 3
+    assert (plans[-1].documents, plans[-1].each, plans[-1].samples) == (12, 3, 10)
+
+
+def test_a_budget_below_the_least_names_the_time_that_it_takes(
+    job: ExtendJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Planted(seconds=1.0).install(monkeypatch)
+    with pytest.raises(PosencError) as caught:
+        with_budget(job, "1h").run()
+    message = str(caught.value)
+    assert "--budget 1 h is too short" in message
+    minutes = int(re.findall(r"--budget (\d+)m,", message)[0])
+    enough = with_budget(job, f"{minutes}m")
+    assert enough.fit()[0].documents == 5
+    less = with_budget(job, f"{minutes - 1}m")
+    with pytest.raises(PosencError, match="is too short"):
+        less.fit()
+
+
+def test_all_demands_met_saves_a_model_with_the_same_logits(
+    job: ExtendJob, planted: Planted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def verified(folder: Path, model: Any, *, plain: bool) -> str:
+        asked.append(plain)
+        ids = torch.arange(200)[None] % VOCABULARY
+        with torch.no_grad():
+            expected = model(ids).logits
+            torch.testing.assert_close(from_pretrained(folder)(ids).logits, expected)
+        return "verified"
+
+    monkeypatch.setattr(room, "verify_export", verified)
+    monkeypatch.setattr(room, "require", lambda _: None)
+    result = verdict(job, tmp_path)
+    assert result.extended
+    assert all(demand.met for demand in result.demands)
+    assert result.lines()[0].startswith("Extend to 512 tokens: ")
+    assert len(result.lines()) == 5
+    assert result.kinds[str(result.winner)] == "table"
+    assert asked == [True]
+    patch = get_patch(from_pretrained(tmp_path))
+    assert patch is not None
+    assert result.recipe is not None
+    assert patch.config.to_dict() == {k: v for k, v in result.recipe.items() if k != "recipe"}
+    assert get_patch(job.whole.model) is None
+    card = (tmp_path / "README.md").read_text()
+    assert result.lines()[1] in card
+    assert "| vllm | yes: exports/vllm" in card
+    assert (tmp_path / "exports" / "vllm" / "config.json").is_file()
+
+
+def losing_to(control: str, ratio: float = 0.03) -> Loss:
+    def loss(label: str, length: int, document: int) -> float:
+        better = ratio * (label == control and length == TARGET)
+        return good(label, length, document) - better
+
+    return loss
+
+
+def slightly_worse(label: str, length: int, document: int) -> float:
+    """All methods are 1 % worse than truncation in every document: within the tolerance, and significant."""
+    worse = 0.01 * (label not in CONTROLS) + 0.01
+    return good(label, length, document) + worse * (length == TARGET and label not in CONTROLS)
+
+
+def short_texts_suffer(label: str, length: int, document: int) -> float:
+    return good(label, length, document) + 0.05 * (label not in CONTROLS and length == ORIGINAL)
+
+
+@pytest.mark.parametrize(
+    ("loss", "finds", "failed"),
+    [
+        (losing_to("truncation", 0.05), only_methods, ["long texts against truncation"]),
+        (losing_to("attention_sinks", 0.05), only_methods, ["long texts against attention_sinks"]),
+        (
+            slightly_worse,
+            only_methods,
+            ["long texts against truncation", "long texts against attention_sinks"],
+        ),
+        (good, lambda *_: True, ["needles beyond 64 tokens"]),
+        (
+            good,
+            lambda label, order: label != "truncation" and order < 5,
+            ["needles beyond 64 tokens"],
+        ),
+        (short_texts_suffer, only_methods, ["short texts"]),
+    ],
+)
+def test_one_demand_that_is_not_met_is_enough(
+    loss: Loss,
+    finds: Finds,
+    failed: list[str],
+    job: ExtendJob,
+    planted: Planted,
+    tmp_path: Path,
+) -> None:
+    planted.loss = loss
+    planted.finds = finds
+    result = verdict(job, tmp_path)
+    assert not result.extended
+    assert [demand.name for demand in result.demands if not demand.met] == failed
+    first = result.lines()[0]
+    assert first.startswith("Do not extend to 512 tokens: ")
+    assert all(name in first for name in failed)
+    assert "Truncate texts to the last 64 tokens, or fine-tune: accelerate launch scripts/" in first
+    assert "NOT MET: " in "".join(result.lines()[1:4])
+    assert not (tmp_path / "config.json").exists()
+    assert result.recipe is None
+
+
+def test_a_difference_within_the_tolerance_that_may_be_chance_is_no_loss(
+    job: ExtendJob, planted: Planted
+) -> None:
+    def noisy(label: str, length: int, document: int) -> float:
+        noise = 0.1 * (-1) ** (document // 2) * (label not in CONTROLS and length == TARGET)
+        return good(label, length, document) + noise + 0.02 * bool(noise)
+
+    planted.loss = noisy
+    result = verdict(with_budget(job, 100))
+    demand = result.demands[0]
+    assert demand.met
+    assert float(demand.numbers.split()[0]) == pytest.approx(1.01, abs=0.002)
+
+
+def test_methods_that_all_fail_are_an_answer(
+    job: ExtendJob, planted: Planted, tmp_path: Path
+) -> None:
+    planted.loss = lambda label, length, document: (
+        good(label, length, document) if label in CONTROLS else float("nan")
+    )
+    result = verdict(job, tmp_path)
+    assert result.winner is None
+    assert result.lines()[0].startswith("Do not extend to 512 tokens: no method gave numbers.")
+    assert (
+        ExtendResult.from_dict(json.loads(json.dumps(result.to_dict()))).lines() == result.lines()
+    )
+
+
+def best_is(kind: str, job: ExtendJob, gain: float) -> Loss:
+    """The first method of a kind is better than all others by this much, in every document alike."""
+    first = job.specs[kind][0]
+    label = next(c.label for c in job.whole.candidates if c.spec == first)
+    return lambda *key: good(*key) - gain * (key[0] == label and key[1] == TARGET)
+
+
+def test_among_equals_a_table_comes_before_attention(job: ExtendJob, planted: Planted) -> None:
+    planted.loss = best_is("attention", job, 0.0)
+    assert verdict(job).choice.winner in list(verdict(job).kinds)[:2]
+    noise = {0: -0.03, 1: 0.02, 2: 0.005}
+
+    def noisy(label: str, length: int, document: int) -> float:
+        one = best_is("attention", job, 0.005)(label, length, document)
+        return one + noise[document // 2 % 3] * (label in kinds and kinds[label] == "attention")
+
+    kinds = dict(verdict(job).kinds)
+    planted.loss = noisy
+    result = verdict(with_budget(job, 100))
+    assert result.kinds[result.choice.ranked[0]] == "attention"
+    assert result.kinds[result.choice.equal[0]] == "attention"
+    assert result.kinds[str(result.winner)] == "table"
+
+
+def test_few_documents_do_not_make_a_much_worse_table_equal(
+    job: ExtendJob, planted: Planted
+) -> None:
+    """Tables are 5 % worse, and 100 % here and there: no interval tells them apart."""
+
+    def loss(label: str, length: int, document: int) -> float:
+        far = length == TARGET and label in tables
+        return good(label, length, document) + far * (0.05 + 0.7 * (-1) ** (document // 2))
+
+    names = {spec.partition(":")[0] for spec in job.specs["table"]}
+    tables = {c.label for c in job.whole.candidates if c.method in names}
+    planted.loss = loss
+    result = verdict(with_budget(job, 100))
+    assert result.choice.ranked[0] not in tables
+    assert result.kinds[str(result.winner)] == "attention"
+
+
+@pytest.mark.parametrize("gain", [0.05, 0.012])
+def test_attention_that_is_told_apart_wins(gain: float, job: ExtendJob, planted: Planted) -> None:
+    planted.loss = best_is("attention", job, gain)
+    result = verdict(job)
+    assert result.kinds[str(result.winner)] == "attention"
+    assert result.choice.equal == (result.winner,)
+
+
+def test_the_reporting_half_does_not_choose(job: ExtendJob, planted: Planted) -> None:
+    """Every method but the chosen one is far better in the documents that report."""
+    table = best_is("table", job, 0.1)
+    chosen = next(c.label for c in job.whole.candidates if c.spec == job.specs["table"][0])
+
+    def loss(label: str, length: int, document: int) -> float:
+        if document % 2 == 0 or label in CONTROLS:
+            return table(label, length, document)
+        return good(label, length, document) + (0.2 if label == chosen else -0.5) * (
+            length == TARGET
+        )
+
+    planted.loss = loss
+    result = verdict(job)
+    assert result.winner == chosen
+    assert not result.extended
+    assert result.perplexity is not None
+    parts = (result.choosing, result.perplexity)
+    names = [{document["name"] for document in part.documents} for part in parts]
+    assert names[0] == {f"#{n}" for n in range(0, 10, 2)}
+    assert names[1] == {f"#{n}" for n in range(1, 10, 2)}
+
+
+def test_a_killed_run_resumes_and_another_budget_reuses_its_records(
+    job: ExtendJob, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    whole = Planted(finds=nobody).install(monkeypatch)
+    job = with_budget(job, 5)
+    expected = verdict(job, tmp_path / "whole")
+    for stop in (3, whole.count // 2, whole.count - 2):
+        Planted(finds=nobody, stop_after=stop).install(monkeypatch)
+        with pytest.raises(KeyboardInterrupt):
+            job.run(tmp_path / str(stop))
+        rest = Planted(finds=nobody).install(monkeypatch)
+        assert verdict(job, tmp_path / str(stop)).to_dict() == expected.to_dict()
+        assert rest.count == whole.count - stop
+    again = Planted(seconds=9.0, finds=nobody).install(monkeypatch)
+    result = verdict(with_budget(job, LEAST), tmp_path / "whole")
+    assert again.count == 0
+    assert len(result.choosing.documents) < len(expected.choosing.documents)
+
+
+def test_a_model_of_an_earlier_verdict_is_named(
+    job: ExtendJob, planted: Planted, tmp_path: Path
+) -> None:
+    (tmp_path / "records").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    planted.finds = nobody
+    assert (
+        "an earlier run saved, and this one does not confirm it"
+        in verdict(job, tmp_path).remarks[-1]
+    )
+
+
+def test_exact_answers_count_where_the_model_can_write_them(
+    job: ExtendJob, planted: Planted
+) -> None:
+    result = verdict(job)
+    assert not result.answers  # a passkey does not fit into 64 tokens
+    retrieval = result.retrieval
+    assert retrieval is not None
+    own = [r for r in retrieval.records if r.method == "truncation"]
+    short = [dataclasses.replace(r, length=ORIGINAL, correct=True) for r in own]
+    changed = [dataclasses.replace(r, correct=False) for r in retrieval.records]
+    able = dataclasses.replace(retrieval, records=[*changed, *short])
+    judged = dataclasses.replace(result, retrieval=able)
+    assert judged.answers
+    assert not judged.extended  # ranked first, never written out
+    assert judged.demands[2].numbers.startswith("answers 0 (0-24 %) of 12")
+
+
+@pytest.mark.parametrize("target", [80, 128, 512, 4096])
+def test_every_depth_is_farther_back_than_the_original_length(target: int) -> None:
+    depths = far_depths(64, target)
+    assert depths[0] == 0
+    assert sorted(set(depths)) == list(depths)
+    assert all((1 - depth) * target > 64 for depth in depths)
+
+
+@pytest.mark.usefixtures("advised")
+def test_in_python_the_files_are_written_with_the_verdict_first(
+    planted: Planted, tmp_path: Path
+) -> None:
+    planted.finds = nobody
+    model = tiny()
+    result = extend(model, WORDS, TEXTS, output=tmp_path, target_length=TARGET, budget=LEAST)
+    values = json.loads((tmp_path / "extend.json").read_text())
+    assert ExtendResult.from_dict(values).to_dict() == result.to_dict()
+    assert values["verdict"] == "do not extend"
+    page = (tmp_path / "report.html").read_text()
+    main = page[page.index('<h2 id="verdict">') :]
+    assert main.index("Do not extend to 512 tokens") < main.index("Perplexity</a>")
+    assert "Not met: needles beyond 64 tokens" in page
+    assert get_patch(model) is None
+
+
+@pytest.mark.usefixtures("advised")
+def test_the_command_ends_with_the_verdict_and_status_0(planted: Planted, tmp_path: Path) -> None:
+    planted.finds = nobody
+    folder = tiny_checkpoint(tmp_path / "model", num_hidden_layers=1)
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"{number:02}.txt").write_text(text)
+    out = tmp_path / "out"
+    given = [str(folder), "--text", str(tmp_path), "--target-length", "512", "--budget", "3.3s"]
+    ran = CliRunner().invoke(app, ["extend", *given, "--train", "--no-plot", "--output", str(out)])
+    assert ran.exit_code == 0, ran.output
+    text = " ".join(ran.output.split())
+    assert "Do not extend to 512 tokens: " in text
+    assert "Not trained: it needs text that is not measured on. accelerate launch" in text
+    assert f"--model {folder} --text YOUR_TRAINING_TEXT" in text
+    assert (out / "report.html").is_file()
+    refused = CliRunner().invoke(app, ["extend", str(folder), "--target-length", "32"])
+    assert refused.exit_code == 2
+    dry = CliRunner().invoke(app, ["extend", *given, "--dry-run"])
+    assert "4 methods, 5 + 5 documents and 12 passkeys: about 3 s of 3 s." in dry.output
+
+
+@pytest.mark.slow
+def test_the_embedded_model_from_end_to_end(tmp_path: Path) -> None:
+    """Twice the trained length: saved, verified in a process of its own, exported; and once more from the records."""
+    given = ["extend", "--target-length", "512", "--budget", "10m", "--max-regression", "0.2"]
+    given += ["--no-plot", "--output", str(tmp_path)]
+    first = CliRunner().invoke(app, given)
+    assert first.exit_code == 0, first.output
+    values = json.loads((tmp_path / "extend.json").read_text())
+    assert values["verdict"] == "extend", values["lines"]
+    assert "the same model" in values["saved"]["verified"]
+    assert get_patch(from_pretrained(tmp_path)) is not None
+    again = CliRunner().invoke(app, given)
+    assert again.exit_code == 0, again.output
+    assert json.loads((tmp_path / "extend.json").read_text()) == values
