@@ -64,6 +64,14 @@ SHOWN: dict[str, dict[str, Any]] = {
     "sliding_window": {"window": 64},
 }
 
+# Knobs of the filters that are drawn together.
+FILTERED: dict[str, list[dict[str, Any]]] = {
+    "clip": [{"soft": 20}, {"pairs": 20}, {"share": 0.25}, {"turns": 4}],
+    "resonance": [{}],
+    "power_basis": [{"power": 0.1}, {"power": 0.5}, {"power": 2.0}],
+    "truncated_basis": [{"wavelength": 1000}, {"wavelength": 4000}],
+}
+
 # The layouts of a head: the name, the rotated ones of 8 features, and whether pairs are split into halves.
 LAYOUTS = (("interleaved", 8, False), ("half-split", 8, True), ("half-split, partial", 4, True))
 DIGITS = ("ones", "tens", "hundreds", "thousands")
@@ -295,6 +303,21 @@ def frequencies(figure: Figure) -> None:
     figure.legend(frameon=False, fontsize=7.5, loc="outside right center")
 
 
+def filtered(figure: Figure, name: str) -> None:
+    """Plot each pair's frequency divided by its own, for several values of the knobs; equal lines once."""
+    rope, panel = RopeSpec(128, 1e4, 4096), figure.subplots()
+    for index, knobs in enumerate(FILTERED[name]):
+        method = get_method(name).from_options(**knobs)
+        assert isinstance(method, RopeScaling)
+        label = ", ".join(f"{knob}={value:,}" for knob, value in knobs.items())
+        ratio = method.inv_freq(rope) / rope.default_inv_freq()
+        style = DASHES[index % len(DASHES)]
+        panel.plot(ratio, color=COLOURS[index], linestyle=style, label=label)
+    panel.set(xlabel="pair of features, the fastest first", ylabel="frequency times")
+    if any(FILTERED[name]):
+        panel.legend(frameon=False, fontsize=7.5)
+
+
 def layouts(figure: Figure) -> None:
     """Plot the features of one head in every layout, in the colours of their pairs, and the permutation between two."""
     panel, features = figure.subplots(), 8
@@ -409,6 +432,7 @@ PICTURES: dict[str, Draw] = {
     "frequencies": frequencies,
     **{name: partial(bands, name=name) for name in MAPS},
     **{m.name: partial(biases, name=m.name) for m in METHODS if issubclass(m, DistanceBias)},
+    **{name: partial(filtered, name=name) for name in FILTERED},
     **{
         f.__name__: f
         for f in (dpe, lampe, log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)

@@ -14,6 +14,7 @@ import torch
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import METHODS, DistanceBias, LogN, Method, RotaryBands, get_method
+from hf_posenc.methods.filters import TableFilter
 from tests.support import attention_references as naive
 from tests.support.attention_methods import (
     BANDS,
@@ -169,7 +170,10 @@ def test_a_method_of_ones_own_from_the_page() -> None:
             assert bias.shape == (4, 9)
 
 
-@pytest.mark.parametrize("name", OTHERS)
+FILTERS = tuple(method.name for method in METHODS if issubclass(method, TableFilter))
+
+
+@pytest.mark.parametrize("name", [*OTHERS, *FILTERS])
 def test_every_method_has_its_picture(name: str) -> None:
     docs = Path(__file__).parents[2] / "docs"
     section = (docs / "methods.md").read_text(encoding="utf-8").partition(f"\n## `{name}`\n")[2]
