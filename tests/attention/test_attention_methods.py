@@ -14,7 +14,7 @@ import torch
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import METHODS, DistanceBias, LogN, Method, RotaryBands, get_method
-from hf_posenc.methods.filters import TableFilter
+from hf_posenc.methods.base import TableFilter
 from tests.support import attention_references as naive
 from tests.support.attention_methods import (
     BANDS,

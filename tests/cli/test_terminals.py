@@ -41,6 +41,7 @@ COMMANDS = [
     "bench {model} --text {texts} --suite smoke --lengths 64,128 --dry-run",
     "sweep {model} --patch pi --patch yarn " + TAIL,
     "search {model} --budget 8 " + TAIL,
+    "extend {model} --text {texts} --target-length 128 --output {out}",
     "report {run} --output {out}.html",
     "export {model} --to vllm --patch yarn:scale=4 --output {out}",
     "export {model} --to vllm --patch yarn:scale=4 --dry-run",
@@ -74,7 +75,7 @@ def test_the_table_has_every_command() -> None:
 
 def measures(line: str) -> bool:
     """Return whether a command measures for a second; perplexity, which does too, stands for the others."""
-    names = ("retrieval", "bench", "sweep", "search", "selftest")
+    names = ("retrieval", "bench", "sweep", "search", "extend", "selftest")
     return line.startswith(names) and "--dry-run" not in line
 
 
