@@ -29,6 +29,7 @@ from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS
 from scripts.finetuned_page import conversions, example, positions, short, ways
 from scripts.gpu_table import measured, table
+from scripts.real_model_page import agreement, tails
 from scripts.rope_page import digits, divisors, properties
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -321,6 +322,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     },
     ROOT / "docs" / "patching.md": {"attention": attention},
     ROOT / "docs" / "gpu.md": {"backends": table, "measured": measured},
+    ROOT / "docs" / "real_model.md": {"tails": tails, "agreement": agreement},
     ROOT / "docs" / "rope.md": {"digits": digits, "divisors": divisors, "properties": properties},
     ROOT / "docs" / "updates.md": {"updates": updates},
 }
