@@ -65,7 +65,7 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
         if patch is not None:
             raise PosencError(f"--patch none: {saved}. {_KEEP}.")
         return
-    candidate = Candidate.parse(text)
+    candidate = Candidate.parse(text, unpatched=False)
     if patch is not None:
         if not candidate.beside.get("replace"):
             raise PosencError(f"--patch {text}: {saved}. {_KEEP}, or replace it by replace=true.")

@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState
 from transformers import AutoTokenizer, Trainer, TrainingArguments, set_seed
 
 from hf_posenc import from_pretrained, get_patch
+from hf_posenc.errors import PosencError
 from hf_posenc.evaluation import read_paths
 from hf_posenc.training import (
     PositionCollator,
@@ -26,6 +27,7 @@ from hf_posenc.training.batches.collator import DRAWS
 from hf_posenc.training.checkpoints import mark_complete
 from hf_posenc.training.preparation import apply_patch, resolve_lengths
 from scripts import finetune_loop
+from tests.support import zoo
 from tests.support.selection import late
 from tests.support.tiny_text import prose, tiny_checkpoint
 
@@ -205,3 +207,8 @@ def test_two_processes_report_what_one_does(
 
 def test_it_is_short_enough_to_be_read() -> None:
     assert len((ROOT / "scripts" / "finetune_loop.py").read_text().splitlines()) <= 100
+
+
+def test_truncation_is_nothing_to_train() -> None:
+    with pytest.raises(PosencError, match="truncation"):
+        apply_patch(zoo.build("llama"), "truncation")

@@ -31,7 +31,7 @@ from hf_posenc.evaluation.bench.peers import PEERS, Formulation
 from hf_posenc.evaluation.bench.run import GPU
 from hf_posenc.evaluation.bench.speed import Clock, SpeedRun
 from hf_posenc.evaluation.grid import Grid, listed
-from hf_posenc.evaluation.measuring.candidates import Candidate, parse_candidates
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION, Candidate, parse_candidates
 from hf_posenc.evaluation.measuring.execute import Attempt, Item, Measurement, Value
 from hf_posenc.evaluation.measuring.identity import config_hash, environment
 from hf_posenc.evaluation.measuring.store import Key
@@ -148,6 +148,10 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
             "config_sha256": config_hash(config),
         }
         self.metadata = {"model": about, "command": command}
+        if TRUNCATION in (specs or ()):
+            raise PosencError(
+                f"--patch {TRUNCATION}: the suite gpu measures methods on windows of one length. Leave it out."
+            )
         given = parse_candidates([method.name for method in methods()] if specs is None else specs)
         built = {c.label: c.parts[0].build(SCALE) for c in given if len(c.parts) == 1}
         self.methods = {n: m for n, m in built.items() if seam_of(m) in ("attention", "bias")}

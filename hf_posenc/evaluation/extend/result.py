@@ -40,7 +40,7 @@ TABLE, ATTENTION = "table", "attention"
 """Kinds of methods: those that change the rotary table alone cost nothing, and engines can have them."""
 SIGNIFICANT = 0.05
 CAN_ANSWER = 0.5
-"""Where the unpatched model writes out this share of the answers at its original length, answers count, else ranks."""
+"""Answers count if the unpatched model writes out at least this share of them at its original length; else ranks do."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.scoring.positions import position_limit, too_long
-from hf_posenc.methods import LaMPE, LengthDependent, Method, get_method
+from hf_posenc.methods import Growing, LengthDependent, Method, get_method
 from hf_posenc.model.discovery import RotaryTable, rotary_tables
 from hf_posenc.model.rotary import PosencRotary, RotaryWrapper, moves_with_length
 from hf_posenc.patch.config import PatchConfig, parse_method
@@ -373,9 +373,7 @@ def movement(model: nn.Module) -> tuple[bool, bool]:
     own = any(_moves(model, table) for table in rotary_tables(model))
     state = state_of(model)
     methods = () if state is None else state.methods
-    patch = any(
-        isinstance(each, LengthDependent | LaMPE) and each.update != "row" for each in methods
-    )
+    patch = any(isinstance(each, Growing) and each.update != "row" for each in methods)
     return own or patch, own
 
 

@@ -327,6 +327,7 @@ def test_the_sizes_of_a_gpu_run_are_those_of_llama_3_8b() -> None:
         ({"rounds": 0}, "give --rounds 1 or more"),
         ({"tail_tokens": 8}, "tail-tokens has no meaning for --suite gpu"),
         ({"protocols": ("prefix",)}, "protocol has no meaning for --suite gpu"),
+        ({"methods": ("truncation",)}, "--patch truncation: the suite gpu measures"),
     ],
 )
 def test_what_it_refuses(options: dict[str, Any], said: str) -> None:

@@ -95,7 +95,7 @@ def good(label: str, length: int, document: int) -> float:
 
 
 def only_methods(label: str, order: int) -> bool:
-    """Whether a method finds the needle of a sample, given by its rank."""
+    """Return True if a method ranks the needle of a sample first."""
     return label != "truncation"
 
 
