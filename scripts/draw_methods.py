@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/methods.md and docs/rope.md from the methods themselves: docs/methods/*.png.
+"""Draw the pictures of docs/methods/ and docs/rope.md from the methods themselves: docs/methods/pictures/*.png.
 
     python -m scripts.draw_methods                 # all of them
     python -m scripts.draw_methods rerope alibi    # some
@@ -49,7 +49,7 @@ from hf_posenc.methods import (
 from hf_posenc.methods.temperature import LAWS
 from hf_posenc.rope import RopeSpec
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "methods"
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "methods" / "pictures"
 TEXT, ORIGINAL = 192, 96  # tokens of the maps: a text of twice the original context
 HEADS, REACH = 8, 512
 

@@ -117,7 +117,7 @@ def methods() -> str:
         kind, _, meaning = title.partition(": ")
         untrained, trained = (
             ", ".join(
-                f"[`{m.name}`](docs/methods.md#{m.name})"
+                f"[`{m.name}`](docs/methods/{m.name}.md)"
                 for m in group
                 if m.needs.startswith("nothing") is untrained
             )
@@ -130,7 +130,12 @@ def methods() -> str:
 def index() -> str:
     """A row per method, with a link to its section."""
     rows = [
-        [f"[`{m.name}`](#{m.name})", m.summary, m.needs, ", ".join(f"`{a}`" for a in m.aliases)]
+        [
+            f"[`{m.name}`](methods/{m.name}.md)",
+            m.summary,
+            m.needs,
+            ", ".join(f"`{a}`" for a in m.aliases),
+        ]
         for m in METHODS
     ]
     return markdown_table(["method", "in one line", "needs", "alias"], rows)

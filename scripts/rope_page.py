@@ -61,7 +61,7 @@ def properties() -> str:
             reach = "any" if method.follows_text else "s L" if method.takes_scale() else "-"
             trained = "yes" if method.trainable else "no"
             facts = (_positions(method), trained, reach, method.needs)
-            names.setdefault(facts, []).append(f"[`{method.name}`](methods.md#{method.name})")
+            names.setdefault(facts, []).append(f"[`{method.name}`](methods/{method.name}.md)")
         rows += [[", ".join(links), *facts] for facts, links in names.items()]
     columns = ["method", "positions in the score", "parameters", "length", "needs"]
     return markdown_table(columns, rows)

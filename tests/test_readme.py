@@ -32,7 +32,8 @@ from tests.support.tiny_text import prose, tiny_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "methods").glob("*.md"))]
 BLOCK = re.compile(
     r"(?:^<!-- (?P<marker>not run|command)(?: \((?P<options>[^)\n]+)\))?: [^\n]+ -->\n)?"
     r"^```(?P<language>\w+)\n(?P<code>.*?)^```$",

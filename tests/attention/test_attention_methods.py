@@ -176,11 +176,11 @@ FILTERS = tuple(method.name for method in METHODS if issubclass(method, TableFil
 @pytest.mark.parametrize("name", [*OTHERS, *FILTERS])
 def test_every_method_has_its_picture(name: str) -> None:
     docs = Path(__file__).parents[2] / "docs"
-    section = (docs / "methods.md").read_text(encoding="utf-8").partition(f"\n## `{name}`\n")[2]
-    picture = re.search(r"!\[.+?\]\((.+?)\)", section.partition("\n## ")[0])
+    page = (docs / "methods" / f"{name}.md").read_text(encoding="utf-8")
+    picture = re.search(r"!\[.+?\]\((.+?)\)", page)
     assert picture is not None
-    assert picture[1] == f"methods/{name}.png"
-    assert 5_000 < (docs / picture[1]).stat().st_size < 100_000
+    assert picture[1] == f"pictures/{name}.png"
+    assert 5_000 < (docs / "methods" / picture[1]).stat().st_size < 100_000
 
 
 def test_pictures_are_drawn_from_the_methods(tmp_path: Path) -> None:

@@ -252,8 +252,8 @@ def test_the_pictures_of_the_page_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from scripts.draw_methods import FOLDER, draw
 
-    page = (FOLDER.parent / "rope.md").read_text(encoding="utf-8")
-    names = re.findall(r"\(methods/(\w+)\.png\)", page)
+    page = (FOLDER.parents[1] / "rope.md").read_text(encoding="utf-8")
+    names = re.findall(r"\(methods/pictures/(\w+)\.png\)", page)
     assert names == ["layouts", "dials", "wavelengths"]
     for path in draw(names, tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
