@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/methods/ and docs/rope.md from the methods themselves: docs/methods/pictures/*.png.
+"""Draw the pictures of docs/methods/ from the methods themselves: docs/methods/pictures/*.png.
 
     python -m scripts.draw_methods                 # all of them
     python -m scripts.draw_methods rerope alibi    # some
@@ -11,19 +11,17 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from matplotlib import colormaps, rc_context
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle, Wedge
 from torch import Tensor
 
-from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, REMARK, STYLE
+from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, STYLE
 from hf_posenc.methods import (
     ABF,
     DPE,
@@ -33,9 +31,6 @@ from hf_posenc.methods import (
     DistanceBias,
     LaMPE,
     LogN,
-    NTKAware,
-    NTKMixed,
-    PositionInterpolation,
     RopeBias,
     RopeScaling,
     RotaryBands,
@@ -43,7 +38,6 @@ from hf_posenc.methods import (
     Temperature,
     TransformerXL,
     XPos,
-    YaRN,
     get_method,
 )
 from hf_posenc.methods.temperature import LAWS
@@ -71,11 +65,6 @@ FILTERED: dict[str, list[dict[str, Any]]] = {
     "power_basis": [{"power": 0.1}, {"power": 0.5}, {"power": 2.0}],
     "truncated_basis": [{"wavelength": 1000}, {"wavelength": 4000}],
 }
-
-# The layouts of a head: the name, the rotated ones of 8 features, and whether pairs are split into halves.
-LAYOUTS = (("interleaved", 8, False), ("half-split", 8, True), ("half-split, partial", 4, True))
-DIGITS = ("ones", "tens", "hundreds", "thousands")
-PAIRS, GREY = (*COLOURS[:3], COLOURS[6]), "#dddddd"
 
 
 def position_map(method: RotaryBands) -> Tensor:
@@ -318,107 +307,6 @@ def filtered(figure: Figure, name: str) -> None:
         panel.legend(frameon=False, fontsize=7.5)
 
 
-def layouts(figure: Figure) -> None:
-    """Plot the features of one head in every layout, in the colours of their pairs, and the permutation between two."""
-    panel, features = figure.subplots(), 8
-    panel.set_axis_off()
-    panel.set(xlim=(-2.3, features), ylim=(-3.9, 0.8))
-    tops = (0.0, -1.0, -2.6, -3.6)
-    captions = ("complex", *(caption for caption, *_ in LAYOUTS))
-    for top, caption in zip(tops, captions, strict=True):
-        panel.text(-2.3, top + 0.34, caption, fontsize=8, va="center")
-    for pair in range(features // 2):
-        name = f"z{pair} = x{2 * pair} + j x{2 * pair + 1}"
-        _box(panel, (2 * pair, 0), 2, name, PAIRS[pair])
-    orders = [order(features, rotated, split=split) for _, rotated, split in LAYOUTS]
-    for top, places, (_, rotated, _) in zip(tops[1:], orders, LAYOUTS, strict=True):
-        for place, feature in enumerate(places):
-            colour = PAIRS[feature // 2] if feature < rotated else GREY
-            _box(panel, (place, top), 1, f"x{feature}", colour)
-    for place, feature in enumerate(orders[1]):
-        ends = ([orders[0].index(feature) + 0.5, place + 0.5], [tops[1] - 0.05, tops[2] + 0.75])
-        panel.plot(*ends, color=PAIRS[feature // 2], linewidth=1.2)
-
-
-def order(features: int, rotated: int, *, split: bool) -> list[int]:
-    """Return the feature of the complex form at each place of a head whose first features are rotated."""
-    pairs = torch.arange(rotated).view(-1, 2)
-    turned = (pairs.T if split else pairs).flatten().tolist()
-    return [*turned, *range(rotated, features)]
-
-
-def _box(panel: Axes, corner: tuple[float, float], width: float, text: str, colour: str) -> None:
-    x, y = corner
-    panel.add_patch(Rectangle((x + 0.04, y), width - 0.08, 0.7, facecolor=colour))
-    ink = "#444444" if colour == GREY else "white"
-    panel.text(x + width / 2, y + 0.34, text, color=ink, ha="center", va="center", fontsize=8.5)
-
-
-def stretched(rope: RopeSpec, scale: float) -> dict[str, Tensor]:
-    """Return the frequencies of the methods of the pictures, the unscaled ones first."""
-    kinds = (PositionInterpolation, NTKAware, NTKMixed, YaRN)
-    scaled = {kind.name: kind(scale=scale).inv_freq(rope) for kind in kinds}
-    return {"unscaled": rope.default_inv_freq(), **scaled}
-
-
-def wavelengths(figure: Figure) -> None:
-    """Plot the wavelength of each pair, unscaled and by method, against the trained and the longer text."""
-    rope, panel = RopeSpec(128, 1e4, 4096), figure.subplots()
-    trained = rope.original_max_position_embeddings
-    panel.axvspan(rope.pair_index(1), 63, color="#f0f0f0", linewidth=0)
-    panel.text(62, 7, "no full turn\nin training", fontsize=7.5, color=REMARK, ha="right")
-    for length, name in ((trained, "L"), (8 * trained, "8 L")):
-        panel.axhline(length, color=REMARK, linewidth=0.8, linestyle="--")
-        panel.text(1, length * 1.12, f"{name} = {length:,}", fontsize=7.5, color=REMARK)
-    for index, (name, table) in enumerate(stretched(rope, 8).items()):
-        colour = COLOURS[index - 1] if index else BASELINE
-        style = DASHES[1] if name == "yarn" else "-"  # it runs over the first and the second
-        panel.plot(2 * math.pi / table, color=colour, linestyle=style, linewidth=1.4, label=name)
-    panel.set_yscale("log")
-    panel.yaxis.set_major_formatter("{x:,.0f}")
-    panel.set(xlabel="pair of features, the fastest first", ylabel="tokens per turn")
-    panel.set(xlim=(0, 63), ylim=(5, 1e6))
-    figure.legend(frameon=False, fontsize=7.5, loc="outside right center")
-
-
-def dials(figure: Figure) -> None:
-    """Plot four pairs as dials: the angles of the trained length, and those of a text four times as long."""
-    rope, scale = RopeSpec(8, 1e4, 1000), 4
-    trained = rope.original_max_position_embeddings
-    tables = stretched(rope, scale)
-    grid = figure.subplots(len(tables), rope.dim // 2)
-    for row, (name, table) in zip(grid, tables.items(), strict=True):
-        row[0].text(-3.0, 0, name, fontsize=8, va="center")
-        for pair, panel in enumerate(row):
-            default, frequency = tables["unscaled"][pair].item(), table[pair].item()
-            seen = min(360.0, math.degrees(default * (trained - 1)))
-            reached = min(360.0, math.degrees(frequency * (scale * trained - 1)))
-            _sector(panel, 0.68, 0.68, (0, 360), "#eeeeee")
-            _sector(panel, 0.68, 0.68, (0, seen), "#b8d4e8")
-            _sector(panel, 1.0, 0.22, (0, min(seen, reached)), COLOURS[0])
-            _sector(panel, 1.0, 0.22, (seen, max(seen, reached)), COLOURS[1])
-            for token in (0, 1):
-                tip = (0.64 * math.sin(frequency * token), 0.64 * math.cos(frequency * token))
-                panel.plot((0, tip[0]), (0, tip[1]), color=BASELINE, linewidth=1)
-            panel.set_axis_off()
-            panel.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), aspect="equal")
-            if name == "unscaled":
-                turn = f"{2 * math.pi / default:,.0f} tokens a turn"
-                panel.set_title(f"{DIGITS[pair]}: pair {pair},\n{turn}", fontsize=8)
-            else:
-                label = f"÷ {default / frequency:.3g}"
-                panel.text(0, -1.45, label, fontsize=7.5, color=REMARK, ha="center")
-
-
-def _sector(
-    panel: Axes, radius: float, width: float, turn: tuple[float, float], colour: str
-) -> None:
-    """Fill a sector between two angles in degrees, clockwise from the top."""
-    if turn[1] > turn[0]:
-        ends = 90 - turn[1], 90 - turn[0]
-        panel.add_patch(Wedge((0, 0), radius, *ends, width=width, facecolor=colour))
-
-
 def _shade(index: int, count: int) -> tuple[float, float, float]:
     """Return a shade of blue, lighter for later lines."""
     blue, share = (0.0, 0.447, 0.698), 0.75 * index / (count - 1)
@@ -437,39 +325,43 @@ PICTURES: dict[str, Draw] = {
         f.__name__: f
         for f in (dpe, lampe, log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
     },
-    **{f.__name__: f for f in (layouts, wavelengths, dials)},
 }
-SIZES = {
-    **dict.fromkeys(MAPS, (6.4, 2.7)),
-    "layouts": (6.4, 2.7),
-    "wavelengths": (6.4, 3.2),
-    "dials": (5.2, 5.2),
-}
+SIZES = dict.fromkeys(MAPS, (6.4, 2.7))
 
 
-def draw(names: list[str], folder: Path) -> list[Path]:
+def draw(
+    names: list[str],
+    folder: Path,
+    pictures: dict[str, Draw] = PICTURES,
+    sizes: dict[str, tuple[float, float]] = SIZES,
+) -> list[Path]:
     """Write `NAME.png` for every name."""
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     with rc_context(STYLE):
         for name in names:
-            figure = Figure(figsize=SIZES.get(name, (4.4, 2.7)), layout="constrained")
-            PICTURES[name](figure)
+            figure = Figure(figsize=sizes.get(name, (4.4, 2.7)), layout="constrained")
+            pictures[name](figure)
             written.append(folder / f"{name}.png")
             figure.savefig(written[-1], dpi=110, metadata={"Software": None})
     return written
 
 
+def chosen(pictures: Collection[str], folder: Path, doc: str) -> tuple[list[str], Path]:
+    """Return the pictures that the command line names, by default all, and the folder for them."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(pictures)}")
+    parser.add_argument("--folder", type=Path, default=folder)
+    given = parser.parse_args()
+    wrong = [name for name in given.names if name not in pictures]
+    if wrong:
+        sys.exit(f"No picture {wrong[0]!r}. There are: {', '.join(pictures)}.")
+    return given.names or list(pictures), given.folder
+
+
 def main() -> None:
     """Draw the pictures that the command line names."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)}")
-    parser.add_argument("--folder", type=Path, default=FOLDER)
-    given = parser.parse_args()
-    wrong = [name for name in given.names if name not in PICTURES]
-    if wrong:
-        sys.exit(f"No picture {wrong[0]!r}. There are: {', '.join(PICTURES)}.")
-    for path in draw(given.names or list(PICTURES), given.folder):
+    for path in draw(*chosen(PICTURES, FOLDER, __doc__ or "")):
         print(path)
 
 

@@ -27,12 +27,13 @@ from hf_posenc.evaluation.tuning.results import TuningResult
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS
+from scripts.concept_pages import digits, divisors, properties
 from scripts.finetuned_page import conversions, example, positions, short, ways
 from scripts.gpu_table import measured, table
 from scripts.real_model_page import agreement, tails
-from scripts.rope_page import digits, divisors, properties
 
 ROOT = Path(__file__).resolve().parents[1]
+CONCEPTS = ROOT / "docs" / "concepts"
 DEMO = ROOT / "docs" / "data" / "demo"
 BENCHMARK = ROOT / "docs" / "data" / "benchmarks" / "attention.json"
 BENCH = ROOT / "docs" / "data" / "benchmarks" / "bench.json"
@@ -328,7 +329,9 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "patching.md": {"attention": attention},
     ROOT / "docs" / "gpu.md": {"backends": table, "measured": measured},
     ROOT / "docs" / "real_model.md": {"tails": tails, "agreement": agreement},
-    ROOT / "docs" / "rope.md": {"digits": digits, "divisors": divisors, "properties": properties},
+    CONCEPTS / "encodings.md": {"properties": properties},
+    CONCEPTS / "rope.md": {"digits": digits},
+    CONCEPTS / "scale.md": {"divisors": divisors},
     ROOT / "docs" / "updates.md": {"updates": updates},
 }
 

@@ -33,7 +33,8 @@ from tests.support.tiny_text import prose, tiny_checkpoint
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PAGES += [*sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "methods").glob("*.md"))]
+FOLDERS = [ROOT / "docs", ROOT / "docs" / "concepts", ROOT / "docs" / "methods"]
+PAGES += [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
 BLOCK = re.compile(
     r"(?:^<!-- (?P<marker>not run|command)(?: \((?P<options>[^)\n]+)\))?: [^\n]+ -->\n)?"
     r"^```(?P<language>\w+)\n(?P<code>.*?)^```$",

@@ -1,8 +1,8 @@
 """Every layout of RoPE is one rotation: with its rows permuted, a weight gives the same scores in all of them.
 
 The reference is the complex form of Llama's authors in float64: features 2i and 2i + 1 of a head are the number z_i,
-which a position m multiplies by `exp(i m f)`. The modules compared are transformers' own. At the end: what docs/rope.md
-shows of it.
+which a position m multiplies by `exp(i m f)`. The modules compared are transformers' own. At the end: what
+docs/concepts/ shows of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 import re
 from dataclasses import dataclass, field
 from operator import lt, mul
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,8 +184,8 @@ def test_models_that_differ_in_their_layout_alone_give_the_same_logits(
 def test_the_picture_of_the_layouts_shows_the_conversion() -> None:
     """Each layout of the picture, as the rows of one head that count the features of the complex form."""
     pytest.importorskip("matplotlib")
-    from scripts.draw_methods import LAYOUTS as DRAWN
-    from scripts.draw_methods import order
+    from scripts.draw_concepts import LAYOUTS as DRAWN
+    from scripts.draw_concepts import order
 
     for name, rotated, split in DRAWN:
         rows = torch.arange(8)[None]
@@ -198,7 +197,7 @@ def test_the_picture_of_the_layouts_shows_the_conversion() -> None:
 
 def test_digits_of_the_page_are_those_of_the_position() -> None:
     pytest.importorskip("matplotlib")
-    from scripts.rope_page import NUMERALS, digits
+    from scripts.concept_pages import NUMERALS, digits
 
     for (_, divisor, bases), row in zip(NUMERALS, digits().splitlines()[2:], strict=True):
         places = [math.prod(bases[:place]) for place in range(len(bases))]
@@ -211,7 +210,7 @@ def test_digits_of_the_page_are_those_of_the_position() -> None:
 
 def test_divisors_of_the_page_are_those_of_the_papers() -> None:
     pytest.importorskip("matplotlib")
-    from scripts.rope_page import divisors
+    from scripts.concept_pages import divisors
 
     plain, slow = default(128, 1e4, 4096)[0], 46  # the first pair without a full turn
     assert 4096 * plain[slow] < 2 * math.pi < 4096 * plain[slow - 1]
@@ -226,7 +225,7 @@ def test_divisors_of_the_page_are_those_of_the_papers() -> None:
 
 def test_properties_of_the_page_are_those_of_the_papers() -> None:
     pytest.importorskip("matplotlib")
-    from scripts.rope_page import properties
+    from scripts.concept_pages import properties
 
     facts = {
         name: row.strip("| ").split(" | ")[1:3]
@@ -245,16 +244,3 @@ def test_properties_of_the_page_are_those_of_the_papers() -> None:
     ):
         for name in names:
             assert facts[name] == [positions, trained], name
-
-
-@pytest.mark.slow
-def test_the_pictures_of_the_page_are_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from scripts.draw_methods import FOLDER, draw
-
-    page = (FOLDER.parents[1] / "rope.md").read_text(encoding="utf-8")
-    names = re.findall(r"\(methods/pictures/(\w+)\.png\)", page)
-    assert names == ["layouts", "dials", "wavelengths"]
-    for path in draw(names, tmp_path):
-        assert path.read_bytes().startswith(b"\x89PNG")
-        assert 5_000 < (FOLDER / path.name).stat().st_size < 100_000

@@ -1,4 +1,4 @@
-"""The tables of docs/rope.md, from the methods themselves."""
+"""The tables of docs/concepts/, from the methods themselves."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hf_posenc.evaluation.grid import markdown_table
 from hf_posenc.evaluation.recommend.options import met_until
 from hf_posenc.methods import DistanceBias, LaMPE, Method, NoPE, RopeScaling, RotaryBands
 from hf_posenc.rope import RopeSpec
-from scripts.draw_methods import position_map, stretched
+from scripts.draw_concepts import stretched
+from scripts.draw_methods import position_map
 
 NUMERALS = (  # by the method that writes positions so: the divisor, and the bases of the digits, the ones first
     ("no scaling: a fourth digit", 1, (10, 10, 10, 10)),
@@ -61,7 +62,7 @@ def properties() -> str:
             reach = "any" if method.follows_text else "s L" if method.takes_scale() else "-"
             trained = "yes" if method.trainable else "no"
             facts = (_positions(method), trained, reach, method.needs)
-            names.setdefault(facts, []).append(f"[`{method.name}`](methods/{method.name}.md)")
+            names.setdefault(facts, []).append(f"[`{method.name}`](../methods/{method.name}.md)")
         rows += [[", ".join(links), *facts] for facts, links in names.items()]
     columns = ["method", "positions in the score", "parameters", "length", "needs"]
     return markdown_table(columns, rows)

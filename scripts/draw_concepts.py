@@ -1,0 +1,190 @@
+"""Draw the pictures of docs/concepts/, docs/concepts/pictures/*.png, from the methods and from committed measurements.
+
+    python -m scripts.draw_concepts                 # all of them
+    python -m scripts.draw_concepts dials clocks    # some
+
+Needs matplotlib (`pip install 'hf-posenc[plot]'`).
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Arc, Circle, Rectangle, Wedge
+from torch import Tensor
+
+from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, REMARK
+from hf_posenc.methods import (
+    Llama3,
+    NTKAware,
+    NTKMixed,
+    PositionInterpolation,
+    YaRN,
+)
+from hf_posenc.rope import RopeSpec
+from scripts.draw_methods import Draw, chosen, draw
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "concepts" / "pictures"
+
+# The layouts of a head: the name, the rotated ones of 8 features, and whether pairs are split into halves.
+LAYOUTS = (("interleaved", 8, False), ("half-split", 8, True), ("half-split, partial", 4, True))
+DIGITS = ("ones", "tens", "hundreds", "thousands")
+PAIRS, GREY = (*COLOURS[:3], COLOURS[6]), "#dddddd"
+PLACES = ((5, 2), (105, 102))
+"""Positions of a query and a key that are drawn as hands; both have the same distance."""
+
+
+def clocks(figure: Figure) -> None:
+    """Plot three pairs as clocks, with the hands of a query and a key at two places and one distance."""
+    frequencies = RopeSpec(8, 1e4, 1000).default_inv_freq()[:3].tolist()
+    for row, (query, key) in zip(figure.subplots(2, 3), PLACES, strict=True):
+        for panel, frequency in zip(row, frequencies, strict=True):
+            panel.set_axis_off()
+            panel.set(xlim=(-1.12, 1.12), ylim=(-1.5, 1.12), aspect="equal")
+            panel.add_patch(Circle((0, 0), 1, facecolor="#f4f4f4", edgecolor="#bbbbbb"))
+            for position, colour in ((key, COLOURS[1]), (query, COLOURS[0])):
+                angle = frequency * position
+                tip = (0.9 * math.sin(angle), 0.9 * math.cos(angle))
+                arrow = {"arrowstyle": "-|>", "color": colour, "linewidth": 1.8, "shrinkB": 0}
+                panel.annotate("", tip, (0, 0), arrowprops={**arrow, "shrinkA": 0})
+            ends = (90 - math.degrees(frequency * position) for position in (query, key))
+            panel.add_patch(
+                Arc((0, 0), 0.9, 0.9, theta1=next(ends), theta2=next(ends), color=BASELINE)
+            )
+            apart = f"{frequency * (query - key):.2g} radians apart"
+            panel.text(0, -1.3, apart, fontsize=8, color=REMARK, ha="center", va="center")
+            if row[0] is panel:
+                label = f"query at {query},\nkey at {key}"
+                panel.text(-1.25, 0, label, fontsize=8, ha="right", va="center")
+            if query == PLACES[0][0]:
+                turn = f"{2 * math.pi / frequency:,.0f} tokens a turn"
+                panel.set_title(f"pair {frequencies.index(frequency)}:\n{turn}", fontsize=8)
+
+
+def layouts(figure: Figure) -> None:
+    """Plot the features of one head in every layout, in the colours of their pairs, and the permutation between two."""
+    panel, features = figure.subplots(), 8
+    panel.set_axis_off()
+    panel.set(xlim=(-2.3, features), ylim=(-3.9, 0.8))
+    tops = (0.0, -1.0, -2.6, -3.6)
+    captions = ("complex", *(caption for caption, *_ in LAYOUTS))
+    for top, caption in zip(tops, captions, strict=True):
+        panel.text(-2.3, top + 0.34, caption, fontsize=8, va="center")
+    for pair in range(features // 2):
+        name = f"z{pair} = x{2 * pair} + j x{2 * pair + 1}"
+        _box(panel, (2 * pair, 0), 2, name, PAIRS[pair])
+    orders = [order(features, rotated, split=split) for _, rotated, split in LAYOUTS]
+    for top, places, (_, rotated, _) in zip(tops[1:], orders, LAYOUTS, strict=True):
+        for place, feature in enumerate(places):
+            colour = PAIRS[feature // 2] if feature < rotated else GREY
+            _box(panel, (place, top), 1, f"x{feature}", colour)
+    for place, feature in enumerate(orders[1]):
+        ends = ([orders[0].index(feature) + 0.5, place + 0.5], [tops[1] - 0.05, tops[2] + 0.75])
+        panel.plot(*ends, color=PAIRS[feature // 2], linewidth=1.2)
+
+
+def order(features: int, rotated: int, *, split: bool) -> list[int]:
+    """Return the feature of the complex form at each place of a head whose first features are rotated."""
+    pairs = torch.arange(rotated).view(-1, 2)
+    turned = (pairs.T if split else pairs).flatten().tolist()
+    return [*turned, *range(rotated, features)]
+
+
+def _box(panel: Axes, corner: tuple[float, float], width: float, text: str, colour: str) -> None:
+    x, y = corner
+    panel.add_patch(Rectangle((x + 0.04, y), width - 0.08, 0.7, facecolor=colour))
+    ink = "#444444" if colour == GREY else "white"
+    panel.text(x + width / 2, y + 0.34, text, color=ink, ha="center", va="center", fontsize=8.5)
+
+
+def stretched(rope: RopeSpec, scale: float) -> dict[str, Tensor]:
+    """Return the frequencies of the methods of the pictures, the unscaled ones first."""
+    kinds = (PositionInterpolation, NTKAware, NTKMixed, YaRN)
+    scaled = {kind.name: kind(scale=scale).inv_freq(rope) for kind in kinds}
+    return {"unscaled": rope.default_inv_freq(), **scaled}
+
+
+def scale(figure: Figure) -> None:
+    """Plot the divisor and the wavelength of each pair of a head of Llama 2, by method, at a scale of 8."""
+    rope, factor = RopeSpec(128, 1e4, 4096), 8
+    trained, default = rope.original_max_position_embeddings, rope.default_inv_freq()
+    methods = (PositionInterpolation, NTKAware, YaRN, Llama3)
+    above, below = figure.subplots(2, sharex=True, height_ratios=(1, 1.3))
+    below.plot(2 * math.pi / default / trained, color=BASELINE, linewidth=1, label="unscaled")
+    for index, kind in enumerate(methods):
+        table = kind(scale=factor).inv_freq(rope)
+        look = {"color": COLOURS[index], "linestyle": DASHES[index % len(DASHES)]}
+        name = "ntk_by_parts, yarn" if kind is YaRN else kind.name
+        above.plot(default / table, linewidth=1.6, **look)
+        below.plot(2 * math.pi / table / trained, linewidth=1.6, label=name, **look)
+    for panel in (above, below):
+        panel.axvspan(rope.pair_index(1), 63, color="#ececec", linewidth=0)
+    below.text(62, 0.004, "no full turn\nin training", fontsize=7.5, color=REMARK, ha="right")
+    for level, name in ((1, "L"), (factor, f"{factor} L")):
+        below.axhline(level, color=REMARK, linewidth=0.8, linestyle="--")
+        below.text(1, level * 1.2, name, fontsize=7.5, color=REMARK)
+    above.set_yscale("log", base=2)
+    above.yaxis.set_major_formatter("{x:g}")
+    above.set(ylabel="frequency divided by")
+    below.set_yscale("log")
+    below.set(xlabel="pair of features, the fastest first", ylabel="tokens per turn / L")
+    below.yaxis.set_major_formatter("{x:g}")
+    below.set(xlim=(0, 63))
+    figure.legend(frameon=False, fontsize=7.5, loc="outside lower center", ncols=5)
+
+
+def dials(figure: Figure) -> None:
+    """Plot four pairs as dials: the angles of the trained length, and those of a text four times as long."""
+    rope, scale = RopeSpec(8, 1e4, 1000), 4
+    trained = rope.original_max_position_embeddings
+    tables = stretched(rope, scale)
+    grid = figure.subplots(len(tables), rope.dim // 2)
+    for row, (name, table) in zip(grid, tables.items(), strict=True):
+        row[0].text(-3.0, 0, name, fontsize=8, va="center")
+        for pair, panel in enumerate(row):
+            default, frequency = tables["unscaled"][pair].item(), table[pair].item()
+            seen = min(360.0, math.degrees(default * (trained - 1)))
+            reached = min(360.0, math.degrees(frequency * (scale * trained - 1)))
+            _sector(panel, 0.68, 0.68, (0, 360), "#eeeeee")
+            _sector(panel, 0.68, 0.68, (0, seen), "#b8d4e8")
+            _sector(panel, 1.0, 0.22, (0, min(seen, reached)), COLOURS[0])
+            _sector(panel, 1.0, 0.22, (seen, max(seen, reached)), COLOURS[1])
+            for token in (0, 1):
+                tip = (0.64 * math.sin(frequency * token), 0.64 * math.cos(frequency * token))
+                panel.plot((0, tip[0]), (0, tip[1]), color=BASELINE, linewidth=1)
+            panel.set_axis_off()
+            panel.set(xlim=(-1.05, 1.05), ylim=(-1.05, 1.05), aspect="equal")
+            if name == "unscaled":
+                turn = f"{2 * math.pi / default:,.0f} tokens a turn"
+                panel.set_title(f"{DIGITS[pair]}: pair {pair},\n{turn}", fontsize=8)
+            else:
+                label = f"÷ {default / frequency:.3g}"
+                panel.text(0, -1.45, label, fontsize=7.5, color=REMARK, ha="center")
+
+
+def _sector(
+    panel: Axes, radius: float, width: float, turn: tuple[float, float], colour: str
+) -> None:
+    """Fill a sector between two angles in degrees, clockwise from the top."""
+    if turn[1] > turn[0]:
+        ends = 90 - turn[1], 90 - turn[0]
+        panel.add_patch(Wedge((0, 0), radius, *ends, width=width, facecolor=colour))
+
+
+PICTURES: dict[str, Draw] = {f.__name__: f for f in (clocks, dials, layouts, scale)}
+SIZES = {"clocks": (5.2, 4.0), "dials": (5.2, 5.2), "layouts": (6.4, 2.7), "scale": (5.2, 5.0)}
+
+
+def main() -> None:
+    """Draw the pictures that the command line names."""
+    names, folder = chosen(PICTURES, FOLDER, __doc__ or "")
+    for path in draw(names, folder, PICTURES, SIZES):
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
