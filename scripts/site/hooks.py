@@ -1,0 +1,52 @@
+"""Hooks of mkdocs: what the Markdown of docs/ needs beyond mkdocs itself to become the site.
+
+The pages are written for readers of the repository first. At build time the navigation takes in folders of pages, links
+out of docs/ become links into the repository, comments go, formulas become MathML, and the marker of a generated page
+becomes its content.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # an installed package has no scripts/
+
+from mkdocs.config.defaults import MkDocsConfig  # noqa: E402
+from mkdocs.structure.files import File, Files  # noqa: E402
+from mkdocs.structure.pages import Page  # noqa: E402
+
+from scripts.site import links, mathml, navigation  # noqa: E402
+
+COPIES = ("CONTRIBUTING.md", "CHANGELOG.md")
+"""Pages of the repository that are pages of the site too."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Expand the patterns of the navigation; show the menu of versions where mike builds the site."""
+    config.nav = navigation.expand(config.nav or [], Path(config.docs_dir))
+    if "MIKE_DOCS_VERSION" in os.environ:  # the menu reads a file that only mike writes
+        config.extra["version"] = {"provider": "mike"}
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that lie beside docs/."""
+    for name in COPIES:
+        content = links.from_root((ROOT / name).read_text(encoding="utf-8"))
+        files.append(File.generated(config, name.lower(), content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Drop comments and turn links out of docs/ into links into the repository."""
+    known = {file.src_uri for file in files}
+    return links.for_site(markdown, page.file.src_uri, known, config.repo_url or "")
+
+
+def on_page_content(html: str, page: Page, **_: Any) -> str:
+    """Replace formulas by MathML and let wide tables scroll."""
+    return links.scrolling(mathml.rendered(html, page.file.src_uri))

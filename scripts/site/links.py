@@ -1,0 +1,86 @@
+"""Text of a page that the repository and the site need differently: links out of docs/, comments, wide tables."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Collection
+
+FENCED = re.compile(
+    r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}).*?^(?P=indent)(?P=fence) *$", re.M | re.S
+)
+CODE = re.compile(r"(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)", re.S)
+COMMENT = re.compile(r"^[ >]*<!--.*?-->[ ]*$|<!--.*?-->", re.M | re.S)
+LINK = re.compile(
+    r"(?P<image>!?)\[(?P<text>(?:[^][]|\[[^][]*\])*)\]\((?P<target>[^)\s]+)(?P<title>\s+\"[^\"]*\")?\)"
+)
+TABLE = re.compile(r"<table>.*?</table>", re.S)
+BRANCH = "blob/main"
+
+
+def outside_code(text: str, change: Callable[[str], str], *, inline: bool = True) -> str:
+    """Apply a change to the text between blocks of code, and with `inline` between spans of code too."""
+    parts = []
+    start = 0
+    for match in FENCED.finditer(text):
+        parts += [_between(text[start : match.start()], change, inline), match[0]]
+        start = match.end()
+    return "".join([*parts, _between(text[start:], change, inline)])
+
+
+def _between(text: str, change: Callable[[str], str], inline: bool) -> str:
+    if not inline:
+        return change(text)
+    # Spans of code are kept apart as characters of the private area, since a link may contain one.
+    spans = [match[0] for match in CODE.finditer(text)]
+    kept = iter(range(len(spans)))
+    hidden = change(CODE.sub(lambda _: chr(0xE000 + next(kept)), text))
+    return re.sub("[\ue000-\uf8ff]", lambda match: spans[ord(match[0]) - 0xE000], hidden)
+
+
+def from_root(text: str) -> str:
+    """Return the text of a page of the repository's top folder with links as from docs/."""
+
+    def change(match: re.Match[str]) -> str:
+        target = match["target"]
+        if ":" not in target and not target.startswith("#"):
+            target = target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"
+        return f"{match['image']}[{match['text']}]({target})"
+
+    return outside_code(text, lambda part: LINK.sub(change, part))
+
+
+def for_site(text: str, page: str, known: Collection[str], repository: str) -> str:
+    """Return the Markdown of a page without comments and with links that lead somewhere on the site.
+
+    A link to something that is not part of the site leads to the repository at `repository`. Without that URL it
+    becomes its text and the path. A link to a copied page (`../CONTRIBUTING.md`) leads to the copy.
+    """
+
+    def change(match: re.Match[str]) -> str:
+        target, mark, anchor = match["target"].partition("#")
+        if not target or ":" in target or match["image"]:
+            return match[0]
+        path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(page), target))
+        if path.lower() in known and "/" not in path:
+            copy = posixpath.relpath(path.lower(), posixpath.dirname(page) or ".")
+            return f"[{match['text']}]({copy}{mark}{anchor})"
+        if path.removeprefix("docs/") in known or (
+            path.startswith("docs/") and path.endswith(".md")
+        ):
+            return match[0]
+        if repository:
+            return f"[{match['text']}]({repository.rstrip('/')}/{BRANCH}/{path}{mark}{anchor})"
+        plain = match["text"].strip("`")
+        return match["text"] if plain.endswith(path) else f"{match['text']} (`{path}`)"
+
+    def changed(part: str) -> str:
+        return LINK.sub(change, COMMENT.sub("", part))
+
+    return outside_code(text, changed)
+
+
+def scrolling(html: str) -> str:
+    """Return the HTML with every table in a frame that scrolls, which the keyboard can reach."""
+    frame = '<div class="scroll" tabindex="0" role="region" aria-label="Table">'
+    return TABLE.sub(lambda match: f"{frame}{match[0]}</div>", html)

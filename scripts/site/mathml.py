@@ -1,0 +1,39 @@
+"""Formulas as MathML, made when the site is built: browsers draw it without a script."""
+
+from __future__ import annotations
+
+import html as entities
+import logging
+import re
+
+from latex2mathml.converter import convert
+
+FORMULA = re.compile(
+    r'<(?P<tag>span|div) class="arithmatex">(?:\\\((?P<inline>.*?)\\\)|\\\[(?P<block>.*?)\\\])</(?P=tag)>',
+    re.S,
+)
+UNKNOWN = re.compile(r"<m[iotn]>(\\[^<]*|&)</m[iotn]>")
+SAME = {"aligned": "align*", "split": "align*"}
+"""Environments that GitHub's MathJax has under a name that the converter does not."""
+log = logging.getLogger("mkdocs.hooks.mathml")
+
+
+def rendered(html: str, page: str) -> str:
+    """Return the HTML of a page with its formulas as MathML; warn about one that cannot be converted."""
+
+    def change(match: re.Match[str]) -> str:
+        source = entities.unescape(match["inline"] or match["block"]).strip()
+        for name, other in SAME.items():
+            source = re.sub(rf"\\(begin|end)\{{{name}\}}", rf"\\\1{{{other}}}", source)
+        display = "inline" if match["inline"] else "block"
+        try:
+            formula = convert(source, display=display)
+        except Exception as error:
+            log.warning("%s: cannot convert the formula %s: %r", page, source, error)
+            return match[0]
+        if unknown := UNKNOWN.search(formula):
+            log.warning("%s: unknown %s in the formula %s", page, unknown[1], source)
+        label = entities.escape(source, quote=True)
+        return formula.replace("<math ", f'<math alttext="{label}" ', 1)
+
+    return FORMULA.sub(change, html)
