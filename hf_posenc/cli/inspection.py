@@ -8,6 +8,7 @@ import functools
 import inspect
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,6 +25,7 @@ from hf_posenc.lengths import read_length
 if TYPE_CHECKING:
     from hf_posenc.engines.in_force import Scaling
     from hf_posenc.engines.reading import Reading
+    from hf_posenc.evaluation.grid import Grid
     from hf_posenc.methods import Method, RotaryBands
 
 KINDS = {
@@ -152,7 +154,7 @@ def recipes(
 ) -> None:
     """List the published patches that `load_patch(model, NAME)` takes; of a checkpoint, those that belong to it."""
     from hf_posenc.engines.in_force import scaling_of
-    from hf_posenc.evaluation.grid import Grid, to_rich
+    from hf_posenc.evaluation.grid import to_rich
     from hf_posenc.saving import available_recipes, get_recipe, native_models
 
     names, advice = available_recipes(), list[str]()
@@ -169,6 +171,19 @@ def recipes(
         return
     for line in advice:
         out().print(line, markup=False)
+    grid = recipe_table(names)
+    if grid.rows:
+        out().print(to_rich(grid))
+    if model is None:
+        native = ", ".join(one["name"] for one in native_models())
+        out().print(f"Trained on long texts, nothing to add: {native}.", markup=False)
+
+
+def recipe_table(names: Iterable[str]) -> Grid:
+    """Return the published patches of these names as a table."""
+    from hf_posenc.evaluation.grid import Grid
+    from hf_posenc.saving import get_recipe
+
     heads = ("recipe", "method", "scale", "original", "model types", "checkpoint")
     grid = Grid.of("", *heads)
     for name in names:
@@ -183,11 +198,7 @@ def recipes(
             ", ".join(about.get("model_types", ())),
             about.get("checkpoint", ""),
         )
-    if grid.rows:
-        out().print(to_rich(grid))
-    if model is None:
-        native = ", ".join(one["name"] for one in native_models())
-        out().print(f"Trained on long texts, nothing to add: {native}.", markup=False)
+    return grid
 
 
 def fetch(

@@ -82,7 +82,7 @@ class RotaryBands(Method):
     band's key position, so that must depend neither on the query nor on the length of the text. Integer
     positions must give integers or float64, so that none is rounded.
 
-    Class attributes:
+    Attributes:
         keeps_order: True if a farther key never gets a nearer position. The tests hold a method to it.
         by_pair: True if far positions have a last axis, a position for each of several equal parts of the rotary pairs.
 

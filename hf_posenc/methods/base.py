@@ -66,7 +66,7 @@ class Method:
     Fields are checked if their metadata come from `number`, `count` or `switch`; `None` is valid
     where it is the default.
 
-    Class attributes:
+    Attributes:
         name: The canonical name, as `patch_model` takes it.
         aliases: Other names of the same method.
         summary: One line for tables.
@@ -207,7 +207,7 @@ class RopeScaling(Method):
     Args:
         filters: What changes the finished table, in order. `patch_model` sets it from a list.
 
-    Class attributes:
+    Attributes:
         identity_at_scale_one: True if no bit of the table changes with `scale=1`, or, for a method
             that follows the text, up to the original length. The tests hold a method to it.
         only_lowers_frequencies: True if reaching further raises no frequency, keeps their order and

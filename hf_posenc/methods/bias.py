@@ -46,7 +46,7 @@ class DistanceBias(_Bias):
 
     In an encoder (`bidirectional`), the distance is `|m - n|`.
 
-    Class attributes:
+    Attributes:
         trainable: True if `initial` returns parameters to train.
         of_query: True if the bias depends on the query's position too, and not on the distance alone.
 

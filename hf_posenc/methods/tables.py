@@ -22,7 +22,7 @@ _WHOLE = 1e-9  # a quotient m / s this close below a whole number is one
 class TableMethod(Method):
     """A method that makes a table of positions longer.
 
-    Class attributes:
+    Attributes:
         formula: True for tables whose rows are sines and cosines of the position; False for learned ones.
         keeps_short: True if the rows of the first L positions do not change.
 

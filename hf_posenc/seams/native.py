@@ -69,7 +69,7 @@ class NativeSeam:
         config: The config of the model; one of its own once the patch is installed.
         length: The trained length L, in tokens; `None` if the model has none.
 
-    Class attributes:
+    Attributes:
         sources: The kinds of `Source` that the seam patches.
         in_attention: True if its methods compute attention themselves, in the engine.
         has_length: True if the length that the model reads is a matter of the seam, with every method.

@@ -19,7 +19,7 @@ from mkdocs.config.defaults import MkDocsConfig  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 from mkdocs.structure.pages import Page  # noqa: E402
 
-from scripts.site import links, mathml, navigation  # noqa: E402
+from scripts.site import links, mathml, navigation, reference  # noqa: E402
 
 COPIES = ("CONTRIBUTING.md", "CHANGELOG.md")
 """Pages of the repository that are pages of the site too."""
@@ -42,11 +42,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Drop comments and turn links out of docs/ into links into the repository."""
+    """Fill what is made from the package, drop comments, and turn links out of docs/ into links into the repository."""
     known = {file.src_uri for file in files}
-    return links.for_site(markdown, page.file.src_uri, known, config.repo_url or "")
+    return links.for_site(
+        reference.filled(markdown), page.file.src_uri, known, config.repo_url or ""
+    )
 
 
 def on_page_content(html: str, page: Page, **_: Any) -> str:
-    """Replace formulas by MathML and let wide tables scroll."""
-    return links.scrolling(mathml.rendered(html, page.file.src_uri))
+    """Replace formulas by MathML."""
+    return mathml.rendered(html, page.file.src_uri)

@@ -1,4 +1,4 @@
-"""Text of a page that the repository and the site need differently: links out of docs/, comments, wide tables."""
+"""Text of a page that the repository and the site need differently: links out of docs/, comments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ COMMENT = re.compile(r"^[ >]*<!--.*?-->[ ]*$|<!--.*?-->", re.M | re.S)
 LINK = re.compile(
     r"(?P<image>!?)\[(?P<text>(?:[^][]|\[[^][]*\])*)\]\((?P<target>[^)\s]+)(?P<title>\s+\"[^\"]*\")?\)"
 )
-TABLE = re.compile(r"<table>.*?</table>", re.S)
 BRANCH = "blob/main"
 
 
@@ -78,9 +77,3 @@ def for_site(text: str, page: str, known: Collection[str], repository: str) -> s
         return LINK.sub(change, COMMENT.sub("", part))
 
     return outside_code(text, changed)
-
-
-def scrolling(html: str) -> str:
-    """Return the HTML with every table in a frame that scrolls, which the keyboard can reach."""
-    frame = '<div class="scroll" tabindex="0" role="region" aria-label="Table">'
-    return TABLE.sub(lambda match: f"{frame}{match[0]}</div>", html)
