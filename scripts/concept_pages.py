@@ -1,19 +1,23 @@
-"""The tables of docs/concepts/, from the methods themselves."""
+"""The tables of docs/concepts/, from the methods themselves and from committed measurements."""
 
 from __future__ import annotations
 
+import json
 import math
 
 import torch
 
 from hf_posenc.cli.inspection import kinds
+from hf_posenc.embedded import model_path
 from hf_posenc.evaluation.grid import markdown_table
 from hf_posenc.evaluation.recommend.options import met_until
 from hf_posenc.methods import DistanceBias, LaMPE, Method, NoPE, RopeScaling, RotaryBands
 from hf_posenc.rope import RopeSpec
-from scripts.draw_concepts import stretched
+from scripts.draw_concepts import DEMO, mean_shares, stretched
 from scripts.draw_methods import position_map
+from scripts.measure_attention import RESULT
 
+UPDATES = RESULT.parent / "updates.json"
 NUMERALS = (  # by the method that writes positions so: the divisor, and the bases of the digits, the ones first
     ("no scaling: a fourth digit", 1, (10, 10, 10, 10)),
     ("`pi`: the number halved", 2, (10, 10, 10)),
@@ -50,6 +54,73 @@ def divisors() -> str:
         rows.append([name, *(f"{default[i] / table[i]:.2f}" for i in pairs), f"{longest:,}"])
     columns = ["divisor of", *(f"pair {i}" for i in pairs), "trained angles up to"]
     return markdown_table(columns, rows, numeric=True)
+
+
+def unfinished() -> str:
+    """The pairs of the embedded Llama that made no full turn, and what a method changes that slows them."""
+    config = json.loads((model_path() / "config.json").read_text(encoding="utf-8"))
+    theta, trained = config["rope_parameters"]["rope_theta"], config["max_position_embeddings"]
+    rope = RopeSpec(config["head_dim"], theta, trained)
+    turns = rope.default_inv_freq() * trained / (2 * math.pi)
+    demo = json.loads(DEMO.read_text(encoding="utf-8"))
+    cells = {(c["method"], c["protocol"], c["length"]): c["perplexity"] for c in demo["summary"]}
+    length = 4 * trained
+    before, after, cut = (
+        f"{cells[label, 'tail', length]:.1f}"
+        for label in ("none", "ntk_by_parts (auto)", "truncation")
+    )
+    return (
+        f"The embedded Llama was trained on {trained} tokens. Each of its heads has {len(turns)} pairs, and "
+        f"{int((turns < 1).sum())} of them made no full turn; the slowest made {float(turns[-1]):.3f} of one. The tail "
+        f"perplexity at {length:,} tokens is {before} as the model is, {after} with `ntk_by_parts`, and {cut} if the "
+        f"model reads the last {trained} tokens only."
+    )
+
+
+def attention() -> str:
+    """The attention to near tokens and the number of keys read, by method and place."""
+    measured = json.loads(RESULT.read_text(encoding="utf-8"))
+    edges, queries = measured["settings"]["edges"], measured["settings"]["queries"]
+    near = edges.index(16)
+    places = sorted({row["first_query"] for row in measured["rows"]})
+    rows = []
+    for label, request in measured["settings"]["methods"].items():
+        cells = []
+        for place in places:
+            share = sum(mean_shares(measured["rows"], label, place)[:near])
+            keys = [
+                math.log(row["keys_read"])
+                for row in measured["rows"]
+                if row["method"] == label and row["first_query"] == place
+            ]
+            cells.append(f"{share:.0%}, {math.exp(sum(keys) / len(keys)):.0f} keys")
+        name = f"`{label}`, scale {request['scale']}" if request else "unpatched"
+        rows.append([name, *cells])
+    columns = [f"queries {place:,} to {place + queries - 1:,}" for place in places]
+    return markdown_table(["", *columns], rows, numeric=True)
+
+
+def stale() -> str:
+    """The perplexities of dynamic YaRN in one forward and through a cache."""
+    measured = json.loads(UPDATES.read_text(encoding="utf-8"))
+    lengths = measured["cached"]["lengths"]
+    found = {
+        (row["method"], row["length"]): row["perplexity"]
+        for row in measured["generation"]
+        if row["feed"] == "steps"
+    }
+    whole = {
+        row["length"]: row["perplexity"]
+        for row in measured["whole_texts"]
+        if row["protocol"] == "tail" and row["method"] == "dynamic_yarn (update sequence)"
+    }
+    rows = [["one forward, as published", *(f"{whole[n]:.2f}" for n in lengths)]]
+    for mode in ("sequence", "row"):
+        (label,) = {m for m, _ in found if m.startswith("dynamic_yarn") and f"update {mode}" in m}
+        rows.append(
+            [f'with a cache, `update="{mode}"`', *(f"{found[label, n]:.2f}" for n in lengths)]
+        )
+    return markdown_table(["", *(f"{n:,}" for n in lengths)], rows, numeric=True)
 
 
 def properties() -> str:

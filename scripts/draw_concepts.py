@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/concepts/, docs/concepts/pictures/*.png, from the methods and from committed measurements.
+"""Draw the pictures of docs/concepts/ in docs/concepts/pictures/, from the methods and from committed measurements.
 
     python -m scripts.draw_concepts                 # all of them
     python -m scripts.draw_concepts dials clocks    # some
@@ -8,8 +8,11 @@ Needs matplotlib (`pip install 'hf-posenc[plot]'`).
 
 from __future__ import annotations
 
+import json
 import math
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.axes import Axes
@@ -17,7 +20,8 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Arc, Circle, Rectangle, Wedge
 from torch import Tensor
 
-from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, REMARK
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, REMARK, position_points
 from hf_posenc.methods import (
     Llama3,
     NTKAware,
@@ -26,9 +30,13 @@ from hf_posenc.methods import (
     YaRN,
 )
 from hf_posenc.rope import RopeSpec
+from scripts.diagrams import DIAGRAMS
 from scripts.draw_methods import Draw, chosen, draw
+from scripts.measure_attention import RESULT
 
-FOLDER = Path(__file__).resolve().parents[1] / "docs" / "concepts" / "pictures"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+FOLDER = DOCS / "concepts" / "pictures"
+DEMO = DOCS / "data" / "demo" / "perplexity.json"
 
 # The layouts of a head: the name, the rotated ones of 8 features, and whether pairs are split into halves.
 LAYOUTS = (("interleaved", 8, False), ("half-split", 8, True), ("half-split, partial", 4, True))
@@ -137,6 +145,66 @@ def scale(figure: Figure) -> None:
     figure.legend(frameon=False, fontsize=7.5, loc="outside lower center", ncols=5)
 
 
+def extrapolation(figure: Figure) -> None:
+    """Plot the loss by position in the demo, and the attention by distance, inside and past the trained length."""
+    left, right = figure.subplots(2)
+    demo = PerplexityResult.from_dict(json.loads(DEMO.read_text(encoding="utf-8")))
+    assert demo.curve is not None
+    looks = {"none": BASELINE, "yarn (auto)": COLOURS[0], "rerope": COLOURS[2]}
+    for label, colour in looks.items():
+        points = position_points(demo.curve, label)
+        name = "unpatched" if label == "none" else label.removesuffix(" (auto)")
+        left.plot(
+            *zip(*((x, math.log(y)) for x, y in points), strict=True), color=colour, label=name
+        )
+    left.axvline(demo.original or 0, color=REMARK, linewidth=0.8, linestyle="--")
+    left.set_xscale("log", base=2)
+    ticks = (64, 256, 1024, 4096)
+    left.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+    left.set(
+        xlabel="position of the token; dashed: the trained length", ylabel="loss (nats a token)"
+    )
+    left.legend(frameon=False, fontsize=7.5)
+    measured = json.loads(RESULT.read_text(encoding="utf-8"))
+    edges, queries = measured["settings"]["edges"], measured["settings"]["queries"]
+    lines = (
+        ("none", 192, BASELINE, "-"),
+        ("none", 960, COLOURS[1], "-"),
+        ("yarn", 960, COLOURS[0], DASHES[1]),
+    )
+    for label, place, colour, style in lines:
+        shares = mean_shares(measured["rows"], label, place)
+        last = next(k for k, edge in enumerate(edges) if edge >= place + queries)
+        name = "unpatched" if label == "none" else label
+        text = f"{name}, queries at {place:,} to {place + queries - 1:,}"
+        right.plot(
+            range(last),
+            shares[:last],
+            color=colour,
+            linestyle=style,
+            marker="o",
+            markersize=3,
+            label=text,
+        )
+    names = ["0", *(str(a) if b == a + 1 else f"{a:,}-{b - 1:,}" for a, b in pairwise(edges[1:]))]
+    right.set_xticks(range(len(names) - 1), names[:-1], rotation=40, ha="right", fontsize=7.5)
+    right.yaxis.set_major_formatter("{x:.0%}")
+    right.set(
+        xlabel="distance from query to key (tokens)", ylabel="share of attention", ylim=(0, None)
+    )
+    right.legend(frameon=False, fontsize=7.5)
+
+
+def mean_shares(rows: list[dict[str, Any]], method: str, place: int) -> list[float]:
+    """Return the share of attention in each bin of distances, a mean over the layers."""
+    layers = [
+        row["share_by_distance"]
+        for row in rows
+        if row["method"] == method and row["first_query"] == place
+    ]
+    return [sum(shares) / len(layers) for shares in zip(*layers, strict=True)]
+
+
 def dials(figure: Figure) -> None:
     """Plot four pairs as dials: the angles of the trained length, and those of a text four times as long."""
     rope, scale = RopeSpec(8, 1e4, 1000), 4
@@ -175,15 +243,26 @@ def _sector(
         panel.add_patch(Wedge((0, 0), radius, *ends, width=width, facecolor=colour))
 
 
-PICTURES: dict[str, Draw] = {f.__name__: f for f in (clocks, dials, layouts, scale)}
-SIZES = {"clocks": (5.2, 4.0), "dials": (5.2, 5.2), "layouts": (6.4, 2.7), "scale": (5.2, 5.0)}
+PICTURES: dict[str, Draw] = {f.__name__: f for f in (clocks, dials, extrapolation, layouts, scale)}
+SIZES = {
+    "clocks": (5.2, 4.0),
+    "dials": (5.2, 5.2),
+    "extrapolation": (5.2, 5.6),
+    "layouts": (6.4, 2.7),
+    "scale": (5.2, 5.0),
+}
 
 
 def main() -> None:
     """Draw the pictures that the command line names."""
-    names, folder = chosen(PICTURES, FOLDER, __doc__ or "")
-    for path in draw(names, folder, PICTURES, SIZES):
+    names, folder = chosen([*PICTURES, *DIAGRAMS], FOLDER, __doc__ or "")
+    for path in draw([name for name in names if name in PICTURES], folder, PICTURES, SIZES):
         print(path)
+    for name in names:
+        if name in DIAGRAMS:
+            path = folder / f"{name}.svg"
+            path.write_text(DIAGRAMS[name](), encoding="utf-8")
+            print(path)
 
 
 if __name__ == "__main__":

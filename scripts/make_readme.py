@@ -27,7 +27,8 @@ from hf_posenc.evaluation.tuning.results import TuningResult
 from hf_posenc.evaluation.tuning.search import SearchResult
 from hf_posenc.evaluation.tuning.sweep import SweepResult
 from hf_posenc.methods import METHODS
-from scripts.concept_pages import digits, divisors, properties
+from scripts.concept_pages import attention as attention_by_distance
+from scripts.concept_pages import digits, divisors, properties, stale, unfinished
 from scripts.finetuned_page import conversions, example, positions, short, ways
 from scripts.gpu_table import measured, table
 from scripts.real_model_page import agreement, tails
@@ -329,6 +330,8 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     ROOT / "docs" / "patching.md": {"attention": attention},
     ROOT / "docs" / "gpu.md": {"backends": table, "measured": measured},
     ROOT / "docs" / "real_model.md": {"tails": tails, "agreement": agreement},
+    CONCEPTS / "cache.md": {"stale": stale},
+    CONCEPTS / "extrapolation.md": {"unfinished": unfinished, "attention": attention_by_distance},
     CONCEPTS / "encodings.md": {"properties": properties},
     CONCEPTS / "rope.md": {"digits": digits},
     CONCEPTS / "scale.md": {"divisors": divisors},
