@@ -6,12 +6,14 @@ A diagram is a white card, so that it is readable on a light and on a dark page,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from html import escape
 
+import torch
+
 from hf_posenc.cli.inspection import kinds
 from hf_posenc.evaluation.plots import COLOURS
+from hf_posenc.methods import bucket_length
 
 INK, QUIET, LINE, FILL = "#1f2328", "#57606a", "#8c959f", "#f6f8fa"
 Point = tuple[float, float]
@@ -165,8 +167,7 @@ def tables(length: int, update: str) -> list[int]:
     """Return the length N of the table with which each key is rotated, once the text has `length` tokens."""
     if update == "sequence":
         return [max(TRAINED, position + 1) for position in range(length)]
-    buckets = math.ceil(max(0, length - TRAINED) / BUCKET)
-    return [TRAINED + buckets * BUCKET] * length
+    return [int(bucket_length(torch.tensor(length - 1), TRAINED, BUCKET))] * length
 
 
 def _tile(card: Card, corner: Point, text: str, length: int) -> None:
