@@ -9,6 +9,7 @@ Needs matplotlib (`pip install 'hf-posenc[plot]'`).
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import sys
 from collections.abc import Callable, Collection
@@ -19,9 +20,10 @@ from typing import Any
 import torch
 from matplotlib import colormaps, rc_context
 from matplotlib.figure import Figure
+from PIL import Image
 from torch import Tensor
 
-from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, STYLE
+from hf_posenc.evaluation.plots import BASELINE, COLOURS, DASHES, GRID, REMARK, STYLE
 from hf_posenc.methods import (
     ABF,
     DPE,
@@ -31,10 +33,14 @@ from hf_posenc.methods import (
     DistanceBias,
     LaMPE,
     LogN,
+    LongRoPE,
     RopeBias,
     RopeScaling,
     RotaryBands,
     Shaw,
+    Sinusoidal,
+    TableFilter,
+    TableMethod,
     Temperature,
     TransformerXL,
     XPos,
@@ -42,6 +48,7 @@ from hf_posenc.methods import (
 )
 from hf_posenc.methods.temperature import LAWS
 from hf_posenc.rope import RopeSpec
+from hf_posenc.saving import get_recipe
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "methods" / "pictures"
 TEXT, ORIGINAL = 192, 96  # tokens of the maps: a text of twice the original context
@@ -56,7 +63,19 @@ SHOWN: dict[str, dict[str, Any]] = {
     "lm_infinite": {"window": 64, "sinks": 10},
     "attention_sinks": {"window": 60, "sinks": 4},
     "sliding_window": {"window": 64},
+    "stretch": {"keep": 6},
 }
+
+# Knobs of the frequency methods, by label where there are several; a scale of `SCALE` for the others.
+SCALE = 4
+ROTATED: dict[str, list[dict[str, Any]]] = {
+    "dynamic_ntk": [{"scale": 2}],
+    "abf": [{"rope_theta": 1e5}, {"rope_theta": 5e5}, {"rope_theta": 1e6}],
+}
+LISTS = "phi-3.5-mini-128k"
+"""The recipe whose lists are drawn for `longrope`."""
+ROWS = 16  # of the tables of positions that are drawn
+SHADES = 128  # colours of a file, which is then a third as large
 
 # Knobs of the filters that are drawn together.
 FILTERED: dict[str, list[dict[str, Any]]] = {
@@ -292,6 +311,87 @@ def frequencies(figure: Figure) -> None:
     figure.legend(frameon=False, fontsize=7.5, loc="outside right center")
 
 
+def rotation(figure: Figure, name: str) -> None:
+    """Plot each pair's frequency divided by its own; of a length-dependent method, for several lengths."""
+    kind, rope, panel = get_method(name), RopeSpec(128, 1e4, 4096), figure.subplots()
+    assert issubclass(kind, RopeScaling)
+    knobs = ROTATED.get(name, [{"scale": SCALE}] if kind.takes_scale() else [{}])
+    if kind is LongRoPE:
+        recipe = get_recipe(LISTS)
+        knobs = [recipe["options"]]
+        rope = RopeSpec(2 * len(recipe["options"]["long_factor"]), 1e4, 4096)
+    trained, default = rope.original_max_position_embeddings, rope.default_inv_freq()
+    ratios = (1, 2, 4, 8) if kind.follows_text else (1, 2) if kind.length_dependent else (0,)
+    lines = [(values, ratio) for values in knobs for ratio in ratios]
+    panel.axvspan(rope.pair_index(1), len(default) - 1, color="#f0f0f0", linewidth=0)
+    panel.text(
+        len(default) - 2, 1.02, "no full turn in training", fontsize=7.5, color=REMARK, ha="right"
+    )
+    panel.axhline(1, color=BASELINE, linewidth=0.8, linestyle=":")
+    if kind.takes_scale() and not kind.length_dependent:
+        panel.axhline(1 / SCALE, color=BASELINE, linewidth=0.8, linestyle=":")
+        panel.text(0, 1 / SCALE + 0.02, f"1/{SCALE}", fontsize=7.5, color=REMARK)
+    for index, (values, ratio) in enumerate(lines):
+        method = kind(**values)
+        table = method.inv_freq(rope, ratio * trained or None)
+        label = (
+            f"N = {ratio} L".replace(" 1", "")
+            if kind.follows_text
+            else f"N {'>' if ratio > 1 else '<='} L"
+        )
+        if not ratio:
+            label = ", ".join(f"{knob}={value:,.0f}" for knob, value in values.items())
+            factor = method.cos_sin_factor(rope)
+            label += "" if factor == 1 else f"; cos, sin x {factor:.2f}"
+        panel.plot(table / default, color=COLOURS[index], linewidth=1.6, label=label)
+    panel.set(xlabel="pair of features, the fastest first", ylabel="frequency times")
+    panel.set(ylim=(-0.03, 1.12), xlim=(-0.5, len(default) - 0.5))
+    turns = panel.secondary_xaxis("top")
+    marks = (256, 32, 4, 1, 0.25)
+    turns.set_xticks([rope.pair_index(mark) for mark in marks], [f"{mark:g}" for mark in marks])
+    turns.set_xlabel("turns over the original context", fontsize=7.5)
+    turns.tick_params(labelsize=7.5)
+    if label:
+        panel.legend(frameon=False, fontsize=7.5, loc="best" if len(knobs) > 1 else "lower left")
+
+
+def rows(figure: Figure, name: str) -> None:
+    """Plot the weights of the old rows in each new row: the new table of one whose rows are unit vectors."""
+    method = get_method(name).from_options(scale=SCALE, **SHOWN.get(name, {}))
+    assert isinstance(method, TableMethod)
+    weights = method.rows(torch.eye(ROWS, dtype=torch.float64), SCALE * ROWS)
+    panel = figure.subplots()
+    panel.grid(visible=False)
+    shown = {"cmap": "RdBu", "vmin": -1, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
+    image = panel.imshow(weights.T.numpy(), **shown)
+    figure.colorbar(image, ax=panel, label="weight")
+    ends = [ROWS * times - 0.5 for times in range(1, SCALE)]
+    panel.vlines(ends, -0.5, ROWS - 0.5, color=GRID, linewidth=0.8)
+    marks = [ROWS * times for times in range(SCALE + 1)]
+    panel.set_xticks(
+        [mark - 0.5 for mark in marks], ["0", "L", *(f"{n} L" for n in range(2, SCALE + 1))]
+    )
+    panel.set(
+        xlabel="new row",
+        ylabel="old row",
+        title=", ".join(f"{k}={v}" for k, v in method.options().items()),
+    )
+
+
+def sinusoidal(figure: Figure) -> None:
+    """Plot the frequencies of a sinusoidal table divided by their own, scaled by position and by base."""
+    panel, pairs = figure.subplots(), 64
+    frequencies = 1e4 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+    for index, by in enumerate(("position", "base")):
+        angles = Sinusoidal(scale=SCALE, by=by).angles(frequencies, 2, 0.0)
+        panel.plot(angles[1] / frequencies, color=COLOURS[index], label=f'scale={SCALE}, by="{by}"')
+    panel.axhline(1, color=BASELINE, linewidth=0.8, linestyle=":")
+    panel.set(
+        xlabel="pair of features, the fastest first", ylabel="frequency times", ylim=(-0.03, 1.08)
+    )
+    panel.legend(frameon=False, fontsize=7.5, loc="lower left")
+
+
 def filtered(figure: Figure, name: str) -> None:
     """Plot each pair's frequency divided by its own, for several values of the knobs; equal lines once."""
     rope, panel = RopeSpec(128, 1e4, 4096), figure.subplots()
@@ -315,15 +415,36 @@ def _shade(index: int, count: int) -> tuple[float, float, float]:
 
 
 MAPS = tuple(m.name for m in METHODS if issubclass(m, RotaryBands) and not m.by_pair)
+ROTATIONS = tuple(
+    m.name for m in METHODS if issubclass(m, RopeScaling) and not issubclass(m, TableFilter)
+)
 Draw = Callable[[Figure], None]
 PICTURES: dict[str, Draw] = {
     "frequencies": frequencies,
     **{name: partial(bands, name=name) for name in MAPS},
     **{m.name: partial(biases, name=m.name) for m in METHODS if issubclass(m, DistanceBias)},
+    **{name: partial(rotation, name=name) for name in ROTATIONS},
     **{name: partial(filtered, name=name) for name in FILTERED},
     **{
+        m.name: partial(rows, name=m.name)
+        for m in METHODS
+        if issubclass(m, TableMethod) and not m.formula
+    },
+    **{
         f.__name__: f
-        for f in (dpe, lampe, log_n, temperature, t5, fire, shaw, transformer_xl, xpos, rope_bias)
+        for f in (
+            sinusoidal,
+            dpe,
+            lampe,
+            log_n,
+            temperature,
+            t5,
+            fire,
+            shaw,
+            transformer_xl,
+            xpos,
+            rope_bias,
+        )
     },
 }
 SIZES = dict.fromkeys(MAPS, (6.4, 2.7))
@@ -343,7 +464,9 @@ def draw(
             figure = Figure(figsize=sizes.get(name, (4.4, 2.7)), layout="constrained")
             pictures[name](figure)
             written.append(folder / f"{name}.png")
-            figure.savefig(written[-1], dpi=110, metadata={"Software": None})
+            figure.savefig(drawn := io.BytesIO(), dpi=110)
+            small = Image.open(drawn).convert("RGB").quantize(SHADES)
+            small.save(written[-1], "PNG", optimize=True)
     return written
 
 

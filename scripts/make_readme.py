@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_posenc.cli.inspection import kinds
-from hf_posenc.embedded import model_path
-from hf_posenc.engines import ENGINES, survey
+from hf_posenc.engines import ENGINES
 from hf_posenc.evaluation.bench import BenchResult
 from hf_posenc.evaluation.grid import markdown_table, to_markdown
 from hf_posenc.evaluation.measuring.statistics import Record, summarize
@@ -31,6 +30,8 @@ from scripts.concept_pages import attention as attention_by_distance
 from scripts.concept_pages import digits, divisors, properties, stale, unfinished
 from scripts.finetuned_page import conversions, example, positions, short, ways
 from scripts.gpu_table import measured, table
+from scripts.method_pages import expressed
+from scripts.method_pages import pages as method_pages
 from scripts.real_model_page import agreement, tails
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -145,11 +146,10 @@ def index() -> str:
 
 def shipping() -> str:
     """The frequency methods by engine: how each is expressed there, on the embedded Llama."""
-    found = [survey(model_path(), engine) for engine in ENGINES]
     rows = [
-        [method.name, *(row.form or "-" for row in engines)]
-        for method, *engines in zip((m for m in METHODS if m.for_rotary), *found, strict=True)
-        if method.kind == "frequencies"
+        [m.name, *(expressed(engine)[m.name].form or "-" for engine in ENGINES)]
+        for m in METHODS
+        if m.kind == "frequencies"
     ]
     return markdown_table(["method", *ENGINES], rows)
 
@@ -336,6 +336,7 @@ PAGES: dict[Path, dict[str, Callable[[], str]]] = {
     CONCEPTS / "rope.md": {"digits": digits},
     CONCEPTS / "scale.md": {"divisors": divisors},
     ROOT / "docs" / "updates.md": {"updates": updates},
+    **method_pages(),
 }
 
 

@@ -23,10 +23,12 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import RobertaConfig, RobertaForMaskedLM, XGLMConfig, XGLMForCausalLM
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from hf_posenc.cli.app import app
+from hf_posenc.methods import METHODS
 from scripts import make_readme
 from tests.support.tiny_text import prose, tiny_checkpoint
 
@@ -43,6 +45,8 @@ BLOCK = re.compile(
 GENERATED = re.compile(r"<!-- generated: .*?<!-- end -->", re.DOTALL)
 LAUNCHER = re.compile(r"(accelerate launch( --\w+ \S+)*|torchrun --nproc-per-node \d+|python) ")
 SMALLER = 64
+EXPORTED = [ROOT / "docs" / "methods" / f"{m.name}.md" for m in METHODS if m.kind == "frequencies"]
+EXPORTED += [ROOT / "docs" / "shipping.md"]
 COMMANDS: Any = get_command(app)
 
 
@@ -84,6 +88,15 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_checkpoint(place / "MODEL", num_hidden_layers=4)
     shutil.copytree(model, place / "meta-llama/Llama-2-7b-hf")
     shutil.copytree(model, place / "DIR")
+    sizes = {"vocab_size": 99, "intermediate_size": 32, "num_hidden_layers": 2}
+    learned = RobertaConfig(
+        hidden_size=32, num_attention_heads=2, max_position_embeddings=66, **sizes
+    )
+    RobertaForMaskedLM(learned).save_pretrained(place / "FacebookAI/roberta-base")
+    sines = XGLMConfig(
+        d_model=32, attention_heads=2, max_position_embeddings=64, num_layers=2, ffn_dim=32
+    )
+    XGLMForCausalLM(sines).save_pretrained(place / "facebook/xglm-564M")
     shutil.copytree(ROOT / "docs/data/demo", place / "runs/demo")
     text = prose(4000)
     for name in (
@@ -192,10 +205,8 @@ def check_command(line: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     "page",
     [
-        # docs/shipping.md needs an export of every recipe to every engine.
-        pytest.param(
-            page, id=page.name, marks=pytest.mark.slow if page.name == "shipping.md" else ()
-        )
+        # These need an export of every frequency method to every engine.
+        pytest.param(page, id=page.name, marks=pytest.mark.slow if page in EXPORTED else ())
         for page in make_readme.PAGES
     ],
 )

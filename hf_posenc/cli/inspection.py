@@ -74,6 +74,72 @@ def _about(method: type[Method]) -> dict[str, Any]:
     return {**{name: getattr(method, name) for name in names}, "knobs": knobs}
 
 
+def facts(method: type[Method]) -> dict[str, str]:
+    """Return the facts of a method in plain words, by their labels: what `show` prints and its page has."""
+    found = {"Kind": KINDS[method.kind]}
+    if method.aliases:
+        found["Also"] = ", ".join(method.aliases)
+    found |= {"Needs": method.needs, "Adds parameters": "yes" if method.trainable else "no"}
+    if method.length_dependent or method.follows_text:
+        found["Length"] = (
+            "follows the text" if method.follows_text else "two tables: up to L, past L"
+        )
+    elif method.takes_scale():
+        optional = method.knobs()["scale"] is not dataclasses.MISSING
+        found["Length"] = f"set by scale or target_length{', if given' if optional else ''}"
+    else:
+        found["Length"] = "set by no scale"
+    found |= {"Composes with": composes_with(method), "Source": method.source}
+    return found
+
+
+def composes_with(method: type[Method]) -> str:
+    """Return the methods that a list may have beside a method, in words."""
+    from hf_posenc.methods import LengthDependent, NoPE, RelativeKeys, TableFilter
+
+    groups = {
+        "rotary": "a frequency method",
+        "attention": "rotary bands",
+        "query": "a temperature",
+        "bias": "a bias with keep_rope=True",
+    }
+    if method.seam == "table":
+        return "nothing"
+    if method is NoPE:  # the others start from a rotation
+        return "a temperature"
+    beside = [text for seam, text in groups.items() if seam != method.seam]
+    if issubclass(method, TableFilter):
+        return ", ".join(["a frequency method before it", "other filters", *beside])
+    if method.seam == "rotary":
+        beside.insert(0, "filters after it")
+        if issubclass(method, LengthDependent):
+            beside.remove("rotary bands")
+    if method.seam == "bias":
+        own = "with keep_rope=True"
+        rotating = (
+            "a frequency method"
+            if issubclass(method, RelativeKeys)
+            else f"{beside[0]}, {beside[1]}"
+        )
+        return f"a temperature; {own} {rotating}"
+    return ", ".join(beside)
+
+
+def knob_rows(method: type[Method]) -> list[tuple[str, str, str]]:
+    """Return the knobs of a method: the name, the default as Python writes it, and what it is."""
+    meanings: dict[str, str] = {}
+    for base in reversed(method.__mro__):
+        meanings |= _read_docstring(base)[1]
+    return [
+        (
+            knob,
+            "must be given" if default is dataclasses.MISSING else repr(default),
+            meanings.get(knob, ""),
+        )
+        for knob, default in method.knobs().items()
+    ]
+
+
 def show(name: Annotated[str, typer.Argument(help="A method or one of its aliases.")]) -> None:
     """Show a method: its equation, knobs with their defaults, source, and what it needs."""
     from hf_posenc.evaluation.grid import Grid, to_rich
@@ -81,26 +147,24 @@ def show(name: Annotated[str, typer.Argument(help="A method or one of its aliase
 
     method = get_method(name)
     paragraphs, _ = _read_docstring(method)
-    meanings: dict[str, str] = {}
-    for base in reversed(method.__mro__):
-        meanings |= _read_docstring(base)[1]
-    about = _about(method)
-    for knob, values in about["knobs"].items():
-        values["meaning"] = meanings.get(knob, "")
-    if print_json({**about, "description": paragraphs}):
+    rows, about = knob_rows(method), _about(method)
+    for knob, _, meaning in rows:
+        about["knobs"][knob]["meaning"] = _plain(meaning)
+    if print_json({**about, "facts": facts(method), "description": [*map(_plain, paragraphs)]}):
         return
     console = out()
     also = f" (also {', '.join(method.aliases)})" if method.aliases else ""
     console.print(f"{method.name}{also}", style="bold")
     for paragraph in paragraphs:
-        console.print(f"\n{paragraph}", markup=False)
+        console.print(f"\n{_plain(paragraph)}", markup=False)
     grid = Grid.of("", "knob", "default", "what it is")
-    for knob, default in method.knobs().items():
-        shown = "must be given" if default is dataclasses.MISSING else repr(default)
-        grid.row(knob, shown, meanings.get(knob, ""))
+    for knob, default, meaning in rows:
+        grid.row(knob, default, _plain(meaning))
     if grid.rows:
         console.print(to_rich(grid))
-    console.print(f"Source: {method.source}\nNeeds: {method.needs}", markup=False)
+    for label, fact in facts(method).items():
+        if label != "Also":
+            console.print(f"{label}: {fact}", markup=False)
     required = [knob for knob, value in method.knobs().items() if value is dataclasses.MISSING]
     example = f"{method.name}:scale=8" if "scale" in required else method.name
     trial = f"hf-posenc perplexity --patch none --patch {example}"
@@ -112,9 +176,14 @@ def show(name: Annotated[str, typer.Argument(help="A method or one of its aliase
     console.print(f"Try: {trial}", markup=False)
 
 
+def _plain(text: str) -> str:
+    """Return a text of a docstring without the marks of code."""
+    return text.replace("`", "")
+
+
 def _read_docstring(cls: type) -> tuple[list[str], dict[str, str]]:
     """Return the paragraphs of a Google-style docstring, unwrapped, and the meaning of each argument."""
-    text = inspect.cleandoc(cls.__doc__ or "").replace("`", "")
+    text = inspect.cleandoc(cls.__doc__ or "")
     body, _, arguments = text.partition("\nArgs:\n")
     paragraphs = [" ".join(part.split()) for part in body.split("\n\n") if part.strip()]
     meanings: dict[str, str] = {}

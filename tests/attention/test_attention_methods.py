@@ -14,7 +14,6 @@ import torch
 
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import METHODS, DistanceBias, LogN, Method, RotaryBands, get_method
-from hf_posenc.methods.base import TableFilter
 from tests.support import attention_references as naive
 from tests.support.attention_methods import (
     BANDS,
@@ -170,24 +169,11 @@ def test_a_method_of_ones_own_from_the_page() -> None:
             assert bias.shape == (4, 9)
 
 
-FILTERS = tuple(method.name for method in METHODS if issubclass(method, TableFilter))
-
-
-@pytest.mark.parametrize("name", [*OTHERS, *FILTERS])
-def test_every_method_has_its_picture(name: str) -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    page = (docs / "methods" / f"{name}.md").read_text(encoding="utf-8")
-    picture = re.search(r"!\[.+?\]\((.+?)\)", page)
-    assert picture is not None
-    assert picture[1] == f"pictures/{name}.png"
-    assert 5_000 < (docs / "methods" / picture[1]).stat().st_size < 100_000
-
-
 def test_pictures_are_drawn_from_the_methods(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from scripts.draw_methods import PICTURES, draw, position_map
 
-    assert set(OTHERS) < set(PICTURES)
+    assert {method.name for method in METHODS} < set(PICTURES)
     written = draw(["rerope", "shaw"], tmp_path)
     assert [path.name for path in written] == ["rerope.png", "shaw.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)

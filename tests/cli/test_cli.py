@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import json
 import math
 import re
@@ -22,10 +23,14 @@ from typer.testing import CliRunner
 
 import hf_posenc
 from hf_posenc.cli.app import app
+from hf_posenc.cli.inspection import composes_with, facts
 from hf_posenc.embedded import HELD_OUT, model_path
 from hf_posenc.evaluation.plots import available
-from hf_posenc.methods import METHODS
+from hf_posenc.methods import METHODS, ALiBi, LogN, Method, ReRoPE, ResonanceRoPE, YaRN
+from hf_posenc.model.discovery import tables_of
+from hf_posenc.patch.request import resolve_request
 from tests.support import zoo
+from tests.support.references import REQUIRED
 from tests.support.tiny_text import byte_tokenizer, prose, tiny_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -411,8 +416,34 @@ def test_show_gives_equation_knobs_source_and_needs(name: str) -> None:
     text = " ".join(result.stdout.split())
     assert all(knob in text for knob in method.knobs())
     assert method.source in text
-    assert f"Needs: {method.needs}" in text
+    assert all(
+        f"{label}: {fact}" in text for label, fact in facts(method).items() if label != "Also"
+    )
     assert " ".join((method.__doc__ or "").replace("`", "").split("Args:")[0].split()) in text
+
+
+LISTED: dict[str, Method] = {
+    "a frequency method": YaRN(scale=2),
+    "filters after it": ResonanceRoPE(),
+    "other filters": ResonanceRoPE(),
+    "rotary bands": ReRoPE(),
+    "a temperature": LogN(),
+    "a bias with keep_rope=True": ALiBi(keep_rope=True),
+}
+
+
+def test_what_a_method_composes_with_is_accepted() -> None:
+    tables = tables_of(zoo.build("llama"))
+    for kind in METHODS:
+        options = REQUIRED.get(kind.name, lambda pairs: {})(tables[0].dim // 2)
+        options |= {"scale": 2} if kind.knobs().get("scale") is dataclasses.MISSING else {}
+        options |= {"keep_rope": True} if "keep_rope" in kind.knobs() else {}
+        named = [other for text, other in LISTED.items() if text in composes_with(kind)]
+        assert named or kind.seam == "table"
+        for other in named:
+            first = [other] if isinstance(other, YaRN) else []
+            last = [] if first else [other]
+            resolve_request(tables, [*first, kind.from_options(**options), *last])
 
 
 @pytest.mark.slow

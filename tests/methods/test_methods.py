@@ -482,27 +482,46 @@ def test_a_table_of_another_width_is_refused() -> None:
 # The page that describes them
 
 
+OUTLINE = ["Equation", "When to use it, and when it fails", "Measured", "Example", "Source"]
+DOCS = Path(__file__).parents[2] / "docs"
+
+
 @pytest.mark.parametrize("name", available_methods())
-def test_the_page_of_methods_agrees_with_the_code(name: str) -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    section = (docs / "methods" / f"{name}.md").read_text(encoding="utf-8")
-    method = get_method(name)
-    in_table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", section, flags=re.MULTILINE))
-    defaults = {
-        knob: "required" if value is dataclasses.MISSING else f"`{value!r}`".replace("'", '"')
+def test_every_method_has_a_page_with_all_parts(name: str) -> None:
+    method, text = get_method(name), (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8")
+    start, *sections = re.split(r"^## ", text, flags=re.MULTILINE)
+    assert re.match(rf"# `{name}`\n\n[A-Z].+?\.\n", start, flags=re.DOTALL)
+    assert f"<!-- generated: facts {name} -->\n| " in start
+    in_table = dict(re.findall(r"^\| `(\w+)` \| (.*?) \|", start, flags=re.MULTILINE))
+    assert in_table == {
+        knob: "must be given" if value is dataclasses.MISSING else f"`{value!r}`".replace("'", '"')
         for knob, value in method.knobs().items()
     }
-    assert in_table == defaults
-    index = (docs / "methods.md").read_text(encoding="utf-8")
+    parts = dict(section.split("\n", 1) for section in sections)
+    assert list(parts) == OUTLINE
+    equation, use, measured, example, source = parts.values()
+    assert re.search(r"^\$\$\n.+\n\$\$$", equation, flags=re.MULTILINE)
+    alternative, picture = re.findall(r"^!\[(.+?)\]\((.+?)\)$", equation, flags=re.MULTILINE)[0]
+    assert len(alternative) > 20
+    assert picture == f"pictures/{name}.png"
+    assert 2_000 < (DOCS / "methods" / picture).stat().st_size < 40_000
+    assert "- **Use it** " in use
+    assert "- **It fails** " in use
+    assert f"<!-- generated: measured {name} -->\n- " in measured
+    code = re.findall(r"^```python\n(.+?)^```$", example, flags=re.MULTILINE | re.DOTALL)[0]
+    assert f'patch_model(model, "{name}"' in code or f"{method.__name__}(" in code
+    assert all(paper in source for paper in re.findall(r"\d{4}\.\d{5}", method.source))
+
+
+@pytest.mark.parametrize("name", available_methods())
+def test_the_index_has_every_method(name: str) -> None:
+    method, index = get_method(name), (DOCS / "methods.md").read_text(encoding="utf-8")
     line = next(line for line in index.splitlines() if line.startswith(f"| [`{name}`]"))
     cells = [cell.strip() for cell in line.split("|")[1:-1]]
+    assert cells[0].endswith(f"(methods/{name}.md)")
     assert cells[1].replace("`", "") == method.summary
-    assert cells[2] == method.needs
-    assert cells[3] == ", ".join(f"`{alias}`" for alias in method.aliases)
-    papers = re.findall(r"arXiv (?:\d{4}\.\d{5})", method.source)
-    assert all(paper in section for paper in papers)
+    assert cells[2:] == [method.needs, ", ".join(f"`{alias}`" for alias in method.aliases)]
 
 
 def test_no_other_method_has_a_page() -> None:
-    pages = (Path(__file__).parents[2] / "docs" / "methods").glob("*.md")
-    assert {page.stem for page in pages} == {*available_methods()}
+    assert {page.stem for page in (DOCS / "methods").glob("*.md")} == {*available_methods()}

@@ -1,0 +1,223 @@
+"""The generated parts of docs/methods/NAME.md, from the methods and the committed results, for scripts/make_readme.py.
+
+A result that is not there yet leaves its line out, or says that nothing was measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+from hf_posenc.cli.inspection import facts, knob_rows
+from hf_posenc.embedded import model_path
+from hf_posenc.engines import ENGINES, Expressed, survey
+from hf_posenc.evaluation.grid import markdown_table, number
+from hf_posenc.evaluation.measuring.candidates import TRUNCATION
+from hf_posenc.evaluation.measuring.statistics import Cell, side_of_one, summarize
+from hf_posenc.evaluation.perplexity.result import PerplexityResult
+from hf_posenc.methods import METHODS, Method
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+BENCHMARKS = DOCS / "data" / "benchmarks"
+REAL_MODEL = DOCS / "data" / "real_model"
+WORDS = {-1: "lower", 0: "not told apart", 1: "higher"}
+_NO_CONFIG = "no config of another engine expresses it: `hf_posenc.from_pretrained`"
+
+
+def parts(method: type[Method]) -> dict[str, Callable[[], str]]:
+    """Return the generated parts of a method's page, by name."""
+    return {
+        f"facts {method.name}": partial(method_facts, method),
+        f"measured {method.name}": partial(measured, method),
+    }
+
+
+def pages() -> dict[Path, dict[str, Callable[[], str]]]:
+    """Return the pages of all methods, with their generated parts."""
+    return {DOCS / "methods" / f"{method.name}.md": parts(method) for method in METHODS}
+
+
+def method_facts(method: type[Method]) -> str:
+    """Return the table of facts, and that of the knobs."""
+    rows = [*facts(method).items()]
+    rows.insert(-1, ("Saved model loads in", loads_in(method)))
+    table = markdown_table(["", ""], [[f"**{label}**", _cell(fact)] for label, fact in rows])
+    knobs = [[f"`{k}`", _default(d), _cell(meaning)] for k, d, meaning in knob_rows(method)]
+    return f"{table}\n\n{markdown_table(['knob', 'default', ''], knobs) if knobs else 'No knobs.'}"
+
+
+def loads_in(method: type[Method]) -> str:
+    """Return the engines that load a model saved with a method, as measured on the embedded model's config."""
+    if method.kind == "tables":
+        return "every engine that has the model, where the table is among its weights"
+    if method.kind != "frequencies":
+        return _NO_CONFIG
+    engines = [engine for engine in ENGINES if expressed(engine)[method.name].form is not None]
+    if not engines:
+        return _NO_CONFIG
+    default = method.knobs().get("update", "sequence")
+    return ", ".join(engines) + ("" if default == "sequence" else ' with update="sequence"')
+
+
+@functools.cache
+def expressed(engine: str) -> dict[str, Expressed]:
+    """Return the frequency methods in an engine, by name."""
+    return {row.method.partition(",")[0]: row for row in survey(model_path(), engine)}
+
+
+def measured(method: type[Method]) -> str:
+    """Return the lines of what was measured: on the embedded model, and on a real one."""
+    lines = [*_embedded(method), *_retrieval(method), *_finetuning(method), *_speed(method)]
+    lines = lines or ["**Embedded model**: not measured."]
+    return "\n".join(f"- {line}" for line in [*lines, _real(method)])
+
+
+def _embedded(method: type[Method]) -> Iterator[str]:
+    """Tail perplexity at the trained length and at the longest, by the control's."""
+    result = _perplexity(BENCHMARKS / "methods.json")
+    if result is None or not (labels := _labels(result, method)):
+        return
+    short, long = result.settings.lengths[0], result.settings.lengths[-1]
+    cells = _cells(result)
+    found = "; ".join(
+        f"`{label}` {number(cells[label, short].perplexity)} and {_by_control(cells[label, long])}"
+        for label in labels
+    )
+    plain = result.candidates[0].label
+    before = " and ".join(number(cells[plain, length].perplexity) for length in (short, long))
+    yield (
+        f"**Embedded model** ({short} trained tokens), tail perplexity at {short} and {long:,} tokens: {found}; "
+        f"unpatched {before}."
+    )
+
+
+def _retrieval(method: type[Method]) -> Iterator[str]:
+    """Passkeys that are the most probable candidate, in the longest prompts of the embedded model."""
+    with (BENCHMARKS / "retrieval.csv").open(encoding="utf-8", newline="") as file:
+        rows = [r for r in csv.DictReader(file) if r["task"] == "passkey" and not r["depth"]]
+    longest = max(int(row["length"]) for row in rows)
+    shares = {r["method"]: float(r["first"]) for r in rows if int(r["length"]) == longest}
+    chance = float(rows[0]["chance"])
+    for label, share in shares.items():
+        if _of(label, method):
+            yield (
+                f"**Embedded model, retrieval**: the passkey is the most probable of {1 / chance:.0f} in {share:.0%} "
+                f"of the prompts of {longest:,} tokens; truncation {shares[TRUNCATION]:.0%}, chance {chance:.0%}."
+            )
+
+
+def _finetuning(method: type[Method]) -> Iterator[str]:
+    """Tail perplexity before and after the fine-tuning of the embedded model."""
+    result = json.loads((BENCHMARKS / "finetuning.json").read_text(encoding="utf-8"))
+    ways = {name: row for name, row in result["ways"].items() if _of(name, method)}
+    for name in ([name for name in ways if name == method.name] or [*ways])[:1]:
+        row = ways[name]  # of several, the plain way or the first
+        length, after = [*row["tail"].items()][-1]
+        yield (
+            f"**Embedded model, fine-tuned**: {result['steps']} steps bring the tail perplexity at "
+            f"{int(length):,} tokens from {number(row['before']['tail'][length])} to {number(after)} "
+            "([all ways](../finetuning.md))."
+        )
+
+
+def _speed(method: type[Method]) -> Iterator[str]:
+    """Prefill of the embedded model by the unpatched one's, the median of paired rounds."""
+    speed = json.loads((BENCHMARKS / "bench.json").read_text(encoding="utf-8"))["speed"]
+    for label in speed["methods"]:
+        if _of(label, method):
+            ratio = statistics.median(
+                r[label]["seconds"] / r["none"]["seconds"] for r in speed["rounds"]
+            )
+            yield (
+                f"**Embedded model, cost**: a prefill of {speed['length']:,} tokens takes {ratio:.2f} times as long as "
+                f"unpatched ({speed['threads']} CPU thread)."
+            )
+
+
+def _real(method: type[Method]) -> str:
+    """One line on SmolLM2: perplexity past its context by the control's, cost on short texts, passkeys."""
+    found = []
+    for file in sorted(REAL_MODEL.glob("tail-*.json"), key=_longest):
+        result = _perplexity(file)
+        assert result is not None
+        found += _real_tail(result, method)
+    found += _real_passkeys(method)
+    if not found:
+        return "**SmolLM2-135M**: not measured on it."
+    return f"**SmolLM2-135M** ([all methods](../real_model.md)): {'; '.join(found)}."
+
+
+def _longest(file: Path) -> int:
+    lengths: list[int] = json.loads(file.read_text(encoding="utf-8"))["settings"]["lengths"]
+    return max(lengths)
+
+
+def _real_tail(result: PerplexityResult, method: type[Method]) -> list[str]:
+    control = TRUNCATION if TRUNCATION in {e.label for e in result.candidates} else "none"
+    cells, length = _cells(result, control), result.settings.lengths[-1]
+    return [
+        f"`{label}` at {length:,} tokens: perplexity {_by_control(cells[label, length], control)}"
+        for label in _labels(result, method)
+        if (label, length) in cells
+    ]
+
+
+def _real_passkeys(method: type[Method]) -> list[str]:
+    file = REAL_MODEL / "passkey.json"
+    if not file.exists():
+        return []
+    result = json.loads(file.read_text(encoding="utf-8"))
+    cells = [c for c in result["summary"] if c["task"] == "passkey" and c["depth"] is None]
+    longest = max((c["length"] for c in cells), default=0)
+    return [
+        f"`{c['method']}` finds {round(c['accuracy'] * c['samples'])} of {c['samples']} passkeys at {longest:,} tokens"
+        for c in cells
+        if c["length"] == longest and _of(c["method"], method)
+    ]
+
+
+def _perplexity(file: Path) -> PerplexityResult | None:
+    if not file.exists():
+        return None
+    return PerplexityResult.from_dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _cells(result: PerplexityResult, control: str = TRUNCATION) -> dict[tuple[str, int], Cell]:
+    tails = [record for record in result.records if record.protocol == "tail"]
+    return {(c.method, c.length): c for c in summarize(tails, baseline=control)}
+
+
+def _labels(result: PerplexityResult, method: type[Method]) -> list[str]:
+    return [entry.label for entry in result.candidates if _of(entry.label, method)]
+
+
+def _of(label: str, method: type[Method]) -> bool:
+    """Return whether a label is of the method alone, or of a list that it ends."""
+    *_, last = label.split(" + ")
+    return re.split(r"[ ,]", last)[0] == method.name
+
+
+def _by_control(cell: Cell, control: str = TRUNCATION) -> str:
+    """Return a perplexity, and its ratio to the control's with the interval and the verdict."""
+    if cell.ratio is None or cell.ratio_interval is None:
+        return number(cell.perplexity)
+    low, high = cell.ratio_interval
+    verdict = WORDS[side_of_one(cell.ratio_interval, cell.documents)]
+    what = "the unpatched model" if control == "none" else control
+    return f"{number(cell.perplexity)} ({number(cell.ratio)} of {what}'s, {number(low)}-{number(high)}: {verdict})"
+
+
+def _default(text: str) -> str:
+    return text if text == "must be given" else f"`{text}`".replace("'", '"')
+
+
+def _cell(text: str) -> str:
+    """Return a text as a cell of a Markdown table."""
+    return text.replace("|", "\\|")
