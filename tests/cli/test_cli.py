@@ -435,15 +435,15 @@ LISTED: dict[str, Method] = {
 def test_what_a_method_composes_with_is_accepted() -> None:
     tables = tables_of(zoo.build("llama"))
     for kind in METHODS:
-        options = REQUIRED.get(kind.name, lambda pairs: {})(tables[0].dim // 2)
+        options = REQUIRED.get(kind.name, lambda pairs: {})(8)  # pairs of the heads of the zoo
         options |= {"scale": 2} if kind.knobs().get("scale") is dataclasses.MISSING else {}
-        options |= {"keep_rope": True} if "keep_rope" in kind.knobs() else {}
         named = [other for text, other in LISTED.items() if text in composes_with(kind)]
         assert named or kind.seam == "table"
         for other in named:
-            first = [other] if isinstance(other, YaRN) else []
-            last = [] if first else [other]
-            resolve_request(tables, [*first, kind.from_options(**options), *last])
+            rotates = other.seam in ("rotary", "attention")
+            beside = {"keep_rope": rotates} if "keep_rope" in kind.knobs() else {}
+            pair = [other, kind.from_options(**options, **beside)]
+            resolve_request(tables, pair if isinstance(other, YaRN) else pair[::-1])
 
 
 @pytest.mark.slow
