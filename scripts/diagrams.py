@@ -175,7 +175,7 @@ def _tile(card: Card, corner: Point, text: str, length: int) -> None:
     ends = [[int(colour[i : i + 2], 16) for i in (1, 3, 5)] for colour in (COLOURS[0], COLOURS[1])]
     mixed = [round(a + (b - a) * share) for a, b in zip(*ends, strict=True)]
     card.box(corner, (48, 36), fill="#{:02x}{:02x}{:02x}".format(*mixed), edge="none")
-    card.text((corner[0] + 24, corner[1] + 23), text, size=12.5, ink="#ffffff", bold=True)
+    card.text((corner[0] + 24, corner[1] + 23), text, size=12, ink="#ffffff", bold=True)
 
 
 DIAGRAMS: dict[str, Callable[[], str]] = {"places": places, "cached": cached}

@@ -6,6 +6,9 @@
 The first 2,048 tokens of the held-out documents of `hf-posenc perplexity` are read in one forward, as loaded and with
 methods. For queries at several places, every layer and every distance, the result has the attention that these queries
 pay to keys at this distance, as a mean over queries, heads and documents. Distances are binned by powers of two.
+
+A second measurement shows which pairs of features fail: the tail perplexity at four times the trained length, as loaded
+and with those pairs alone slowed that made no full turn in training.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import patched
@@ -40,6 +44,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "pi": {"method": "pi", "scale": 8},
     "yarn": {"method": "yarn", "scale": 8},
 }
+
+SLOWED: dict[str, Any] = {"method": "ntk_by_parts", "scale": 4, "beta_fast": 1.0, "beta_slow": 1.0}
+"""Divides the frequencies of the pairs without a full turn by the scale, and keeps all others as they are."""
+TAIL_LENGTH, TAIL = 1024, 128
 
 
 def by_distance(attention: Tensor, first: int) -> Tensor:
@@ -99,6 +107,22 @@ def measure(documents: Sequence[TokenizedDocument]) -> list[dict[str, Any]]:
     ]
 
 
+@torch.inference_mode()
+def tails(documents: Sequence[TokenizedDocument]) -> list[dict[str, Any]]:
+    """Return the tail perplexity as loaded and with `SLOWED`, over all documents."""
+    model, rows = loading.load_model(loading.embedded_model()), []
+    for request in ({}, SLOWED):
+        nats = 0.0
+        with patched(model, **request) if request else nullcontext():
+            for document in documents:
+                ids = document.ids[-TAIL_LENGTH:]
+                logits = model(input_ids=ids[None], use_cache=False).logits[0, -TAIL - 1 : -1]
+                nats += float(cross_entropy(logits.double(), ids[-TAIL:], reduction="sum"))
+        perplexity = math.exp(nats / (TAIL * len(documents)))
+        rows.append({"patch": request or None, "length": TAIL_LENGTH, "perplexity": perplexity})
+    return rows
+
+
 def held_out() -> list[TokenizedDocument]:
     """Return the documents: those of the demo, each cut to `LENGTH` tokens."""
     tokenizer = loading.load_tokenizer(loading.embedded_model())
@@ -118,6 +142,7 @@ def main() -> None:
         "settings": {"length": LENGTH, "queries": QUERIES, "edges": EDGES, "methods": METHODS},
         "documents": [document.to_dict() for document in documents],
         "rows": rows,
+        "tails": tails(documents),
     }
     if "--check" not in sys.argv[1:]:
         RESULT.write_text(json.dumps(values, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -130,6 +155,9 @@ def main() -> None:
     for row, before in zip(rows, committed["rows"], strict=True):
         found, known = (torch.tensor(r["share_by_distance"]) for r in (row, before))
         if not torch.allclose(found, known, atol=1e-4):
+            sys.exit(f"Not the committed numbers: {row}, before {before}")
+    for row, before in zip(values["tails"], committed["tails"], strict=True):
+        if abs(row["perplexity"] / before["perplexity"] - 1) > 1e-3:
             sys.exit(f"Not the committed numbers: {row}, before {before}")
 
 

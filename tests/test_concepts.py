@@ -144,3 +144,15 @@ def test_attention_by_distance() -> None:
     measured: dict[str, Any] = json.loads(RESULT.read_text(encoding="utf-8"))
     for row in measured["rows"]:
         assert sum(row["share_by_distance"]) == pytest.approx(1, abs=1e-4)
+
+
+def test_slowed_pairs_are_those_without_a_full_turn() -> None:
+    pytest.importorskip("matplotlib")
+    from scripts.measure_attention import SLOWED
+
+    knobs = {knob: value for knob, value in SLOWED.items() if knob != "method"}
+    method = get_method(SLOWED["method"]).from_options(**knobs)
+    assert isinstance(method, RopeScaling)
+    plain = [10_000 ** (-i / 16) for i in range(16)]  # the embedded Llama's, trained on 256 tokens
+    expected = [f / SLOWED["scale"] if 256 * f < 2 * math.pi else f for f in plain]
+    assert method.inv_freq(RopeSpec(32, 1e4, 256)).tolist() == pytest.approx(expected, rel=1e-12)
