@@ -362,7 +362,13 @@ def rows(figure: Figure, name: str) -> None:
     weights = method.rows(torch.eye(ROWS, dtype=torch.float64), SCALE * ROWS)
     panel = figure.subplots()
     panel.grid(visible=False)
-    shown = {"cmap": "RdBu", "vmin": -1, "vmax": 1, "aspect": "auto", "interpolation": "nearest"}
+    shown: dict[str, Any] = {
+        "cmap": "RdBu",
+        "vmin": -1,
+        "vmax": 1,
+        "aspect": "auto",
+        "interpolation": "nearest",
+    }
     image = panel.imshow(weights.T.numpy(), **shown)
     figure.colorbar(image, ax=panel, label="weight")
     ends = [ROWS * times - 0.5 for times in range(1, SCALE)]

@@ -88,7 +88,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny_checkpoint(place / "MODEL", num_hidden_layers=4)
     shutil.copytree(model, place / "meta-llama/Llama-2-7b-hf")
     shutil.copytree(model, place / "DIR")
-    sizes = {"vocab_size": 99, "intermediate_size": 32, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": 99, "intermediate_size": 32, "num_hidden_layers": 2}
     learned = RobertaConfig(
         hidden_size=32, num_attention_heads=2, max_position_embeddings=66, **sizes
     )

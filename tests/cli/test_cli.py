@@ -435,7 +435,8 @@ LISTED: dict[str, Method] = {
 def test_what_a_method_composes_with_is_accepted() -> None:
     tables = tables_of(zoo.build("llama"))
     for kind in METHODS:
-        options = REQUIRED.get(kind.name, lambda pairs: {})(8)  # pairs of the heads of the zoo
+        pairs = 8  # of the heads of the zoo
+        options = REQUIRED[kind.name](pairs) if kind.name in REQUIRED else {}
         options |= {"scale": 2} if kind.knobs().get("scale") is dataclasses.MISSING else {}
         named = [other for text, other in LISTED.items() if text in composes_with(kind)]
         assert named or kind.seam == "table"
